@@ -1,0 +1,357 @@
+"""What a user of the client gives and gets, and its way to and from serving.proto."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import grpc
+
+from protos.errors import ErrorDetails, error_details
+from protos.serving.v1 import serving_pb2
+from router.status import GroupState, GroupStatus, RankStatus
+
+Prompt = str | Sequence[int]
+
+
+class Options(TypedDict, total=False):
+    """How to continue a prompt; serving.proto says what each means, its limits and default."""
+
+    request_id: str
+    model: str
+    n: int
+    priority: int
+    timeout_s: float
+    # SamplingParams
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    # StopConditions
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    stop_strings: Sequence[str]
+    ignore_eos: bool
+    # OutputOptions
+    text: bool
+    logprobs: bool
+    prompt_logprobs: bool
+    top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its log probability, and pairs of the likeliest tokens and theirs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """How a continuation ended and what it took, as the router saw it. Times from its arrival."""
+
+    reason: Literal["stop", "length"]
+    stop_token_id: int | None
+    stop_string: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    num_preemptions: int
+    queue_s: float
+    first_token_s: float
+    total_s: float
+    group: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """Some new tokens of continuation `index`. The last one has `finish`."""
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int]
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """A whole continuation.
+
+    Attributes:
+        first_token_s: From sending the request to its first token, as the client saw it.
+        total_s: From sending the request to its end, as the client saw it.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob]
+    finish: Finish
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """The model served, as GetModel tells it."""
+
+    name: str
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    has_tokenizer: bool
+
+
+class CallFailed(Exception):
+    """A call or a request that did not end well.
+
+    CallFailed
+    ├── Rejected      cannot work as sent: an invalid value, another model, an id in use
+    ├── Overloaded    too much waits: send it again after `retry_delay_s`
+    ├── TimedOut      its timeout passed
+    ├── Cancelled     somebody called cancel
+    └── Unavailable   no router, or none that is ready: send it again, perhaps elsewhere
+
+    Anything else, such as a request that breaks its executors, is a bare CallFailed.
+
+    Attributes:
+        code: gRPC status code.
+        reason: Constant to match on, listed on top of serving.proto; empty if the router did not
+            give one, as when it is gone.
+        field: The field at fault, if one is; else empty.
+        retry_delay_s: When to try again, if that can help.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, details: ErrorDetails) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = details.reason
+        self.field = details.field
+        self.retry_delay_s = details.retry_delay_s
+
+
+class Rejected(CallFailed):
+    """The request cannot work as sent."""
+
+
+class Overloaded(CallFailed):
+    """Too much waits; send the request again later."""
+
+
+class TimedOut(CallFailed):
+    """The request's timeout passed."""
+
+
+class Cancelled(CallFailed):
+    """Somebody cancelled the request by its id."""
+
+
+class Unavailable(CallFailed):
+    """No router took the request, or the one that did has stopped."""
+
+
+_FAILURES: dict[grpc.StatusCode, type[CallFailed]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: Rejected,
+    grpc.StatusCode.NOT_FOUND: Rejected,
+    grpc.StatusCode.ALREADY_EXISTS: Rejected,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_REASONS: dict[int, Literal["stop", "length"]] = {
+    serving_pb2.FINISH_REASON_STOP: "stop",
+    serving_pb2.FINISH_REASON_LENGTH: "length",
+}
+_STATES = {
+    serving_pb2.GROUP_STATE_FORMING: GroupState.FORMING,
+    serving_pb2.GROUP_STATE_READY: GroupState.READY,
+}
+_PARTS = {  # of a GenerateRequest, and the options that go there
+    "sampling": serving_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
+    "stop": serving_pb2.StopConditions.DESCRIPTOR.fields_by_name,
+    "output": serving_pb2.OutputOptions.DESCRIPTOR.fields_by_name,
+}
+
+
+def failure_of_call(error: grpc.aio.AioRpcError) -> CallFailed:
+    failure = _FAILURES.get(error.code(), CallFailed)
+    return failure(error.code(), error.details() or "", error_details(error))
+
+
+def failure_of_tag(error: serving_pb2.TaggedError) -> CallFailed:
+    code = _CODES[error.code]
+    delay_s = error.retry_delay.ToNanoseconds() / 1e9 if error.HasField("retry_delay") else None
+    details = ErrorDetails(error.reason, error.field, delay_s)
+    return _FAILURES.get(code, CallFailed)(code, error.message, details)
+
+
+def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
+    """Raises ValueError or TypeError for an option that does not exist or cannot be sent."""
+    fields: dict[str, Any] = {}
+    for name, value in options.items():
+        part = next((part for part, names in _PARTS.items() if name in names), None)
+        (fields if part is None else fields.setdefault(part, {}))[name] = value
+    timeout_s = fields.pop("timeout_s", None)
+    request = serving_pb2.GenerateRequest(**fields)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+        request.token_ids.SetInParent()  # also for an empty one, so that the router says so
+    if timeout_s is not None:
+        request.timeout.FromNanoseconds(round(timeout_s * 1e9))
+    return request
+
+
+def to_delta(message: serving_pb2.GenerateResponse) -> Delta:
+    return Delta(
+        request_id=message.request_id,
+        index=message.index,
+        token_ids=list(message.token_ids),
+        text=message.text,
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+        finish=_finish(message.finish) if message.HasField("finish") else None,
+    )
+
+
+def to_model(message: serving_pb2.GetModelResponse) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        architecture=message.architecture,
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_tokenizer=message.has_tokenizer,
+    )
+
+
+def to_group(message: serving_pb2.GroupStatus) -> GroupStatus:
+    age_s = message.last_step_age.ToNanoseconds() / 1e9
+    return GroupStatus(
+        group=message.group,
+        state=_STATES[message.state],
+        problem=message.problem,
+        epoch=message.epoch,
+        step=message.step,
+        last_step_age_s=age_s if message.HasField("last_step_age") else None,
+        num_waiting=message.num_waiting,
+        num_waiting_tokens=message.num_waiting_tokens,
+        ranks=tuple(map(_rank, message.ranks)),
+    )
+
+
+class Collector:
+    """Puts the deltas of one request together and takes the time.
+
+    Args:
+        n: Number of continuations.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._start_time = time.perf_counter()
+        self._parts = [_Part() for _ in range(n)]
+
+    def add(self, delta: Delta) -> None:
+        now = time.perf_counter()
+        part = self._parts[delta.index]
+        if delta.token_ids and not part.token_ids:
+            part.first_token_time = now
+        part.token_ids += delta.token_ids
+        part.text.append(delta.text)
+        part.logprobs += delta.logprobs
+        part.prompt_logprobs += delta.prompt_logprobs
+        if delta.finish is not None:
+            part.last, part.end_time = delta, now
+
+    def completions(self) -> list[Completion]:
+        """Returns every continuation, by index. All have finished."""
+        return [self._completion(index, part) for index, part in enumerate(self._parts)]
+
+    def _completion(self, index: int, part: "_Part") -> Completion:
+        assert part.last is not None
+        assert part.last.finish is not None
+        return Completion(
+            request_id=part.last.request_id,
+            index=index,
+            token_ids=part.token_ids,
+            text="".join(part.text),
+            logprobs=part.logprobs,
+            prompt_logprobs=part.prompt_logprobs,
+            finish=part.last.finish,
+            first_token_s=part.first_token_time - self._start_time,
+            total_s=part.end_time - self._start_time,
+        )
+
+
+@dataclass(slots=True)
+class _Part:
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_time: float = 0.0
+    end_time: float = 0.0
+    last: Delta | None = None
+
+
+def _logprobs(messages: Iterable[serving_pb2.TokenLogprob]) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(
+            message.token_id,
+            message.logprob,
+            tuple((top.token_id, top.logprob) for top in message.top),
+        )
+        for message in messages
+    ]
+
+
+def _finish(message: serving_pb2.Finish) -> Finish:
+    return Finish(
+        reason=_REASONS[message.reason],
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_cached_tokens=message.num_cached_tokens,
+        num_completion_tokens=message.num_completion_tokens,
+        num_preemptions=message.num_preemptions,
+        queue_s=message.queue_time.ToNanoseconds() / 1e9,
+        first_token_s=message.first_token_time.ToNanoseconds() / 1e9,
+        total_s=message.total_time.ToNanoseconds() / 1e9,
+        group=message.group,
+        dp_rank=message.dp_rank,
+    )
+
+
+def _rank(message: serving_pb2.RankStatus) -> RankStatus:
+    return RankStatus(
+        dp_rank=message.dp_rank,
+        address=message.address,
+        num_running=message.num_running,
+        last_step_tokens=message.last_step_tokens,
+        total_tokens=message.total_tokens,
+        num_used_blocks=message.num_used_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        num_free_blocks=message.num_free_blocks,
+        prefix_hit_rate=message.prefix_hit_rate,
+        num_preemptions=message.num_preemptions,
+    )

@@ -1,0 +1,110 @@
+"""Errors that a client of the router can see, and the one that only the engine sees.
+
+RpcError
+├── InvalidRequest      INVALID_ARGUMENT     can never succeed as sent
+│   └── PromptTooLong
+├── ModelNotFound       NOT_FOUND            this router serves another model
+├── RequestNotFound     NOT_FOUND            nothing to cancel
+├── RequestExists       ALREADY_EXISTS       a live request has this id
+├── QueueFull           RESOURCE_EXHAUSTED   retry after a while
+├── DeadlineExceeded    DEADLINE_EXCEEDED    the request's time is over
+├── Cancelled           CANCELLED            somebody called Cancel
+├── NotReady            UNAVAILABLE          no group has formed yet
+├── ShuttingDown        UNAVAILABLE          this router stops; retry elsewhere
+└── ExecutorFailed      INTERNAL             the request's step fails every time
+
+ExecutorLost            a group's step cannot be finished; the group forms again
+GroupMismatch           the members of a group do not fit together; the operator must act
+"""
+
+from grpc import StatusCode
+
+from protos.errors import RpcError
+
+
+class InvalidRequest(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}", field=field)
+
+
+class PromptTooLong(InvalidRequest):
+    reason = "PROMPT_TOO_LONG"
+
+    def __init__(self, field: str, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
+        super().__init__(
+            field,
+            f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit, "
+            f"to leave room for an output token: send a shorter prompt",
+        )
+
+
+class ModelNotFound(RpcError):
+    code = StatusCode.NOT_FOUND
+    reason = "MODEL_NOT_FOUND"
+
+    def __init__(self, given: str, served: str) -> None:
+        super().__init__(
+            f"model: {given!r} is not served here; {served!r} is. Leave the field empty to take it",
+            field="model",
+        )
+
+
+class RequestNotFound(RpcError):
+    code = StatusCode.NOT_FOUND
+    reason = "REQUEST_NOT_FOUND"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"no live request has the id {request_id!r}", field="request_id")
+
+
+class RequestExists(RpcError):
+    code = StatusCode.ALREADY_EXISTS
+    reason = "REQUEST_EXISTS"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request_id: a live request has the id {request_id!r}; choose another, or leave the "
+            f"field empty to be given one",
+            field="request_id",
+        )
+
+
+class QueueFull(RpcError):
+    code = StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUEUE_FULL"
+
+
+class DeadlineExceeded(RpcError):
+    code = StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(RpcError):
+    code = StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+
+class NotReady(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "NOT_READY"
+
+
+class ShuttingDown(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "SHUTTING_DOWN"
+
+
+class ExecutorFailed(RpcError):
+    code = StatusCode.INTERNAL
+    reason = "EXECUTOR_FAILED"
+
+
+class ExecutorLost(Exception):
+    """An executor died, answered wrongly or was not there. No step of its epoch commits."""
+
+
+class GroupMismatch(Exception):
+    """Executors that were given as one group cannot be one."""

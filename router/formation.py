@@ -1,0 +1,115 @@
+"""Whether executors can be one group, and what group they are. Pure, but for the wire's types."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.executor.v1 import executor_pb2 as pb
+from router.errors import GroupMismatch
+from router.group import GroupInfo, GroupShape
+from router.model import ServedModel
+from router.step_builder import GraphSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One executor, as it described itself."""
+
+    address: str
+    description: pb.DescribeResponse
+
+    @property
+    def dp_rank(self) -> int:
+        return self.description.coordinates.dp_rank
+
+    @property
+    def attn_tp_rank(self) -> int:
+        return self.description.coordinates.attn_tp_rank
+
+    def __str__(self) -> str:
+        return f"executor {self.address} (dp_rank {self.dp_rank}, attn_tp_rank {self.attn_tp_rank})"
+
+
+def check_group(members: Sequence[Member]) -> None:
+    """Checks that the members agree and that each place of the group is taken once.
+
+    Raises:
+        GroupMismatch: Names two members, the field and both values.
+    """
+    first = members[0]
+    for member in members[1:]:
+        if member.description.agreement_digest != first.description.agreement_digest:
+            _raise_first_difference(first, member)
+    coordinates = first.description.coordinates
+    places = [
+        (dp_rank, attn_tp_rank)
+        for dp_rank in range(coordinates.dp_size)
+        for attn_tp_rank in range(coordinates.attn_tp_size)
+    ]
+    given = sorted((member.dp_rank, member.attn_tp_rank) for member in members)
+    if given != places:
+        raise GroupMismatch(
+            f"the group's executors say that it has dp_size={coordinates.dp_size} and "
+            f"attn_tp_size={coordinates.attn_tp_size}, which takes the (dp_rank, attn_tp_rank) "
+            f"{places}; the {len(members)} addresses given are {given}: start each place once and "
+            f"give each address once"
+        )
+
+
+def _raise_first_difference(one: Member, other: Member) -> None:
+    ours, theirs = one.description.agreement, other.description.agreement
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            raise GroupMismatch(
+                f"{one} has {name}={ours.get(name, '(nothing)')} but {other} has "
+                f"{name}={theirs.get(name, '(nothing)')}: start them with the same"
+            )
+    raise GroupMismatch(
+        f"{one} and {other} describe the same agreement but with different digests: "
+        f"they are not of one release"
+    )
+
+
+def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> GroupInfo:
+    """Returns what a checked group is.
+
+    Args:
+        members: Sorted by DP rank, then attention-TP rank.
+
+    Raises:
+        GroupMismatch: Its sizes cannot be scheduled.
+    """
+    leaders = [member for member in members if member.attn_tp_rank == 0]
+    descriptions = [leader.description for leader in leaders]
+    model, budget = descriptions[0].model, descriptions[0].budget
+    graph_sizes = descriptions[0].graph_sizes
+    num_blocks = tuple(description.num_kv_blocks for description in descriptions)
+    max_model_len = min(model.max_model_len, (min(num_blocks) - 1) * model.block_size)
+    rows_per_rank = min(
+        budget.max_num_seqs, *(description.num_rows for description in descriptions)
+    )
+    try:
+        shape = GroupShape(
+            dp_size=len(leaders),
+            num_blocks=num_blocks,
+            block_size=model.block_size,
+            rows_per_rank=rows_per_rank,
+            max_num_batched_tokens=budget.max_num_batched_tokens,
+            max_num_logits=budget.max_num_logits,
+            max_model_len=max_model_len,
+            graph_sizes=GraphSizes(tuple(graph_sizes.decode), tuple(graph_sizes.extend)),
+        )
+    except ValueError as error:
+        raise GroupMismatch(f"{leaders[0]}: {error}") from error
+    return GroupInfo(
+        epoch=epoch,
+        model=ServedModel(
+            name=model_name,
+            architecture=model.architecture,
+            fingerprint=model.fingerprint,
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=tuple(model.eos_token_ids),
+        ),
+        shape=shape,
+        addresses=tuple(leader.address for leader in leaders),
+    )

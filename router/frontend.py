@@ -1,0 +1,146 @@
+"""The public API's edge: what a client sends becomes a Request, what comes of it is sent back."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from protos.errors import abort_on_error
+from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from router.cell import Cell
+from router.errors import NotReady, QueueFull, RequestNotFound
+from router.frontend_many import ManyCall
+from router.model import ServedModel
+from router.readers import Reader
+from router.request import Request
+from router.responses import group_message, model_response, take_response
+from router.tokenizer import Tokenizer
+from router.validation import read_request
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+RETRY_DELAY_S = 1.0
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),  # a long prompt outgrows gRPC's 4 MiB
+    # Clients may ask every 10 s whether the router is there; gRPC's 5 minutes would shut them
+    # out. The key has no "recv" in it: with that, gRPC ignores it.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
+class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
+    """Serves GenerationService from a cell.
+
+    Handlers write instead of yielding: an abandoned generator is closed when it is collected, a
+    cancelled coroutine cancels its request at once.
+
+    Args:
+        cell: What runs the requests.
+        tokenizer: Of the model; None where clients send token ids only.
+        version: This router's, for GetStatus.
+    """
+
+    def __init__(self, cell: Cell, tokenizer: Tokenizer | None, version: str) -> None:
+        self._cell = cell
+        self._tokenizer = tokenizer
+        self._version = version
+
+    async def Generate(  # type: ignore[override]  # the stub knows generators only
+        self, request: serving_pb2.GenerateRequest, context: Context
+    ) -> None:
+        async with abort_on_error(context):
+            model = self._get_model()
+            with self._open_reader() as reader:
+                submitted = await read_request(
+                    request,
+                    model=model,
+                    tokenizer=self._tokenizer,
+                    reader=reader,
+                    call_timeout_s=context.time_remaining(),
+                )
+                self._cell.submit(submitted)
+                try:
+                    await _write_responses(submitted, context)
+                finally:
+                    pass
+
+    async def GenerateMany(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[serving_pb2.GenerateManyRequest],
+        context: Context,
+    ) -> None:
+        async with abort_on_error(context):
+            with self._open_reader() as reader:
+                call = ManyCall(self._cell, self._tokenizer, reader)
+                await call.run(request_iterator, context.write)
+
+    async def Cancel(
+        self, request: serving_pb2.CancelRequest, context: Context
+    ) -> serving_pb2.CancelResponse:
+        async with abort_on_error(context):
+            found = self._cell.find(request.request_id)
+            if found is None:
+                raise RequestNotFound(request.request_id)
+            self._cell.cancel(found)
+        return serving_pb2.CancelResponse()
+
+    async def GetModel(
+        self, request: serving_pb2.GetModelRequest, context: Context
+    ) -> serving_pb2.GetModelResponse:
+        async with abort_on_error(context):
+            model = self._get_model()
+        return model_response(model, has_tokenizer=self._tokenizer is not None)
+
+    async def GetStatus(
+        self, request: serving_pb2.GetStatusRequest, context: Context
+    ) -> serving_pb2.GetStatusResponse:
+        groups = [group_message(status) for status in self._cell.status()]
+        return serving_pb2.GetStatusResponse(groups=groups, version=self._version)
+
+    def _get_model(self) -> ServedModel:
+        model = self._cell.model
+        if model is None:
+            raise NotReady(
+                "no group of executors has formed yet: try again", retry_delay_s=RETRY_DELAY_S
+            )
+        return model
+
+    @contextmanager
+    def _open_reader(self) -> Iterator[Reader]:
+        """Lends a call its reader. All its sequences have ended when it gives it back."""
+        readers = self._cell.readers
+        if not readers.num_free:
+            raise QueueFull(
+                "as many calls are open as this router takes: try again, or send many requests "
+                "on one GenerateMany stream",
+                retry_delay_s=RETRY_DELAY_S,
+            )
+        reader = readers.open()
+        try:
+            yield reader
+        finally:
+            readers.close(reader)
+
+
+async def _write_responses(request: Request, context: Context) -> None:
+    """Sends what comes of a request until all its sequences have finished or one fails.
+
+    What came while an earlier message was written goes out in one: a slow client gets larger
+    messages, not a longer queue.
+    """
+    reader, num_open = request.reader, len(request.sequences)
+    while num_open:
+        await reader.wait()
+        for sequence in request.sequences:
+            if not sequence.is_ended and (response := take_response(sequence)):
+                await context.write(response)
+        while reader.ended:
+            sequence = reader.ended.popleft()
+            if sequence.error is not None:  # all that still ran have it
+                raise sequence.error
+            await context.write(take_response(sequence))
+            num_open -= 1

@@ -1,0 +1,142 @@
+"""GenerateMany: many requests on one stream, one reader and one message per wake for all.
+
+    client ──start, cancel──▶ _read ──submit──▶ cell
+                                │                 │ tokens of plain requests, as columns
+                                │ refused         │ everything else, as responses
+                                ▼                 ▼
+    client ◀──────────────── _take ◀── one wake ─┘
+
+No Python runs per token of a plain request, and none per request until it ends.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from protos.errors import RpcError
+from protos.serving.v1 import serving_pb2
+from router.cell import Cell
+from router.errors import InvalidRequest, NotReady
+from router.readers import Reader
+from router.request import Request, Sequence
+from router.responses import tagged_error, take_response
+from router.tokenizer import Tokenizer
+from router.validation import read_request
+
+MAX_REFUSALS = 256  # waiting to be sent; past these, nothing more is read from the client
+
+Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
+
+
+class ManyCall:
+    """One GenerateMany stream.
+
+    Args:
+        cell: What runs the requests.
+        tokenizer: Of the model, where the router has one.
+        reader: Of this stream alone.
+    """
+
+    def __init__(self, cell: Cell, tokenizer: Tokenizer | None, reader: Reader) -> None:
+        self._cell = cell
+        self._tokenizer = tokenizer
+        self._reader = reader
+        self._live: dict[int, Request] = {}
+        self._detailed: dict[int, Request] = {}  # those of _live whose tokens are no columns
+        self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
+
+    async def run(
+        self, messages: AsyncIterator[serving_pb2.GenerateManyRequest], write: Write
+    ) -> None:
+        """Serves the stream until the client has half-closed it and every request has ended.
+
+        Raises:
+            InvalidRequest: A message fits no rule of the stream, so no tag can carry the error.
+        """
+        reading = asyncio.create_task(self._read(messages))
+        reading.add_done_callback(self._on_read)
+        try:
+            while not (reading.done() and not self._live and self._refusals.empty()):
+                await self._reader.wait()
+                if reading.done():
+                    reading.result()  # raises what it raised
+                message = self._take()
+                if message.ByteSize():
+                    await write(message)
+        finally:
+            reading.remove_done_callback(self._on_read)  # the reader is another call's soon
+            reading.cancel()  # from here on it submits nothing
+            for request in self._live.values():
+                self._cell.cancel(request)
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
+        async for message in messages:
+            match message.WhichOneof("action"):
+                case "start":
+                    await self._start(message.tag, message.start)
+                case "cancel":
+                    if message.tag in self._live:
+                        self._cell.cancel(self._live[message.tag])
+                case _:
+                    raise InvalidRequest("action", "there is none; set start or cancel")
+
+    def _on_read(self, reading: asyncio.Task[None]) -> None:
+        self._reader.wake()
+
+    async def _start(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
+        if tag in self._live:
+            raise InvalidRequest(
+                "tag", f"{tag} is that of a request that still runs on this stream; use another"
+            )
+        try:
+            model = self._cell.model
+            if model is None:
+                raise NotReady("no group of executors has formed yet: try again")
+            request = await read_request(
+                message, model=model, tokenizer=self._tokenizer, reader=self._reader, tag=tag
+            )
+            self._live[tag] = request
+            if not request.is_columnar:
+                self._detailed[tag] = request
+            self._cell.submit(request)
+        except RpcError as error:
+            self._forget(tag)
+            await self._refusals.put(tagged_error(tag, error))
+            self._reader.wake()
+
+    def _forget(self, tag: int) -> None:
+        self._live.pop(tag, None)
+        self._detailed.pop(tag, None)
+
+    def _take(self) -> serving_pb2.GenerateManyResponse:
+        """Returns all that is new. Nothing else runs meanwhile, so columns come first."""
+        columns = self._cell.take_columns(self._reader)
+        message = serving_pb2.GenerateManyResponse(
+            tags=columns.tags.astype("<u4", copy=False).tobytes(),
+            num_tokens=columns.num_tokens.astype("<i4", copy=False).tobytes(),
+            token_ids=columns.token_ids.astype("<i4", copy=False).tobytes(),
+        )
+        for request in self._detailed.values():
+            for sequence in request.sequences:
+                if not sequence.is_ended:
+                    _add_response(message, sequence)
+        failed: dict[int, RpcError] = {}
+        while self._reader.ended:
+            sequence = self._reader.ended.popleft()
+            tag = sequence.request.tag
+            if sequence.error is None:
+                _add_response(message, sequence)
+            else:  # all sequences of a request that are live fail at once
+                failed[tag] = sequence.error
+            if not sequence.request.is_live:
+                self._forget(tag)
+        message.errors.extend(tagged_error(tag, error) for tag, error in failed.items())
+        while not self._refusals.empty():
+            message.errors.append(self._refusals.get_nowait())
+        return message
+
+
+def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:
+    response = take_response(sequence)
+    if response is not None:
+        message.responses.add(tag=sequence.request.tag, response=response)

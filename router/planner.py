@@ -1,0 +1,114 @@
+"""What all DP ranks must do alike, decided once per step. Pure functions."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from router.step import Agreement, DpPaddingMode
+
+
+def fill_level(
+    num_decodes: Sequence[int], num_prompt_tokens: Sequence[int], *, max_tokens: int, floor: int
+) -> int:
+    """Returns the number of tokens up to which every rank fills its step with prompt tokens.
+
+    A step is as long as its fullest rank, so ranks fill up to one level, as water does. That
+    level is what the rank with the least to do can reach; below ``floor`` it does not go, or a
+    short prompt on one rank would hold up a long one on another. The level bounds prompts
+    alone: decodes always run.
+
+    Args:
+        num_decodes: [dp_size] tokens that each rank runs anyway.
+        num_prompt_tokens: [dp_size] prompt tokens that each rank could run.
+        max_tokens: Upper bound of a rank's tokens.
+        floor: The least level, unless ``max_tokens`` is below.
+    """
+    reachable = [
+        decodes + prompt
+        for decodes, prompt in zip(num_decodes, num_prompt_tokens, strict=True)
+        if prompt > 0
+    ]
+    if not reachable:
+        return 0
+    return min(max_tokens, max(floor, min(reachable), *num_decodes))
+
+
+def agree(
+    num_tokens: Sequence[int],
+    num_logits: Sequence[int],
+    *,
+    has_extend: bool,
+    num_sequences: Sequence[int],
+    decode_graph_sizes: Sequence[int] = (),
+    extend_graph_sizes: Sequence[int] = (),
+) -> Agreement:
+    """Decides padding and graph from each DP rank's counts.
+
+    A rank that replayed another graph, or laid out its gather otherwise, would leave the rest
+    waiting in a collective. Only the router sees every rank, so it decides and nobody votes.
+
+    Args:
+        num_tokens: [dp_size] tokens of each rank; at least one is not 0.
+        num_logits: [dp_size] rows of logits of each rank.
+        has_extend: Whether any rank runs prompt tokens.
+        num_sequences: [dp_size] sequences of each rank.
+        decode_graph_sizes: Captured sizes in sequences, ascending; may be empty.
+        extend_graph_sizes: Captured sizes in tokens, ascending; may be empty.
+    """
+    assert max(num_tokens) > 0, "an idle system takes no step"
+    if has_extend:
+        graph_size = pick_extend_graph_size(num_tokens, extend_graph_sizes)
+    else:
+        graph_size = pick_graph_size(max(num_sequences), decode_graph_sizes)
+    if graph_size is not None:
+        padding_mode = DpPaddingMode.MAX_LEN  # a captured collective has one size
+    else:
+        padding_mode = pick_padding_mode(num_tokens, has_extend=has_extend)
+    return Agreement(tuple(num_tokens), tuple(num_logits), has_extend, padding_mode, graph_size)
+
+
+def pick_graph_size(size: int, captured: Sequence[int]) -> int | None:
+    """Returns the smallest captured size that fits, or None if none does."""
+    index = bisect_left(captured, size)
+    return captured[index] if index < len(captured) else None
+
+
+def pick_extend_graph_size(num_tokens: Sequence[int], captured: Sequence[int]) -> int | None:
+    """Returns the graph for an extend, or None where running eagerly is the better choice.
+
+    A rank without tokens has nothing to lay into a graph's attention metadata, and more than
+    half a graph of padding costs more than its launches save.
+    """
+    if min(num_tokens) == 0:
+        return None
+    graph_size = pick_graph_size(max(num_tokens), captured)
+    return None if graph_size is None or graph_size > 2 * max(num_tokens) else graph_size
+
+
+def pick_padding_mode(num_tokens: Sequence[int], *, has_extend: bool) -> DpPaddingMode:
+    """Picks the gather that moves fewer bytes.
+
+    An all-reduce sends each row twice and an all-gather once, so MAX_LEN wins until more than
+    half of its rows are padding. Prompts are too uneven to bet on that.
+
+    Source: SGLang, srt/layers/dp_attention.py, DpPaddingMode.get_dp_padding_mode.
+    """
+    if len(num_tokens) > 1 and has_extend:
+        return DpPaddingMode.SUM_LEN
+    if 2 * sum(num_tokens) < max(num_tokens) * len(num_tokens):
+        return DpPaddingMode.SUM_LEN
+    return DpPaddingMode.MAX_LEN
+
+
+def pick_rank(
+    num_cached_tokens: Sequence[int], work: Sequence[float], candidates: Sequence[int]
+) -> int:
+    """Picks the DP rank for a new sequence: a cached prefix counts for as much as it saves.
+
+    Args:
+        num_cached_tokens: [dp_size] prompt tokens that each rank would not have to run.
+        work: [dp_size] what each rank carries, in tokens.
+        candidates: Ranks that can run the sequence in the next step; at least one.
+    """
+    return min(
+        candidates, key=lambda rank: (work[rank] - num_cached_tokens[rank], work[rank], rank)
+    )

@@ -1,0 +1,303 @@
+"""What a client asked for, and what came of it so far. Data; no policy, no wire format.
+
+A Request is one client's call; each of its n continuations is a Sequence:
+
+    WAITING ──bind──▶ RUNNING ──finish──▶ ENDED
+       ▲                 │
+       └───preemption────┘         cancel: from WAITING or RUNNING to ENDED
+
+While a sequence is bound to a rank, its tokens and counters are a row of that group's
+SequenceTable; before and after, they are here.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.errors import RpcError
+from router.readers import Reader
+
+if TYPE_CHECKING:
+    from router.sequence_table import SequenceTable
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class FinishReason(Enum):
+    STOP = auto()  # a stop token, a stop string or the end of the sequence
+    LENGTH = auto()  # max_tokens, or the context is full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are picked; resolved, in range. The fields are those of serving.proto.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is all.
+        logit_bias: Pairs of token id and shift.
+        seed: Of continuation 0; drawn at random if the client gave none.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    @property
+    def has_output_penalty(self) -> bool:
+        """Whether sampling depends on the tokens sampled before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopConditions:
+    """When a sequence ends; resolved, in range.
+
+    Attributes:
+        max_tokens: Output tokens at most; prompt and output fit the context together.
+        min_tokens: No other condition holds before this many.
+        stop_token_ids: The request's own and, unless it ignores them, the model's.
+        has_stop_strings: Whether each sequence's TextStream may end it.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    has_stop_strings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """What to return besides tokens."""
+
+    text: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability and the likeliest alternatives, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """New tokens of many requests.
+
+    Attributes:
+        tags: uint32 [R].
+        num_tokens: int32 [R], at least 1 each.
+        token_ids: int32 [sum(num_tokens)], requests end to end.
+    """
+
+    tags: npt.NDArray[np.uint32]
+    num_tokens: Int32Array
+    token_ids: Int32Array
+
+
+NO_COLUMNS = Columns(np.zeros(0, np.uint32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+class TextStream(Protocol):
+    """Turns a sequence's tokens into text as they come, and looks for its stop strings."""
+
+    def feed(self, token_ids: Int32Array, *, may_stop: bool) -> str | None:
+        """Adds tokens. Returns the stop string that they completed, if they did."""
+        ...
+
+
+class Request:
+    """One client's call: what its continuations share.
+
+    Attributes:
+        request_id: Unique among the live requests of this router.
+        prompt: int32, at least one token.
+        priority: Higher is scheduled first and preempted last.
+        arrival_time: On the event loop's clock, in seconds.
+        deadline: On the same clock; None if there is none.
+        reader: Whom to wake when there is something new.
+        tag: The caller's number for this request on its stream; 0 outside GenerateMany.
+        is_columnar: Whether the reader takes its tokens as columns (`Reader.take_columns`).
+        order: Its place in the order of arrival, set on submission.
+        num_lost_steps: Steps that ran it and were lost with their executors, since it last
+            gained a token.
+        num_tokens_at_loss: Output tokens that it had at the last of them.
+        expiry: The timer behind `deadline`.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "deadline",
+        "expiry",
+        "is_columnar",
+        "num_lost_steps",
+        "num_tokens_at_loss",
+        "order",
+        "output",
+        "priority",
+        "prompt",
+        "reader",
+        "request_id",
+        "sampling",
+        "sequences",
+        "stop",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        stop: StopConditions,
+        output: OutputOptions,
+        reader: Reader,
+        arrival_time: float,
+        n: int = 1,
+        priority: int = 0,
+        deadline: float | None = None,
+        tag: int = 0,
+        is_columnar: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.stop = stop
+        self.output = output
+        self.reader = reader
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.deadline = deadline
+        self.tag = tag
+        self.is_columnar = is_columnar
+        self.order = 0
+        self.num_lost_steps = 0
+        self.num_tokens_at_loss = 0
+        self.expiry: asyncio.TimerHandle | None = None
+        self.sequences = [Sequence(self, index) for index in range(n)]
+
+    def count_lost_step(self) -> int:
+        """Notes that executors were lost in a step that ran it; call when it is not bound.
+
+        Returns `num_lost_steps`: a request that gained tokens since the last loss starts anew,
+        since whatever would break its steps would have broken those.
+        """
+        num_output_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
+        if num_output_tokens > self.num_tokens_at_loss:
+            self.num_tokens_at_loss, self.num_lost_steps = num_output_tokens, 0
+        self.num_lost_steps += 1
+        return self.num_lost_steps
+
+    @property
+    def is_live(self) -> bool:
+        return not all(sequence.is_ended for sequence in self.sequences)
+
+
+@dataclass(slots=True)
+class Progress:
+    """When things happened to a sequence, on the event loop's clock, and how often."""
+
+    start_time: float | None = None
+    first_token_time: float | None = None
+    end_time: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation of a request.
+
+    Attributes:
+        tokens: int32, prompt and output. While bound, a view of the table's row, longer than
+            what it holds; use `num_tokens`.
+        table: The table that holds it while it is bound to a rank, else None.
+        row: Its row there.
+        num_taken: Tokens handed to the reader, prompt included; kept here while not bound.
+        text: Set where the client wants text or gave stop strings.
+        logprobs: One per output token that the reader has not taken yet, if asked for.
+        prompt_logprobs: One per prompt token from the second on, if asked for.
+        block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
+        finish_reason: Set when it ended well.
+        error: Set when it ended otherwise.
+    """
+
+    request: Request
+    index: int
+    tokens: Int32Array = field(init=False)
+    table: "SequenceTable | None" = None
+    row: int = 0
+    num_taken: int = field(init=False)
+    text: TextStream | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    block_hashes: list[bytes] = field(default_factory=list)
+    group: int = 0
+    dp_rank: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    error: RpcError | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = self.request.prompt
+        self.num_taken = self.num_prompt_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.tokens) if self.table is None else int(self.table.num_tokens[self.row])
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be computed whole, past the prefix cache."""
+        asked_for = self.request.output.prompt_logprobs and self.index == 0
+        return asked_for and self.num_output_tokens == 0
+
+    @property
+    def seed(self) -> int:
+        """64 bits; another for each continuation of a request."""
+        return (self.request.sampling.seed + self.index * 0x9E3779B97F4A7C15) % (1 << 64)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def take_tokens(self) -> Int32Array:
+        """Returns the output tokens since the last call."""
+        if self.table is not None:
+            return self.table.take_tokens(self.row)
+        taken = self.tokens[self.num_taken :]
+        self.num_taken = len(self.tokens)
+        return taken

@@ -1,0 +1,399 @@
+"""Who runs in the next step and with which blocks, and what a step's tokens mean for them.
+
+One Scheduler drives all DP ranks of a group through one epoch. `schedule` hands out work and
+counts it as computed at once, so that the next step is planned before this one is back; `commit`
+takes the tokens. What is known of a sequence is in the SequenceTable, what is known of a block
+in its rank's PrefixCache, and the engine's task alone touches either.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from protos.errors import RpcError
+from router.admission import Admission
+from router.block_pool import BlockIds
+from router.group import GroupShape
+from router.load import RankLoads
+from router.logprobs import hand_out_logprobs
+from router.planner import fill_level, pick_rank
+from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
+from router.readers import Readers
+from router.request import FinishReason, Sequence
+from router.sequence_table import Rows, RowStatus, SequenceTable
+from router.step import StepPlan, StepResult
+from router.step_builder import Chunk, build_plan
+
+
+class Scheduler:
+    """Continuous batching for the DP ranks of one group, decodes first, then prompts.
+
+    Args:
+        shape: The group's sizes.
+        admission: Where waiting sequences come from and preempted ones go.
+        readers: Woken at each commit.
+        min_chunk_tokens: Prompts run at least this far in a step, however unequal the ranks.
+        clock: The event loop's time, in seconds.
+        on_end: Told of each bound sequence that ends, after its row has let go of it.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        admission: Admission,
+        readers: Readers,
+        *,
+        min_chunk_tokens: int,
+        clock: Callable[[], float],
+        on_end: Callable[[Sequence], None],
+    ) -> None:
+        self.table = SequenceTable(
+            dp_size=shape.dp_size,
+            rows_per_rank=shape.rows_per_rank,
+            max_model_len=shape.max_model_len,
+            block_size=shape.block_size,
+        )
+        self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
+        self.num_preemptions = [0] * shape.dp_size
+        self._shape = shape
+        self._admission = admission
+        self._readers = readers
+        self._min_chunk_tokens = min_chunk_tokens
+        self._clock = clock
+        self._on_end = on_end
+        self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
+
+    # ---- the two verbs
+
+    def schedule(self) -> StepPlan | None:
+        """Hands out the next step; None if there is nothing to run."""
+        decodes = self._take_decodes()
+        num_decodes = self._count_by_rank(decodes)
+        self._bind_waiting(num_decodes)
+        chunks = self._take_chunks(num_decodes)
+        # Whoever came after them may have taken the place of some decodes.
+        decodes = decodes[self.table.status[decodes] == RowStatus.DECODE]
+        if len(decodes) == 0 and not any(chunks):
+            return None
+        plan = build_plan(self.table, decodes, chunks, self._shape.graph_sizes)
+        for chunk in (chunk for rank_chunks in chunks for chunk in rank_chunks):
+            self._name_blocks(chunk.row)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes a step's tokens, ends what they end and wakes who waits for them."""
+        table = self.table
+        table.num_in_flight[plan.rows] -= 1
+        for batch, rank_result in zip(plan.batches, result, strict=True):
+            if batch.scorings:
+                hand_out_logprobs(batch, rank_result)
+        rows = plan.sampled_rows
+        tokens = np.concatenate([rank_result.next_token_ids for rank_result in result])
+        is_live = table.status[rows] != RowStatus.ENDED
+        if not is_live.all():
+            rows, tokens = rows[is_live], tokens[is_live]
+
+        lens = table.num_tokens[rows]
+        table.tokens[rows, lens] = tokens
+        is_first = lens == table.num_prompt[rows]
+        lens += 1
+        table.num_tokens[rows] = lens
+        is_stop = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        is_stop &= lens >= table.min_len[rows]
+        is_event = is_stop | (lens >= table.max_len[rows]) | table.is_inspected[rows]
+
+        self._readers.wake(table.reader[rows])
+        for row in rows[is_first].tolist():
+            table.bound(row).progress.first_token_time = self._clock()
+        for index in np.flatnonzero(is_event).tolist():
+            self._finish_if_due(rows[index], tokens[index])
+        self._release_leaving()
+
+    # ---- ends
+
+    def end(self, sequence: Sequence) -> None:
+        """Lets go of a bound sequence whose finish_reason or error was just set."""
+        row = sequence.row
+        self._name_blocks(row)
+        self.table.detach(sequence)
+        if self.table.status[row] != RowStatus.PREEMPTED:
+            self._leaving.append(row)
+        self.table.status[row] = RowStatus.ENDED
+        self._on_end(sequence)
+
+    def fail(self, sequence: Sequence, error: RpcError) -> None:
+        """Ends a bound sequence with an error, now; its row is free when no step runs it."""
+        sequence.error = error
+        self.end(sequence)
+        self._release_leaving()
+
+    def abandon(self) -> list[Sequence]:
+        """Returns every bound sequence to the waiting line; the epoch is over. Returns them."""
+        bound = [sequence for sequence in self.table.sequences if sequence is not None]
+        for sequence in bound:
+            self._send_back(sequence)
+        return bound
+
+    def _finish_if_due(self, row: int, token: int) -> None:
+        sequence = self.table.bound(row)
+        stop = sequence.request.stop
+        may_stop = sequence.num_output_tokens >= stop.min_tokens
+        if stop.has_stop_strings:
+            assert sequence.text is not None
+            sequence.stop_string = sequence.text.feed(
+                np.array([token], dtype=np.int32), may_stop=may_stop
+            )
+        if sequence.stop_string is not None:
+            sequence.finish_reason = FinishReason.STOP
+        elif may_stop and token in stop.stop_token_ids:
+            sequence.finish_reason = FinishReason.STOP
+            sequence.stop_token_id = int(token)
+        elif self.table.num_tokens[row] >= self.table.max_len[row]:
+            sequence.finish_reason = FinishReason.LENGTH
+        if sequence.is_ended:
+            self.end(sequence)
+
+    # ---- decodes
+
+    def _take_decodes(self) -> Rows:
+        """Returns the rows that decode in this step, each with a block for its next token."""
+        table = self.table
+        # A row at max_len - 1 has its last token in flight.
+        rows = np.flatnonzero(
+            (table.status == RowStatus.DECODE) & (table.num_computed < table.max_len - 1)
+        )
+        capacity = table.num_blocks[rows] * table.block_size
+        full = rows[table.num_computed[rows] == capacity]
+        if len(full) == 0:
+            return rows
+        self._grow(full)
+        capacity = table.num_blocks[rows] * table.block_size
+        can_run = (table.num_computed[rows] < capacity) & (table.status[rows] == RowStatus.DECODE)
+        ready: Rows = rows[can_run]
+        return ready
+
+    def _grow(self, rows: Rows) -> None:
+        """Gives each row one block, as far as the ranks' pools and preemption allow."""
+        table = self.table
+        for rank in np.unique(rows // table.rows_per_rank).tolist():
+            rank_rows = rows[table.rank_of(rows) == rank]
+            pool = self.caches[rank].pool
+            if len(rank_rows) > pool.num_available:
+                rank_rows = self._make_room(rank, rank_rows)
+            block_ids = pool.acquire(len(rank_rows))
+            table.block_table[rank_rows, table.num_blocks[rank_rows]] = block_ids
+            table.num_blocks[rank_rows] += 1
+
+    def _make_room(self, rank: int, rows: Rows) -> Rows:
+        """Preempts until a block each is there for those rows that it returns."""
+        granted: list[int] = []
+        for row in sorted(rows.tolist(), key=self._standing):
+            if self.table.status[row] != RowStatus.DECODE:
+                continue  # preempted for a better one
+            if self._find_blocks(rank, len(granted) + 1, row):
+                granted.append(row)
+        still_there = [row for row in granted if self.table.status[row] == RowStatus.DECODE]
+        return np.array(still_there, dtype=np.int64)
+
+    def _find_blocks(self, rank: int, count: int, row: int) -> bool:
+        """Preempts sequences that stand behind ``row``, itself last, until ``count`` are there.
+
+        Returns False if they are not, or not yet: what a step in flight still uses comes later.
+        """
+        pool = self.caches[rank].pool
+        while pool.num_available < count:
+            if pool.num_available + self._num_leaving_blocks(rank) >= count:
+                return False
+            victim = self._last_in_standing(rank)
+            self._preempt(victim)
+            if victim == row:
+                return False
+        return True
+
+    # ---- waiting sequences
+
+    def _bind_waiting(self, num_decodes: list[int]) -> None:
+        """Binds waiting sequences to ranks that can run them in this step, first come first."""
+        if len(self._admission) == 0:
+            return
+        deferred = []
+        loads = RankLoads(self._shape, self.table, self.caches, num_decodes)
+        while (sequence := self._admission.peek()) is not None:
+            if self._waits_for_its_leader(sequence):
+                deferred.append(self._admission.pop())
+            elif not self._bind_to_best_rank(sequence, loads):
+                break
+        for sequence in deferred:
+            self._admission.push(sequence)
+
+    def _waits_for_its_leader(self, sequence: Sequence) -> bool:
+        """Whether the request's first continuation still runs the prompt that they share."""
+        leader = sequence.request.sequences[0]
+        is_running = leader.table is not None and leader is not sequence
+        return is_running and self.table.status[leader.row] == RowStatus.EXTEND
+
+    def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
+        ranks = [rank for rank in range(self._shape.dp_size) if loads.has_room(rank)]
+        if not ranks:
+            self._preempt_for(sequence)
+            return False
+        hashes = self._reusable_hashes(sequence)
+        cached = [self.caches[rank].match(hashes) for rank in range(self._shape.dp_size)]
+        ranks = [rank for rank in ranks if loads.fits(rank, len(sequence.tokens), cached[rank])]
+        if not ranks:
+            self._preempt_for(sequence)
+            return False
+        num_cached_tokens = [len(blocks) * self._shape.block_size for blocks in cached]
+        rank = pick_rank(num_cached_tokens, loads.work, ranks)
+        self._bind(self._admission.pop(), rank, cached[rank])
+        loads.add(rank, len(sequence.tokens), cached[rank])
+        return True
+
+    def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
+        cache = self.caches[rank]
+        cache.pool.share(cached_blocks)
+        self.table.bind(sequence, rank, cached_blocks)
+        if sequence.progress.start_time is None:
+            sequence.progress.start_time = self._clock()
+            sequence.progress.num_cached_tokens = len(cached_blocks) * self._shape.block_size
+            cache.num_queried_tokens += sequence.num_prompt_tokens
+            cache.num_hit_tokens += sequence.progress.num_cached_tokens
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the blocks that it could share: all full ones but the last token's."""
+        if sequence.needs_prompt_logprobs:
+            return []
+        extend_block_hashes(sequence.block_hashes, sequence.tokens, self._shape.block_size)
+        return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._shape.block_size]
+
+    def _preempt_for(self, sequence: Sequence) -> None:
+        """Makes place for a waiting sequence at the cost of one of lower priority, if any."""
+        if self._leaving:
+            return
+        rows = self._live_rows()
+        if len(rows) == 0:
+            return
+        victim = max(rows.tolist(), key=self._standing)
+        if self.table.bound(victim).request.priority < sequence.request.priority:
+            self._preempt(victim)
+
+    # ---- prompts
+
+    def _take_chunks(self, num_decodes: list[int]) -> list[list[Chunk]]:
+        """Returns each rank's chunks of prompts, each with blocks, filled to one level."""
+        table, shape = self.table, self._shape
+        chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
+        rows = np.flatnonzero(table.status == RowStatus.EXTEND)
+        if len(rows) == 0:
+            return chunks
+        num_left = np.zeros(shape.dp_size, dtype=np.int64)
+        np.add.at(num_left, table.rank_of(rows), table.num_extend[rows] - table.num_computed[rows])
+        level = fill_level(
+            num_decodes,
+            num_left.tolist(),
+            max_tokens=shape.max_num_batched_tokens,
+            floor=self._min_chunk_tokens,
+        )
+        tokens_left = [level - num for num in num_decodes]
+        logits_left = [shape.max_num_logits - num for num in num_decodes]
+        for row in sorted(rows.tolist(), key=self._standing):
+            rank = table.rank_of(row)
+            count = min(tokens_left[rank], table.num_extend[row] - table.num_computed[row])
+            num_logits = 1
+            if table.scores_prompt[row]:
+                count = num_logits = min(count, logits_left[rank])
+            if count <= 0 or logits_left[rank] <= 0 or table.status[row] != RowStatus.EXTEND:
+                continue
+            count = self._give_blocks(rank, row, int(count))
+            if count > 0:
+                chunks[rank].append(Chunk(row, count))
+                tokens_left[rank] -= count
+                logits_left[rank] -= num_logits
+        return [[c for c in rank if table.status[c.row] == RowStatus.EXTEND] for rank in chunks]
+
+    def _give_blocks(self, rank: int, row: int, num_tokens: int) -> int:
+        """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
+        table, pool = self.table, self.caches[rank].pool
+        start, held = int(table.num_computed[row]), int(table.num_blocks[row])
+        num_new = -(-(start + num_tokens) // table.block_size) - held
+        if num_new > pool.num_available and not self._find_blocks(rank, num_new, row):
+            if table.status[row] != RowStatus.EXTEND:
+                return 0
+            num_new = pool.num_available
+        block_ids = pool.acquire(max(0, num_new))
+        table.block_table[row, held : held + len(block_ids)] = block_ids
+        table.num_blocks[row] += len(block_ids)
+        return min(num_tokens, (held + len(block_ids)) * table.block_size - start)
+
+    # ---- preemption and release
+
+    def _preempt(self, row: int) -> None:
+        """Takes a sequence off its rank; at once, or when the step that runs it is back."""
+        self.table.bound(row).progress.num_preemptions += 1
+        self.num_preemptions[self.table.rank_of(row)] += 1
+        self.table.status[row] = RowStatus.PREEMPTED
+        self._leaving.append(row)
+        self._release_leaving()
+
+    def _release_leaving(self) -> None:
+        """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
+        still_leaving = []
+        for row in self._leaving:
+            if self.table.num_in_flight[row] > 0:
+                still_leaving.append(row)
+                continue
+            self._name_blocks(row)
+            self.caches[self.table.rank_of(row)].pool.release(self.table.blocks_of(row))
+            if self.table.status[row] == RowStatus.PREEMPTED:
+                self._send_back(self.table.bound(row))
+            self.table.free_row(row)
+        self._leaving = still_leaving
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self.table.detach(sequence)
+        if sequence.needs_prompt_logprobs:
+            sequence.prompt_logprobs.clear()  # it starts over
+        self._admission.push(sequence)
+
+    def _name_blocks(self, row: int) -> None:
+        """Lets others find the full blocks of a row whose tokens are known and handed out."""
+        table = self.table
+        sequence = table.sequences[row]
+        if sequence is None:
+            return  # named when it ended
+        num_known = min(table.num_tokens[row], table.num_computed[row])
+        hashes = sequence.block_hashes
+        extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
+        num_full = int(num_known) // table.block_size
+        cache = self.caches[table.rank_of(row)]
+        first = int(table.num_named_blocks[row])
+        cache.insert(hashes[first:num_full], table.block_table[row, first:num_full])
+        table.num_named_blocks[row] = num_full
+
+    def _num_leaving_blocks(self, rank: int) -> int:
+        return sum(
+            int(self.table.num_blocks[row])
+            for row in self._leaving
+            if self.table.rank_of(row) == rank
+        )
+
+    # ---- order and counts
+
+    def _standing(self, row: int) -> tuple[int, int, int]:
+        """Sorts rows: who stands first is scheduled first and preempted last."""
+        sequence = self.table.bound(row)
+        return (-sequence.request.priority, sequence.request.order, sequence.index)
+
+    def _last_in_standing(self, rank: int) -> int:
+        rows = self._live_rows()
+        rank_rows: list[int] = rows[self.table.rank_of(rows) == rank].tolist()
+        return max(rank_rows, key=self._standing)
+
+    def _live_rows(self) -> Rows:
+        status = self.table.status
+        return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))
+
+    def _count_by_rank(self, rows: Rows) -> list[int]:
+        ranks = self.table.rank_of(rows)
+        counts: list[int] = np.bincount(ranks, minlength=self._shape.dp_size).tolist()
+        return counts

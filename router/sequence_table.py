@@ -1,0 +1,204 @@
+"""Every sequence that is bound to a rank of one group: one row each, one flat array per fact.
+
+A step touches thousands of sequences and does the same to each, so what changes per step lives
+here, for all DP ranks in one array, and one numpy operation serves them all (measured: 24 us
+for 16 ranks of 256 sequences where an object per sequence takes 3 ms). Rank r has the rows
+r * rows_per_rank to (r + 1) * rows_per_rank - 1; row % rows_per_rank is the executor's row.
+
+    tokens      [ prompt ............ | output ...... | (not known yet) ]
+                  0                     num_prompt      num_tokens        max_len
+    computed    [ handed out to the executor ......... | ]
+                  0                                      num_computed
+"""
+
+from enum import IntEnum
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from router.block_pool import BlockIds
+from router.request import Columns, Int32Array, Sequence
+
+Rows = npt.NDArray[np.int64]
+
+NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
+
+
+class RowStatus(IntEnum):
+    """Where a row stands.
+
+    FREE ──bind──▶ EXTEND ──last chunk handed out──▶ DECODE
+      ▲               └───────────┬────────────────────┘
+      │                           ▼
+      └──no step in flight── PREEMPTED or ENDED
+    """
+
+    FREE = 0
+    EXTEND = 1  # some of its known tokens have not been handed out
+    DECODE = 2  # one token a step
+    PREEMPTED = 3  # lost its place, but a step in flight still runs it
+    ENDED = 4  # has its result, but a step in flight still runs it
+
+
+class SequenceTable:
+    """The arrays, and how a sequence gets in and out of them. R rows in all.
+
+    Attributes:
+        status: uint8 [R], a RowStatus.
+        num_tokens: int32 [R], tokens known: prompt and committed output.
+        num_prompt: int32 [R], tokens of the prompt.
+        num_computed: int32 [R], tokens handed out for computing.
+        num_extend: int32 [R], tokens known when it was bound: what EXTEND has to hand out.
+        max_len: int32 [R], prompt and output tokens at most.
+        min_len: int32 [R], no stop token ends it below this length.
+        num_blocks: int32 [R], blocks in its row of `block_table`.
+        num_sent_blocks: int32 [R], those that the executor knows.
+        num_named_blocks: int32 [R], those that the prefix cache was told of.
+        num_in_flight: int32 [R], steps handed out and not committed that run it.
+        num_taken: int32 [R], tokens that its reader has, prompt included.
+        stop_ids: int32 [R, NUM_STOP_IDS], -1 where there are fewer.
+        is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
+            probabilities, many stop tokens.
+        scores_output: bool [R], the executor returns log probabilities of its output.
+        scores_prompt: bool [R], and of its prompt.
+        reader: int32 [R], index of its reader.
+        is_columnar: bool [R], its reader takes its tokens as columns.
+        tag: uint32 [R], what its reader calls it.
+        block_table: int32 [R, max_blocks].
+        tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
+        sequences: The sequence of each row, or None.
+    """
+
+    def __init__(
+        self, *, dp_size: int, rows_per_rank: int, max_model_len: int, block_size: int
+    ) -> None:
+        num_rows = dp_size * rows_per_rank
+        self.dp_size = dp_size
+        self.rows_per_rank = rows_per_rank
+        self.block_size = block_size
+        self.status = np.zeros(num_rows, dtype=np.uint8)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int32)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self.num_computed = np.zeros(num_rows, dtype=np.int32)
+        self.num_extend = np.zeros(num_rows, dtype=np.int32)
+        self.max_len = np.zeros(num_rows, dtype=np.int32)
+        self.min_len = np.zeros(num_rows, dtype=np.int32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int32)
+        self.num_sent_blocks = np.zeros(num_rows, dtype=np.int32)
+        self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
+        self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
+        self.num_taken = np.zeros(num_rows, dtype=np.int32)
+        self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, dtype=np.int32)
+        self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
+        self.scores_output = np.zeros(num_rows, dtype=np.bool_)
+        self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
+        self.reader = np.zeros(num_rows, dtype=np.int32)
+        self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
+        self.tag = np.zeros(num_rows, dtype=np.uint32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self._free_rows = [
+            list(range((rank + 1) * rows_per_rank - 1, rank * rows_per_rank - 1, -1))
+            for rank in range(dp_size)
+        ]
+
+    def has_free_row(self, dp_rank: int) -> bool:
+        return bool(self._free_rows[dp_rank])
+
+    def num_bound(self, dp_rank: int) -> int:
+        """Sequences that hold a row of this rank."""
+        return self.rows_per_rank - len(self._free_rows[dp_rank])
+
+    @overload
+    def rank_of(self, row: int) -> int: ...
+    @overload
+    def rank_of(self, row: Rows) -> Rows: ...
+    def rank_of(self, row: int | Rows) -> int | Rows:
+        return row // self.rows_per_rank
+
+    def rows_of(self, dp_rank: int) -> slice:
+        return slice(dp_rank * self.rows_per_rank, (dp_rank + 1) * self.rows_per_rank)
+
+    def bound(self, row: int) -> Sequence:
+        """The sequence of a row that has one."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        return sequence
+
+    def bind(self, sequence: Sequence, dp_rank: int, cached_blocks: BlockIds) -> int:
+        """Gives a sequence a row of a rank. The caller holds a reference to the cached blocks."""
+        row = self._free_rows[dp_rank].pop()
+        request, stop = sequence.request, sequence.request.stop
+        num_tokens = len(sequence.tokens)
+        self.status[row] = RowStatus.EXTEND
+        self.num_tokens[row] = self.num_extend[row] = num_tokens
+        self.num_prompt[row] = sequence.num_prompt_tokens
+        self.num_computed[row] = len(cached_blocks) * self.block_size
+        self.max_len[row] = sequence.num_prompt_tokens + stop.max_tokens
+        self.min_len[row] = sequence.num_prompt_tokens + stop.min_tokens
+        self.num_blocks[row] = self.num_named_blocks[row] = len(cached_blocks)
+        self.num_sent_blocks[row] = 0
+        self.num_taken[row] = sequence.num_taken
+        has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS
+        self.stop_ids[row] = -1
+        if not has_many_stop_ids:
+            self.stop_ids[row, : len(stop.stop_token_ids)] = stop.stop_token_ids
+        self.scores_output[row] = request.output.logprobs
+        self.scores_prompt[row] = sequence.needs_prompt_logprobs
+        self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
+        self.reader[row] = request.reader.index
+        self.is_columnar[row] = request.is_columnar
+        self.tag[row] = request.tag
+        self.block_table[row, : len(cached_blocks)] = cached_blocks
+        self.tokens[row, :num_tokens] = sequence.tokens
+        self.sequences[row] = sequence
+        sequence.tokens = self.tokens[row]
+        sequence.table = self
+        sequence.row = row
+        sequence.dp_rank = dp_rank
+        return row
+
+    def detach(self, sequence: Sequence) -> None:
+        """Takes a sequence's tokens out of its row, which stays taken until `free_row`."""
+        row = sequence.row
+        sequence.tokens = self.tokens[row, : self.num_tokens[row]].copy()
+        sequence.num_taken = int(self.num_taken[row])
+        sequence.table = None
+        self.sequences[row] = None
+        self.reader[row] = 0
+        self.is_columnar[row] = False
+
+    def free_row(self, row: int) -> None:
+        """Gives a row back. Its sequence is detached and no step in flight runs it."""
+        assert self.num_in_flight[row] == 0
+        assert self.sequences[row] is None
+        self.status[row] = RowStatus.FREE
+        self._free_rows[self.rank_of(row)].append(row)
+
+    def blocks_of(self, row: int) -> BlockIds:
+        """The blocks that a row holds, in order."""
+        return self.block_table[row, : self.num_blocks[row]]
+
+    def take_tokens(self, row: int) -> Int32Array:
+        """Returns a row's output tokens since the last call."""
+        start, end = self.num_taken[row], self.num_tokens[row]
+        self.num_taken[row] = end
+        return self.tokens[row, start:end].copy()
+
+    def take_columns(self, reader: int) -> Columns:
+        """Returns the output tokens of a reader's columnar rows since the last call."""
+        rows = np.flatnonzero(
+            (self.reader == reader) & self.is_columnar & (self.num_taken < self.num_tokens)
+        )
+        starts = self.num_taken[rows]
+        counts = self.num_tokens[rows] - starts
+        self.num_taken[rows] += counts
+        if len(rows) == 0 or counts.max() == 1:
+            return Columns(self.tag[rows], counts, self.tokens[rows, starts])
+        offsets = np.cumsum(counts) - counts
+        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(offsets, counts)
+        tokens = self.tokens[np.repeat(rows, counts), np.repeat(starts, counts) + within]
+        return Columns(self.tag[rows], counts, tokens)

@@ -1,0 +1,61 @@
+"""What groups and ranks are doing, as GetStatus tells it. Data only; see serving.proto."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class GroupState(Enum):
+    FORMING = auto()  # connecting to its executors, or forming a new epoch
+    READY = auto()  # steps can run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One DP rank at one moment.
+
+    Attributes:
+        address: Where its first executor listens.
+        num_running: Sequences bound to it.
+        last_step_tokens: Tokens that it ran in the last step.
+        total_tokens: Tokens that it ran in all steps.
+        num_used_blocks: KV blocks that live sequences hold.
+        num_cached_blocks: KV blocks that only hold a reusable prefix.
+        num_free_blocks: KV blocks that hold nothing.
+        prefix_hit_rate: Share of prompt tokens that came from the prefix cache, 0 to 1.
+        num_preemptions: Sequences that lost their blocks to others.
+    """
+
+    dp_rank: int
+    address: str = ""
+    num_running: int = 0
+    last_step_tokens: int = 0
+    total_tokens: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_free_blocks: int = 0
+    prefix_hit_rate: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStatus:
+    """One group of executors at one moment.
+
+    Attributes:
+        problem: What keeps it from being READY; empty if nothing does.
+        epoch: Formations so far.
+        step: Steps committed in this epoch.
+        last_step_age_s: Since the last commit; None before the first.
+        num_waiting: Sequences not bound to a rank.
+        num_waiting_tokens: Prompt tokens of those sequences.
+    """
+
+    group: int
+    state: GroupState
+    problem: str = ""
+    epoch: int = 0
+    step: int = 0
+    last_step_age_s: float | None = None
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    ranks: tuple[RankStatus, ...] = ()

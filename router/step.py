@@ -1,0 +1,116 @@
+"""A step as a value: what the scheduler decides and what the executors answer. Data only."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from router.request import Float32Array, Int32Array, Sequence
+
+
+class ForwardMode(Enum):
+    IDLE = auto()  # no sequences, but every collective call
+    DECODE = auto()  # one token per sequence, none of them a prompt's
+    EXTEND = auto()  # some sequence runs prompt tokens
+
+
+class DpPaddingMode(Enum):
+    MAX_LEN = auto()  # pad every rank to the largest, then all-gather
+    SUM_LEN = auto()  # lay ranks end to end, then all-reduce
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A row that begins with this step: what the executor must know beyond its tokens."""
+
+    row: int
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Log probabilities that a sequence gets from a step.
+
+    Attributes:
+        scored_ids: Prompt tokens that are scored; may be empty.
+        sample_index: Place of its sampled token among the rank's, if that is scored too.
+    """
+
+    sequence: Sequence
+    scored_ids: Int32Array
+    sample_index: int | None
+
+
+@dataclass(slots=True)
+class RankBatch:
+    """One DP rank's part of a step, in columns; B sequences. See SequenceColumns.
+
+    Attributes:
+        rows: [B] rows of this rank's block table.
+        num_computed_tokens: [B].
+        token_ids: [sum(num_tokens)], -1 for the row's last sampled token.
+        num_tokens: [B]; None: 1 each.
+        num_new_blocks: [B]; None: none.
+        new_block_ids: [sum(num_new_blocks)].
+        samples: [B]; None: all of them.
+        num_scored: [B]; None: none.
+        scored_ids: [sum(num_scored)].
+        starts: Rows that begin.
+        scorings: Sequences that get log probabilities, in batch order.
+    """
+
+    mode: ForwardMode
+    rows: Int32Array
+    num_computed_tokens: Int32Array
+    token_ids: Int32Array
+    num_tokens: Int32Array | None = None
+    num_new_blocks: Int32Array | None = None
+    new_block_ids: Int32Array | None = None
+    samples: npt.NDArray[np.uint8] | None = None
+    num_scored: Int32Array | None = None
+    scored_ids: Int32Array | None = None
+    starts: list[RowStart] = field(default_factory=list)
+    scorings: list[Scoring] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What every rank must do alike; StepAgreement in executor.proto."""
+
+    global_num_tokens: tuple[int, ...]
+    global_num_tokens_for_logprob: tuple[int, ...]
+    has_extend: bool
+    padding_mode: DpPaddingMode
+    graph_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step of all DP ranks.
+
+    Attributes:
+        batches: One per DP rank.
+        rows: Rows of the sequence table that take part, any order.
+        sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order.
+    """
+
+    agreement: Agreement
+    batches: tuple[RankBatch, ...]
+    rows: npt.NDArray[np.int64]
+    sampled_rows: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one DP rank's part of a step gave; RankResult in executor.proto."""
+
+    next_token_ids: Int32Array
+    logprobs: Float32Array
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+    queued_ns: int = 0
+    forward_ns: int = 0
+
+
+StepResult = tuple[RankResult, ...]

@@ -1,0 +1,75 @@
+"""The Step stream to one executor: held open for an epoch, written ahead, always being read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from protos.errors import error_details
+from protos.executor.v1 import executor_pb2 as pb
+from router.errors import ExecutorLost
+
+if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
+    from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
+
+
+class StepStream:
+    """Sends steps to one executor and keeps its answers until they are asked for.
+
+    Args:
+        name: Who it is, for errors.
+        stub: The executor.
+        loss: Gets an ExecutorLost when the stream ends before `close`.
+    """
+
+    def __init__(
+        self, name: str, stub: "ExecutorServiceAsyncStub", loss: asyncio.Future[None]
+    ) -> None:
+        self.name = name
+        self._loss = loss
+        self._requests: asyncio.Queue[pb.StepRequest] = asyncio.Queue()
+        self._responses: asyncio.Queue[pb.StepResponse] = asyncio.Queue()
+        self._call = stub.Step(self._outgoing())
+        self._reading = asyncio.create_task(self._read(), name=f"read {name}")
+
+    def send(self, request: pb.StepRequest) -> None:
+        """Queues a step; at most the pipeline's depth of them are ever in the queue."""
+        self._requests.put_nowait(request)
+
+    async def receive(self) -> pb.StepResponse:
+        """Returns the next answer.
+
+        Raises:
+            ExecutorLost: The stream of this or of another executor of the group ended.
+        """
+        if not self._responses.empty():
+            return self._responses.get_nowait()
+        answer = asyncio.ensure_future(self._responses.get())
+        await asyncio.wait((answer, self._loss), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        self._loss.result()
+        raise AssertionError("a loss always is an exception")
+
+    def close(self) -> None:
+        """Ends the stream; a step that runs is not waited for."""
+        self._reading.cancel()
+        self._call.cancel()
+
+    async def _outgoing(self) -> AsyncIterator[pb.StepRequest]:
+        while True:
+            yield await self._requests.get()
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                self._responses.put_nowait(response)
+            problem = "it ended the Step stream"
+        except grpc.aio.AioRpcError as error:
+            reason = error_details(error).reason or error.code().name
+            problem = f"{reason}: {error.details()}"
+        if not self._loss.done():
+            self._loss.set_exception(ExecutorLost(f"{self.name}: {problem}"))
+            self._loss.exception()  # Seen: a loss that nobody waits for is found at the next send.

@@ -1,0 +1,306 @@
+"""Turns a GenerateRequest into a Request, or says which field can never work and why.
+
+Every limit of serving.proto is checked here and nowhere else: behind this, values are resolved,
+in range, and of the engine's types.
+"""
+
+import asyncio
+import random
+import uuid
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from protos.serving.v1 import serving_pb2
+from router.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from router.model import ServedModel
+from router.readers import Reader
+from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_LEN = 128
+MAX_N = 64
+MAX_PRIORITY = 100
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LEN = 256
+MAX_TOP_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
+SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
+
+_NumberField = Literal[
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
+
+_NO_TOKENIZER = "this router has no tokenizer"
+
+
+async def read_request(
+    message: serving_pb2.GenerateRequest,
+    *,
+    model: ServedModel,
+    tokenizer: Tokenizer | None,
+    reader: Reader,
+    call_timeout_s: float | None = None,
+    tag: int | None = None,
+) -> Request:
+    """Returns what a client asked for, not submitted yet.
+
+    Args:
+        message: As it came from the client.
+        model: The model served.
+        tokenizer: Its tokenizer, where the router has one.
+        reader: Whom to wake with the answer.
+        call_timeout_s: What is left of the call's deadline; None if it has none.
+        tag: The request's number on a GenerateMany stream; None on a call of its own.
+
+    Raises:
+        InvalidRequest: A field's value can never work.
+        ModelNotFound: The request is for another model.
+    """
+    arrival_time = asyncio.get_running_loop().time()
+    if message.model not in ("", model.name):
+        raise ModelNotFound(message.model, model.name)
+    if len(message.request_id) > MAX_REQUEST_ID_LEN:
+        raise InvalidRequest(
+            "request_id",
+            f"{len(message.request_id)} characters are too many; send at most {MAX_REQUEST_ID_LEN}",
+        )
+    if message.n > MAX_N:
+        raise InvalidRequest("n", f"{message.n} is not from 0 to {MAX_N}")
+    if abs(message.priority) > MAX_PRIORITY:
+        raise InvalidRequest(
+            "priority", f"{message.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    timeout_s = _read_timeout(message, call_timeout_s)
+    sampling = _read_sampling(message.sampling, model)
+    output = _read_output(message, tokenizer)
+    _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
+    prompt = await _read_prompt(message, model, tokenizer)
+    n = message.n or 1
+    is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
+    request = Request(
+        request_id=message.request_id or uuid.uuid4().hex,
+        prompt=prompt,
+        sampling=sampling,
+        stop=_read_stop(message.stop, model, len(prompt)),
+        output=output,
+        reader=reader,
+        arrival_time=arrival_time,
+        n=n,
+        priority=message.priority,
+        deadline=None if timeout_s is None else arrival_time + timeout_s,
+        tag=tag or 0,
+        is_columnar=tag is not None and is_plain,
+    )
+    if tokenizer is not None and (output.text or message.stop.stop_strings):
+        _give_texts(request, tokenizer, list(message.stop.stop_strings))
+    return request
+
+
+async def _read_prompt(
+    message: serving_pb2.GenerateRequest, model: ServedModel, tokenizer: Tokenizer | None
+) -> Int32Array:
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            return _read_token_ids(message.token_ids.ids, model)
+        case "text":
+            return await _encode(message.text, model, tokenizer)
+        case _:
+            raise InvalidRequest("prompt", "there is none; set token_ids or text")
+
+
+def _read_token_ids(token_ids: Sequence[int], model: ServedModel) -> Int32Array:
+    field = "token_ids.ids"
+    if not len(token_ids):
+        raise InvalidRequest(field, "the prompt is empty; send at least one token")
+    if len(token_ids) > model.max_prompt_tokens:
+        raise PromptTooLong(field, len(token_ids), model.max_prompt_tokens)
+    prompt = np.array(token_ids, dtype=np.uint32)
+    if prompt.max() >= model.vocab_size:
+        index = int(prompt.argmax())
+        _check_token_id(f"{field}[{index}]", int(prompt[index]), model)
+    return prompt.astype(np.int32)
+
+
+async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) -> Int32Array:
+    if tokenizer is None:
+        raise InvalidRequest("text", f"{_NO_TOKENIZER}; send token_ids")
+    if len(text) <= SHORT_TEXT_LEN:
+        prompt = tokenizer.encode(text)
+    else:  # in a thread: every rank would wait for a long text to be encoded
+        prompt = await asyncio.to_thread(tokenizer.encode, text)
+    if not len(prompt):
+        raise InvalidRequest("text", f"{text!r} has no tokens; send text of at least one token")
+    if len(prompt) > model.max_prompt_tokens:
+        raise PromptTooLong("text", len(prompt), model.max_prompt_tokens)
+    if prompt.max() >= model.vocab_size:
+        raise InvalidRequest(
+            "text",
+            f"the tokenizer gives token {prompt.max()}, but the model's vocabulary has "
+            f"{model.vocab_size}; tell the operator that the tokenizer is another model's",
+        )
+    return prompt
+
+
+def _read_timeout(
+    message: serving_pb2.GenerateRequest, call_timeout_s: float | None
+) -> float | None:
+    """Returns the shorter of the request's and the call's, or None if there is neither."""
+    if not message.HasField("timeout"):
+        return call_timeout_s
+    timeout_s = message.timeout.seconds + message.timeout.nanos / 1e9
+    if timeout_s <= 0:
+        raise InvalidRequest(
+            "timeout", f"{timeout_s:g} s is over already; send more than 0, or leave it out"
+        )
+    return timeout_s if call_timeout_s is None else min(timeout_s, call_timeout_s)
+
+
+def _read_sampling(message: serving_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+    temperature = _number(message, "temperature", absent=0.0, low=0.0, high=100.0)
+    top_k = message.top_k
+    return SamplingParams(
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_p=_number(message, "top_p", absent=1.0, above=0.0, high=1.0),
+        top_k=top_k if top_k < model.vocab_size else 0,
+        min_p=_number(message, "min_p", absent=0.0, low=0.0, high=1.0),
+        repetition_penalty=_number(
+            message, "repetition_penalty", absent=1.0, above=0.0, high=100.0
+        ),
+        presence_penalty=_number(message, "presence_penalty", absent=0.0, low=-100.0, high=100.0),
+        frequency_penalty=_number(message, "frequency_penalty", absent=0.0, low=-100.0, high=100.0),
+        logit_bias=_read_logit_bias(message, model),
+        seed=message.seed if message.HasField("seed") else random.getrandbits(64),
+    )
+
+
+def _read_logit_bias(
+    message: serving_pb2.SamplingParams, model: ServedModel
+) -> tuple[tuple[int, float], ...]:
+    field = "sampling.logit_bias"
+    _check_count(field, len(message.logit_bias), MAX_LOGIT_BIASES)
+    biases = sorted(message.logit_bias.items())
+    for token_id, bias in biases:
+        _check_token_id(f"{field}[{token_id}]", token_id, model)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"{field}[{token_id}]",
+                f"{bias:g} is not from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+            )
+    return tuple(biases)
+
+
+def _check_stop(
+    message: serving_pb2.StopConditions, model: ServedModel, tokenizer: Tokenizer | None
+) -> None:
+    if message.HasField("max_tokens"):
+        if message.max_tokens == 0:
+            raise InvalidRequest("stop.max_tokens", "0 is below 1; leave it out for no limit")
+        if message.min_tokens > message.max_tokens:
+            raise InvalidRequest(
+                "stop.min_tokens",
+                f"{message.min_tokens} is above max_tokens, which is {message.max_tokens}",
+            )
+    _check_count("stop.stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    for index, token_id in enumerate(message.stop_token_ids):
+        _check_token_id(f"stop.stop_token_ids[{index}]", token_id, model)
+    _check_count("stop.stop_strings", len(message.stop_strings), MAX_STOP_STRINGS)
+    for index, string in enumerate(message.stop_strings):
+        if not 1 <= len(string) <= MAX_STOP_STRING_LEN:
+            raise InvalidRequest(
+                f"stop.stop_strings[{index}]",
+                f"{len(string)} characters are not from 1 to {MAX_STOP_STRING_LEN}",
+            )
+    if message.stop_strings and tokenizer is None:
+        raise InvalidRequest("stop.stop_strings", f"{_NO_TOKENIZER}; send stop_token_ids")
+
+
+def _read_stop(
+    message: serving_pb2.StopConditions, model: ServedModel, num_prompt_tokens: int
+) -> StopConditions:
+    """Resolves what `_check_stop` has let pass."""
+    max_tokens = model.max_model_len - num_prompt_tokens
+    if message.HasField("max_tokens"):
+        max_tokens = min(max_tokens, message.max_tokens)
+    stop_token_ids = dict.fromkeys(message.stop_token_ids)
+    if not message.ignore_eos:
+        stop_token_ids |= dict.fromkeys(model.eos_token_ids)
+    return StopConditions(
+        max_tokens=max_tokens,
+        min_tokens=min(max_tokens, message.min_tokens),
+        stop_token_ids=tuple(stop_token_ids),
+        has_stop_strings=bool(message.stop_strings),
+    )
+
+
+def _read_output(
+    message: serving_pb2.GenerateRequest, tokenizer: Tokenizer | None
+) -> OutputOptions:
+    output = message.output
+    if output.text and tokenizer is None:
+        raise InvalidRequest("output.text", f"{_NO_TOKENIZER}; leave it unset")
+    if output.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            "output.top_logprobs", f"{output.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}"
+        )
+    if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
+        raise InvalidRequest(
+            "output.top_logprobs",
+            f"{output.top_logprobs} has nothing to stand beside; set logprobs or prompt_logprobs",
+        )
+    return OutputOptions(
+        text=output.text or message.HasField("text"),
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        top_logprobs=output.top_logprobs,
+    )
+
+
+def _give_texts(request: Request, tokenizer: Tokenizer, stop_strings: list[str]) -> None:
+    stops = StopStrings(stop_strings) if stop_strings else None
+    for sequence in request.sequences:
+        sequence.text = tokenizer.new_text(stops)
+
+
+def _number(
+    message: serving_pb2.SamplingParams,
+    name: _NumberField,
+    *,
+    absent: float,
+    high: float,
+    low: float | None = None,
+    above: float | None = None,
+) -> float:
+    """Returns a field's value if it lies in [low, high], or in (above, high]."""
+    if not message.HasField(name):
+        return absent
+    value: float = getattr(message, name)
+    if low is not None and not low <= value <= high:  # this way round, NaN is outside
+        raise InvalidRequest(f"sampling.{name}", f"{value:g} is not from {low:g} to {high:g}")
+    if above is not None and not above < value <= high:
+        raise InvalidRequest(
+            f"sampling.{name}", f"{value:g} is not above {above:g} and at most {high:g}"
+        )
+    return value
+
+
+def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
+    if token_id >= model.vocab_size:
+        raise InvalidRequest(
+            field, f"{token_id} is no token; the model has 0 to {model.vocab_size - 1}"
+        )
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(field, f"{count} are too many; send at most {most}")

@@ -1,0 +1,1 @@
+"""The real router against fake executors, on a virtual clock."""

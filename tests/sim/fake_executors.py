@@ -1,0 +1,185 @@
+"""Executors that keep tokens where real ones keep KV.
+
+What a token's keys and values depend on is every token before it. So each KV position here holds
+a token, a sequence's next token is a hash over what its blocks hold, and a block that was handed
+out twice, a row that kept an old block or a token that was fed at the wrong place changes the
+output, as it would on a real executor.
+"""
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from router.block_pool import SCRATCH_BLOCK
+from router.errors import ExecutorLost
+from router.group import GroupInfo, GroupShape
+from router.model import ServedModel
+from router.step import ForwardMode, RankBatch, RankResult, StepPlan, StepResult
+
+VOCAB_SIZE = 50
+EOS = 0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model: ends a sequence about once in 40 tokens."""
+    state = 17
+    for token in tokens:
+        state = (state * 1_000_003 + int(token) + 1) % (1 << 61)
+    return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
+
+
+def expected_output(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
+    """What a sequence must give, computed without any router."""
+    tokens = [int(token) for token in prompt]
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRank:
+    """One DP rank's memory."""
+
+    kv: np.ndarray  # [num_blocks, block_size]: the token whose KV is there, or -1
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    last_tokens: dict[int, int] = field(default_factory=dict)
+
+    def run(self, batch: RankBatch, shape: GroupShape) -> RankResult:
+        num_seqs = len(batch.rows)
+        num_tokens = np.ones(num_seqs, np.int32) if batch.num_tokens is None else batch.num_tokens
+        num_new = (
+            np.zeros(num_seqs, np.int32) if batch.num_new_blocks is None else batch.num_new_blocks
+        )
+        samples = np.ones(num_seqs, np.uint8) if batch.samples is None else batch.samples
+        num_scored = np.zeros(num_seqs, np.int32) if batch.num_scored is None else batch.num_scored
+        assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
+        assert num_tokens.sum() == len(batch.token_ids) <= shape.max_num_batched_tokens
+        assert samples.sum() + num_scored.sum() <= shape.max_num_logits
+        for start in batch.starts:
+            self.tables[start.row] = []
+            self.last_tokens.pop(start.row, None)
+        new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
+        token_ids = iter(batch.token_ids.tolist())
+        sampled = []
+        for i, row in enumerate(batch.rows.tolist()):
+            table = self.tables[row]
+            table += [next(new_blocks) for _ in range(num_new[i])]
+            assert SCRATCH_BLOCK not in table
+            assert len(set(table)) == len(table)
+            end = int(batch.num_computed_tokens[i] + num_tokens[i])
+            assert len(table) == -(-end // shape.block_size)
+            for position in range(int(batch.num_computed_tokens[i]), end):
+                token = next(token_ids)
+                token = self.last_tokens[row] if token == -1 else token
+                self.kv[table[position // shape.block_size], position % shape.block_size] = token
+            if samples[i]:
+                token = next_token(self.kv[table].reshape(-1)[:end].tolist())
+                self.last_tokens[row] = token
+                sampled.append(token)
+        num_scores = sum(
+            len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings
+        )
+        return RankResult(
+            np.array(sampled, np.int32),
+            np.zeros(num_scores, np.float32),
+            np.zeros(0, np.int32),
+            np.zeros(0, np.float32),
+        )
+
+
+class FakeExecutors:
+    """A group with a virtual device: each step takes a random time, and ranks may die.
+
+    Args:
+        shape: The group.
+        rng: Of times and losses.
+        loss_rate: Share of steps after which an executor is lost.
+        slow_rate: Share of steps that take a hundred times as long.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        rng: random.Random,
+        *,
+        loss_rate: float = 0.0,
+        slow_rate: float = 0.0,
+        step_s: float = 0.01,
+    ) -> None:
+        self.shape = shape
+        self.num_epochs = 0
+        self.plans: list[StepPlan] = []
+        self._rng = rng
+        self._loss_rate = loss_rate
+        self._slow_rate = slow_rate
+        self._step_s = step_s
+        self._device_time = 0.0
+        self._pending: deque[tuple[float, StepResult | None]] = deque()
+        self._ranks: list[FakeRank] = []
+        self._loss: asyncio.Future[None] | None = None
+
+    async def form(self) -> GroupInfo:
+        if self.num_epochs and self._rng.random() < 0.3:
+            raise ExecutorLost("not up again yet")
+        await asyncio.sleep(0.05)
+        self.num_epochs += 1
+        self._pending.clear()
+        self._loss = asyncio.get_running_loop().create_future()
+        self._ranks = [
+            FakeRank(np.full((num_blocks, self.shape.block_size), -1, np.int64))
+            for num_blocks in self.shape.num_blocks
+        ]
+        model = ServedModel(
+            name="fake",
+            architecture="Fake",
+            fingerprint="fake",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self.shape.max_model_len,
+            eos_token_ids=(EOS,),
+        )
+        addresses = tuple(f"fake:{rank}" for rank in range(self.shape.dp_size))
+        return GroupInfo(epoch=self.num_epochs, model=model, shape=self.shape, addresses=addresses)
+
+    def send(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._check_agreement(plan)
+        now = asyncio.get_running_loop().time()
+        factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
+        self._device_time = max(self._device_time, now) + self._step_s * factor
+        died_before = any(result is None for _, result in self._pending)
+        is_lost = died_before or self._rng.random() < self._loss_rate
+        results = None
+        if not is_lost:
+            results = tuple(
+                rank.run(batch, self.shape)
+                for rank, batch in zip(self._ranks, plan.batches, strict=True)
+            )
+        self._pending.append((self._device_time, results))
+
+    async def receive(self) -> StepResult:
+        done_time, result = self._pending.popleft()
+        await asyncio.sleep(max(0.0, done_time - asyncio.get_running_loop().time()))
+        if result is None:
+            raise ExecutorLost("it died")
+        return result
+
+    async def lost(self) -> None:
+        assert self._loss is not None
+        await asyncio.shield(self._loss)
+
+    async def close(self) -> None:
+        pass
+
+    def _check_agreement(self, plan: StepPlan) -> None:
+        agreement = plan.agreement
+        for rank, batch in enumerate(plan.batches):
+            assert agreement.global_num_tokens[rank] == len(batch.token_ids)
+            assert (batch.mode is ForwardMode.IDLE) == (len(batch.rows) == 0)
+        assert max(agreement.global_num_tokens) > 0
+        assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)
