@@ -1,6 +1,5 @@
 """Reference counts of the KV blocks of one DP rank. Holds no tensors and no tokens."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +8,9 @@ import numpy.typing as npt
 BlockIds = npt.NDArray[np.int32]
 
 SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
+
+# A pool that runs short evicts this share of itself at once: one block costs as much as many.
+EVICTED_SHARE = 1 / 256
 
 
 class BlockPool:
@@ -24,19 +26,27 @@ class BlockPool:
                          cached ──(acquire runs short: least recently used first)──▶ free
 
     ``share`` on a used block adds a reference. A block is kept from `keep` until it is evicted;
-    ``on_evict`` is told.
+    ``on_evict`` is told. Cached blocks stand in a queue, in the order of their release:
+
+        queue     [ evicted | 5  8 (5) 3 | unused ]     a block that was shared and released
+                             head          tail         again since has a later place, and
+        place_of  {5: .., 8: .., 3: ..}                 its old entry counts for nothing
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[BlockIds], None]) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks={num_blocks}: need the scratch block and one more")
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack, top at the end
         self._num_free = num_blocks - 1
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
+        self._num_cached = 0
+        self._queue = np.zeros(4 * num_blocks, dtype=np.int32)
+        self._places = np.arange(len(self._queue), dtype=np.int32)
+        self._place_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
+        self._head = self._tail = 0
 
     @property
     def num_free(self) -> int:
@@ -46,26 +56,26 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that hold something reusable and that nobody uses."""
-        return len(self._cached)
+        return self._num_cached
 
     @property
     def num_available(self) -> int:
         """Blocks that `acquire` can hand out."""
-        return self._num_free + len(self._cached)
+        return self._num_free + self._num_cached
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - self.num_available
+        return self.num_blocks - 1 - self._num_free - self._num_cached
 
     def num_unused(self, block_ids: BlockIds) -> int:
         """How many of these blocks `share` would take out of `num_available`."""
-        return int((self._ref_counts[block_ids] == 0).sum())
+        return len(block_ids) - int(np.count_nonzero(self._ref_counts[block_ids]))
 
     def acquire(self, count: int) -> BlockIds:
         """Takes ``count`` blocks, evicting the least recently used cached ones if needed."""
         assert count <= self.num_available, "the scheduler looks before it takes"
-        while self._num_free < count:
-            self._evict_oldest()
+        if self._num_free < count:
+            self._evict(count - self._num_free + int(self.num_blocks * EVICTED_SHARE))
         self._num_free -= count
         block_ids = self._free[self._num_free : self._num_free + count].copy()
         self._ref_counts[block_ids] = 1
@@ -73,15 +83,17 @@ class BlockPool:
 
     def share(self, block_ids: BlockIds) -> None:
         """Adds a reference to used or cached blocks, none of them twice."""
-        if self._cached:
-            for block_id in block_ids[self._ref_counts[block_ids] == 0].tolist():
-                del self._cached[block_id]
-        self._ref_counts[block_ids] += 1
+        if len(block_ids) == 0:
+            return
+        counts = self._ref_counts[block_ids]
+        self._num_cached -= len(block_ids) - int(np.count_nonzero(counts))
+        self._place_of[block_ids] = -1
+        self._ref_counts[block_ids] = counts + 1
 
-    def keep(self, block_id: int) -> None:
-        """Makes a used block go to the cache, not to the free ones, when it is released."""
-        assert self._ref_counts[block_id] > 0
-        self._is_kept[block_id] = True
+    def keep(self, block_ids: BlockIds) -> None:
+        """Makes used blocks go to the cache, not to the free ones, when they are released."""
+        assert self._ref_counts[block_ids].all()
+        self._is_kept[block_ids] = True
 
     def release(self, block_ids: BlockIds) -> None:
         """Drops a reference of each, none of them twice.
@@ -89,27 +101,65 @@ class BlockPool:
         The last of the list becomes the first to be evicted: without its predecessors a block
         of a prefix is worth nothing, without its successors it is worth all the same.
         """
-        assert (self._ref_counts[block_ids] > 0).all()
-        self._ref_counts[block_ids] -= 1
-        unused = block_ids[self._ref_counts[block_ids] == 0]
+        counts = self._ref_counts[block_ids] - 1
+        assert counts.min(initial=0) >= 0
+        self._ref_counts[block_ids] = counts
+        unused = block_ids[counts == 0]
         is_kept = self._is_kept[unused]
-        free = unused[~is_kept]
-        self._free[self._num_free : self._num_free + len(free)] = free
-        self._num_free += len(free)
-        for block_id in unused[is_kept][::-1].tolist():
-            self._cached[block_id] = None
+        self._free_up(unused[~is_kept])
+        self._line_up(unused[is_kept][::-1])
 
     def check(self) -> None:
         """Asserts that every block is in exactly one state. O(num_blocks); for tests."""
         used = np.flatnonzero(self._ref_counts > 0).tolist()
-        states = [*self._free[: self._num_free].tolist(), *self._cached, *used]
+        cached = np.flatnonzero(self._place_of >= 0)
+        states = [*self._free[: self._num_free].tolist(), *cached.tolist(), *used]
         assert sorted(states) == list(range(1, self.num_blocks))
         assert not self._is_kept[self._free[: self._num_free]].any()
+        assert self._is_kept[cached].all()
         assert (self._ref_counts >= 0).all()
+        assert len(cached) == self._num_cached
+        places = self._place_of[cached]
+        assert (self._queue[places] == cached).all()
+        assert ((self._head <= places) & (places < self._tail)).all()
 
-    def _evict_oldest(self) -> None:
-        block_id, _ = self._cached.popitem(last=False)
-        self._is_kept[block_id] = False
-        self._on_evict(block_id)
-        self._free[self._num_free] = block_id
-        self._num_free += 1
+    def _free_up(self, block_ids: BlockIds) -> None:
+        self._free[self._num_free : self._num_free + len(block_ids)] = block_ids
+        self._num_free += len(block_ids)
+
+    def _line_up(self, block_ids: BlockIds) -> None:
+        if self._tail + len(block_ids) > len(self._queue):
+            self._close_up()
+        end = self._tail + len(block_ids)
+        self._queue[self._tail : end] = block_ids
+        self._place_of[block_ids] = self._places[self._tail : end]
+        self._tail = end
+        self._num_cached += len(block_ids)
+
+    def _close_up(self) -> None:
+        """Moves the queue to the front of its array, without entries that count for nothing."""
+        cached = self._cached_between(self._head, self._tail)
+        self._queue[: len(cached)] = cached
+        self._place_of[cached] = self._places[: len(cached)]
+        self._head, self._tail = 0, len(cached)
+
+    def _evict(self, count: int) -> None:
+        """Makes ``count`` cached blocks free, or all that there are."""
+        while count > 0 and self._head < self._tail:
+            end = min(self._head + count, self._tail)
+            block_ids = self._cached_between(self._head, end)
+            self._head = end
+            if len(block_ids) == 0:
+                continue
+            self._is_kept[block_ids] = False
+            self._place_of[block_ids] = -1
+            self._num_cached -= len(block_ids)
+            self._on_evict(block_ids)
+            self._free_up(block_ids)
+            count -= len(block_ids)
+
+    def _cached_between(self, start: int, end: int) -> BlockIds:
+        """Returns the blocks whose place is in this part of the queue, in order."""
+        entries = self._queue[start:end]
+        block_ids: BlockIds = entries[self._place_of[entries] == self._places[start:end]]
+        return block_ids

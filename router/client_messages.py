@@ -11,7 +11,7 @@ from protos.errors import ErrorDetails, error_details
 from protos.serving.v1 import serving_pb2
 from router.status import GroupState, GroupStatus, RankStatus
 
-Prompt = str | Sequence[int]
+Prompt = str | Iterable[int]  # text, or token ids
 
 
 class Options(TypedDict, total=False):

@@ -9,19 +9,22 @@ import grpc
 from protos.errors import abort_on_error
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.cell import Cell
-from router.errors import NotReady, QueueFull, RequestNotFound
+from router.errors import QueueFull, RequestNotFound
 from router.frontend_many import ManyCall
-from router.model import ServedModel
 from router.readers import Reader
 from router.request import Request
 from router.responses import group_message, model_response, take_response
 from router.tokenizer import Tokenizer
-from router.validation import read_request
+from router.validation import read_request, served
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-RETRY_DELAY_S = 1.0
+RETRY_DELAY_S = 1.0  # for a call that found no free reader
 SERVER_OPTIONS = [
+    # Calls that no handler runs yet. Past gRPC's own 1,000 it drops some of them at random, with
+    # CANCELLED and no reason; how much may wait is the cell's to say, with QUEUE_FULL.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     ("grpc.max_receive_message_length", 64 << 20),  # a long prompt outgrows gRPC's 4 MiB
     # Clients may ask every 10 s whether the router is there; gRPC's 5 minutes would shut them
     # out. The key has no "recv" in it: with that, gRPC ignores it.
@@ -53,11 +56,10 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.GenerateRequest, context: Context
     ) -> None:
         async with abort_on_error(context):
-            model = self._get_model()
             with self._open_reader() as reader:
                 submitted = await read_request(
                     request,
-                    model=model,
+                    model=self._cell.model,
                     tokenizer=self._tokenizer,
                     reader=reader,
                     call_timeout_s=context.time_remaining(),
@@ -66,7 +68,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                 try:
                     await _write_responses(submitted, context)
                 finally:
-                    pass
+                    self._cell.cancel(submitted)
 
     async def GenerateMany(  # type: ignore[override]
         self,
@@ -92,7 +94,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.GetModelRequest, context: Context
     ) -> serving_pb2.GetModelResponse:
         async with abort_on_error(context):
-            model = self._get_model()
+            model = served(self._cell.model)
         return model_response(model, has_tokenizer=self._tokenizer is not None)
 
     async def GetStatus(
@@ -100,14 +102,6 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     ) -> serving_pb2.GetStatusResponse:
         groups = [group_message(status) for status in self._cell.status()]
         return serving_pb2.GetStatusResponse(groups=groups, version=self._version)
-
-    def _get_model(self) -> ServedModel:
-        model = self._cell.model
-        if model is None:
-            raise NotReady(
-                "no group of executors has formed yet: try again", retry_delay_s=RETRY_DELAY_S
-            )
-        return model
 
     @contextmanager
     def _open_reader(self) -> Iterator[Reader]:

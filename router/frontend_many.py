@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from protos.errors import RpcError
 from protos.serving.v1 import serving_pb2
 from router.cell import Cell
-from router.errors import InvalidRequest, NotReady
+from router.errors import InvalidRequest
 from router.readers import Reader
 from router.request import Request, Sequence
 from router.responses import tagged_error, take_response
@@ -89,11 +89,12 @@ class ManyCall:
                 "tag", f"{tag} is that of a request that still runs on this stream; use another"
             )
         try:
-            model = self._cell.model
-            if model is None:
-                raise NotReady("no group of executors has formed yet: try again")
             request = await read_request(
-                message, model=model, tokenizer=self._tokenizer, reader=self._reader, tag=tag
+                message,
+                model=self._cell.model,
+                tokenizer=self._tokenizer,
+                reader=self._reader,
+                tag=tag,
             )
             self._live[tag] = request
             if not request.is_columnar:

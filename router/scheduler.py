@@ -7,6 +7,7 @@ in its rank's PrefixCache, and the engine's task alone touches either.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from router.planner import fill_level, pick_rank
 from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.readers import Readers
 from router.request import FinishReason, Sequence
-from router.sequence_table import Rows, RowStatus, SequenceTable
+from router.sequence_table import NO_TOKEN, Rows, RowStatus, SequenceTable
 from router.step import StepPlan, StepResult
 from router.step_builder import Chunk, build_plan
 
@@ -62,17 +63,21 @@ class Scheduler:
         self._clock = clock
         self._on_end = on_end
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
+        self._sampled = np.full(len(self.table.status), NO_TOKEN, dtype=np.int32)
 
     # ---- the two verbs
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
         decodes = self._take_decodes()
-        num_decodes = self._count_by_rank(decodes)
+        cuts = self.table.cuts_of(decodes)
+        num_decodes = [end - start for start, end in pairwise(cuts)]
         self._bind_waiting(num_decodes)
         chunks = self._take_chunks(num_decodes)
         # Whoever came after them may have taken the place of some decodes.
-        decodes = decodes[self.table.status[decodes] == RowStatus.DECODE]
+        still_decodes = self.table.status.take(decodes) == RowStatus.DECODE
+        if not still_decodes.all():
+            decodes = decodes[still_decodes]
         if len(decodes) == 0 and not any(chunks):
             return None
         plan = build_plan(self.table, decodes, chunks, self._shape.graph_sizes)
@@ -87,26 +92,30 @@ class Scheduler:
         for batch, rank_result in zip(plan.batches, result, strict=True):
             if batch.scorings:
                 hand_out_logprobs(batch, rank_result)
-        rows = plan.sampled_rows
-        tokens = np.concatenate([rank_result.next_token_ids for rank_result in result])
-        is_live = table.status[rows] != RowStatus.ENDED
-        if not is_live.all():
-            rows, tokens = rows[is_live], tokens[is_live]
 
-        lens = table.num_tokens[rows]
-        table.tokens[rows, lens] = tokens
-        is_first = lens == table.num_prompt[rows]
-        lens += 1
-        table.num_tokens[rows] = lens
-        is_stop = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        is_stop &= lens >= table.min_len[rows]
-        is_event = is_stop | (lens >= table.max_len[rows]) | table.is_inspected[rows]
+        # From here on, columns of the whole table: without gathers they cost a third.
+        sampled = self._sampled
+        sampled.fill(NO_TOKEN)
+        sampled[plan.sampled_rows] = np.concatenate([part.next_token_ids for part in result])
+        sampled[self._ended_rows()] = NO_TOKEN
+        has_token = sampled != NO_TOKEN
+        rows = np.flatnonzero(has_token)
+        places = table.row_starts.take(rows) + table.num_tokens.take(rows)
+        table.flat_tokens[places] = sampled.take(rows)
+        is_first = has_token & (table.num_tokens == table.num_prompt)
+        table.num_tokens += has_token
+        is_event = (table.stop_ids == sampled).any(axis=0)
+        is_event &= table.num_tokens >= table.min_len
+        is_event |= table.num_tokens >= table.max_len
+        is_event |= table.is_inspected
+        is_event &= has_token
 
-        self._readers.wake(table.reader[rows])
-        for row in rows[is_first].tolist():
-            table.bound(row).progress.first_token_time = self._clock()
-        for index in np.flatnonzero(is_event).tolist():
-            self._finish_if_due(rows[index], tokens[index])
+        self._readers.wake(table.reader.take(rows))
+        now = self._clock()
+        for row in np.flatnonzero(is_first).tolist():
+            table.bound(row).progress.first_token_time = now
+        for row in np.flatnonzero(is_event).tolist():
+            self._finish_if_due(row, int(sampled[row]))
         self._release_leaving()
 
     # ---- ends
@@ -159,30 +168,33 @@ class Scheduler:
         """Returns the rows that decode in this step, each with a block for its next token."""
         table = self.table
         # A row at max_len - 1 has its last token in flight.
-        rows = np.flatnonzero(
-            (table.status == RowStatus.DECODE) & (table.num_computed < table.max_len - 1)
-        )
-        capacity = table.num_blocks[rows] * table.block_size
-        full = rows[table.num_computed[rows] == capacity]
-        if len(full) == 0:
-            return rows
-        self._grow(full)
-        capacity = table.num_blocks[rows] * table.block_size
-        can_run = (table.num_computed[rows] < capacity) & (table.status[rows] == RowStatus.DECODE)
-        ready: Rows = rows[can_run]
-        return ready
+        can_run = table.status == RowStatus.DECODE
+        can_run &= table.num_computed + 1 < table.max_len
+        full = np.flatnonzero(can_run & (table.num_computed == table.num_blocks * table.block_size))
+        if len(full) and not self._grow(full):
+            can_run &= table.num_computed < table.num_blocks * table.block_size
+            can_run &= table.status == RowStatus.DECODE
+        return np.flatnonzero(can_run)
 
-    def _grow(self, rows: Rows) -> None:
-        """Gives each row one block, as far as the ranks' pools and preemption allow."""
+    def _grow(self, rows: Rows) -> bool:
+        """Gives each row one block, as far as the ranks' pools and preemption allow.
+
+        Returns whether all of them got one and nobody was preempted.
+        """
         table = self.table
-        for rank in np.unique(rows // table.rows_per_rank).tolist():
-            rank_rows = rows[table.rank_of(rows) == rank]
-            pool = self.caches[rank].pool
-            if len(rank_rows) > pool.num_available:
-                rank_rows = self._make_room(rank, rank_rows)
-            block_ids = pool.acquire(len(rank_rows))
-            table.block_table[rank_rows, table.num_blocks[rank_rows]] = block_ids
-            table.num_blocks[rank_rows] += 1
+        grown, block_ids, had_room = [], [], True
+        for rank, (start, end) in enumerate(pairwise(table.cuts_of(rows))):
+            if start == end:
+                continue
+            rank_rows, pool = rows[start:end], self.caches[rank].pool
+            if end - start > pool.num_available:
+                rank_rows, had_room = self._make_room(rank, rank_rows), False
+            grown.append(rank_rows)
+            block_ids.append(pool.acquire(len(rank_rows)))
+        rows = np.concatenate(grown)
+        table.block_table[rows, table.num_blocks[rows]] = np.concatenate(block_ids)
+        table.num_blocks[rows] += 1
+        return had_room
 
     def _make_room(self, rank: int, rows: Rows) -> Rows:
         """Preempts until a block each is there for those rows that it returns."""
@@ -393,7 +405,7 @@ class Scheduler:
         status = self.table.status
         return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))
 
-    def _count_by_rank(self, rows: Rows) -> list[int]:
-        ranks = self.table.rank_of(rows)
-        counts: list[int] = np.bincount(ranks, minlength=self._shape.dp_size).tolist()
-        return counts
+    def _ended_rows(self) -> list[int]:
+        """Rows whose sequence has ended while a step in flight still runs them."""
+        status = self.table.status
+        return [row for row in self._leaving if status[row] == RowStatus.ENDED]

@@ -23,6 +23,7 @@ from router.request import Columns, Int32Array, Sequence
 Rows = npt.NDArray[np.int64]
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
+NO_TOKEN = -2  # in a column of tokens, where a row has none; -1 in `stop_ids` never equals it
 
 
 class RowStatus(IntEnum):
@@ -57,7 +58,7 @@ class SequenceTable:
         num_named_blocks: int32 [R], those that the prefix cache was told of.
         num_in_flight: int32 [R], steps handed out and not committed that run it.
         num_taken: int32 [R], tokens that its reader has, prompt included.
-        stop_ids: int32 [R, NUM_STOP_IDS], -1 where there are fewer.
+        stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
             probabilities, many stop tokens.
         scores_output: bool [R], the executor returns log probabilities of its output.
@@ -68,6 +69,10 @@ class SequenceTable:
         block_table: int32 [R, max_blocks].
         tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
         sequences: The sequence of each row, or None.
+        local_rows: int32 [R], each row's number on its rank: 0 to rows_per_rank - 1.
+        first_rows: int64 [dp_size + 1], the first row of each rank, and R.
+        row_starts: int64 [R], where each row begins in `flat_tokens`.
+        flat_tokens: `tokens` as one long row.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class SequenceTable:
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
-        self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, dtype=np.int32)
+        self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
@@ -100,6 +105,10 @@ class SequenceTable:
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
+        self.local_rows = np.arange(num_rows, dtype=np.int32) % rows_per_rank
+        self.first_rows = np.arange(dp_size + 1) * rows_per_rank
+        self.row_starts = np.arange(num_rows) * max_model_len
+        self.flat_tokens = self.tokens.reshape(-1)
         self._free_rows = [
             list(range((rank + 1) * rows_per_rank - 1, rank * rows_per_rank - 1, -1))
             for rank in range(dp_size)
@@ -119,8 +128,10 @@ class SequenceTable:
     def rank_of(self, row: int | Rows) -> int | Rows:
         return row // self.rows_per_rank
 
-    def rows_of(self, dp_rank: int) -> slice:
-        return slice(dp_rank * self.rows_per_rank, (dp_rank + 1) * self.rows_per_rank)
+    def cuts_of(self, rows: Rows) -> list[int]:
+        """[dp_size + 1] where each rank's part of ascending rows begins, and their number."""
+        cuts: list[int] = rows.searchsorted(self.first_rows).tolist()
+        return cuts
 
     def bound(self, row: int) -> Sequence:
         """The sequence of a row that has one."""
@@ -143,9 +154,9 @@ class SequenceTable:
         self.num_sent_blocks[row] = 0
         self.num_taken[row] = sequence.num_taken
         has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS
-        self.stop_ids[row] = -1
+        self.stop_ids[:, row] = -1
         if not has_many_stop_ids:
-            self.stop_ids[row, : len(stop.stop_token_ids)] = stop.stop_token_ids
+            self.stop_ids[: len(stop.stop_token_ids), row] = stop.stop_token_ids
         self.scores_output[row] = request.output.logprobs
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
@@ -193,12 +204,14 @@ class SequenceTable:
         rows = np.flatnonzero(
             (self.reader == reader) & self.is_columnar & (self.num_taken < self.num_tokens)
         )
-        starts = self.num_taken[rows]
-        counts = self.num_tokens[rows] - starts
-        self.num_taken[rows] += counts
-        if len(rows) == 0 or counts.max() == 1:
-            return Columns(self.tag[rows], counts, self.tokens[rows, starts])
+        starts = self.num_taken.take(rows)
+        ends = self.num_tokens.take(rows)
+        self.num_taken[rows] = ends
+        counts = ends - starts
+        places = self.row_starts.take(rows) + starts
+        if counts.max(initial=1) == 1:
+            return Columns(self.tag.take(rows), counts, self.flat_tokens.take(places))
         offsets = np.cumsum(counts) - counts
-        within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(offsets, counts)
-        tokens = self.tokens[np.repeat(rows, counts), np.repeat(starts, counts) + within]
-        return Columns(self.tag[rows], counts, tokens)
+        within = np.arange(counts.sum()) - np.repeat(offsets, counts)
+        tokens = self.flat_tokens.take(np.repeat(places, counts) + within)
+        return Columns(self.tag.take(rows), counts, tokens)

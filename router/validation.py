@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from protos.serving.v1 import serving_pb2
-from router.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong
 from router.model import ServedModel
 from router.readers import Reader
 from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
@@ -30,6 +30,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
 MAX_TOP_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
+NOT_READY_DELAY_S = 1.0
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 
 _NumberField = Literal[
@@ -44,10 +45,19 @@ _NumberField = Literal[
 _NO_TOKENIZER = "this router has no tokenizer"
 
 
+def served(model: ServedModel | None) -> ServedModel:
+    """Returns the model if it is known yet, as no group can have formed while it is not."""
+    if model is None:
+        raise NotReady(
+            "no group of executors has formed yet: try again", retry_delay_s=NOT_READY_DELAY_S
+        )
+    return model
+
+
 async def read_request(
     message: serving_pb2.GenerateRequest,
     *,
-    model: ServedModel,
+    model: ServedModel | None,
     tokenizer: Tokenizer | None,
     reader: Reader,
     call_timeout_s: float | None = None,
@@ -57,17 +67,19 @@ async def read_request(
 
     Args:
         message: As it came from the client.
-        model: The model served.
+        model: The model served; None until it is known.
         tokenizer: Its tokenizer, where the router has one.
         reader: Whom to wake with the answer.
         call_timeout_s: What is left of the call's deadline; None if it has none.
         tag: The request's number on a GenerateMany stream; None on a call of its own.
 
     Raises:
+        NotReady: The model is not known yet.
         InvalidRequest: A field's value can never work.
         ModelNotFound: The request is for another model.
     """
     arrival_time = asyncio.get_running_loop().time()
+    model = served(model)
     if message.model not in ("", model.name):
         raise ModelNotFound(message.model, model.name)
     if len(message.request_id) > MAX_REQUEST_ID_LEN:

@@ -1,0 +1,153 @@
+"""A cell without engines, at the seam that the public API sees: tests play the executors."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from protos.errors import RpcError
+from protos.serving.v1 import serving_pb2_grpc
+from router.errors import Cancelled, DeadlineExceeded, RequestExists
+from router.frontend import SERVER_OPTIONS, GenerationServicer
+from router.health import Health
+from router.model import ServedModel
+from router.readers import Reader, Readers
+from router.request import Columns, FinishReason, Request, Sequence
+from router.status import GroupStatus
+from router.tokenizer import Tokenizer
+
+MODEL = ServedModel(
+    name="tiny-moe",
+    architecture="Qwen3MoeForCausalLM",
+    fingerprint="f00d",
+    vocab_size=1000,
+    max_model_len=100,
+    eos_token_ids=(2,),
+)
+
+
+class FakeCell:
+    """Keeps requests; a test says what becomes of them.
+
+    Attributes:
+        arrivals: Requests submitted that no test has looked at.
+        refusal: What `submit` raises, if set.
+        echoes: Whether each continuation ends at once, with the prompt as its output.
+    """
+
+    def __init__(self, model: ServedModel | None = MODEL, max_readers: int = 8) -> None:
+        self.model = model
+        self.readers = Readers(max_readers)
+        self.live: dict[str, Request] = {}
+        self.arrivals: asyncio.Queue[Request] = asyncio.Queue()
+        self.refusal: RpcError | None = None
+        self.echoes = False
+        self.groups: list[GroupStatus] = []
+        self._max_readers = max_readers
+
+    def submit(self, request: Request) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        if request.request_id in self.live:
+            raise RequestExists(request.request_id)
+        self.live[request.request_id] = request
+        if request.deadline is not None:
+            error = DeadlineExceeded("the request's time is over")
+            loop = asyncio.get_running_loop()
+            request.expiry = loop.call_at(request.deadline, self.cancel, request, error)
+        self.arrivals.put_nowait(request)
+        if self.echoes:
+            for sequence in request.sequences:
+                self.give(sequence, request.prompt.tolist())
+                self.finish(sequence)
+
+    def cancel(self, request: Request, error: RpcError | None = None) -> None:
+        for sequence in request.sequences:
+            if not sequence.is_ended:
+                sequence.error = error or Cancelled("the request was cancelled")
+                self._end(sequence)
+
+    def find(self, request_id: str) -> Request | None:
+        return self.live.get(request_id)
+
+    def take_columns(self, reader: Reader) -> Columns:
+        taken = [
+            (request.tag, sequence.take_tokens())
+            for request in self.live.values()
+            for sequence in request.sequences
+            if request.reader is reader and request.is_columnar
+        ]
+        taken = [(tag, token_ids) for tag, token_ids in taken if len(token_ids)]
+        return Columns(
+            np.array([tag for tag, _ in taken], dtype=np.uint32),
+            np.array([len(token_ids) for _, token_ids in taken], dtype=np.int32),
+            np.concatenate([np.zeros(0, np.int32), *[token_ids for _, token_ids in taken]]),
+        )
+
+    def status(self) -> list[GroupStatus]:
+        return self.groups
+
+    def give(self, sequence: Sequence, token_ids: Iterable[int]) -> None:
+        """Commits tokens, as a step would."""
+        new = np.array(list(token_ids), dtype=np.int32)
+        sequence.tokens = np.concatenate([sequence.tokens, new])
+        if sequence.request.stop.has_stop_strings:
+            assert sequence.text is not None
+            sequence.stop_string = sequence.text.feed(new, may_stop=True)
+        sequence.request.reader.wake()
+        if sequence.stop_string is not None:
+            self.finish(sequence, FinishReason.STOP)
+
+    def finish(self, sequence: Sequence, reason: FinishReason = FinishReason.LENGTH) -> None:
+        sequence.finish_reason = reason
+        self._end(sequence)
+
+    async def idle(self) -> None:
+        """Returns when no request is live and every call has given its reader back."""
+        async with asyncio.timeout(30):
+            while self.live or self.readers.num_free < self._max_readers:
+                await asyncio.sleep(0)  # lets the others run; takes no time of its own
+
+    def _end(self, sequence: Sequence) -> None:
+        request = sequence.request
+        request.reader.ended.append(sequence)
+        request.reader.wake()
+        if not request.is_live:
+            del self.live[request.request_id]
+            if request.expiry is not None:
+                request.expiry.cancel()
+
+
+@asynccontextmanager
+async def serve(
+    cell: FakeCell, tokenizer: Tokenizer | None = None, health: Health | None = None
+) -> AsyncIterator[str]:
+    """Serves a cell on loopback and yields the target to connect to."""
+    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
+    servicer = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    if health is not None:
+        await health.start(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+        await cell.idle()  # whatever the test did, no call may leave anything behind
+    finally:
+        await server.stop(grace=None)
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    """One token per byte, ids 0 to 255 in the order of the characters that stand for them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder / "tokenizer.json")

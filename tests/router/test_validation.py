@@ -1,0 +1,300 @@
+"""A value that cannot work is refused by name; one that gets through must not hurt the engine."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from grpc import StatusCode
+from tokenizers import decoders, models, pre_tokenizers
+
+from protos.errors import RpcError
+from protos.serving.v1 import serving_pb2 as pb
+from router.errors import InvalidRequest, PromptTooLong
+from router.model import ServedModel
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.tokenizer import Tokenizer
+from router.validation import read_request
+
+MODEL = ServedModel(
+    name="tiny-moe",
+    architecture="Qwen3MoeForCausalLM",
+    fingerprint="f00d",
+    vocab_size=256,
+    max_model_len=32,
+    eos_token_ids=(2,),
+)
+INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
+
+Change = Callable[[pb.GenerateRequest], object]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_tokens(["<beyond>"])  # id 256, which the model lacks
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path / "tokenizer.json")
+
+
+async def read(
+    message: pb.GenerateRequest, tokenizer: Tokenizer | None = None, **options: Any
+) -> Request:
+    reader = Readers(max_readers=1).open()
+    return await read_request(message, model=MODEL, tokenizer=tokenizer, reader=reader, **options)
+
+
+def message(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8, 9]), **fields)
+
+
+def sampling(**fields: Any) -> pb.GenerateRequest:
+    return message(sampling=pb.SamplingParams(**fields))
+
+
+def stop(**fields: Any) -> pb.GenerateRequest:
+    return message(stop=pb.StopConditions(**fields))
+
+
+def output(**fields: Any) -> pb.GenerateRequest:
+    return message(output=pb.OutputOptions(**fields))
+
+
+def ids(*token_ids: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids))
+
+
+def timeout(seconds: int, nanos: int = 0) -> pb.GenerateRequest:
+    request = message()
+    request.timeout.seconds, request.timeout.nanos = seconds, nanos
+    return request
+
+
+BAD = [
+    # what is wrong, code, field, a part of the message
+    (pb.GenerateRequest(), INVALID, "prompt", "token_ids or text"),
+    (ids(), INVALID, "token_ids.ids", "empty"),
+    (ids(1, 256), INVALID, "token_ids.ids[1]", "256 is no token; the model has 0 to 255"),
+    (ids(2**32 - 1), INVALID, "token_ids.ids[0]", "4294967295"),
+    (ids(*[1] * 32), INVALID, "token_ids.ids", "32 tokens; at most 31"),
+    (pb.GenerateRequest(text=""), INVALID, "text", "no tokens"),
+    (pb.GenerateRequest(text="x" * 32), INVALID, "text", "32 tokens; at most 31"),
+    (pb.GenerateRequest(text="x" * 5000), INVALID, "text", "5000 tokens; at most 31"),
+    (pb.GenerateRequest(text="<beyond>"), INVALID, "text", "another model's"),
+    (message(model="other"), NOT_FOUND, "model", "'other' is not served here; 'tiny-moe' is"),
+    (message(request_id="r" * 129), INVALID, "request_id", "129 characters"),
+    (message(n=65), INVALID, "n", "65 is not from 0 to 64"),
+    (message(priority=101), INVALID, "priority", "101 is not from -100 to 100"),
+    (message(priority=-101), INVALID, "priority", "-101"),
+    (timeout(0), INVALID, "timeout", "0 s"),
+    (timeout(-1), INVALID, "timeout", "-1 s"),
+    (timeout(0, -1), INVALID, "timeout", "-1e-09 s"),
+    *[
+        (sampling(**{name: value}), INVALID, f"sampling.{name}", f"{value:g}")
+        for name, values in {
+            "temperature": [-0.5, 101, math.nan, math.inf, -math.inf],
+            "top_p": [0, -1, 1.5, math.nan, math.inf],
+            "min_p": [-0.5, 1.5, math.nan, math.inf],
+            "repetition_penalty": [0, -1, 101, math.nan, math.inf],
+            "presence_penalty": [-101, 101, math.nan, math.inf, -math.inf],
+            "frequency_penalty": [-101, 101, math.nan, math.inf, -math.inf],
+        }.items()
+        for value in values
+    ],
+    (sampling(logit_bias={256: 1.0}), INVALID, "sampling.logit_bias[256]", "256 is no token"),
+    (sampling(logit_bias={5: 101}), INVALID, "sampling.logit_bias[5]", "101 is not from -100"),
+    (sampling(logit_bias={5: math.nan}), INVALID, "sampling.logit_bias[5]", "nan"),
+    (sampling(logit_bias=dict.fromkeys(range(1025), 1)), INVALID, "sampling.logit_bias", "1025"),
+    (stop(max_tokens=0), INVALID, "stop.max_tokens", "0 is below 1"),
+    (stop(max_tokens=3, min_tokens=4), INVALID, "stop.min_tokens", "4 is above max_tokens"),
+    (stop(stop_token_ids=[1] * 65), INVALID, "stop.stop_token_ids", "65 are too many"),
+    (stop(stop_token_ids=[1, 256]), INVALID, "stop.stop_token_ids[1]", "256 is no token"),
+    (stop(stop_strings=["a"] * 17), INVALID, "stop.stop_strings", "17 are too many"),
+    (stop(stop_strings=["a", ""]), INVALID, "stop.stop_strings[1]", "0 characters"),
+    (stop(stop_strings=["a" * 257]), INVALID, "stop.stop_strings[0]", "257 characters"),
+    (output(logprobs=True, top_logprobs=21), INVALID, "output.top_logprobs", "21 is not from"),
+    (output(top_logprobs=1), INVALID, "output.top_logprobs", "set logprobs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "field", "problem"),
+    BAD,
+    ids=[f"{field} {problem}" for _, _, field, problem in BAD],
+)
+async def test_a_value_that_cannot_work_is_refused_by_field_value_and_limit(
+    tokenizer: Tokenizer, bad: pb.GenerateRequest, code: StatusCode, field: str, problem: str
+):
+    with pytest.raises(RpcError) as caught:
+        await read(bad, tokenizer)
+    assert (caught.value.code, caught.value.field) == (code, field)
+    assert str(caught.value).startswith(f"{field}: ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (pb.GenerateRequest(text="a"), "text"),
+        (output(text=True), "output.text"),
+        (stop(stop_strings=["a"]), "stop.stop_strings"),
+    ],
+)
+async def test_what_needs_a_tokenizer_is_refused_without_one(bad: pb.GenerateRequest, field: str):
+    with pytest.raises(InvalidRequest, match="no tokenizer") as caught:
+        await read(bad, tokenizer=None)
+    assert caught.value.field == field
+
+
+async def test_a_prompt_that_is_too_long_has_a_reason_of_its_own():
+    with pytest.raises(PromptTooLong):
+        await read(ids(*[1] * 32))
+
+
+async def test_the_longest_prompt_leaves_room_for_one_token():
+    request = await read(ids(*[1] * 31))
+    assert request.stop.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        sampling(temperature=100, top_p=1, min_p=1, repetition_penalty=100),
+        sampling(presence_penalty=-100, frequency_penalty=100, logit_bias={255: -100}),
+        sampling(logit_bias=dict.fromkeys(range(256), 100)),
+        stop(max_tokens=2**32 - 1, min_tokens=2**32 - 1),
+        stop(stop_token_ids=[255] * 64),
+        output(logprobs=True, prompt_logprobs=True, top_logprobs=20),
+        message(n=64, priority=100, request_id="r" * 128, model="tiny-moe"),
+        message(priority=-100),
+        timeout(0, 1),
+    ],
+)
+async def test_values_at_their_limits_pass(good: pb.GenerateRequest):
+    await read(good)
+
+
+async def test_what_is_absent_has_its_documented_default():
+    request = await read(message())
+    assert request.sampling == SamplingParams(seed=request.sampling.seed)
+    assert request.stop == StopConditions(max_tokens=29, stop_token_ids=(2,))
+    assert request.output == OutputOptions()
+    assert (len(request.sequences), request.priority, request.deadline) == (1, 0, None)
+    assert request.prompt.dtype == np.int32
+    assert request.prompt.tolist() == [7, 8, 9]
+
+
+async def test_what_is_given_arrives():
+    request = await read(
+        pb.GenerateRequest(
+            request_id="mine",
+            token_ids=pb.TokenIds(ids=[1]),
+            sampling=pb.SamplingParams(
+                temperature=0.5,
+                top_p=0.25,
+                top_k=9,
+                min_p=0.125,
+                repetition_penalty=2,
+                presence_penalty=3,
+                frequency_penalty=-4,
+                logit_bias={9: 1, 3: -1},
+                seed=2**64 - 1,
+            ),
+            stop=pb.StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=[5, 5, 2]),
+            output=pb.OutputOptions(logprobs=True, top_logprobs=4),
+            n=3,
+            priority=-7,
+        )
+    )
+    assert (request.request_id, len(request.sequences), request.priority) == ("mine", 3, -7)
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=9,
+        min_p=0.125,
+        repetition_penalty=2,
+        presence_penalty=3,
+        frequency_penalty=-4,
+        logit_bias=((3, -1), (9, 1)),
+        seed=2**64 - 1,
+    )
+    assert request.stop == StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=(5, 2))
+    assert request.output == OutputOptions(logprobs=True, top_logprobs=4)
+
+
+async def test_a_request_without_an_id_or_a_seed_is_given_its_own():
+    one, other = await read(message()), await read(message())
+    assert one.request_id != other.request_id
+    assert one.sampling.seed != other.sampling.seed
+
+
+async def test_more_tokens_than_fit_become_as_many_as_fit():
+    request = await read(stop(max_tokens=1000, min_tokens=900))
+    assert (request.stop.max_tokens, request.stop.min_tokens) == (29, 29)
+
+
+async def test_ignoring_the_end_of_the_sequence_leaves_the_own_stop_tokens():
+    request = await read(stop(ignore_eos=True, stop_token_ids=[5]))
+    assert request.stop.stop_token_ids == (5,)
+
+
+async def test_a_temperature_too_small_to_divide_by_is_greedy():
+    assert (await read(sampling(temperature=1e-30))).sampling.temperature == 0.0
+
+
+async def test_a_top_k_of_the_whole_vocabulary_or_more_is_all():
+    assert (await read(sampling(top_k=2**32 - 1))).sampling.top_k == 0
+
+
+async def test_the_shorter_of_the_two_timeouts_holds():
+    now = asyncio.get_running_loop().time()
+    short = await read(timeout(5), call_timeout_s=60.0)
+    long = await read(timeout(500), call_timeout_s=60.0)
+    call = await read(message(), call_timeout_s=60.0)
+    deadlines = [request.deadline for request in (short, long, call)]
+    arrivals = [request.arrival_time for request in (short, long, call)]
+    assert deadlines == [arrivals[0] + 5, arrivals[1] + 60, arrivals[2] + 60]
+    assert min(arrivals) >= now
+
+
+async def test_a_text_prompt_gets_text_and_each_continuation_its_own(tokenizer: Tokenizer):
+    request = await read(pb.GenerateRequest(text="hi", n=2), tokenizer)
+    assert request.prompt.tolist() == tokenizer.encode("hi").tolist()
+    assert request.output.text
+    assert request.sequences[0].text is not None
+    assert request.sequences[0].text is not request.sequences[1].text
+
+
+async def test_stop_strings_look_at_text_that_the_client_does_not_get(tokenizer: Tokenizer):
+    request = await read(stop(stop_strings=["."]), tokenizer)
+    [sequence] = request.sequences
+    assert (request.output.text, request.stop.has_stop_strings) == (False, True)
+    assert sequence.text is not None
+    assert sequence.text.feed(tokenizer.encode("a.b"), may_stop=True) == "."
+
+
+@pytest.mark.parametrize(
+    ("plain", "is_columnar"),
+    [
+        (message(), True),
+        (stop(stop_strings=["."]), True),
+        (message(n=2), False),
+        (output(text=True), False),
+        (output(logprobs=True), False),
+        (output(prompt_logprobs=True), False),
+    ],
+)
+async def test_only_a_plain_request_on_a_stream_is_columnar(
+    tokenizer: Tokenizer, plain: pb.GenerateRequest, is_columnar: bool
+):
+    assert (await read(plain, tokenizer, tag=5)).is_columnar is is_columnar
+    assert not (await read(plain, tokenizer)).is_columnar
