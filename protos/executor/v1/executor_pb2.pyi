@@ -21,7 +21,9 @@ in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequence
 column costs about 1 us to read, a message per sequence 300 times that
 (tests/bench/bench_wire.py). A column of another type says so.
 
-Errors carry a google.rpc.ErrorInfo with domain "lockstep" and one of the reasons below.
+Errors carry a google.rpc.ErrorInfo with domain "lockstep" and one of the reasons below. Every
+method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when the
+executor was told to stop.
 """
 
 from collections import abc as _abc

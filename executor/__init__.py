@@ -1,0 +1,1 @@
+"""Tensors, no policy: runs the forward passes that the router plans."""

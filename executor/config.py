@@ -1,0 +1,176 @@
+"""What an operator can set for one executor, checked once at start and never changed after."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from executor.budget import TokenBudget
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
+WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorConfig:
+    """Settings of one executor. None stands for "derive it", as its attribute says.
+
+    Attributes:
+        model: Folder of a Hugging Face checkpoint.
+        listen: ``host:port`` of the gRPC server; port 0 takes any free port.
+        advertised_host: Host at which the other executors reach this one; None is the host of
+            ``listen``.
+        dp_rank: 0 to ``dp_size - 1``.
+        dp_size: Data-parallel ranks of the group.
+        attn_tp_size: Executors that share the attention heads of one DP rank; 1 today.
+        ep_size: Executors over which the experts are split; None is all of the group.
+        dtype: Type of weights, activations and KV; ``auto`` is the checkpoint's.
+        device: ``auto`` is CUDA where there is one.
+        block_size: Tokens per KV block.
+        max_num_seqs: Sequences in one step, and lines of the block table.
+        max_num_batched_tokens: Tokens in one step.
+        max_num_logits: Rows of logits in one step; None is ``max_num_seqs`` and room to score
+            256 prompt tokens.
+        max_model_len: Prompt and output tokens of one sequence; None is the checkpoint's, at
+            most DEFAULT_MAX_MODEL_LEN.
+        num_kv_blocks: Blocks of the KV pool, the scratch block included; None derives it from
+            ``kv_cache_bytes``.
+        kv_cache_bytes: Size of the KV pool; None is 1 GiB on the CPU, and most of the memory
+            left after loading on CUDA.
+        num_threads: Threads of one CPU operator; None leaves it to PyTorch.
+        peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
+        stop_timeout_s: Longest wait for the step in flight when told to stop.
+    """
+
+    model: Path
+    listen: str = "127.0.0.1:50051"
+    advertised_host: str | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    attn_tp_size: int = 1
+    ep_size: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_logits: int | None = None
+    max_model_len: int | None = None
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    num_threads: int | None = None
+    peer_timeout_s: float = 60.0
+    stop_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"model={self.model}: need a folder that holds a config.json")
+        _split_address(self.listen)
+        self._check_ranks()
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype}: need one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"device={self.device}: need one of {', '.join(DEVICES)}")
+        self._check_sizes()
+        _ = self.budget  # checks itself
+
+    def _check_ranks(self) -> None:
+        if self.dp_size < 1:
+            raise ValueError(f"dp_size={self.dp_size}: need at least 1")
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(
+                f"dp_rank={self.dp_rank}: with dp_size={self.dp_size} it is 0 to {self.dp_size - 1}"
+            )
+        if self.attn_tp_size != 1:
+            raise ValueError(
+                f"attn_tp_size={self.attn_tp_size}: attention cannot be split over executors yet, "
+                f"so it must be 1; raise dp_size to use more of them"
+            )
+        if self.ep_size not in (None, self.world_size):
+            raise ValueError(
+                f"ep_size={self.ep_size}: experts are split over the whole group, so it must be "
+                f"dp_size * attn_tp_size = {self.world_size}"
+            )
+        is_rendezvous = self.dp_size > 1 and self.dp_rank == 0
+        if is_rendezvous and self.advertised_host is None and self.host in WILDCARD_HOSTS:
+            raise ValueError(
+                f"advertised_host is not set and listen={self.listen} names no host: the first "
+                f"executor of a group needs one that the others can reach"
+            )
+
+    def _check_sizes(self) -> None:
+        smallest = {
+            "block_size": 1,
+            "max_model_len": 2,  # a prompt token and an output token
+            "num_kv_blocks": 2,  # the scratch block and one more
+            "kv_cache_bytes": 1,
+            "num_threads": 1,
+        }
+        for field, least in smallest.items():
+            value = getattr(self, field)
+            if value is not None and value < least:
+                raise ValueError(f"{field}={value}: need at least {least}")
+        for field in ("peer_timeout_s", "stop_timeout_s"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise ValueError(f"{field}={getattr(self, field)}: need seconds above 0")
+        if self.num_kv_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError(
+                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} "
+                f"both size the KV pool: set one of them"
+            )
+
+    @property
+    def host(self) -> str:
+        return _split_address(self.listen)[0]
+
+    @property
+    def peer_host(self) -> str | None:
+        """Host at which the other members reach this executor; None if nothing says so."""
+        if self.advertised_host is not None:
+            return self.advertised_host
+        return None if self.host in WILDCARD_HOSTS else self.host.strip("[]")
+
+    @property
+    def world_size(self) -> int:
+        """Executors of the group."""
+        return self.dp_size * self.attn_tp_size
+
+    @property
+    def num_rows(self) -> int:
+        """Lines of the block table."""
+        return self.max_num_seqs
+
+    @property
+    def budget(self) -> TokenBudget:
+        return TokenBudget(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_logits=(
+                self.max_num_seqs + 256 if self.max_num_logits is None else self.max_num_logits
+            ),
+        )
+
+
+def resolve_max_model_len(asked: int | None, model_max_len: int) -> int:
+    """Returns the tokens that one sequence may have.
+
+    Args:
+        asked: The operator's setting.
+        model_max_len: Positions that the checkpoint was trained for.
+
+    Raises:
+        ValueError: More was asked for than the model has positions.
+    """
+    if asked is None:
+        return min(model_max_len, DEFAULT_MAX_MODEL_LEN)
+    if asked > model_max_len:
+        raise ValueError(f"max_model_len={asked}: the checkpoint has {model_max_len} positions")
+    return asked
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})", address)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(f"listen={address}: need host:port, such as 127.0.0.1:50051 or [::]:0")
+    return match[1], int(match[2])

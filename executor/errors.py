@@ -1,0 +1,75 @@
+"""Errors of the executor.
+
+ValueError
+└── CheckpointError    the model's files are not what the model needs
+
+RpcError               what the router sees
+├── NotLoaded          UNAVAILABLE          the model is still loading
+├── ShuttingDown       UNAVAILABLE          this process is about to end
+├── NotFirst           FAILED_PRECONDITION  only the group's first executor opens a store
+├── JoinFailed         UNAVAILABLE          another member did not come in time
+├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
+├── NotJoined          FAILED_PRECONDITION  no Join has succeeded
+├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
+├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
+├── InvalidStep        INVALID_ARGUMENT     the step contradicts itself or what is here
+└── StepFailed         INTERNAL             the forward pass failed
+"""
+
+from grpc import StatusCode
+
+from protos.errors import RpcError
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be loaded. The message names the file, and the tensor if there is one."""
+
+
+class NotLoaded(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "NOT_LOADED"
+
+
+class ShuttingDown(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "SHUTTING_DOWN"
+
+
+class NotFirst(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "NOT_FIRST"
+
+
+class JoinFailed(RpcError):
+    code = StatusCode.UNAVAILABLE
+    reason = "JOIN_FAILED"
+
+
+class StaleEpoch(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "STALE_EPOCH"
+
+
+class NotJoined(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "NOT_JOINED"
+
+
+class StreamHeld(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "STREAM_HELD"
+
+
+class StepOutOfOrder(RpcError):
+    code = StatusCode.FAILED_PRECONDITION
+    reason = "STEP_OUT_OF_ORDER"
+
+
+class InvalidStep(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_STEP"
+
+
+class StepFailed(RpcError):
+    code = StatusCode.INTERNAL
+    reason = "STEP_FAILED"

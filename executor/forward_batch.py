@@ -1,0 +1,219 @@
+"""What one forward pass of one rank reads, and how tokens lie across the DP ranks.
+
+Data only. The router decides every number in here; a layer gets tensors and a ``DpLayout``,
+never a request. Field names are the field's own (SGLang's), so that a buffer registry can refer
+to them by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ForwardMode(Enum):
+    """What this rank does in a step."""
+
+    IDLE = auto()  # no tokens, but every collective call
+    DECODE = auto()  # one token per sequence
+    EXTEND = auto()  # any number of tokens per sequence, decodes mixed in
+
+
+class DpPaddingMode(Enum):
+    """How the ranks' rows lie in the gathered buffer.
+
+    MAX_LEN: every rank has as many rows as the largest; an all-gather fills it.
+    SUM_LEN: ranks lie end to end without gaps; an all-reduce over zeros fills it.
+    """
+
+    MAX_LEN = auto()
+    SUM_LEN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DpLayout:
+    """Every DP rank's token count in this step, alike on all ranks but for ``dp_rank``.
+
+    Attributes:
+        global_num_tokens_cpu: Real tokens of each DP rank.
+        padding_mode: How the ranks lie in the gathered buffer.
+        dp_rank: This rank's place in ``global_num_tokens_cpu``.
+        graph_size: Rows that every rank runs when all replay one captured graph; None when
+            the step runs eagerly. Only with MAX_LEN, because a captured collective has one size.
+    """
+
+    global_num_tokens_cpu: tuple[int, ...]
+    padding_mode: DpPaddingMode
+    dp_rank: int
+    graph_size: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = self.global_num_tokens_cpu
+        if not 0 <= self.dp_rank < len(counts):
+            raise ValueError(
+                f"dp_rank={self.dp_rank} with {len(counts)} token counts: "
+                f"need one count per DP rank, this one's included"
+            )
+        if min(counts) < 0:
+            raise ValueError(f"global_num_tokens_cpu={counts}: a count cannot be negative")
+        if self.graph_size is None:
+            return
+        if self.padding_mode is not DpPaddingMode.MAX_LEN:
+            raise ValueError(f"graph_size={self.graph_size} needs MAX_LEN, not SUM_LEN")
+        if self.graph_size < max(counts):
+            raise ValueError(
+                f"graph_size={self.graph_size} is below the {max(counts)} tokens given"
+            )
+
+    @classmethod
+    def single(cls, num_tokens: int, graph_size: int | None = None) -> "DpLayout":
+        """Returns the layout of a rank that has no peers."""
+        return cls((num_tokens,), DpPaddingMode.MAX_LEN, 0, graph_size)
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.global_num_tokens_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of this rank."""
+        return self.global_num_tokens_cpu[self.dp_rank]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank's tensors: its real tokens, or the graph's size."""
+        return self.num_tokens if self.graph_size is None else self.graph_size
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Real tokens of the rank that has most."""
+        return max(self.global_num_tokens_cpu)
+
+    @property
+    def global_padded_num_tokens(self) -> tuple[int, ...]:
+        """Rows of each DP rank in the gathered buffer, padding included."""
+        if self.padding_mode is DpPaddingMode.SUM_LEN:
+            return self.global_num_tokens_cpu
+        return (max(self.graph_size or 0, self.max_num_tokens),) * self.dp_size
+
+    @property
+    def padded_num_tokens(self) -> int:
+        """Rows of this rank in the gathered buffer, padding included."""
+        return self.global_padded_num_tokens[self.dp_rank]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First row of each DP rank in the gathered buffer."""
+        return tuple(accumulate(self.global_padded_num_tokens, initial=0))[:-1]
+
+    @property
+    def global_dp_buffer_len(self) -> int:
+        """Rows of the gathered buffer."""
+        return sum(self.global_padded_num_tokens)
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One rank's part of a forward pass. B sequences and T token rows; either may be 0.
+
+    Tokens lie sequence after sequence, in the order of ``req_pool_indices``. Rows of
+    ``input_ids`` past the last sequence's tokens are padding: they run through every layer,
+    write to the scratch block and are read by nobody.
+
+    Attributes:
+        forward_mode: IDLE, DECODE or EXTEND.
+        batch_size: B.
+        input_ids: int64 [T].
+        positions: int64 [T], from 0 at each sequence's first token.
+        out_cache_loc: int64 [T], where each token's keys and values go in the KV pool.
+        req_pool_indices: int64 [B], rows of the block table.
+        seq_lens: int64 [B], tokens in the KV pool after this pass.
+        seq_lens_cpu: The same on the host.
+        layout: Token counts of all DP ranks.
+        logits_indices: int64 [L], the token rows that need logits.
+        extend_prefix_lens_cpu: int64 [B], tokens in the KV pool before this pass. None in
+            DECODE, where it is ``seq_lens_cpu - 1``.
+        extend_seq_lens_cpu: int64 [B], tokens in this pass, at least 1. None in DECODE.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    layout: DpLayout
+    logits_indices: torch.Tensor
+    extend_prefix_lens_cpu: Int64Array | None = None
+    extend_seq_lens_cpu: Int64Array | None = None
+
+    @classmethod
+    def from_columns(
+        cls,
+        *,
+        rows: npt.ArrayLike,
+        num_computed: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        input_ids: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        layout: DpLayout,
+        logits_indices: Sequence[int] | npt.NDArray[np.integer] | None = None,
+    ) -> "ForwardBatch":
+        """Builds a batch from one entry per sequence. The mode follows from the counts.
+
+        Args:
+            rows: [B] rows of the block table.
+            num_computed: [B] tokens already in the KV pool.
+            num_tokens: [B] tokens to run now, each at least 1.
+            input_ids: int64 [sum(num_tokens)], on the device that runs the batch.
+            out_cache_loc: int64 [sum(num_tokens)], from ``KVPool.out_cache_loc``.
+            layout: Token counts of all DP ranks.
+            logits_indices: Token rows that need logits; each sequence's last one if None.
+
+        Raises:
+            ValueError: The columns do not fit one another.
+        """
+        rows_ = np.asarray(rows, dtype=np.int64)
+        prefix_lens = np.asarray(num_computed, dtype=np.int64)
+        new_lens = np.asarray(num_tokens, dtype=np.int64)
+        total = int(new_lens.sum())
+        if not rows_.shape == prefix_lens.shape == new_lens.shape:
+            raise ValueError(
+                f"rows, num_computed and num_tokens have {rows_.size}, {prefix_lens.size} and "
+                f"{new_lens.size} entries: need one of each per sequence"
+            )
+        if new_lens.size and new_lens.min() < 1:
+            raise ValueError("num_tokens has a 0: leave a sequence without tokens out of the batch")
+        if not len(input_ids) == len(out_cache_loc) == layout.num_tokens == total:
+            raise ValueError(
+                f"num_tokens adds up to {total}, but there are {len(input_ids)} input_ids, "
+                f"{len(out_cache_loc)} out_cache_loc and {layout.num_tokens} tokens in the layout"
+            )
+        ends = np.cumsum(new_lens)
+        positions = np.arange(total) + np.repeat(prefix_lens - (ends - new_lens), new_lens)
+        wanted = ends - 1 if logits_indices is None else logits_indices
+        device = input_ids.device
+        seq_lens_cpu = torch.from_numpy(prefix_lens + new_lens)
+        mode = ForwardMode.EXTEND if total > len(rows_) else ForwardMode.DECODE
+        return cls(
+            forward_mode=mode if total else ForwardMode.IDLE,
+            batch_size=len(rows_),
+            input_ids=input_ids,
+            positions=torch.from_numpy(positions).to(device),
+            out_cache_loc=out_cache_loc,
+            req_pool_indices=torch.from_numpy(rows_).to(device),
+            seq_lens=seq_lens_cpu.to(device),
+            seq_lens_cpu=seq_lens_cpu,
+            layout=layout,
+            logits_indices=torch.from_numpy(np.array(wanted, dtype=np.int64)).to(device),
+            extend_prefix_lens_cpu=prefix_lens,
+            extend_seq_lens_cpu=new_lens,
+        )

@@ -1,0 +1,201 @@
+"""The KV tensors of one rank and the block-table row of each sequence. No policy.
+
+The router decides which block belongs to whom; this file only remembers what it was told.
+
+    key_cache[layer]   [num_blocks * block_size, kv_heads, head_dim]     value_cache alike
+    block_table        [num_rows, max_blocks_per_row], a sequence's blocks in order
+
+    token p of row r   lives at block_table[r, p // block_size] * block_size + p % block_size
+
+Block 0 is the scratch block: padded token rows write there, and no sequence ever owns it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+SCRATCH_BLOCK = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """Sizes of the keys and values that grouped-query attention keeps per token.
+
+    Attributes:
+        num_layers: Layers that keep keys and values.
+        num_kv_heads: KV heads on this rank.
+        head_dim: Width of a head.
+        block_size: Tokens per block.
+        dtype: Type of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, keys and values, all layers."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return per_token * self.block_size * self.dtype.itemsize
+
+
+class KVPool:
+    """Keys, values and block table of one rank.
+
+    Args:
+        shape: Sizes per token.
+        num_blocks: Blocks in the pool, the scratch block included.
+        num_rows: Sequences that can hold blocks at once.
+        max_blocks_per_row: Blocks of the longest sequence.
+        device: Where keys, values and block table live.
+
+    Attributes:
+        key_cache: One tensor per layer, [num_blocks * block_size, kv_heads, head_dim].
+        value_cache: The same for values.
+        block_table: int32 [num_rows, max_blocks_per_row] on ``device``.
+        block_table_cpu: The same on the host; shares memory with it if ``device`` is the CPU.
+        row_num_blocks: int64 [num_rows] on the host, blocks that each row holds.
+
+    Raises:
+        ValueError: A size leaves no room for any sequence.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        num_blocks: int,
+        num_rows: int,
+        max_blocks_per_row: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: need the scratch block and one more")
+        if num_rows < 1 or max_blocks_per_row < 1:
+            raise ValueError(
+                f"num_rows={num_rows}, max_blocks_per_row={max_blocks_per_row}: need at least 1"
+            )
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.num_rows = num_rows
+        self.max_blocks_per_row = max_blocks_per_row
+        self.device = torch.device(device)
+        size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        layers = range(shape.num_layers)
+        self.key_cache = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in layers]
+        self.value_cache = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in layers]
+        self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
+        self.block_table = self.block_table_cpu.to(self.device)
+        self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
+
+    @property
+    def block_size(self) -> int:
+        return self.shape.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, keys and values, all layers."""
+        return self.shape.bytes_per_block
+
+    def append_blocks(
+        self,
+        rows: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        counts: npt.ArrayLike,
+        block_ids: npt.ArrayLike,
+    ) -> None:
+        """Puts blocks into rows. A start of 0 gives the row to a new sequence.
+
+        Nothing is written unless everything fits.
+
+        Args:
+            rows: [N] rows of the block table.
+            starts: [N] blocks of that row that stay: at most as many as it holds.
+            counts: [N] blocks to write after them.
+            block_ids: [sum(counts)] the blocks, row after row.
+
+        Raises:
+            ValueError: The columns do not fit one another, the table or the pool.
+        """
+        rows_, starts_, counts_ = _columns(rows=rows, starts=starts, counts=counts)
+        ids = np.asarray(block_ids, dtype=np.int64)
+        self._check_rows(rows_)
+        ends = starts_ + counts_
+        if counts_.size and counts_.min() < 0:
+            raise ValueError(f"counts has {counts_.min()}: a row cannot lose blocks")
+        if ids.shape != (counts_.sum(),):
+            raise ValueError(f"counts adds up to {counts_.sum()}, but {ids.size} block_ids came")
+        if ends.size and ends.max() > self.max_blocks_per_row:
+            raise ValueError(
+                f"row {rows_[ends.argmax()]} would hold {ends.max()} blocks; "
+                f"at most {self.max_blocks_per_row} fit"
+            )
+        if np.any((starts_ < 0) | (starts_ > self.row_num_blocks[rows_])):
+            raise ValueError("starts leaves a hole: it is above the blocks that the row holds")
+        if ids.size and not SCRATCH_BLOCK < ids.min() <= ids.max() < self.num_blocks:
+            raise ValueError(
+                f"block_ids run from {ids.min()} to {ids.max()}; "
+                f"this pool hands out 1 to {self.num_blocks - 1}"
+            )
+        row_of = np.repeat(rows_, counts_)
+        column_of = np.arange(ids.size) + np.repeat(ends - np.cumsum(counts_), counts_)
+        self.block_table_cpu.numpy()[row_of, column_of] = ids
+        self.row_num_blocks[rows_] = ends
+        if self.device.type != "cpu" and rows_.size:
+            index = torch.from_numpy(rows_)
+            self.block_table[index.to(self.device)] = self.block_table_cpu[index].to(self.device)
+
+    def out_cache_loc(
+        self, rows: npt.ArrayLike, num_computed: npt.ArrayLike, num_tokens: npt.ArrayLike
+    ) -> torch.Tensor:
+        """Returns where the next tokens' keys and values go.
+
+        Args:
+            rows: [B] rows of the block table.
+            num_computed: [B] tokens that the row already has in the pool.
+            num_tokens: [B] tokens to add.
+
+        Returns:
+            int64 [sum(num_tokens)] on the pool's device, sequence after sequence.
+
+        Raises:
+            ValueError: A row has too few blocks for its tokens.
+        """
+        rows_, prefix_lens, new_lens = _columns(
+            rows=rows, num_computed=num_computed, num_tokens=num_tokens
+        )
+        self._check_rows(rows_)
+        capacity = self.row_num_blocks[rows_] * self.block_size
+        missing = prefix_lens + new_lens - capacity
+        if missing.size and missing.max() > 0:
+            worst = int(missing.argmax())
+            raise ValueError(
+                f"row {rows_[worst]} holds blocks for {capacity[worst]} tokens, not for "
+                f"{prefix_lens[worst] + new_lens[worst]}: append blocks first"
+            )
+        row_of = np.repeat(rows_, new_lens)
+        shift = prefix_lens - (np.cumsum(new_lens) - new_lens)
+        positions = np.arange(len(row_of)) + np.repeat(shift, new_lens)
+        blocks = self.block_table_cpu.numpy()[row_of, positions // self.block_size]
+        locations = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        return torch.from_numpy(locations).to(self.device)
+
+    def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        if rows.size and not 0 <= rows.min() <= rows.max() < self.num_rows:
+            raise ValueError(
+                f"rows run from {rows.min()} to {rows.max()}; this pool has 0 to {self.num_rows - 1}"
+            )
+
+
+def _columns(**columns: npt.ArrayLike) -> list[npt.NDArray[np.int64]]:
+    """Returns the columns as int64 arrays of one length."""
+    arrays = {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
+    if len({array.shape for array in arrays.values()}) > 1:
+        lengths = ", ".join(f"{name} has {array.size}" for name, array in arrays.items())
+        raise ValueError(f"columns of unequal length: {lengths} entries")
+    return list(arrays.values())

@@ -1,0 +1,179 @@
+"""What is done to logits between the model and a token: pure functions, any device.
+
+    S rows of logits    V vocabulary    K most likely tokens that a filter looks at
+
+Rows never influence one another, so a sequence samples alike in any batch.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns a uniform number for each (seed, position), the same one on every device.
+
+    Nothing else goes in, so a sequence that was preempted and starts over tosses the coins
+    that it tossed before.
+
+    Args:
+        seeds: int64 [S], any bits.
+        positions: int64 [S].
+
+    Returns:
+        float64 [S] in [0, 1).
+
+    Source: SplitMix64, Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    OOPSLA 2014: output number ``position`` of the generator that output 1 of ``seed`` seeds.
+    """
+    bits = _mix(_mix(seeds + GOLDEN_GAMMA) + (positions + 1) * GOLDEN_GAMMA)
+    # 52 bits, not 53: then coin * total stays below total after rounding, for any total.
+    return _shift_right(bits, 12).to(torch.float64) * 2.0**-52
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shifts as if unsigned; int64 alone would copy the sign down."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def penalize(
+    logits: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    *,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Returns logits in which tokens seen before are less likely.
+
+    Args:
+        logits: float32 [S, V].
+        prompt_mask: bool [S, V], tokens of the prompt.
+        output_counts: int32 [S, V], how often each token was sampled.
+        repetition, presence, frequency: float32 [S], one penalty per row.
+
+    Source: Transformers, RepetitionPenaltyLogitsProcessor; the other two as in the OpenAI API
+    reference, "frequency and presence penalties".
+    """
+    sampled = output_counts > 0
+    factor = torch.where(prompt_mask | sampled, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - presence[:, None] * sampled - frequency[:, None] * output_counts
+
+
+def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Returns logits over temperature, the likeliest at 0 so that no temperature overflows.
+
+    Args:
+        logits: float32 [S, V].
+        temperature: float32 [S], above 0.
+    """
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+
+
+def draw(logits: torch.Tensor, min_p: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+    """Samples each row from all of its tokens that min_p leaves.
+
+    Args:
+        logits: float32 [S, V].
+        min_p: float32 [S], 0 to 1.
+        coin: float64 [S], from ``coins``.
+
+    Returns:
+        int64 [S] token ids.
+    """
+    return _invert(torch.softmax(_drop_below(logits, min_p), dim=-1), coin)
+
+
+def draw_likeliest(
+    logits: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    coin: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """Samples each row from its likeliest tokens.
+
+    Filters follow one another, each on what the last one left: top_k, top_p, min_p.
+
+    Args:
+        logits: float32 [S, V].
+        top_k: int64 [S], 0 is all.
+        top_p: float32 [S], above 0, to 1.
+        min_p: float32 [S], 0 to 1.
+        coin: float64 [S], from ``coins``.
+        width: K, at least every row's top_k; V where a row has none.
+
+    Returns:
+        int64 [S] token ids.
+
+    Source: Transformers, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, but for ties:
+    of tokens equally likely at the edge of top_k, exactly as many stay as fit.
+    """
+    if width < logits.shape[-1]:
+        values, ids = logits.topk(width, dim=-1)
+    else:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(width, device=logits.device)
+    within_k = (place < top_k[:, None]) | (top_k[:, None] == 0)
+    values = values.masked_fill(~within_k, -torch.inf)
+    probs = torch.softmax(values, dim=-1)
+    before = torch.cumsum(probs, dim=-1) - probs
+    outside_p = (before >= top_p[:, None]) & (top_p[:, None] < 1)
+    outside_p[:, 0] = False
+    values = _drop_below(values.masked_fill(outside_p, -torch.inf), min_p)
+    chosen = _invert(torch.softmax(values, dim=-1), coin)
+    return ids.gather(-1, chosen[:, None])[:, 0]
+
+
+def _drop_below(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Returns logits without tokens less likely than min_p times the likeliest."""
+    least = logits.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def _invert(probs: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+    """Returns the first index at which the cumulative probability exceeds the coin, [S].
+
+    An index without probability adds nothing to the sum and so is never the first to exceed it.
+    float64, because at float32 the steps of a large vocabulary's tail vanish in the sum.
+    """
+    cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
+    target = coin[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return index.clamp_(max=probs.shape[-1] - 1)  # only rows that are not finite get there
+
+
+def score(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: npt.NDArray[np.int64]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns log probabilities of given tokens and of the likeliest ones.
+
+    Args:
+        logits: [N, V] as the model gave them.
+        token_ids: int64 [N].
+        num_top: [N] likeliest tokens wanted of each row.
+
+    Returns:
+        Log probabilities float32 [N]; ids int64 [sum(num_top)] of the likeliest tokens, row after
+        row, likeliest first; their log probabilities float32 [sum(num_top)].
+    """
+    logits = logits.float()
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    logprobs = logits.gather(-1, token_ids[:, None]) - total
+    width = int(num_top.max(initial=0))
+    values, ids = logits.topk(width, dim=-1)
+    wanted = torch.from_numpy(np.arange(width) < num_top[:, None]).to(logits.device)
+    return logprobs[:, 0], ids[wanted], (values - total)[wanted]

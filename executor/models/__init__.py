@@ -1,0 +1,100 @@
+"""Model families by the class name in config.json, imported only when asked for."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from executor.errors import CheckpointError
+from executor.forward_batch import ForwardBatch
+from executor.layers.attention import Attention
+from executor.layers.dp_communicator import DpCommunicator
+from executor.models.config import ModelConfig
+from executor.parallel import ExpertParallel
+from executor.weights import OnProgress, WeightGroup, load_weights
+
+_MODULES = {"Qwen3MoeForCausalLM": "executor.models.qwen3_moe"}
+
+
+class Model(Protocol):
+    """A loaded model, as runners see it."""
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+        """Returns the hidden states after the last norm, [T, D].
+
+        Every EP rank must call it, also with T = 0. ``attention`` has planned this batch.
+        """
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits [L, vocab_size] of the chosen rows of ``hidden``."""
+        ...
+
+
+class _Loadable(Model, Protocol):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ep: ExpertParallel,
+        communicator: DpCommunicator,
+    ) -> None: ...
+
+    def weight_groups(self) -> list[WeightGroup]: ...
+
+    def skips(self, name: str) -> bool: ...
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    ep: ExpertParallel | None = None,
+    communicator: DpCommunicator | None = None,
+    on_progress: OnProgress | None = None,
+) -> Model:
+    """Builds the model that ``config`` names and fills it from ``path``.
+
+    Args:
+        path: Checkpoint directory.
+        config: From the same directory.
+        dtype: Type to run in; the saved one if None.
+        device: Where to run.
+        ep: This rank's share of the experts; all of them if None.
+        communicator: Joins the EP ranks. It may join a group later, and others after that,
+            while the model stays loaded. Needed if ``ep.ep_size`` is above 1.
+        on_progress: Called with tensors loaded and tensors in all.
+
+    Raises:
+        CheckpointError: The architecture is not supported, or the weights do not fit it.
+        ValueError: The experts do not divide, or the communicator has other ranks.
+    """
+    ep = ep or ExpertParallel()
+    communicator = communicator or DpCommunicator.single()
+    if (communicator.dp_rank, communicator.dp_size) != (ep.ep_rank, ep.ep_size):
+        raise ValueError(
+            f"the communicator is rank {communicator.dp_rank} of {communicator.dp_size}, "
+            f"but the experts are for rank {ep.ep_rank} of {ep.ep_size}: they must be the same"
+        )
+    model = _model_class(config.architecture)(
+        config,
+        dtype=dtype or config.dtype,
+        device=torch.device(device),
+        ep=ep,
+        communicator=communicator,
+    )
+    load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)
+    return model
+
+
+def _model_class(architecture: str) -> type[_Loadable]:
+    if architecture not in _MODULES:
+        raise CheckpointError(
+            f"architecture {architecture!r} is not supported; {', '.join(_MODULES)} is"
+        )
+    return cast(type[_Loadable], getattr(import_module(_MODULES[architecture]), architecture))

@@ -1,0 +1,203 @@
+"""What a checkpoint's config.json says, in one spelling, with everything unsupported refused.
+
+Transformers 5 writes some fields under other names than the releases before it; both are read.
+A field that would change the numbers and is not implemented is an error here, because a model
+that ignores it answers fluently and wrongly.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.errors import CheckpointError
+from executor.kv_pool import KVShape
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of a decoder-only mixture-of-experts model.
+
+    Attributes:
+        architecture: Class name that Hugging Face gives the model.
+        hidden_size: Width of the hidden states.
+        intermediate_size: Hidden width of a dense MLP.
+        moe_intermediate_size: Hidden width of an expert.
+        num_experts: Experts per layer, 0 for a dense model.
+        num_experts_per_tok: Experts per token.
+        decoder_sparse_step: Every so many layers has experts.
+        mlp_only_layers: Layers that have none all the same.
+        norm_topk_prob: Whether a token's routing weights are scaled to sum to 1.
+        max_position_embeddings: Longest sequence, in tokens.
+        dtype: Type of the weights as saved.
+        eos_token_ids: Tokens that end a text.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+    norm_topk_prob: bool
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "ModelConfig":
+        """Reads config.json and, if there is one, generation_config.json.
+
+        Raises:
+            CheckpointError: A file or field is missing, or says what is not supported.
+        """
+        path = Path(path)
+        fields = _Fields(path / "config.json")
+        _refuse_unsupported(fields)
+        hidden_size = fields.integer("hidden_size")
+        num_heads = fields.integer("num_attention_heads")
+        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise fields.error(
+                f"num_attention_heads={num_heads} is no multiple of "
+                f"num_key_value_heads={num_kv_heads}"
+            )
+        num_experts = fields.integer("num_experts", "num_local_experts", default=0)
+        top_k = fields.integer("num_experts_per_tok", default=0)
+        if num_experts and not 1 <= top_k <= num_experts:
+            raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
+        return cls(
+            architecture=fields.architecture(),
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_hidden_layers=fields.integer("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=fields.integer("head_dim", default=hidden_size // num_heads),
+            intermediate_size=fields.integer("intermediate_size", default=0),
+            moe_intermediate_size=fields.integer("moe_intermediate_size", default=0),
+            num_experts=num_experts,
+            num_experts_per_tok=top_k,
+            decoder_sparse_step=fields.integer("decoder_sparse_step", default=1),
+            mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
+            norm_topk_prob=bool(fields.get("norm_topk_prob", default=False)),
+            attention_bias=bool(fields.get("attention_bias", default=False)),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", default=False)),
+            rms_norm_eps=float(fields.get("rms_norm_eps", default=1e-6)),
+            rope_theta=_rope_theta(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            dtype=_dtype(fields),
+            eos_token_ids=_eos_token_ids(path / "generation_config.json", fields),
+        )
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Source: Transformers, Qwen3MoeDecoderLayer.__init__."""
+        if layer_id in self.mlp_only_layers or self.num_experts == 0:
+            return False
+        return (layer_id + 1) % self.decoder_sparse_step == 0
+
+    def kv_shape(self, block_size: int, dtype: torch.dtype) -> KVShape:
+        """Returns the sizes of the keys and values that this model keeps."""
+        return KVShape(
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+
+class _Fields:
+    """The fields of a JSON file. A null counts as absent, as Hugging Face means it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} does not exist: need a model in Hugging Face format"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object")
+        self._values: Mapping[str, Any] = values
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {message}")
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Returns the first of the names that is there."""
+        found = [self._values[name] for name in names if self._values.get(name) is not None]
+        return found[0] if found else default
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        value = self.get(*names, default=default)
+        if value is None:
+            raise self.error(f"{' or '.join(names)} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(f"{names[0]}={value!r} is not a whole number from 0")
+        return value
+
+    def architecture(self) -> str:
+        names = self.get("architectures", default=[])
+        if len(names) != 1:
+            raise self.error(f"architectures={names!r}: need exactly one class name")
+        return str(names[0])
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    """Raises for what would change the numbers and is not implemented."""
+    needed = {
+        "hidden_act": ("silu",),
+        "use_sliding_window": (False,),
+        "partial_rotary_factor": (1, 1.0),
+        "quantization_config": (),
+    }
+    for name, supported in needed.items():
+        value = fields.get(name)
+        if value is not None and value not in supported:
+            fits = f"only {supported[0]!r} is" if supported else "leaving it out is"
+            raise fields.error(f"{name}={value!r} is not supported; {fits}")
+
+
+def _rope_theta(fields: _Fields) -> float:
+    rope = {**fields.get("rope_scaling", default={}), **fields.get("rope_parameters", default={})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default" or "factor" in rope:
+        raise fields.error(f"rope_type={rope_type!r} is not supported; only 'default' is")
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    if theta is None:
+        raise fields.error("rope_theta is missing, on its own or in rope_parameters")
+    return float(theta)
+
+
+def _dtype(fields: _Fields) -> torch.dtype:
+    name = str(fields.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise fields.error(f"dtype={name!r} is not supported; {', '.join(_DTYPES)} are")
+    return _DTYPES[name]
+
+
+def _eos_token_ids(generation_config: Path, fields: _Fields) -> tuple[int, ...]:
+    """The generation config decides where there is one, as in Transformers' generate."""
+    eos = _Fields(generation_config).get("eos_token_id") if generation_config.exists() else None
+    eos = fields.get("eos_token_id", default=[]) if eos is None else eos
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

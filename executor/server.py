@@ -1,0 +1,339 @@
+"""The executor's edge: one Step stream in, one compute thread, one stream out.
+
+    Step stream ──▶ reader ──▶ [ step 7 running | step 8 waiting ] ──▶ answers, in order
+                               └──────── compute thread ─────────┘
+
+The reader hands a step over as soon as it arrives, so the next one is already there when a step
+ends. One thread computes, because steps are ordered and share tensors; it is not the event
+loop's, so that health checks are answered while a step runs or a model loads.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from executor.errors import (
+    JoinFailed,
+    NotFirst,
+    NotJoined,
+    NotLoaded,
+    ShuttingDown,
+    StaleEpoch,
+    StepFailed,
+    StepOutOfOrder,
+    StreamHeld,
+)
+from protos.errors import RpcError, abort_on_error
+from protos.executor.v1 import executor_pb2 as pb
+from protos.executor.v1 import executor_pb2_grpc
+
+log = structlog.stdlib.get_logger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+LIVENESS, READINESS = "liveness", "readiness"
+
+# Steps taken off a stream and not answered yet. A router sends 2; more only wait.
+MAX_UNANSWERED_STEPS = 8
+
+MESSAGE_BYTES = 256 * 1024 * 1024
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two executors on one port would share its connections
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Without "recv" in its name: gRPC core ignores the key that has it, and then answers a
+    # client that pings every 10 s with GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+class Worker(Protocol):
+    """What the servicer asks of ``executor.worker.Worker``."""
+
+    def execute(self, request: pb.StepRequest) -> pb.StepResponse: ...
+
+    def join(self, epoch: int, store_address: str) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Store(Protocol):
+    """A rendezvous store; it listens for as long as it is referred to."""
+
+    @property
+    def port(self) -> int: ...
+
+
+class StepStream:
+    """One open Step call: the answers it is owed, in order.
+
+    An answer is an awaitable response or error; None after the last one.
+    """
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()
+        self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
+        self.has_ended = False  # steps that have not begun by then are dropped
+
+    def end(self, error: RpcError) -> None:
+        """Answers what has begun, then ends the call with ``error``."""
+        self.has_ended = True
+        ending: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        ending.set_result(error)
+        self.answers.put_nowait(ending)
+
+
+# Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
+# is the answer of a step that was dropped.
+Answer = pb.StepResponse | RpcError | None
+
+
+class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """Serves one executor to one router.
+
+    Args:
+        is_first: Whether this is the group's first executor, which opens the stores.
+        store_host: Host at which the group's members reach a store opened here.
+        open_store: Opens a store on a free port.
+    """
+
+    def __init__(self, *, is_first: bool, store_host: str, open_store: Callable[[], Store]) -> None:
+        self.health = health.aio.HealthServicer()
+        self._is_first = is_first
+        self._store_host = store_host
+        self._open_store = open_store
+        self._store: Store | None = None
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._worker: Worker | None = None
+        self._description = pb.DescribeResponse()
+        self._stream: StepStream | None = None
+        self._is_stopping = False
+        self._newest_epoch = 0  # of any Prepare or Join
+        self._last_join_epoch = 0  # of any Join, also one that failed
+
+        # Written by the compute thread alone, so that they change between steps, not during one.
+        self._epoch: int | None = None  # None while in no group
+        self._next_step_id = 1
+
+    # Life of the process
+
+    async def start(self, address: str) -> tuple[grpc.aio.Server, int]:
+        """Starts listening, before any model is loaded. Returns the server and its port.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        for name in ("", SERVICE, LIVENESS):
+            await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._publish_readiness()
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        await server.start()
+        return server, port
+
+    async def load(self, build: Callable[[], tuple[Worker, pb.DescribeResponse]]) -> None:
+        """Builds the worker on the compute thread; from then on the RPCs are answered.
+
+        Args:
+            build: Returns the worker and what Describe says of it, but for the instance id, the
+                digest and the epoch.
+        """
+        self._worker, self._description = await self._on_compute_thread(build)
+        self._description.instance_id = uuid.uuid4().hex
+        self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
+
+    async def stop(self) -> None:
+        """Finishes the step in flight, ends the stream and leaves the group."""
+        self._is_stopping = True
+        await self._publish_readiness()
+        if self._stream is not None:
+            self._stream.end(ShuttingDown("this executor was told to stop"))
+        if self._worker is not None:
+            await self._on_compute_thread(self._leave)
+
+    # RPCs
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        async with abort_on_error(context):
+            self._loaded_worker()
+            response = pb.DescribeResponse()
+            response.CopyFrom(self._description)
+            response.epoch = self._newest_epoch
+            return response
+
+    async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
+        async with abort_on_error(context):
+            self._loaded_worker()
+            if not self._is_first:
+                raise NotFirst("only the executor of DP rank 0 and attention-TP rank 0 prepares")
+            if request.epoch <= self._newest_epoch:
+                raise StaleEpoch(
+                    f"epoch {request.epoch} is not above {self._newest_epoch}, seen before",
+                    field="epoch",
+                )
+            self._newest_epoch = request.epoch
+            # Not on the compute thread: it may be stuck in the epoch that this one replaces.
+            self._store = await asyncio.to_thread(self._open_store)
+            host = f"[{self._store_host}]" if ":" in self._store_host else self._store_host
+            return pb.PrepareResponse(store_address=f"{host}:{self._store.port}")
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        async with abort_on_error(context):
+            worker = self._loaded_worker()
+            least = max(self._last_join_epoch + 1, self._newest_epoch)
+            if request.epoch < least:
+                raise StaleEpoch(
+                    f"epoch {request.epoch} is over: the next Join is of {least} or later",
+                    field="epoch",
+                )
+            self._newest_epoch = self._last_join_epoch = request.epoch
+            if self._stream is not None:
+                self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
+            worker.leave()  # from here, so that a step that waits for lost peers fails now
+            # A caller that gives up does not stop the thread, whose outcome must be noted.
+            await asyncio.shield(self._join(worker, request))
+            return pb.JoinResponse()
+
+    # A coroutine that writes to the context, not a generator: when its call is cancelled, a
+    # generator would stay suspended at its yield and hold the stream until collected.
+    async def Step(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.StepRequest], context: Context
+    ) -> None:
+        async with abort_on_error(context):
+            worker = self._loaded_worker()
+            if self._stream is not None and not self._stream.has_ended:
+                raise StreamHeld("another stream drives this executor")
+            stream = self._stream = StepStream()
+            reader = asyncio.create_task(self._read(stream, requests, worker))
+            try:
+                while (pending := await stream.answers.get()) is not None:
+                    answer = await pending
+                    stream.unanswered.release()
+                    if isinstance(answer, RpcError):
+                        raise answer
+                    if answer is not None:
+                        await context.write(answer)
+            finally:
+                stream.has_ended = True
+                reader.cancel()
+                if self._stream is stream:
+                    self._stream = None
+                await self._publish_readiness()
+
+    async def _read(
+        self, stream: StepStream, requests: AsyncIterator[pb.StepRequest], worker: Worker
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async for request in requests:
+                arrival_ns = time.perf_counter_ns()
+                await stream.unanswered.acquire()
+                answer = loop.run_in_executor(
+                    self._compute, self._step, stream, worker, request, arrival_ns
+                )
+                stream.answers.put_nowait(answer)
+        finally:
+            stream.answers.put_nowait(None)
+
+    async def _join(self, worker: Worker, request: pb.JoinRequest) -> None:
+        def join() -> None:
+            self._epoch = None
+            worker.join(request.epoch, request.store_address)
+            self._epoch, self._next_step_id = request.epoch, 1
+
+        started_s = time.perf_counter()
+        try:
+            await self._on_compute_thread(join)
+        except JoinFailed as error:
+            log.warning("join_failed", epoch=request.epoch, problem=str(error))
+            raise
+        finally:
+            await self._publish_readiness()
+        log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
+
+    # On the compute thread
+
+    def _step(
+        self, stream: StepStream, worker: Worker, request: pb.StepRequest, arrival_ns: int
+    ) -> Answer:
+        """Runs a step unless its stream has ended. After an error the stream has."""
+        if stream.has_ended:
+            return None
+        queued_ns = time.perf_counter_ns() - arrival_ns
+        try:
+            self._check_order(request)
+            response = worker.execute(request)
+        except RpcError as error:
+            stream.has_ended = True
+            return error
+        except Exception as error:
+            stream.has_ended = True
+            log.exception("step_failed", epoch=request.epoch, step_id=request.step_id)
+            self._leave()
+            return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
+        self._next_step_id += 1
+        response.queued_ns = queued_ns
+        return response
+
+    def _check_order(self, request: pb.StepRequest) -> None:
+        if self._epoch is None:
+            raise NotJoined("no group: call Join first")
+        if request.epoch != self._epoch:
+            raise StaleEpoch(
+                f"the step is of epoch {request.epoch}, this executor in epoch {self._epoch}",
+                field="epoch",
+            )
+        if request.step_id != self._next_step_id:
+            raise StepOutOfOrder(
+                f"got step {request.step_id}; the next one is {self._next_step_id}",
+                field="step_id",
+            )
+
+    def _leave(self) -> None:
+        self._epoch = None
+        if self._worker is not None:
+            self._worker.leave()
+
+    # Helpers
+
+    def _loaded_worker(self) -> Worker:
+        if self._is_stopping:
+            raise ShuttingDown("this executor was told to stop")
+        if self._worker is None:
+            raise NotLoaded("the model is still loading", retry_delay_s=1.0)
+        return self._worker
+
+    async def _publish_readiness(self) -> None:
+        is_ready = self._epoch is not None and not self._is_stopping
+        status = health_pb2.HealthCheckResponse
+        await self.health.set(READINESS, status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def _on_compute_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+def agreement_digest(agreement: dict[str, str]) -> bytes:
+    """Returns SHA-256 over the entries in order of name, each as ``name=value`` and a newline."""
+    lines = "".join(f"{name}={value}\n" for name, value in sorted(agreement.items()))
+    return hashlib.sha256(lines.encode()).digest()

@@ -1,0 +1,144 @@
+"""Streams safetensors files into a model's parameters.
+
+A model says which tensors it needs and where each goes; this file finds and copies them, one
+group at a time, so that a group can be packed and its plain copy dropped before the next is
+read. Tensors of experts on other ranks are never read.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from executor.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FLOATS = ("BF16", "F16", "F32")
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """Tensors that are loaded together and then finished.
+
+    Attributes:
+        targets: Checkpoint name to the parameter, or the view of one, that it fills.
+        finish: Called once all of them are filled.
+    """
+
+    targets: dict[str, torch.Tensor]
+    finish: Callable[[], None] = field(default=lambda: None)
+
+
+def load_weights(
+    path: str | Path,
+    groups: Iterable[WeightGroup],
+    *,
+    skipped: Callable[[str], bool] = lambda name: False,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Fills every group from the checkpoint in ``path``.
+
+    Values are converted to the type of the parameter.
+
+    Args:
+        path: Directory with model.safetensors, or shards and their index.
+        groups: What to fill; consumed, so that a finished group's memory can go.
+        skipped: Whether a tensor that no group names may be left unread.
+        on_progress: Called with tensors loaded and tensors in all, after each.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape, is of a type that cannot be
+            converted, or is one that the model has no place for.
+    """
+    path = Path(path)
+    pending = list(groups)[::-1]
+    del groups  # or it would keep every group to the end
+    needed = {name for group in pending for name in group.targets}
+    with ExitStack() as stack:
+        found = _open_tensors(path, stack)
+        _check_names(path, needed, found, skipped)
+        done = 0
+        while pending:
+            group = pending.pop()
+            for name, target in group.targets.items():
+                file, handle = found[name]
+                _copy(file, handle, name, target)
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, len(needed))
+            group.finish()
+            del group
+
+
+def _open_tensors(path: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
+    """Returns each tensor's file and its open handle."""
+    found: dict[str, tuple[Path, Any]] = {}
+    for file in _files(path):
+        try:
+            handle = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+        found.update((name, (file, handle)) for name in list(handle.keys()))
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / _INDEX
+    if not index.exists():
+        if not (path / _SINGLE).exists():
+            raise CheckpointError(f"{path} has neither {_SINGLE} nor {_INDEX}")
+        return [path / _SINGLE]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} has no readable weight_map: {error}") from error
+    files = sorted(path / name for name in names)
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise CheckpointError(f"{index} names {', '.join(absent)}, which {path} does not have")
+    return files
+
+
+def _check_names(
+    path: Path,
+    needed: Collection[str],
+    found: dict[str, tuple[Path, Any]],
+    skipped: Callable[[str], bool],
+) -> None:
+    missing = sorted(needed - found.keys())
+    if missing:
+        raise CheckpointError(f"{path} lacks {_listed(missing)}")
+    unexpected = sorted(name for name in found.keys() - needed if not skipped(name))
+    if unexpected:
+        file = found[unexpected[0]][0]
+        raise CheckpointError(
+            f"{file} has {_listed(unexpected)}, for which this model has no place: "
+            f"config.json and the tensors disagree"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
+
+
+def _copy(file: Path, handle: Any, name: str, target: torch.Tensor) -> None:
+    source = handle.get_slice(name)
+    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    if shape != target.shape:
+        raise CheckpointError(
+            f"{name} in {file} has shape {list(shape)}; this model needs {list(target.shape)}"
+        )
+    if dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{name} in {file} has type {dtype}; {', '.join(_FLOATS)} can be loaded"
+        )
+    target.copy_(handle.get_tensor(name))

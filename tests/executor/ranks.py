@@ -1,0 +1,51 @@
+"""Runs a function in one process per rank, and brings back what each returned."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from executor.parallel import open_store
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Returns ``function(rank, store_port, *args)`` of every rank.
+
+    The function must be importable by name. It runs on one thread: ranks that each spin on
+    every core make each other wait.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    ends, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank, args=(function, rank, store.port, args, sender), daemon=True
+        )
+        process.start()
+        sender.close()
+        ends.append(receiver)
+        processes.append(process)
+    answers = []
+    for receiver, process in zip(ends, processes, strict=True):
+        answers.append(receiver.recv() if receiver.poll(TIMEOUT_S) else (False, "no answer"))
+        process.join(TIMEOUT_S)
+        receiver.close()
+    errors = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
+    assert not errors, f"by rank: {errors}"
+    return [value for _, value in answers]
+
+
+def _run_rank(
+    function: Callable[..., Any], rank: int, port: int, args: tuple[Any, ...], sender: Connection
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        sender.send((True, function(rank, port, *args)))
+    except Exception as error:
+        sender.send((False, repr(error)))

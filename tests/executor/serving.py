@@ -1,0 +1,86 @@
+"""A few sequences stepped by hand through a model, as a worker would: rows, blocks, batches."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
+from executor.kv_pool import KVPool
+from executor.layers.attention import TorchAttention
+from executor.layers.dp_communicator import DpCommunicator
+from executor.models import load_model
+from executor.models.config import ModelConfig
+from executor.parallel import ExpertParallel
+
+BLOCK_SIZE = 4
+
+
+class Rank:
+    """One rank with its model, KV pool and a stock of blocks in scrambled order."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        ep: ExpertParallel | None = None,
+        communicator: DpCommunicator | None = None,
+        num_rows: int = 6,
+        max_len: int = 128,
+    ) -> None:
+        config = ModelConfig.from_dir(path)
+        self.model = load_model(path, config, ep=ep, communicator=communicator)
+        self.attention = TorchAttention(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype=config.dtype,
+        )
+        max_blocks = max_len // BLOCK_SIZE
+        self.pool = KVPool(
+            config.kv_shape(BLOCK_SIZE, config.dtype),
+            num_blocks=1 + num_rows * max_blocks,
+            num_rows=num_rows,
+            max_blocks_per_row=max_blocks,
+        )
+        blocks = np.arange(1, self.pool.num_blocks)
+        self._free = np.random.default_rng(0).permutation(blocks).tolist()
+        self.num_computed = [0] * num_rows
+
+    def share_prefix(self, owner: int, row: int, num_blocks: int) -> None:
+        """Lets ``row`` start with the first blocks of ``owner``, already computed."""
+        shared = self.pool.block_table_cpu[owner, :num_blocks].tolist()
+        self.pool.append_blocks([row], [0], [num_blocks], shared)
+        self.num_computed[row] = num_blocks * BLOCK_SIZE
+
+    def step(
+        self, tokens: Mapping[int, Sequence[int]], layout: DpLayout | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Runs new tokens of some rows in one batch. Returns each row's logits, one per token."""
+        rows = list(tokens)
+        counts = [len(tokens[row]) for row in rows]
+        computed = [self.num_computed[row] for row in rows]
+        for row, end in zip(rows, np.add(computed, counts), strict=True):
+            held = int(self.pool.row_num_blocks[row])
+            missing = max(-(-int(end) // BLOCK_SIZE) - held, 0)
+            ids = [self._free.pop() for _ in range(missing)]
+            self.pool.append_blocks([row], [held], [missing], ids)
+            self.num_computed[row] = int(end)
+        batch = ForwardBatch.from_columns(
+            rows=rows,
+            num_computed=computed,
+            num_tokens=counts,
+            input_ids=torch.tensor([i for row in rows for i in tokens[row]], dtype=torch.int64),
+            out_cache_loc=self.pool.out_cache_loc(rows, computed, counts),
+            layout=layout or DpLayout.single(sum(counts)),
+            logits_indices=range(sum(counts)),
+        )
+        self.attention.init_forward_metadata_out_graph(batch, self.pool)
+        hidden = self.model.forward(batch, self.attention)
+        logits = self.model.compute_logits(hidden, batch.logits_indices)
+        return dict(zip(rows, torch.split_with_sizes(logits, counts), strict=True))
+
+
+def layout_of(counts: Sequence[int], padding_mode: DpPaddingMode, dp_rank: int) -> DpLayout:
+    return DpLayout(tuple(counts), padding_mode, dp_rank)

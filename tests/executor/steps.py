@@ -1,0 +1,107 @@
+"""Builds step messages from plain lists, as a router would send them. For tests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from protos.executor.v1 import executor_pb2 as pb
+
+DTYPES: Mapping[str, str] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), "<f4"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "biases"), "<f4"),
+    **dict.fromkeys(("scores_output", "samples"), "u1"),
+    "seed": "<u8",
+}
+
+
+def row_starts(**columns: Sequence[float]) -> pb.RowStarts:
+    return pb.RowStarts(**_to_bytes(columns))
+
+
+def sequences(**columns: Sequence[float]) -> pb.SequenceColumns:
+    return pb.SequenceColumns(**_to_bytes(columns))
+
+
+def step(
+    step_id: int,
+    part: pb.RankStep,
+    *,
+    num_tokens: Sequence[int],
+    num_logits: Sequence[int] | None = None,
+    epoch: int = 1,
+    padding_mode: pb.DpPaddingMode = pb.DP_PADDING_MODE_MAX_LEN,
+    has_extend: bool | None = None,
+) -> pb.StepRequest:
+    """Returns the request that carries ``part``; one row of logits per token if not said."""
+    is_extend = part.forward_mode == pb.FORWARD_MODE_EXTEND
+    return pb.StepRequest(
+        epoch=epoch,
+        step_id=step_id,
+        agreement=pb.StepAgreement(
+            global_num_tokens=num_tokens,
+            global_num_tokens_for_logprob=num_tokens if num_logits is None else num_logits,
+            has_extend=is_extend if has_extend is None else has_extend,
+            padding_mode=padding_mode,
+        ),
+        ranks=[part],
+    )
+
+
+def prompt_part(
+    row: int, prompt: Sequence[int], block_ids: Sequence[int], dp_rank: int = 0, **starts: Any
+) -> pb.RankStep:
+    """Returns a part that starts one row and runs its whole prompt."""
+    return pb.RankStep(
+        dp_rank=dp_rank,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[row], **starts),
+        sequences=sequences(
+            rows=[row],
+            num_tokens=[len(prompt)],
+            num_computed_tokens=[0],
+            token_ids=prompt,
+            num_new_blocks=[len(block_ids)],
+            new_block_ids=block_ids,
+        ),
+    )
+
+
+def decode_part(
+    row: int, num_computed: int, token: int = -1, block_ids: Sequence[int] = (), dp_rank: int = 0
+) -> pb.RankStep:
+    """Returns a part that runs one token of one row."""
+    return pb.RankStep(
+        dp_rank=dp_rank,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(
+            rows=[row],
+            num_computed_tokens=[num_computed],
+            token_ids=[token],
+            num_new_blocks=[len(block_ids)],
+            new_block_ids=block_ids,
+        ),
+    )
+
+
+def idle_part(dp_rank: int = 0) -> pb.RankStep:
+    return pb.RankStep(dp_rank=dp_rank, forward_mode=pb.FORWARD_MODE_IDLE)
+
+
+def tokens_of(response: pb.StepResponse) -> list[int]:
+    return np.frombuffer(response.ranks[0].next_token_ids, "<i4").tolist()
+
+
+def floats_of(column: bytes) -> list[float]:
+    return np.frombuffer(column, "<f4").tolist()
+
+
+def ints_of(column: bytes) -> list[int]:
+    return np.frombuffer(column, "<i4").tolist()
+
+
+def _to_bytes(columns: Mapping[str, Sequence[float]]) -> dict[str, bytes]:
+    return {
+        name: np.asarray(values, DTYPES.get(name, "<i4")).tobytes()
+        for name, values in columns.items()
+    }

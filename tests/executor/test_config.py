@@ -1,0 +1,117 @@
+"""A wrong setting must stop the start with one line that says what fits, not fail in a step."""
+
+import os
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from executor.__main__ import main
+from executor.config import ExecutorConfig, resolve_max_model_len
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": Path("/nowhere")}, "model=/nowhere: need a folder that holds a config.json"),
+        ({"listen": "localhost"}, "listen=localhost: need host:port"),
+        ({"listen": "localhost:70000"}, "listen=localhost:70000"),
+        ({"listen": "::1:80"}, "listen=::1:80"),
+        ({"dp_size": 0}, "dp_size=0: need at least 1"),
+        ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: with dp_size=2 it is 0 to 1"),
+        ({"dp_rank": -1}, "dp_rank=-1"),
+        ({"attn_tp_size": 2}, "attn_tp_size=2: attention cannot be split"),
+        ({"dp_size": 4, "ep_size": 2}, "ep_size=2: .* = 4"),
+        ({"dp_size": 2, "listen": "0.0.0.0:1"}, "advertised_host is not set"),
+        ({"dtype": "int8"}, "dtype=int8: need one of auto, float32, bfloat16"),
+        ({"device": "tpu"}, "device=tpu"),
+        ({"block_size": 0}, "block_size=0: need at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 99, "max_num_batched_tokens": 98}, "max_num_batched_tokens=98 is below"),
+        ({"max_num_logits": 63}, "max_num_logits=63 is below max_num_seqs=64"),
+        ({"max_model_len": 1}, "max_model_len=1: need at least 2"),
+        ({"num_kv_blocks": 1}, "num_kv_blocks=1: need at least 2"),
+        ({"num_kv_blocks": 9, "kv_cache_bytes": 9}, "both size the KV pool"),
+        ({"num_threads": 0}, "num_threads=0"),
+        ({"peer_timeout_s": 0.0}, "peer_timeout_s=0.0: need seconds above 0"),
+        ({"stop_timeout_s": float("nan")}, "stop_timeout_s=nan"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named_with_what_does(
+    model: Path, settings: dict[str, Any], problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        ExecutorConfig(**({"model": model} | settings))
+
+
+def test_the_defaults_fit_and_cannot_be_changed(model: Path):
+    config = ExecutorConfig(model=model)
+    assert config.budget.max_num_logits == config.max_num_seqs + 256
+    with pytest.raises(FrozenInstanceError):
+        config.dp_rank = 1  # type: ignore[misc]
+
+
+def test_peers_are_told_the_advertised_host_first(model: Path):
+    assert ExecutorConfig(model=model, listen="10.0.0.1:0").peer_host == "10.0.0.1"
+    assert ExecutorConfig(model=model, listen="[::1]:0").peer_host == "::1"
+    assert ExecutorConfig(model=model, listen="0.0.0.0:0").peer_host is None
+    assert ExecutorConfig(model=model, listen="[::]:0", advertised_host="a").peer_host == "a"
+
+
+def test_the_longest_sequence_is_the_checkpoints_unless_that_is_huge():
+    assert resolve_max_model_len(None, 4096) == 4096
+    assert resolve_max_model_len(None, 1_000_000) == 32768
+    assert resolve_max_model_len(500_000, 1_000_000) == 500_000
+    with pytest.raises(ValueError, match="max_model_len=5000: the checkpoint has 4096 positions"):
+        resolve_max_model_len(5000, 4096)
+
+
+def test_help_shows_the_environment_twin_of_each_flag():
+    result = CliRunner().invoke(main, ["--help"], auto_envvar_prefix="LOCKSTEP_EXECUTOR")
+    assert result.exit_code == 0
+    for flag in ExecutorConfig.__dataclass_fields__:
+        assert f"--{flag.replace('_', '-')} " in result.output
+        assert f"LOCKSTEP_EXECUTOR_{flag.upper()}" in " ".join(result.output.split())
+
+
+def test_help_does_not_import_torch():
+    script = "import sys, executor.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_bad_settings_end_the_process_with_one_line():
+    result = run_executor("--model", "/nowhere")
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert "model=/nowhere: need a folder" in line
+
+
+def run_executor(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "executor", "--listen", "127.0.0.1:0", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_checkpoint_without_weights_ends_the_process_with_its_name(
+    tiny_checkpoint: Path, tmp_path: Path
+):
+    (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
+    result = run_executor("--model", str(tmp_path))
+    assert result.returncode == 2
+    assert "cannot_start" in result.stderr
+    assert f"{tmp_path} has neither model.safetensors nor" in result.stderr

@@ -1,0 +1,73 @@
+"""If this fails, ranks disagree about where tokens lie, and hang or mix up answers."""
+
+import pytest
+import torch
+
+from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch, ForwardMode
+
+
+def build(num_computed: list[int], num_tokens: list[int]) -> ForwardBatch:
+    total = sum(num_tokens)
+    return ForwardBatch.from_columns(
+        rows=range(len(num_tokens)),
+        num_computed=num_computed,
+        num_tokens=num_tokens,
+        input_ids=torch.arange(total),
+        out_cache_loc=torch.arange(total),
+        layout=DpLayout.single(total),
+    )
+
+
+def test_max_len_gives_every_rank_the_rows_of_the_largest():
+    layout = DpLayout((3, 0, 5), DpPaddingMode.MAX_LEN, 1)
+    assert (layout.num_tokens, layout.num_rows, layout.padded_num_tokens) == (0, 0, 5)
+    assert layout.offsets == (0, 5, 10)
+    assert layout.global_dp_buffer_len == 15
+
+
+def test_sum_len_lays_ranks_end_to_end():
+    layout = DpLayout((3, 0, 5), DpPaddingMode.SUM_LEN, 2)
+    assert layout.global_padded_num_tokens == (3, 0, 5)
+    assert layout.offsets == (0, 3, 3)
+    assert layout.global_dp_buffer_len == 8
+
+
+def test_a_graph_size_sets_the_rows_of_every_rank():
+    layout = DpLayout((3, 0), DpPaddingMode.MAX_LEN, 0, graph_size=8)
+    assert (layout.num_tokens, layout.num_rows, layout.global_dp_buffer_len) == (3, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("counts", "mode", "dp_rank", "graph_size"),
+    [
+        ((1, 2), DpPaddingMode.MAX_LEN, 2, None),
+        ((1, -2), DpPaddingMode.MAX_LEN, 0, None),
+        ((1, 2), DpPaddingMode.SUM_LEN, 0, 4),
+        ((1, 9), DpPaddingMode.MAX_LEN, 0, 8),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(
+    counts: tuple[int, ...], mode: DpPaddingMode, dp_rank: int, graph_size: int | None
+):
+    with pytest.raises(ValueError, match=r"dp_rank|negative|SUM_LEN|graph_size"):
+        DpLayout(counts, mode, dp_rank, graph_size)
+
+
+def test_positions_and_last_rows_follow_from_the_counts():
+    batch = build([0, 7, 2], [3, 1, 2])
+    assert batch.forward_mode is ForwardMode.EXTEND
+    assert batch.positions.tolist() == [0, 1, 2, 7, 2, 3]
+    assert batch.seq_lens_cpu.tolist() == [3, 8, 4]
+    assert batch.logits_indices.tolist() == [2, 3, 5]
+
+
+def test_the_mode_follows_from_the_counts():
+    assert build([4, 9], [1, 1]).forward_mode is ForwardMode.DECODE
+    assert build([], []).forward_mode is ForwardMode.IDLE
+
+
+def test_columns_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="one of each per sequence"):
+        build([4], [1, 1])
+    with pytest.raises(ValueError, match="has a 0"):
+        build([4, 2], [1, 0])

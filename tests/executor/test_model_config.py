@@ -1,0 +1,113 @@
+"""If this fails, a model is run with another architecture than it was trained with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.errors import CheckpointError
+from executor.models import load_model
+from executor.models.config import ModelConfig
+
+BEFORE_5: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 5000.0,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}
+
+
+def read(path: Path, **changed: Any) -> ModelConfig:
+    values = {name: value for name, value in (BEFORE_5 | changed).items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_dir(path)
+
+
+def test_both_spellings_say_the_same(tmp_path: Path):
+    before = read(tmp_path)
+    since = read(
+        tmp_path,
+        num_experts="absent",
+        num_local_experts=8,
+        torch_dtype="absent",
+        dtype="bfloat16",
+        rope_theta="absent",
+        rope_scaling="absent",
+        rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+    )
+    assert before == since
+    assert (before.num_experts, before.dtype, before.rope_theta) == (8, torch.bfloat16, 5000.0)
+
+
+def test_head_dim_follows_from_the_heads_if_absent(tmp_path: Path):
+    assert read(tmp_path).head_dim == 8
+    assert read(tmp_path, head_dim=16).head_dim == 16
+
+
+def test_the_generation_config_decides_what_ends_a_text(tmp_path: Path):
+    assert read(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [13, 2]}))
+    assert read(tmp_path).eos_token_ids == (13, 2)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+
+
+def test_sparse_steps_and_mlp_only_layers_pick_the_layers_with_experts(tmp_path: Path):
+    config = read(tmp_path)
+    assert [config.is_moe_layer(layer) for layer in range(4)] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"use_sliding_window": True},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"partial_rotary_factor": 0.5},
+        {"torch_dtype": "float8_e4m3fn"},
+        {"num_key_value_heads": 3},
+        {"num_experts_per_tok": 9},
+        {"vocab_size": "absent"},
+        {"hidden_size": "wide"},
+        {"architectures": []},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changed: dict[str, Any]):
+    name = {"rope_scaling": "rope_type", "rope_parameters": "rope_type", "torch_dtype": "dtype"}
+    field = next(iter(changed))
+    with pytest.raises(CheckpointError, match=name.get(field, field)):
+        read(tmp_path, **changed)
+
+
+def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path):
+    config = read(tmp_path, architectures=["LlamaForCausalLM"])
+    with pytest.raises(CheckpointError, match=r"'LlamaForCausalLM' .* Qwen3MoeForCausalLM is"):
+        load_model(tmp_path, config)
+
+
+def test_a_directory_without_a_model_says_so(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        ModelConfig.from_dir(tmp_path)

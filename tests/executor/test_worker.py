@@ -1,0 +1,243 @@
+"""The worker is what turns a router's plan into tokens: same plan, same tokens, or a refusal."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from executor.__main__ import build_worker
+from executor.config import ExecutorConfig
+from executor.errors import InvalidStep
+from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.checkpoints import reference_logits
+from tests.executor.steps import (
+    decode_part,
+    floats_of,
+    idle_part,
+    ints_of,
+    prompt_part,
+    row_starts,
+    sequences,
+    step,
+    tokens_of,
+)
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60]
+
+
+@pytest.fixture
+def worker(tiny_checkpoint: Path) -> Worker:
+    return make_worker(tiny_checkpoint)
+
+
+def make_worker(path: Path) -> Worker:
+    config = ExecutorConfig(
+        model=path, block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_kv_blocks=64
+    )
+    worker, _ = build_worker(config)
+    worker.join(1, "")
+    return worker
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_checkpoint: Path) -> Any:
+    return transformers.Qwen3MoeForCausalLM.from_pretrained(tiny_checkpoint).eval()
+
+
+def generate(
+    worker: Worker, row: int, prompt: list[int], count: int, *, feed_back: bool, **starts: Any
+) -> list[int]:
+    """Returns ``count`` tokens; each is fed back by its value or as -1."""
+    blocks = iter(range(1 + 12 * row, 13 + 12 * row))
+    first = [next(blocks) for _ in range(-(-len(prompt) // 4))]
+    part = prompt_part(row, prompt, first, **starts)
+    tokens = tokens_of(worker.execute(step(1, part, num_tokens=[len(prompt)], num_logits=[1])))
+    for length in range(len(prompt), len(prompt) + count - 1):
+        new = [next(blocks)] if length % 4 == 0 else []
+        part = decode_part(row, length, tokens[-1] if feed_back else -1, new)
+        tokens += tokens_of(worker.execute(step(2, part, num_tokens=[1])))
+    return tokens
+
+
+def test_greedy_tokens_equal_transformers(worker: Worker, reference: Any):
+    ids = list(PROMPT)
+    for _ in range(12):
+        ids.append(int(reference_logits(reference, ids)[-1].argmax()))
+    assert generate(worker, 0, PROMPT, 12, feed_back=True) == ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
+def test_a_token_that_the_router_does_not_know_yet_equals_its_value(
+    worker: Worker, starts: dict[str, Any]
+):
+    known = generate(worker, 0, PROMPT, 12, feed_back=True, **starts)
+    assert generate(worker, 0, PROMPT, 12, feed_back=False, **starts) == known
+    assert generate(worker, 3, PROMPT, 12, feed_back=False, **starts) == known
+
+
+def test_a_preempted_sequence_samples_on_as_before(worker: Worker):
+    starts: dict[str, Any] = {
+        "temperature": [1.0],
+        "seed": [11],
+        "frequency_penalty": [0.5],
+        "repetition_penalty": [1.3],
+        "num_prompt_ids": [len(PROMPT)],
+        "prompt_ids": PROMPT,
+    }
+    whole = generate(worker, 0, PROMPT, 12, feed_back=False, **starts)
+    resumed = generate(
+        worker,
+        2,
+        PROMPT + whole[:5],
+        7,
+        feed_back=False,
+        num_output_ids=[5],
+        output_ids=whole[:5],
+        **starts,
+    )
+    assert resumed == whole[5:]
+
+
+def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(worker: Worker):
+    expected = generate(worker, 0, PROMPT, 3, feed_back=False)
+    worker.join(2, "")
+    worker.execute(step(1, prompt_part(1, PROMPT, [40, 41, 42]), num_tokens=[9], num_logits=[1]))
+    first = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[0]),
+        sequences=sequences(
+            rows=[1, 0],
+            num_tokens=[1, 5],
+            num_computed_tokens=[9, 0],
+            token_ids=[-1, *PROMPT[:5]],
+            num_new_blocks=[0, 2],
+            new_block_ids=[1, 2],
+            samples=[1, 0],
+        ),
+    )
+    second = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        sequences=sequences(
+            rows=[0, 1],
+            num_tokens=[4, 1],
+            num_computed_tokens=[5, 10],
+            token_ids=[*PROMPT[5:], -1],
+            num_new_blocks=[1, 0],
+            new_block_ids=[3],
+        ),
+    )
+    assert tokens_of(worker.execute(step(2, first, num_tokens=[6], num_logits=[1]))) == [
+        expected[1]
+    ]
+    assert tokens_of(worker.execute(step(3, second, num_tokens=[5], num_logits=[2]))) == [
+        expected[0],
+        expected[2],
+    ]
+
+
+def test_scores_are_those_of_the_model_before_penalties(worker: Worker, reference: Any):
+    part = prompt_part(
+        0,
+        PROMPT,
+        [1, 2, 3],
+        scores_output=[1],
+        num_top_logprobs=[2],
+        temperature=[0.3],
+        presence_penalty=[2.0],
+    )
+    part.sequences.MergeFrom(sequences(num_scored=[8], scored_ids=PROMPT[1:]))
+
+    response = worker.execute(step(1, part, num_tokens=[9], num_logits=[9]))
+
+    expected = reference_logits(reference, PROMPT).log_softmax(-1)
+    [token] = tokens_of(response)
+    chosen = expected[range(9), [*PROMPT[1:], token]]
+    values, ids = expected.topk(2)
+    [result] = response.ranks
+    assert floats_of(result.logprobs) == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert ints_of(result.top_ids) == ids.flatten().tolist()
+    assert floats_of(result.top_logprobs) == pytest.approx(values.flatten().tolist(), abs=1e-4)
+
+
+def test_only_rows_that_ask_are_scored(worker: Worker):
+    part = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[0, 1, 2], scores_output=[0, 1, 0], num_top_logprobs=[5, 3, 5]),
+        sequences=sequences(
+            rows=[2, 1, 0],
+            num_computed_tokens=[0, 0, 0],
+            token_ids=[4, 5, 6],
+            num_new_blocks=[1, 1, 1],
+            new_block_ids=[1, 2, 3],
+        ),
+    )
+    [result] = worker.execute(step(1, part, num_tokens=[3])).ranks
+    assert len(floats_of(result.logprobs)) == 1
+    assert ints_of(result.top_ids)[0] == ints_of(result.next_token_ids)[1]
+    assert len(floats_of(result.top_logprobs)) == 3
+
+
+def test_a_step_without_a_sampling_sequence_gives_no_tokens(worker: Worker):
+    part = prompt_part(0, PROMPT, [1, 2, 3])
+    part.sequences.samples = b"\0"
+    response = worker.execute(step(1, part, num_tokens=[9], num_logits=[0]))
+    assert tokens_of(response) == []
+    idle = worker.execute(step(2, idle_part(), num_tokens=[0]))
+    assert tokens_of(idle) == []
+
+
+def test_a_refused_step_leaves_no_trace(worker: Worker):
+    """The refused step would start a row, write blocks and sample, had it been run."""
+    expected = generate(worker, 0, PROMPT, 6, feed_back=False)
+    generate(worker, 0, PROMPT, 3, feed_back=False)
+    caches = [cache.clone() for cache in worker._kv_pool.key_cache]
+    bad = prompt_part(0, [1, 2, 3, 4, 5], [1, 2], temperature=[2.0])
+    bad.sequences.MergeFrom(sequences(num_scored=[1], scored_ids=[10_000]))
+
+    with pytest.raises(InvalidStep, match="scored_ids"):
+        worker.execute(step(4, bad, num_tokens=[5], num_logits=[2]))
+
+    for before, after in zip(caches, worker._kv_pool.key_cache, strict=True):
+        assert torch.equal(before, after)
+    assert worker._kv_pool.row_num_blocks[0] == 3
+    tokens = [
+        tokens_of(worker.execute(step(5, decode_part(0, length, -1, new), num_tokens=[1])))
+        for length, new in ((11, []), (12, [20]), (13, []))
+    ]
+    assert [token for [token] in tokens] == expected[3:]
+
+
+def test_a_row_that_starts_again_has_no_last_token(worker: Worker):
+    generate(worker, 0, PROMPT, 2, feed_back=False)
+    chunk = prompt_part(0, PROMPT[:4], [1])
+    chunk.sequences.samples = b"\0"
+    worker.execute(step(3, chunk, num_tokens=[4], num_logits=[0]))
+    with pytest.raises(InvalidStep, match="-1 for row 0"):
+        worker.execute(step(4, decode_part(0, 4, -1, [2]), num_tokens=[1]))
+
+
+def test_a_join_forgets_all_rows(worker: Worker):
+    generate(worker, 0, PROMPT, 2, feed_back=False)
+    worker.join(2, "")
+    with pytest.raises(InvalidStep, match="row 0 runs without having started"):
+        worker.execute(step(1, decode_part(0, 10), num_tokens=[1]))
+
+
+def test_describe_says_what_the_executor_can_hold(tiny_checkpoint: Path):
+    config = ExecutorConfig(model=tiny_checkpoint, max_model_len=100, num_kv_blocks=33)
+    _, description = build_worker(config)
+    assert description.num_kv_blocks == 33
+    assert description.num_rows == description.budget.max_num_seqs == 64
+    assert description.model.architecture == "Qwen3MoeForCausalLM"
+    assert description.model.max_model_len == 100
+    assert list(description.model.eos_token_ids) == [2]
+    assert description.agreement["model_fingerprint"] == description.model.fingerprint
+    assert description.agreement["max_num_batched_tokens"] == "2048"
+
+
+def test_a_cache_too_small_for_one_block_is_refused(tiny_checkpoint: Path):
+    with pytest.raises(ValueError, match=r"kv_cache_bytes=1000: a block takes \d+ bytes"):
+        build_worker(ExecutorConfig(model=tiny_checkpoint, kv_cache_bytes=1000))
