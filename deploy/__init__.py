@@ -1,0 +1,1 @@
+"""Everything that starts Lockstep somewhere: images, manifests, the launcher and the demo model."""
