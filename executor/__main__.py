@@ -17,7 +17,7 @@ import click
 import structlog
 
 from executor.config import DEVICES, DTYPES, ExecutorConfig, resolve_max_model_len
-from executor.logs import configure_logging
+from protos.logs import configure_logging
 
 if TYPE_CHECKING:
     import torch

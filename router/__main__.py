@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from router.config import RouterConfig
-from router.logs import configure_logging
+from protos.logs import configure_logging
 
 BAD_CONFIGURATION = 2
 

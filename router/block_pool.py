@@ -109,6 +109,11 @@ class BlockPool:
         self._free_up(unused[~is_kept])
         self._line_up(unused[is_kept][::-1])
 
+    def kept_blocks(self) -> list[int]:
+        """The blocks that hold something reusable, used or not. O(num_blocks); for tests."""
+        kept: list[int] = np.flatnonzero(self._is_kept).tolist()
+        return kept
+
     def check(self) -> None:
         """Asserts that every block is in exactly one state. O(num_blocks); for tests."""
         used = np.flatnonzero(self._ref_counts > 0).tolist()

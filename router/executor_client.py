@@ -58,7 +58,7 @@ class ExecutorGroup:
         self._channels = [
             grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses
         ]
-        self._stubs: dict[str, "ExecutorServiceAsyncStub"] = {
+        self._stubs: dict[str, ExecutorServiceAsyncStub] = {
             address: ExecutorServiceStub(channel)
             for address, channel in zip(addresses, self._channels, strict=True)
         }

@@ -15,8 +15,13 @@ KV_WORK = 1 / 16
 class RankLoads:
     """Work and promised blocks of every rank, kept up as sequences are bound.
 
+    Plain lists of numbers: there are few ranks, and each is looked at for each new sequence.
+
     Args:
         num_decodes: [dp_size] decodes that run in this step.
+
+    Attributes:
+        work: [dp_size] tokens to run, and KV to read counted in such tokens.
     """
 
     def __init__(
@@ -29,27 +34,23 @@ class RankLoads:
         self._shape = shape
         self._table = table
         self._pools = [cache.pool for cache in caches]
-        rows = np.flatnonzero(table.status == RowStatus.EXTEND)
-        ranks = table.rank_of(rows)
-        prompt_left = table.num_extend[rows] - table.num_computed[rows]
-        blocks_left = self._num_blocks_for(table.num_extend[rows]) - table.num_blocks[rows]
-        self._num_tokens = np.array(num_decodes)
-        np.add.at(self._num_tokens, ranks, prompt_left)
-        self._num_promised_blocks = np.zeros(shape.dp_size, dtype=np.int64)
-        np.add.at(self._num_promised_blocks, ranks, blocks_left)
+        self._num_tokens = list(num_decodes)
+        self._num_promised_blocks = [0] * shape.dp_size
+        for row in np.flatnonzero(table.status == RowStatus.EXTEND).tolist():
+            rank, num_extend = table.rank_of(row), int(table.num_extend[row])
+            self._num_tokens[rank] += num_extend - int(table.num_computed[row])
+            num_missing = self._num_blocks_for(num_extend) - int(table.num_blocks[row])
+            self._num_promised_blocks[rank] += num_missing
+        self.work = [self._work(rank) for rank in range(shape.dp_size)]
 
-    @property
-    def work(self) -> list[float]:
-        """[dp_size] tokens to run, and KV to read counted in such tokens."""
+    def ranks_with_room(self) -> list[int]:
+        """Ranks that could run something of another sequence in this step."""
+        max_tokens = self._shape.max_num_batched_tokens
         return [
-            float(num_tokens) + KV_WORK * pool.num_used * self._shape.block_size
-            for num_tokens, pool in zip(self._num_tokens, self._pools, strict=True)
+            rank
+            for rank, num_tokens in enumerate(self._num_tokens)
+            if num_tokens < max_tokens and self._table.has_free_row(rank)
         ]
-
-    def has_room(self, rank: int) -> bool:
-        """Whether the rank could run something of another sequence in this step."""
-        has_tokens = self._num_tokens[rank] < self._shape.max_num_batched_tokens
-        return bool(has_tokens) and self._table.has_free_row(rank)
 
     def fits(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> bool:
         """Whether the rank's pool has place for all known tokens of a sequence and one more.
@@ -61,16 +62,21 @@ class RankLoads:
         if num_bound == 0:
             return True
         pool = self._pools[rank]
-        num_new = int(self._num_blocks_for(num_tokens)) - len(cached_blocks)
-        num_taken = num_new + pool.num_unused(cached_blocks)
-        num_spare = pool.num_available - int(self._num_promised_blocks[rank])
-        return num_taken + num_bound <= num_spare
+        num_taken = self._num_blocks_for(num_tokens)
+        if len(cached_blocks):
+            num_taken += pool.num_unused(cached_blocks) - len(cached_blocks)
+        return num_taken + num_bound <= pool.num_available - self._num_promised_blocks[rank]
 
     def add(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> None:
         """Counts a sequence that was just bound."""
         self._num_tokens[rank] += num_tokens - len(cached_blocks) * self._shape.block_size
         self._num_promised_blocks[rank] += self._num_blocks_for(num_tokens) - len(cached_blocks)
+        self.work[rank] = self._work(rank)
 
-    def _num_blocks_for(self, num_tokens: "np.ndarray | int") -> "np.ndarray | int":
+    def _work(self, rank: int) -> float:
+        num_kv_tokens = self._pools[rank].num_used * self._shape.block_size
+        return self._num_tokens[rank] + KV_WORK * num_kv_tokens
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
         """Blocks for this many tokens and the one that they lead to."""
         return num_tokens // self._shape.block_size + 1

@@ -1,11 +1,13 @@
 """Which KV block of one DP rank holds which prefix.
 
-A full block is named by a hash over all tokens up to its end, so one name stands for a whole
-prefix, and the longest cached prefix is a walk along the names.
+A full block is named by a hash over its tokens and the hash of the block before it, so one name
+stands for a whole prefix, and the longest cached prefix is a walk along the names.
 """
 
+from hashlib import blake2b
+from itertools import compress
+
 import numpy as np
-import numpy.typing as npt
 
 from router.block_pool import BlockIds, BlockPool
 from router.request import Int32Array
@@ -15,48 +17,17 @@ BlockHash = bytes
 NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 
 
-class _PrefixHash:
-    """Multilinear hashing: the sum of (token + 1) * weight over a prefix, twice, modulo 2**64.
-
-    The weights are drawn anew by every process and never leave it. Two given prefixes, whatever
-    they are, get the same name with probability 2**-88 at most (token ids are below 2**20), so
-    nobody can prepare a prompt that is taken for another's. A sum over tokens is one pass of
-    numpy for all blocks of a prompt.
-
-    Source: Carter and Wegman, Universal classes of hash functions, 1979; Lemire and Kaser,
-    Strongly universal string hashing is fast, 2013, section 2.
-    """
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng()  # seeded by the operating system
-        self._weights = self._draw(4096)
-
-    def sums(self, tokens: Int32Array, start: int) -> npt.NDArray[np.int64]:
-        """Returns [2, len(tokens)] sums that begin with each token; ``start`` is the first's place."""
-        end = start + len(tokens)
-        while end > self._weights.shape[1]:
-            more = self._draw(self._weights.shape[1])
-            self._weights = np.concatenate((self._weights, more), axis=1)
-        terms: npt.NDArray[np.int64] = self._weights[:, start:end] * (tokens + 1)
-        return terms.cumsum(axis=1, out=terms)
-
-    def _draw(self, count: int) -> npt.NDArray[np.int64]:
-        return self._rng.integers(-(2**63), 2**63 - 1, (2, count), dtype=np.int64, endpoint=True)
-
-
-_prefix_hash = _PrefixHash()
-
-
 def extend_block_hashes(hashes: list[BlockHash], tokens: Int32Array, block_size: int) -> None:
-    """Appends the hashes of the full blocks of ``tokens`` that ``hashes`` does not have yet."""
-    start = len(hashes) * block_size
-    end = len(tokens) - len(tokens) % block_size
-    if start >= end:
-        return
-    names = _prefix_hash.sums(tokens[start:end], start)[:, block_size - 1 :: block_size].T
-    if hashes:
-        names = names + np.frombuffer(hashes[-1], dtype=np.int64)
-    hashes += np.ascontiguousarray(names).view("V16")[:, 0].tolist()
+    """Appends the hashes of the full blocks of ``tokens`` that ``hashes`` does not have yet.
+
+    128 bits: among 2**40 blocks, two of different prefixes share a name with probability 2**-49.
+    """
+    parent = hashes[-1] if hashes else b""
+    data = tokens[len(hashes) * block_size :].tobytes()
+    width = block_size * tokens.itemsize
+    for start in range(0, len(data) - width + 1, width):
+        parent = blake2b(parent + data[start : start + width], digest_size=16).digest()
+        hashes.append(parent)
 
 
 class PrefixCache:
@@ -65,7 +36,7 @@ class PrefixCache:
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._block_of: dict[BlockHash, int] = {}
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._hash_of = [b""] * num_blocks  # only of blocks that the pool keeps
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -92,25 +63,20 @@ class PrefixCache:
             return
         ids = block_ids.tolist()
         owners = list(map(self._block_of.setdefault, hashes, ids))
-        if owners == ids:
-            self.pool.keep(block_ids)
-        else:
-            named = [i for i, (owner, block_id) in enumerate(zip(owners, ids, strict=True)) if owner == block_id]
-            hashes, ids = [hashes[i] for i in named], [ids[i] for i in named]
-            self.pool.keep(block_ids[named])
+        if owners != ids:  # others have some of the names
+            is_owner = [owner == block_id for owner, block_id in zip(owners, ids, strict=True)]
+            hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
+            block_ids = block_ids[is_owner]
         for name, block_id in zip(hashes, ids, strict=True):
-            assert self._hash_of[block_id] is None
             self._hash_of[block_id] = name
+        self.pool.keep(block_ids)
 
     def check(self) -> None:
         """Asserts that names and blocks are one to one, and kept. For tests."""
         self.pool.check()
-        named = {name: block for block, name in enumerate(self._hash_of) if name is not None}
-        assert self._block_of == named
+        kept = self.pool.kept_blocks()
+        assert self._block_of == {self._hash_of[block_id]: block_id for block_id in kept}
 
     def _forget(self, block_ids: BlockIds) -> None:
         for block_id in block_ids.tolist():
-            name = self._hash_of[block_id]
-            assert name is not None
-            del self._block_of[name]
-            self._hash_of[block_id] = None
+            del self._block_of[self._hash_of[block_id]]

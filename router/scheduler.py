@@ -69,6 +69,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
+        num_preemptions = sum(self.num_preemptions)
         decodes = self._take_decodes()
         cuts = self.table.cuts_of(decodes)
         num_decodes = [end - start for start, end in pairwise(cuts)]
@@ -79,7 +80,9 @@ class Scheduler:
         if not still_decodes.all():
             decodes = decodes[still_decodes]
         if len(decodes) == 0 and not any(chunks):
-            return None
+            # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
+            has_place = sum(self.num_preemptions) > num_preemptions and not self._leaving
+            return self.schedule() if has_place else None
         plan = build_plan(self.table, decodes, chunks, self._shape.graph_sizes)
         for chunk in (chunk for rank_chunks in chunks for chunk in rank_chunks):
             self._name_blocks(chunk.row)
@@ -245,20 +248,21 @@ class Scheduler:
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
 
     def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
-        ranks = [rank for rank in range(self._shape.dp_size) if loads.has_room(rank)]
+        num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
+        ranks = loads.ranks_with_room()
         if not ranks:
             self._preempt_for(sequence)
             return False
         hashes = self._reusable_hashes(sequence)
-        cached = [self.caches[rank].match(hashes) for rank in range(self._shape.dp_size)]
-        ranks = [rank for rank in ranks if loads.fits(rank, len(sequence.tokens), cached[rank])]
+        cached = [cache.match(hashes) for cache in self.caches]
+        ranks = [rank for rank in ranks if loads.fits(rank, num_tokens, cached[rank])]
         if not ranks:
             self._preempt_for(sequence)
             return False
         num_cached_tokens = [len(blocks) * self._shape.block_size for blocks in cached]
         rank = pick_rank(num_cached_tokens, loads.work, ranks)
         self._bind(self._admission.pop(), rank, cached[rank])
-        loads.add(rank, len(sequence.tokens), cached[rank])
+        loads.add(rank, num_tokens, cached[rank])
         return True
 
     def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
@@ -298,25 +302,33 @@ class Scheduler:
         rows = np.flatnonzero(table.status == RowStatus.EXTEND)
         if len(rows) == 0:
             return chunks
-        num_left = np.zeros(shape.dp_size, dtype=np.int64)
-        np.add.at(num_left, table.rank_of(rows), table.num_extend[rows] - table.num_computed[rows])
+        left_of = dict(
+            zip(
+                rows.tolist(),
+                (table.num_extend[rows] - table.num_computed[rows]).tolist(),
+                strict=True,
+            )
+        )
+        num_left = [0] * shape.dp_size
+        for row, left in left_of.items():
+            num_left[table.rank_of(row)] += left
         level = fill_level(
             num_decodes,
-            num_left.tolist(),
+            num_left,
             max_tokens=shape.max_num_batched_tokens,
             floor=self._min_chunk_tokens,
         )
         tokens_left = [level - num for num in num_decodes]
         logits_left = [shape.max_num_logits - num for num in num_decodes]
-        for row in sorted(rows.tolist(), key=self._standing):
+        for row in sorted(left_of, key=self._standing):
             rank = table.rank_of(row)
-            count = min(tokens_left[rank], table.num_extend[row] - table.num_computed[row])
+            count = min(tokens_left[rank], left_of[row])
             num_logits = 1
             if table.scores_prompt[row]:
                 count = num_logits = min(count, logits_left[rank])
             if count <= 0 or logits_left[rank] <= 0 or table.status[row] != RowStatus.EXTEND:
                 continue
-            count = self._give_blocks(rank, row, int(count))
+            count = self._give_blocks(rank, row, count)
             if count > 0:
                 chunks[rank].append(Chunk(row, count))
                 tokens_left[rank] -= count
@@ -373,14 +385,16 @@ class Scheduler:
         sequence = table.sequences[row]
         if sequence is None:
             return  # named when it ended
-        num_known = min(table.num_tokens[row], table.num_computed[row])
+        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
+        first, end = int(table.num_named_blocks[row]), num_known // table.block_size
+        if first == end:
+            return
         hashes = sequence.block_hashes
-        extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
-        num_full = int(num_known) // table.block_size
+        if len(hashes) < end:
+            extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
         cache = self.caches[table.rank_of(row)]
-        first = int(table.num_named_blocks[row])
-        cache.insert(hashes[first:num_full], table.block_table[row, first:num_full])
-        table.num_named_blocks[row] = num_full
+        cache.insert(hashes[first:end], table.block_table[row, first:end])
+        table.num_named_blocks[row] = end
 
     def _num_leaving_blocks(self, rank: int) -> int:
         return sum(

@@ -11,8 +11,7 @@ r * rows_per_rank to (r + 1) * rows_per_rank - 1; row % rows_per_rank is the exe
                   0                                      num_computed
 """
 
-from enum import IntEnum
-from typing import overload
+from typing import Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,8 @@ NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by o
 NO_TOKEN = -2  # in a column of tokens, where a row has none; -1 in `stop_ids` never equals it
 
 
-class RowStatus(IntEnum):
-    """Where a row stands.
+class RowStatus:
+    """Where a row stands. Plain integers: looking up an enum's member costs 300 ns.
 
     FREE ──bind──▶ EXTEND ──last chunk handed out──▶ DECODE
       ▲               └───────────┬────────────────────┘
@@ -35,11 +34,11 @@ class RowStatus(IntEnum):
       └──no step in flight── PREEMPTED or ENDED
     """
 
-    FREE = 0
-    EXTEND = 1  # some of its known tokens have not been handed out
-    DECODE = 2  # one token a step
-    PREEMPTED = 3  # lost its place, but a step in flight still runs it
-    ENDED = 4  # has its result, but a step in flight still runs it
+    FREE: Final = 0
+    EXTEND: Final = 1  # some of its known tokens have not been handed out
+    DECODE: Final = 2  # one token a step
+    PREEMPTED: Final = 3  # lost its place, but a step in flight still runs it
+    ENDED: Final = 4  # has its result, but a step in flight still runs it
 
 
 class SequenceTable:

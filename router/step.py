@@ -101,14 +101,18 @@ class StepPlan:
     sampled_rows: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+NO_FLOATS = np.zeros(0, dtype=np.float32)
+NO_INTS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
 class RankResult:
     """What one DP rank's part of a step gave; RankResult in executor.proto."""
 
     next_token_ids: Int32Array
-    logprobs: Float32Array
-    top_ids: Int32Array
-    top_logprobs: Float32Array
+    logprobs: Float32Array = field(default_factory=lambda: NO_FLOATS)
+    top_ids: Int32Array = field(default_factory=lambda: NO_INTS)
+    top_logprobs: Float32Array = field(default_factory=lambda: NO_FLOATS)
     queued_ns: int = 0
     forward_ns: int = 0
 

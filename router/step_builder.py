@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 
 import numpy as np
 import numpy.typing as npt
@@ -48,20 +49,27 @@ def build_plan(
         chunks: [dp_size] chunks of each rank, each with blocks for its tokens.
         graph_sizes: What the executors have captured.
     """
-    batches = _decode_batches(table, decodes)
+    cuts = table.cuts_of(decodes)
+    batches = _decode_batches(table, decodes, cuts)
     rows, sampled = decodes, decodes
     num_tokens = [len(batch.rows) for batch in batches]
     num_logits = list(num_tokens)
     has_extend = any(chunks)
     if has_extend:
+        sampled_parts = []
         for rank, rank_chunks in enumerate(chunks):
+            sampled_parts.append(decodes[cuts[rank] : cuts[rank + 1]])
             if rank_chunks:
-                batch = batches[rank] = _join(batches[rank], _chunk_batch(table, rank_chunks))
+                batch = _chunk_batch(table, rank_chunks)
                 assert batch.samples is not None
-                num_tokens[rank] = len(batch.token_ids)
+                samples = batch.samples.tolist()
+                sampled_parts.append(_rows_of(compress(rank_chunks, samples)))
                 num_scored = sum(len(scoring.scored_ids) for scoring in batch.scorings)
-                num_logits[rank] = int(batch.samples.sum()) + num_scored
-        rows, sampled = _rows_in_order(table, batches)
+                num_tokens[rank] += len(batch.token_ids)
+                num_logits[rank] += sum(samples) + num_scored
+                batches[rank] = _join(batches[rank], batch)
+        rows = np.concatenate((decodes, _rows_of(chain.from_iterable(chunks))))
+        sampled = np.concatenate(sampled_parts)
     table.num_in_flight[rows] += 1
     agreement = agree(
         num_tokens,
@@ -74,26 +82,29 @@ def build_plan(
     return StepPlan(agreement, tuple(batches), rows, sampled)
 
 
-def _decode_batches(table: SequenceTable, decodes: Rows) -> list[RankBatch]:
+def _rows_of(chunks: Iterable[Chunk]) -> Rows:
+    return np.array([chunk.row for chunk in chunks], dtype=np.int64)
+
+
+def _decode_batches(table: SequenceTable, decodes: Rows, cuts: list[int]) -> list[RankBatch]:
     """Returns every rank's decodes: columns of all ranks at once, then cut by rank."""
-    computed = table.num_computed[decodes]
+    computed = table.num_computed.take(decodes)
     token_ids = np.full(len(decodes), LAST_SAMPLED, dtype=np.int32)
-    known = np.flatnonzero(table.num_tokens[decodes] > computed)
+    known = np.flatnonzero(table.num_tokens.take(decodes) > computed)
     token_ids[known] = table.tokens[decodes[known], computed[known]]
-    num_blocks = table.num_blocks[decodes]
-    num_new_blocks = num_blocks - table.num_sent_blocks[decodes]
+    num_blocks = table.num_blocks.take(decodes)
+    num_new_blocks = num_blocks - table.num_sent_blocks.take(decodes)
     growing = np.flatnonzero(num_new_blocks)
     assert num_new_blocks.max(initial=0) <= 1
-    new_block_ids = table.block_table[decodes[growing], num_blocks[growing] - 1]
-    table.num_sent_blocks[decodes] = num_blocks
+    grown = decodes[growing]
+    new_block_ids = table.block_table[grown, num_blocks[growing] - 1]
+    table.num_sent_blocks[grown] += 1
     table.num_computed[decodes] = computed + 1
-    local_rows = (decodes % table.rows_per_rank).astype(np.int32)
-    scored = table.scores_output[decodes]
+    local_rows = table.local_rows.take(decodes)
+    scored = table.scores_output.take(decodes)
     has_scores = bool(scored.any())
 
-    first_rows = np.arange(table.dp_size + 1) * table.rows_per_rank
-    cuts = np.searchsorted(decodes, first_rows).tolist()
-    block_cuts = np.searchsorted(growing, cuts).tolist()
+    block_cuts = growing.searchsorted(cuts).tolist()
     batches = []
     for rank in range(table.dp_size):
         start, end = cuts[rank], cuts[rank + 1]
@@ -125,10 +136,7 @@ def _decode_scorings(
 def _chunk_batch(table: SequenceTable, chunks: Sequence[Chunk]) -> RankBatch:
     """Returns one rank's chunks, which move their rows on; the last of a row makes it DECODE."""
     num_chunks = len(chunks)
-    local_rows, computed, num_tokens, num_new_blocks, num_scored = np.zeros(
-        (5, num_chunks), dtype=np.int32
-    )
-    samples = np.zeros(num_chunks, dtype=np.uint8)
+    computed, num_new_blocks, num_scored, samples = ([0] * num_chunks for _ in range(4))
     token_ids, new_block_ids, scored_ids = [], [], []
     starts, scorings = [], []
     for i, chunk in enumerate(chunks):
@@ -136,15 +144,13 @@ def _chunk_batch(table: SequenceTable, chunks: Sequence[Chunk]) -> RankBatch:
         sequence = table.bound(row)
         start = int(table.num_computed[row])
         end = start + chunk.num_tokens
-        num_sent, num_blocks = table.num_sent_blocks[row], table.num_blocks[row]
-        local_rows[i] = row % table.rows_per_rank
+        num_sent, num_blocks = int(table.num_sent_blocks[row]), int(table.num_blocks[row])
         computed[i] = start
-        num_tokens[i] = chunk.num_tokens
         token_ids.append(table.tokens[row, start:end])
         num_new_blocks[i] = num_blocks - num_sent
         new_block_ids.append(table.block_table[row, num_sent:num_blocks])
         if num_sent == 0:
-            starts.append(RowStart(int(local_rows[i]), sequence))
+            starts.append(RowStart(row % table.rows_per_rank, sequence))
         if end == table.num_extend[row]:
             samples[i] = 1
             table.status[row] = RowStatus.DECODE
@@ -155,20 +161,20 @@ def _chunk_batch(table: SequenceTable, chunks: Sequence[Chunk]) -> RankBatch:
             scored_ids.append(scored)
         scores_output = samples[i] and table.scores_output[row]
         if len(scored) or scores_output:
-            sample_index = int(samples[:i].sum()) if scores_output else None
+            sample_index = sum(samples[:i]) if scores_output else None
             scorings.append(Scoring(sequence, scored, sample_index))
         table.num_sent_blocks[row] = num_blocks
         table.num_computed[row] = end
     return RankBatch(
         ForwardMode.EXTEND,
-        local_rows,
-        computed,
+        _int32([chunk.row % table.rows_per_rank for chunk in chunks]),
+        _int32(computed),
         np.concatenate(token_ids),
-        num_tokens=num_tokens,
-        num_new_blocks=num_new_blocks,
+        num_tokens=_int32([chunk.num_tokens for chunk in chunks]),
+        num_new_blocks=_int32(num_new_blocks),
         new_block_ids=np.concatenate(new_block_ids),
-        samples=samples,
-        num_scored=num_scored if scored_ids else None,
+        samples=np.array(samples, dtype=np.uint8),
+        num_scored=_int32(num_scored) if scored_ids else None,
         scored_ids=np.concatenate(scored_ids) if scored_ids else None,
         starts=starts,
         scorings=scorings,
@@ -209,16 +215,9 @@ def _behind(num_decodes: int, scoring: Scoring) -> Scoring:
     return replace(scoring, sample_index=scoring.sample_index + num_decodes)
 
 
+def _int32(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
 def _concatenate(columns: Iterable[Int32Array | None], default: Int32Array) -> Int32Array:
     return np.concatenate([default if column is None else column for column in columns])
-
-
-def _rows_in_order(table: SequenceTable, batches: Sequence[RankBatch]) -> tuple[Rows, Rows]:
-    """Returns the table's rows of all batches in wire order, and those of them that sample."""
-    rows, sampled = [], []
-    for rank, batch in enumerate(batches):
-        rank_rows = batch.rows.astype(np.int64) + rank * table.rows_per_rank
-        rows.append(rank_rows)
-        is_sampled = batch.samples
-        sampled.append(rank_rows if is_sampled is None else rank_rows[is_sampled == 1])
-    return np.concatenate(rows), np.concatenate(sampled)

@@ -1,6 +1,6 @@
 """StepPlan to StepRequests, StepResponse to RankResult. Columns as executor.proto lays them out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +28,29 @@ PADDING_MODES = {
     DpPaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
 
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+# Columns of RowStarts that are called as in SamplingParams, with their type and default.
+SAMPLING_COLUMNS = (
+    ("temperature", FLOAT32, 0.0),
+    ("top_k", INT32, 0),
+    ("top_p", FLOAT32, 1.0),
+    ("min_p", FLOAT32, 0.0),
+    ("repetition_penalty", FLOAT32, 1.0),
+    ("presence_penalty", FLOAT32, 0.0),
+    ("frequency_penalty", FLOAT32, 0.0),
+)
+
 
 def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[pb.StepRequest]:
     """Returns each DP rank's request."""
     agreement = _encode_agreement(plan.agreement)
-    return [
-        pb.StepRequest(
-            epoch=epoch, step_id=step_id, agreement=agreement, ranks=[_encode_batch(rank, batch)]
-        )
-        for rank, batch in enumerate(plan.batches)
-    ]
+    requests = []
+    for rank, batch in enumerate(plan.batches):
+        request = pb.StepRequest(epoch=epoch, step_id=step_id, agreement=agreement)
+        _encode_batch(request.ranks.add(), rank, batch)  # in place: nothing is copied twice
+        requests.append(request)
+    return requests
 
 
 def _encode_agreement(agreement: Agreement) -> pb.StepAgreement:
@@ -50,67 +63,62 @@ def _encode_agreement(agreement: Agreement) -> pb.StepAgreement:
     )
 
 
-def _encode_batch(rank: int, batch: RankBatch) -> pb.RankStep:
-    if batch.mode is ForwardMode.IDLE:
-        return pb.RankStep(dp_rank=rank, forward_mode=pb.FORWARD_MODE_IDLE)
-    sequences = pb.SequenceColumns(
-        rows=batch.rows.tobytes(),
-        num_computed_tokens=batch.num_computed_tokens.tobytes(),
-        token_ids=batch.token_ids.tobytes(),
-    )
+def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:
+    part.dp_rank = rank
+    part.forward_mode = FORWARD_MODES[batch.mode]
+    if len(batch.rows) == 0:
+        return
+    columns = part.sequences
+    columns.rows = batch.rows.tobytes()
+    columns.num_computed_tokens = batch.num_computed_tokens.tobytes()
+    columns.token_ids = batch.token_ids.tobytes()
     if batch.num_tokens is not None:
-        sequences.num_tokens = batch.num_tokens.tobytes()
+        columns.num_tokens = batch.num_tokens.tobytes()
     if batch.num_new_blocks is not None and batch.new_block_ids is not None:
-        sequences.num_new_blocks = batch.num_new_blocks.tobytes()
-        sequences.new_block_ids = batch.new_block_ids.tobytes()
+        columns.num_new_blocks = batch.num_new_blocks.tobytes()
+        columns.new_block_ids = batch.new_block_ids.tobytes()
     if batch.samples is not None:
-        sequences.samples = batch.samples.tobytes()
+        columns.samples = batch.samples.tobytes()
     if batch.num_scored is not None and batch.scored_ids is not None:
-        sequences.num_scored = batch.num_scored.tobytes()
-        sequences.scored_ids = batch.scored_ids.tobytes()
-    return pb.RankStep(
-        dp_rank=rank,
-        forward_mode=FORWARD_MODES[batch.mode],
-        starts=encode_starts(batch.starts) if batch.starts else None,
-        sequences=sequences,
-    )
+        columns.num_scored = batch.num_scored.tobytes()
+        columns.scored_ids = batch.scored_ids.tobytes()
+    if batch.starts:
+        encode_starts(part.starts, batch.starts)
 
 
-def encode_starts(starts: Sequence[RowStart]) -> pb.RowStarts:
-    """Returns the columns of the rows that begin; columns of nothing but defaults stay empty."""
+def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
+    """Fills the columns of the rows that begin; columns of nothing but defaults stay empty."""
     requests = [start.sequence.request for start in starts]
     sampling = [request.sampling for request in requests]
-    prompts = [r.prompt if r.sampling.repetition_penalty != 1.0 else () for r in requests]
-    outputs = [_penalised_output(start) for start in starts]
-    suppressed = [_suppressed_ids(request) for request in requests]
+    columns.rows = _bytes([start.row for start in starts], np.int32)
+    for name, dtype, default in SAMPLING_COLUMNS:
+        values = [getattr(params, name) for params in sampling]
+        if values.count(default) != len(values):
+            setattr(columns, name, _bytes(values, dtype))
+    columns.seed = _column([start.sequence.seed for start in starts], np.uint64)
+    columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
+    columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
+    if any(request.stop.min_tokens for request in requests):
+        columns.suppressed_until = _column([_suppressed_until(r) for r in requests], np.int32)
+        ids = [_suppressed_ids(request) for request in requests]
+        columns.num_suppressed_ids, columns.suppressed_ids = _ragged(ids)
+    if any(params.logit_bias for params in sampling):
+        ids = [tuple(token_id for token_id, _ in params.logit_bias) for params in sampling]
+        columns.num_biases, columns.bias_ids = _ragged(ids)
+        biases = [bias for params in sampling for _, bias in params.logit_bias]
+        columns.biases = _bytes(biases, np.float32)
+    if any(params.has_output_penalty for params in sampling):
+        columns.num_prompt_ids, columns.prompt_ids = _ragged(
+            [_penalised_prompt(r) for r in requests]
+        )
+        columns.num_output_ids, columns.output_ids = _ragged([_penalised_output(s) for s in starts])
 
-    def floats(get: Callable[[int], float], default: float) -> bytes:
-        values = [get(i) for i in range(len(starts))]
-        return _column(values, np.float32, default)
 
-    return pb.RowStarts(
-        rows=_bytes([start.row for start in starts], np.int32),
-        temperature=floats(lambda i: sampling[i].temperature, 0.0),
-        top_k=_column([s.top_k for s in sampling], np.int32, 0),
-        top_p=floats(lambda i: sampling[i].top_p, 1.0),
-        min_p=floats(lambda i: sampling[i].min_p, 0.0),
-        repetition_penalty=floats(lambda i: sampling[i].repetition_penalty, 1.0),
-        presence_penalty=floats(lambda i: sampling[i].presence_penalty, 0.0),
-        frequency_penalty=floats(lambda i: sampling[i].frequency_penalty, 0.0),
-        seed=_column([start.sequence.seed for start in starts], np.uint64, 0),
-        scores_output=_column([r.output.logprobs for r in requests], np.uint8, 0),
-        num_top_logprobs=_column([r.output.top_logprobs for r in requests], np.int32, 0),
-        suppressed_until=_column([_suppressed_until(r) for r in requests], np.int32, 0),
-        num_suppressed_ids=_column([len(ids) for ids in suppressed], np.int32, 0),
-        suppressed_ids=_bytes(_flat(suppressed), np.int32),
-        num_biases=_column([len(s.logit_bias) for s in sampling], np.int32, 0),
-        bias_ids=_bytes([token_id for s in sampling for token_id, _ in s.logit_bias], np.int32),
-        biases=_bytes([bias for s in sampling for _, bias in s.logit_bias], np.float32),
-        num_prompt_ids=_column([len(ids) for ids in prompts], np.int32, 0),
-        prompt_ids=_bytes(_flat(prompts), np.int32),
-        num_output_ids=_column([len(ids) for ids in outputs], np.int32, 0),
-        output_ids=_bytes(_flat(outputs), np.int32),
-    )
+def _penalised_prompt(request: Request) -> Sequence[int]:
+    if request.sampling.repetition_penalty == 1.0:
+        return ()
+    prompt: list[int] = request.prompt.tolist()
+    return prompt
 
 
 def _penalised_output(start: RowStart) -> Sequence[int]:
@@ -129,12 +137,15 @@ def _suppressed_ids(request: Request) -> tuple[int, ...]:
     return request.stop.stop_token_ids if request.stop.min_tokens else ()
 
 
-def _flat(parts: Iterable[Iterable[int]]) -> list[int]:
-    return [value for part in parts for value in part]
+def _ragged(parts: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
+    """Returns the lengths of the parts, and the parts end to end."""
+    lens = _column([len(part) for part in parts], np.int32)
+    return lens, _bytes([value for part in parts for value in part], np.int32)
 
 
-def _column(values: Sequence[float], dtype: npt.DTypeLike, default: float) -> bytes:
-    return b"" if all(value == default for value in values) else _bytes(values, dtype)
+def _column(values: Sequence[float], dtype: npt.DTypeLike) -> bytes:
+    """Returns a column whose default is 0."""
+    return _bytes(values, dtype) if any(values) else b""
 
 
 def _bytes(values: Sequence[float], dtype: npt.DTypeLike) -> bytes:
@@ -147,25 +158,26 @@ def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> Ran
     Raises:
         ExecutorLost: It answered for another rank, or with too many or too few tokens.
     """
-    if len(response.ranks) != 1 or response.ranks[0].dp_rank != rank:
-        answered = [part.dp_rank for part in response.ranks]
+    parts = response.ranks
+    if len(parts) != 1 or parts[0].dp_rank != rank:
+        answered = [part.dp_rank for part in parts]
         raise ExecutorLost(f"DP rank {rank} answered for the ranks {answered}, not for itself")
-    part = response.ranks[0]
+    part = parts[0]
     result = RankResult(
-        np.frombuffer(part.next_token_ids, dtype="<i4"),
-        np.frombuffer(part.logprobs, dtype="<f4"),
-        np.frombuffer(part.top_ids, dtype="<i4"),
-        np.frombuffer(part.top_logprobs, dtype="<f4"),
-        response.queued_ns,
-        response.forward_ns,
+        np.frombuffer(part.next_token_ids, dtype=INT32),
+        queued_ns=response.queued_ns,
+        forward_ns=response.forward_ns,
     )
-    num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
+    num_sampled = len(batch.rows) if batch.samples is None else np.count_nonzero(batch.samples)
     if len(result.next_token_ids) != num_sampled:
         raise ExecutorLost(
             f"DP rank {rank} answered {len(result.next_token_ids)} tokens for {num_sampled} "
             f"sequences that sample"
         )
     if batch.scorings:
+        result.logprobs = np.frombuffer(part.logprobs, dtype=FLOAT32)
+        result.top_ids = np.frombuffer(part.top_ids, dtype=INT32)
+        result.top_logprobs = np.frombuffer(part.top_logprobs, dtype=FLOAT32)
         _check_scores(result, batch, rank)
     return result
 

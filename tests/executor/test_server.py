@@ -292,7 +292,9 @@ async def test_epochs_only_rise(fake: Any):
     assert await reason_of(client.join(3)) == "STALE_EPOCH"
     assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
     await prepare(pb.PrepareRequest(epoch=4))
-    assert (await client.executor.Describe(pb.DescribeRequest())).epoch == 4  # the next one must be above
+    assert (
+        await client.executor.Describe(pb.DescribeRequest())
+    ).epoch == 4  # the next one must be above
     assert worker.num_joins == 1
 
 

@@ -82,9 +82,7 @@ class FakeRank:
                 token = next_token(self.kv[table].reshape(-1)[:end].tolist())
                 self.last_tokens[row] = token
                 sampled.append(token)
-        num_scores = sum(
-            len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings
-        )
+        num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
         return RankResult(
             np.array(sampled, np.int32),
             np.zeros(num_scores, np.float32),

@@ -69,9 +69,7 @@ class World:
                 max_tokens=rng.randint(1, self.shape.max_model_len - len(prompt)),
                 stop_token_ids=() if ignore_eos else (EOS,),
             ),
-            output=OutputOptions(
-                logprobs=rng.random() < 0.2, prompt_logprobs=rng.random() < 0.15
-            ),
+            output=OutputOptions(logprobs=rng.random() < 0.2, prompt_logprobs=rng.random() < 0.15),
             reader=self.cell.readers.open(),
             arrival_time=now,
             n=rng.choice([1, 1, 1, 3]),

@@ -1,4 +1,4 @@
-"""How this process logs: JSON lines, or text for a person where stderr is a terminal."""
+"""How router and executors log: JSON lines, or text for a person where stderr is a terminal."""
 
 import logging
 import sys

@@ -1,0 +1,77 @@
+# `make help` lists the targets; ARGS="..." passes flags on to what they run. The virtual
+# environment is made on first use, in .venv, and brought up to date when pyproject.toml or
+# constraints.txt changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROTOS := $(wildcard protos/*/v1/*.proto)
+
+# What is installed: to run Lockstep, and besides to work on it.
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo serve test check bench protos venv clean
+
+help:
+	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers"
+	@echo "make serve   start them and leave them running until Ctrl-C"
+	@echo "make test    every check and test"
+	@echo "make check   ruff, mypy and buf alone"
+	@echo "make bench   benchmarks on this machine"
+	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
+	@echo "make venv    the virtual environment with all that the targets above need"
+	@echo "make clean   remove the virtual environment and caches"
+
+demo: $(RUN)
+	@$(BIN)/python -m deploy.demo $(ARGS)
+
+serve: $(RUN)
+	@$(BIN)/python -m deploy.serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+
+bench: $(DEV)
+	$(BIN)/python -m tests.bench $(ARGS)
+
+protos: $(DEV)
+	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. \
+		--mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+venv: $(DEV)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Lockstep needs Python 3.11 or newer, and '$(PYTHON)' is not."; \
+		echo "Name one that is: make PYTHON=python3.12 ..."; exit 1; } >&2
+	@echo "== making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone: pip then takes the build that its settings prefer, with what that
+# build needs. Later packages are content with it.
+$(RUN): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing PyTorch; this takes longest, and only now"
+	@$(PIP) install -c constraints.txt torch
+	@echo "== installing what router and executors need"
+	@$(PIP) install -c constraints.txt -e '.[executor]'
+	@touch $@
+
+$(DEV): $(RUN)
+	@echo "== installing what tests and checks need"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

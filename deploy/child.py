@@ -1,0 +1,26 @@
+"""``python -m deploy.child PARENT ARGS...``: becomes ``python ARGS...``, which dies with PARENT.
+
+Whatever ends the process PARENT, even SIGKILL, ends this one too. Linux only; elsewhere a child
+outlives a parent that was killed before it could stop it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h; it stays set across exec
+
+
+def main() -> None:
+    """Ties this process to its parent and replaces it."""
+    parent_pid = int(sys.argv[1])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it ended before we were tied to it
+            sys.exit(1)
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A whole Lockstep on this machine: one router and a group of executors, as real processes.
+
+    async with LocalStack(Path("deploy/demo_model"), dp_size=2) as stack:
+        async with stack.client() as client:
+            print((await client.complete("\\n17+25=")).text)
+
+The demo, `make serve`, the end-to-end tests and the benchmarks all start it this way. Leaving the
+block stops every process, also after an error or Ctrl-C; on Linux they end even if this process
+is killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.processes import Process, ProcessEnded
+from router.client import CallFailed, Client
+from router.health import READINESS
+
+DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+STOP_TIMEOUT_S = 10.0  # for each process, before it is killed
+
+
+class LocalStack:
+    """A router and `dp_size` executors on loopback, running within `async with`.
+
+    Args:
+        model: Folder of a Hugging Face checkpoint. Its tokenizer.json, if there is one, is the
+            router's.
+        dp_size: Number of executors.
+        executor_args: Flags for every executor.
+        rank_args: Further flags for the executor of one DP rank.
+        router_args: Flags for the router.
+        listen: host:port of the router; port 0 takes a free one.
+        log_dir: Where each process's log goes; None is a folder that goes with the stack.
+        waits_for_ready: Whether to wait, on entry, until the router takes requests.
+        ready_timeout_s: Longest wait for that.
+
+    Attributes:
+        address: Where the router listens.
+        router: Its process.
+        executors: Their processes, by DP rank.
+    """
+
+    address: str
+    router: Process
+
+    def __init__(
+        self,
+        model: Path = DEMO_MODEL,
+        *,
+        dp_size: int = 2,
+        executor_args: Sequence[str] = (),
+        rank_args: Mapping[int, Sequence[str]] | None = None,
+        router_args: Sequence[str] = (),
+        listen: str = "127.0.0.1:0",
+        log_dir: Path | None = None,
+        waits_for_ready: bool = True,
+        ready_timeout_s: float = 120.0,
+    ) -> None:
+        self._model = model.resolve()
+        self._dp_size = dp_size
+        self._executor_args = executor_args
+        self._rank_args = rank_args or {}
+        self._router_args = router_args
+        self._listen = listen
+        self._log_dir = log_dir
+        self._waits_for_ready = waits_for_ready
+        self._ready_timeout_s = ready_timeout_s
+        self._cleanup = contextlib.ExitStack()
+        self._started: list[Process] = []
+        self.executors: list[Process] = []
+        self.executor_addresses: list[str] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    def client(self) -> Client:
+        """Returns a client of the router, to be opened by `async with`."""
+        return Client(self.address)
+
+    async def kill_executor(self, dp_rank: int) -> None:
+        """Ends an executor without warning; returns when it is gone."""
+        await self.executors[dp_rank].kill()
+
+    async def restart_executor(self, dp_rank: int) -> None:
+        """Kills an executor and starts it again at the same address; returns when it listens."""
+        await self.kill_executor(dp_rank)
+        self.executors[dp_rank] = self._start_executor(dp_rank, self.executor_addresses[dp_rank])
+        await self.executors[dp_rank].event("listening")
+
+    async def wait_until_ready(self) -> None:
+        """Returns when the router takes requests.
+
+        Raises:
+            ProcessEnded: The router or an executor ended first.
+            TimeoutError: It took too long; says what the router gives as the reason.
+        """
+        ready = asyncio.ensure_future(self._watch_readiness())
+        ends = [asyncio.ensure_future(process.exited()) for process in self._current]
+        try:
+            async with asyncio.timeout(self._ready_timeout_s):
+                await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise TimeoutError(
+                f"no group formed in {self._ready_timeout_s:.0f} s: {await self._problem()}"
+            ) from None
+        finally:
+            for task in (ready, *ends):
+                task.cancel()
+            await asyncio.gather(ready, *ends, return_exceptions=True)
+        self._raise_if_ended()
+
+    async def wait_until_one_ends(self) -> None:
+        """Waits for ever, unless the router or an executor ends by itself.
+
+        Raises:
+            ProcessEnded: One did; says which, and the end of its log.
+        """
+        ends = [asyncio.ensure_future(process.exited()) for process in self._current]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+        self._raise_if_ended()
+
+    @property
+    def log_dir(self) -> Path:
+        """Where the logs are, one file for each process."""
+        assert self._log_dir is not None, "known within `async with`"
+        return self._log_dir
+
+    @property
+    def left_running(self) -> list[str]:
+        """Processes that were started, by name, and still run. Empty after the block."""
+        return [process.name for process in self._started if process.is_left]
+
+    # ---- starting and stopping
+
+    async def _start(self) -> None:
+        if self._log_dir is None:
+            folder = tempfile.TemporaryDirectory(prefix="lockstep-")
+            self._log_dir = Path(self._cleanup.enter_context(folder))
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        for dp_rank in range(self._dp_size):
+            self.executors.append(self._start_executor(dp_rank, "127.0.0.1:0"))
+        for executor in self.executors:
+            self.executor_addresses.append((await executor.event("listening"))["address"])
+        self.router = self._start_router()
+        self.address = (await self.router.event("listening"))["address"]
+        if self._waits_for_ready:
+            await self.wait_until_ready()
+
+    def _start_executor(self, dp_rank: int, listen: str) -> Process:
+        args = [
+            *("-m", "executor", "--model", str(self._model), "--listen", listen),
+            *("--dp-rank", str(dp_rank), "--dp-size", str(self._dp_size)),
+            *self._executor_args,
+            *self._rank_args.get(dp_rank, ()),
+        ]
+        return self._start_process(f"executor-{dp_rank}", args)
+
+    def _start_router(self) -> Process:
+        args = [
+            *("-m", "router", "--listen", self._listen, "--model-name", self._model.name),
+            *("--group", ",".join(self.executor_addresses)),
+        ]
+        if (self._model / "tokenizer.json").is_file():
+            args += ["--tokenizer", str(self._model)]
+        return self._start_process("router", [*args, *self._router_args])
+
+    def _start_process(self, name: str, args: Sequence[str]) -> Process:
+        log_path = self.log_dir / f"{name}.log"
+        process = Process(name, args, log_path=log_path, env=_thread_settings(self._dp_size))
+        self._started.append(process)
+        return process
+
+    async def _stop(self) -> None:
+        # The router first: it lets go of its executors, which then have nothing to wait for.
+        for group in ([p for p in self._started if p.name == "router"], self.executors):
+            await asyncio.gather(*[process.stop(STOP_TIMEOUT_S) for process in group])
+        self._cleanup.close()
+
+    # ---- waiting
+
+    @property
+    def _current(self) -> list[Process]:
+        return [*self.executors, self.router]
+
+    async def _watch_readiness(self) -> None:
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its stub lacks methods
+            request = health_pb2.HealthCheckRequest(service=READINESS)
+            try:
+                async for response in stub.Watch(request):
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError:
+                await self.router.exited()  # it was ending, and its log says why
+
+    async def _problem(self) -> str:
+        try:
+            async with self.client() as client:
+                return "; ".join(group.problem for group in await client.get_status())
+        except CallFailed as error:
+            return str(error)
+
+    def _raise_if_ended(self) -> None:
+        for process in self._current:
+            if process.has_ended:
+                raise ProcessEnded(
+                    f"{process.name} ended; the end of its log ({process.log_path}):\n"
+                    f"{process.log_tail}"
+                )
+
+
+def _thread_settings(num_ranks: int) -> dict[str, str]:
+    """Shares the cores out. OpenMP threads that spin while they wait would starve the others."""
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,161 @@
+"""A child process that logs JSON lines: its log, what it says there, and its end.
+
+A thread reads the log, so a Process belongs to no event loop: one loop may start it and another
+wait for it.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_LAST_LINES = 12  # of a log that an error shows
+
+
+class ProcessEnded(Exception):
+    """A process ended before it said what was waited for."""
+
+
+class Process:
+    """A running ``python ARGS``, in a session of its own so that Ctrl-C reaches only its parent.
+
+    Start it from a thread that lives as long as it should: on Linux it is killed when that thread
+    ends.
+
+    Args:
+        name: For people.
+        args: What ``python`` is given.
+        log_path: Gets all that the process writes; appended to.
+        env: Added to this process's environment.
+    """
+
+    def __init__(
+        self, name: str, args: Sequence[str], *, log_path: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._lock = threading.Lock()
+        self._events: dict[str, Future[dict[str, Any]]] = {}
+        self._exit_code: Future[int] = Future()
+        self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "deploy.child", str(os.getpid()), *args],
+            cwd=ROOT,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, name=f"log of {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._exit_code.done()
+
+    @property
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self._last_lines)
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """Returns the first line of the log whose ``event`` is this; waits for it.
+
+        Raises:
+            ProcessEnded: The process ended without it.
+        """
+        return await _wait_for(self._future_of(name))
+
+    async def exited(self) -> int:
+        """Returns the exit code when the process has ended and its log is whole."""
+        return await _wait_for(self._exit_code)
+
+    async def kill(self) -> None:
+        """Ends the process at once."""
+        self._signal(signal.SIGKILL)
+        await self.exited()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks the process to end, and ends it if it has not done so in time."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.exited()
+        await self.kill()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process, or one that it started, still runs."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _signal(self, number: signal.Signals) -> None:
+        # To the whole session, so that nothing that the process started is left behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _future_of(self, event: str) -> "Future[dict[str, Any]]":
+        with self._lock:
+            future = self._events.setdefault(event, Future())
+            if self.has_ended and not future.done():
+                future.set_exception(self._ended())
+            return future
+
+    def _ended(self) -> ProcessEnded:
+        return ProcessEnded(
+            f"{self.name} ended with exit code {self._popen.returncode}; the end of its log "
+            f"({self.log_path}):\n{self.log_tail}"
+        )
+
+    def _read(self) -> None:
+        """Runs in a thread until the process ends."""
+        assert self._popen.stdout is not None
+        with self.log_path.open("a", encoding="utf-8") as log, self._popen.stdout as lines:
+            for line in lines:
+                log.write(line)
+                log.flush()
+                self._last_lines.append(line.rstrip("\n"))
+                self._note(line)
+        exit_code = self._popen.wait()
+        with self._lock:
+            self._exit_code.set_result(exit_code)
+            for future in self._events.values():
+                if not future.done():
+                    future.set_exception(self._ended())
+
+    def _note(self, line: str) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return  # a line of a library, or of a traceback
+        if isinstance(record, dict) and isinstance(record.get("event"), str):
+            future = self._future_of(record["event"])
+            if not future.done():
+                future.set_result(record)
+
+
+async def _wait_for(future: "Future[Result]") -> Result:
+    # Shielded: a waiter that is cancelled must not cancel what others wait for.
+    return await asyncio.shield(asyncio.wrap_future(future))

@@ -1,0 +1,83 @@
+"""``python -m deploy.serve``: a whole Lockstep on this machine, left running until Ctrl-C."""
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from deploy.launch import DEMO_MODEL, LocalStack
+from deploy.processes import ProcessEnded
+
+HOW_TO_CALL = """\
+Lockstep serves {model} at {address} on {dp_size} executors. Logs: {log_dir}
+
+With grpcurl:
+
+  grpcurl -plaintext {address} list
+  grpcurl -plaintext -d '{{"text": "\\n17+25=", "stop": {{"max_tokens": 16}}}}' \\
+      {address} lockstep.serving.v1.GenerationService/Generate
+  grpcurl -plaintext -d '{{"service": "readiness"}}' {address} grpc.health.v1.Health/Check
+
+From Python:
+
+  import asyncio
+  from router.client import Client
+
+  async def main():
+      async with Client("{address}") as client:
+          async for delta in client.generate("\\n17+25=", max_tokens=16):
+              print(delta.text, end="", flush=True)
+
+  asyncio.run(main())
+
+Ctrl-C stops it.
+"""
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Serves until cancelled, or until a process ends by itself."""
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    print(f"Starting {args.dp_size} executors and a router ...", flush=True)
+    stack = LocalStack(args.model, dp_size=args.dp_size, listen=args.listen, log_dir=args.log_dir)
+    async with stack:
+        print(
+            HOW_TO_CALL.format(
+                model=args.model.resolve().name,
+                address=stack.address,
+                dp_size=args.dp_size,
+                log_dir=stack.log_dir,
+            ),
+            flush=True,
+        )
+        await stack.wait_until_one_ends()
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Serves a model on this machine until Ctrl-C.")
+    parser.add_argument(
+        "--model", type=Path, default=DEMO_MODEL, help="a Hugging Face checkpoint [default: demo]"
+    )
+    parser.add_argument("--dp-size", type=int, default=2, help="executors [default: 2]")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:50051", help="router's host:port [default: 127.0.0.1:50051]"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
+    )
+    args = parser.parse_args()
+    try:
+        asyncio.run(serve(args))
+    except (ProcessEnded, TimeoutError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("\nStopped.", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Runs every benchmark of this folder, one after another, each in a process of its own.
+
+    python -m tests.bench [NAME ...]
+
+Exits with 1 if one of them misses what it requires or fails; the others run all the same.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    names = sys.argv[1:] or sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    environment = {"GRPC_VERBOSITY": "ERROR", **os.environ}
+    failed = []
+    for name in names:
+        print(f"==== {name}", flush=True)
+        done = subprocess.run([sys.executable, "-m", f"tests.bench.{name}"], env=environment)
+        if done.returncode:
+            failed.append(name)
+        print(flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""One whole stack for all tests of this folder, as real processes with the demo model."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from deploy.launch import LocalStack
+from router.client import Client
+
+# In float32 the answers do not depend on who else is in the batch. The KV pool is small enough
+# for blocks to be evicted, and a long prompt takes several steps.
+EXECUTOR_ARGS = (
+    *("--dtype", "float32"),
+    *("--num-kv-blocks", "400"),
+    *("--max-num-batched-tokens", "192"),
+)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+    """A router and two executors. Tests leave it as they found it: ready, and idle."""
+    log_dir = tmp_path_factory.mktemp("stack")
+    async with LocalStack(dp_size=2, executor_args=EXECUTOR_ARGS, log_dir=log_dir) as stack:
+        yield stack
+    assert stack.left_running == []
+
+
+@pytest.fixture
+async def client(stack: LocalStack) -> AsyncIterator[Client]:
+    async with stack.client() as client:
+        yield client

@@ -1,0 +1,148 @@
+"""A scheduler and fake executors that a test drives by hand, one step at a time."""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+
+from router.admission import Admission
+from router.group import GroupShape
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.scheduler import Scheduler
+from router.sequence_table import RowStatus
+from router.step import StepPlan
+from tests.sim.fake_executors import FakeRank
+
+
+def make_shape(**sizes: Any) -> GroupShape:
+    """A group of one rank with 40 blocks of 4 tokens, unless told otherwise."""
+    dp_size = sizes.pop("dp_size", 1)
+    num_blocks = sizes.pop("num_blocks", 40)
+    defaults = {
+        "block_size": 4,
+        "rows_per_rank": 8,
+        "max_num_batched_tokens": 32,
+        "max_num_logits": 16,
+        "max_model_len": 48,
+    }
+    return GroupShape(dp_size=dp_size, num_blocks=(num_blocks,) * dp_size, **{**defaults, **sizes})
+
+
+class Stepper:
+    """Plans and commits steps when told to. Each position of the fakes' KV holds its token.
+
+    Attributes:
+        ended: Sequences that ended, in order.
+        reader: Of every request made here.
+    """
+
+    def __init__(self, shape: GroupShape, *, min_chunk_tokens: int = 1) -> None:
+        self.shape = shape
+        self.admission = Admission(max_sequences=1000, max_tokens=100_000)
+        self.readers = Readers(max_readers=4)
+        self.reader = self.readers.open()
+        self.ended: list[Sequence] = []
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            shape,
+            self.admission,
+            self.readers,
+            min_chunk_tokens=min_chunk_tokens,
+            clock=lambda: self.now,
+            on_end=self.ended.append,
+        )
+        self.table = self.scheduler.table
+        self.in_flight: deque[StepPlan] = deque()
+        self._ranks = [
+            FakeRank(np.full((num_blocks, shape.block_size), -1, np.int64))
+            for num_blocks in shape.num_blocks
+        ]
+        self._results: deque[Any] = deque()
+        self._numbers = itertools.count(1)
+
+    def submit(
+        self,
+        prompt: SequenceOf[int],
+        max_tokens: int = 4,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        output: OutputOptions | None = None,
+        **fields: Any,
+    ) -> Request:
+        number = next(self._numbers)
+        request = Request(
+            request_id=f"r{number}",
+            prompt=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(),
+            stop=StopConditions(
+                max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_token_ids
+            ),
+            output=output or OutputOptions(),
+            reader=self.reader,
+            arrival_time=self.now,
+            tag=number,
+            **fields,
+        )
+        self.admission.submit(request)
+        return request
+
+    def plan(self) -> StepPlan | None:
+        """Schedules a step and lets the executors run it; its result waits for `commit`."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.in_flight.append(plan)
+            self._results.append(
+                tuple(
+                    rank.run(batch, self.shape)
+                    for rank, batch in zip(self._ranks, plan.batches, strict=True)
+                )
+            )
+        return plan
+
+    def commit(self) -> None:
+        """Commits the earliest step in flight."""
+        self.scheduler.commit(self.in_flight.popleft(), self._results.popleft())
+
+    def step(self) -> StepPlan:
+        """Plans and commits one step; there is work for one."""
+        plan = self.plan()
+        assert plan is not None
+        self.commit()
+        return plan
+
+    def run(self, depth: int = 1, max_steps: int = 1000) -> list[StepPlan]:
+        """Steps until nothing is left to run, with up to ``depth`` steps in flight."""
+        plans = []
+        for _ in range(max_steps):
+            while len(self.in_flight) < depth and (plan := self.plan()) is not None:
+                plans.append(plan)
+            if not self.in_flight:
+                return plans
+            self.commit()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def check(self) -> None:
+        """Asserts what holds between any two calls."""
+        table = self.table
+        for rank, cache in enumerate(self.scheduler.caches):
+            cache.check()
+            rows = range(rank * table.rows_per_rank, (rank + 1) * table.rows_per_rank)
+            held = [table.blocks_of(row) for row in rows if table.status[row] != RowStatus.FREE]
+            blocks = np.concatenate([np.zeros(0, np.int32), *held])
+            assert cache.pool.num_used == len(set(blocks.tolist()))
+        taken = np.zeros(len(table.status), np.int32)
+        for plan in self.in_flight:
+            taken[plan.rows] += 1
+        assert (table.num_in_flight == taken).all()
+        assert (table.num_tokens <= table.max_len)[table.status != RowStatus.FREE].all()
+
+    def check_idle(self) -> None:
+        """Asserts that no sequence, row or block is left behind."""
+        self.check()
+        assert len(self.admission) == self.admission.num_tokens == 0
+        assert (self.table.status == RowStatus.FREE).all()
+        assert all(cache.pool.num_used == 0 for cache in self.scheduler.caches)

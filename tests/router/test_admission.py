@@ -1,0 +1,126 @@
+"""If these fail, a request waits behind those it should precede, or the router's memory fills."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from router.admission import Admission
+from router.errors import QueueFull
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, StopConditions
+
+READER = Readers(max_readers=1).open()
+NUMBERS = itertools.count()
+
+
+def make_request(num_tokens: int = 3, **fields: int) -> Request:
+    return Request(
+        request_id=str(next(NUMBERS)),
+        prompt=np.ones(num_tokens, dtype=np.int32),
+        sampling=SamplingParams(),
+        stop=StopConditions(max_tokens=1),
+        output=OutputOptions(),
+        reader=READER,
+        arrival_time=0.0,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def drain(admission: Admission) -> list[Request]:
+    requests = []
+    while admission.peek() is not None:
+        requests.append(admission.pop().request)
+    return requests
+
+
+def test_priority_comes_before_arrival() -> None:
+    admission = Admission(max_sequences=10, max_tokens=100)
+    low, first, second, high = (make_request(priority=p) for p in (-1, 0, 0, 7))
+    for request in (low, first, second, high):
+        admission.submit(request)
+    assert drain(admission) == [high, first, second, low]
+
+
+def test_a_preempted_sequence_goes_back_to_the_place_of_its_arrival() -> None:
+    admission = Admission(max_sequences=2, max_tokens=6)
+    first, second = make_request(), make_request()
+    admission.submit(first)
+    preempted = admission.pop()
+    admission.submit(second)
+    admission.submit(make_request())
+    admission.push(preempted)  # never refused, though the line is full
+    assert admission.peek() is preempted
+    assert len(admission) == 3
+
+
+def test_continuations_are_lined_up_together_or_not_at_all() -> None:
+    admission = Admission(max_sequences=4, max_tokens=100)
+    admission.submit(make_request(n=2))
+    with pytest.raises(QueueFull, match="max_waiting_sequences=4") as error:
+        admission.submit(make_request(n=3))
+    assert error.value.retry_delay_s is not None
+    assert len(admission) == 2
+    second = make_request(n=2)
+    admission.submit(second)
+    assert drain(admission)[2:] == [second, second]
+
+
+def test_too_many_waiting_tokens_are_refused_with_the_numbers() -> None:
+    admission = Admission(max_sequences=10, max_tokens=10)
+    admission.submit(make_request(6))
+    with pytest.raises(QueueFull, match=r"6 prompt tokens wait and 5 more .*max_waiting_tokens=10"):
+        admission.submit(make_request(5))
+    admission.submit(make_request(4))
+
+
+def test_one_prompt_longer_than_the_line_may_wait_alone() -> None:
+    admission = Admission(max_sequences=10, max_tokens=10)
+    admission.submit(make_request(50))
+    with pytest.raises(QueueFull):
+        admission.submit(make_request(1))
+
+
+def test_a_discarded_sequence_leaves_at_once_and_never_comes_up() -> None:
+    admission = Admission(max_sequences=1, max_tokens=10)
+    cancelled, other = make_request(), make_request()
+    admission.submit(cancelled)
+    admission.discard(cancelled.sequences[0])
+    admission.discard(cancelled.sequences[0])
+    assert len(admission) == admission.num_tokens == 0
+    admission.submit(other)
+    assert drain(admission) == [other]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
+    rng = random.Random(seed)
+    admission = Admission(max_sequences=12, max_tokens=60)
+    waiting, running = [], []
+    for _ in range(300):
+        match rng.choice(["submit", "pop", "push", "discard"]):
+            case "submit":
+                request = make_request(
+                    rng.randint(1, 20), n=rng.randint(1, 3), priority=rng.randint(-1, 1)
+                )
+                try:
+                    admission.submit(request)
+                    waiting += request.sequences
+                except QueueFull:
+                    assert waiting
+            case "pop" if admission.peek() is not None:
+                sequence = admission.pop()
+                expected = min(
+                    waiting, key=lambda s: (-s.request.priority, s.request.order, s.index)
+                )
+                assert sequence is expected
+                waiting.remove(sequence)
+                running.append(sequence)
+            case "push" if running:
+                waiting.append(running.pop(rng.randrange(len(running))))
+                admission.push(waiting[-1])
+            case "discard" if waiting:
+                admission.discard(waiting.pop(rng.randrange(len(waiting))))
+        assert len(admission) == len(waiting)
+        assert admission.num_tokens == sum(len(s.tokens) for s in waiting)

@@ -1,0 +1,113 @@
+"""If these fail, executors that do not fit together hang in their first collective call."""
+
+from typing import Any
+
+import pytest
+
+from protos.executor.v1 import executor_pb2 as pb
+from router.errors import GroupMismatch
+from router.formation import Member, check_group, describe_group
+
+
+def make_member(
+    dp_rank: int,
+    attn_tp_rank: int = 0,
+    *,
+    dp_size: int = 2,
+    attn_tp_size: int = 1,
+    agreement: dict[str, str] | None = None,
+    **fields: Any,
+) -> Member:
+    agreement = {"block_size": "16", "dtype": "bfloat16", **(agreement or {})}
+    description = pb.DescribeResponse(
+        coordinates=pb.Coordinates(
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=attn_tp_size,
+        ),
+        model=pb.ModelInfo(
+            architecture="Moe",
+            fingerprint="f00d",
+            vocab_size=100,
+            max_model_len=256,
+            eos_token_ids=[2, 3],
+            block_size=16,
+        ),
+        num_kv_blocks=fields.pop("num_kv_blocks", 33),
+        num_rows=fields.pop("num_rows", 8),
+        budget=pb.TokenBudget(max_num_batched_tokens=64, max_num_seqs=8, max_num_logits=16),
+        graph_sizes=pb.GraphSizes(decode=[1, 8], extend=[64]),
+        agreement=agreement,
+        agreement_digest=repr(sorted(agreement.items())).encode(),
+    )
+    for name, value in fields.items():
+        setattr(description, name, value)
+    return Member(f"host{dp_rank}{attn_tp_rank}:9000", description)
+
+
+def test_members_that_agree_and_fill_every_place_are_a_group() -> None:
+    check_group([make_member(0), make_member(1)])
+    check_group([make_member(d, t, attn_tp_size=2) for d in (0, 1) for t in (0, 1)])
+
+
+def test_a_mismatch_names_two_members_the_field_and_both_values() -> None:
+    members = [make_member(0), make_member(1, agreement={"dtype": "float32"})]
+    with pytest.raises(GroupMismatch) as error:
+        check_group(members)
+    message = str(error.value)
+    for part in ("host00:9000", "dp_rank 0", "host10:9000", "dp_rank 1"):
+        assert part in message
+    assert "dtype=bfloat16" in message
+    assert "dtype=float32" in message
+
+
+def test_a_field_that_one_member_lacks_is_a_mismatch() -> None:
+    with pytest.raises(GroupMismatch, match=r"new_field=\(nothing\).*new_field=1"):
+        check_group([make_member(0), make_member(1, agreement={"new_field": "1"})])
+    with pytest.raises(GroupMismatch, match=r"new_field=1.*new_field=\(nothing\)"):
+        check_group([make_member(0, agreement={"new_field": "1"}), make_member(1)])
+
+
+def test_digests_that_differ_alone_are_a_mismatch() -> None:
+    with pytest.raises(GroupMismatch, match="not of one release"):
+        check_group([make_member(0), make_member(1, agreement_digest=b"other")])
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0,), (0, 1, 1), (0, 2), (1, 2)])
+def test_each_place_must_be_taken_once(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(GroupMismatch, match="dp_size=2 and attn_tp_size=1") as error:
+        check_group([make_member(rank) for rank in ranks])
+    assert str([(rank, 0) for rank in ranks]) in str(error.value)
+
+
+def test_a_missing_attention_tp_peer_is_noticed() -> None:
+    places = [(0, 0), (0, 1), (1, 0)]
+    with pytest.raises(GroupMismatch, match="start each place once"):
+        check_group([make_member(*place, attn_tp_size=2) for place in places])
+
+
+def test_a_group_is_as_large_as_its_smallest_members_allow() -> None:
+    members = [
+        make_member(0, 0, attn_tp_size=2, num_kv_blocks=40),
+        make_member(0, 1, attn_tp_size=2),
+        make_member(1, 0, attn_tp_size=2, num_kv_blocks=11, num_rows=5),
+        make_member(1, 1, attn_tp_size=2),
+    ]
+    info = describe_group(members, epoch=7, model_name="moe")
+    assert info.epoch == 7
+    assert info.addresses == ("host00:9000", "host10:9000")
+    assert info.shape.dp_size == 2
+    assert info.shape.num_blocks == (40, 11)
+    assert info.shape.rows_per_rank == 5
+    assert info.shape.max_model_len == info.model.max_model_len == 160  # 10 blocks of 16
+    assert (info.shape.graph_sizes.decode, info.shape.graph_sizes.extend) == ((1, 8), (64,))
+    assert info.model.name == "moe"
+    assert info.model.eos_token_ids == (2, 3)
+
+
+def test_a_budget_below_one_step_of_decodes_is_refused_with_the_executor_s_name() -> None:
+    member = make_member(0, dp_size=1)
+    member.description.budget.max_num_batched_tokens = 7
+    with pytest.raises(GroupMismatch, match=r"host00:9000.*max_num_batched_tokens=7"):
+        describe_group([member], epoch=1, model_name="moe")

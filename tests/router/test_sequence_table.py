@@ -1,0 +1,174 @@
+"""If these fail, a reader gets a token twice, never, or out of order."""
+
+import random
+
+import numpy as np
+import pytest
+
+from router.readers import Reader, Readers
+from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
+
+NO_BLOCKS = np.zeros(0, dtype=np.int32)
+
+
+def make_table(dp_size: int = 2, rows_per_rank: int = 3) -> SequenceTable:
+    return SequenceTable(
+        dp_size=dp_size, rows_per_rank=rows_per_rank, max_model_len=32, block_size=4
+    )
+
+
+def make_sequence(
+    prompt: list[int], reader: Reader, tag: int = 0, stop_token_ids: tuple[int, ...] = ()
+) -> Sequence:
+    request = Request(
+        request_id=f"r{tag}",
+        prompt=np.array(prompt, dtype=np.int32),
+        sampling=SamplingParams(),
+        stop=StopConditions(max_tokens=20, min_tokens=1, stop_token_ids=stop_token_ids),
+        output=OutputOptions(),
+        reader=reader,
+        arrival_time=0.0,
+        tag=tag,
+        is_columnar=True,
+    )
+    return request.sequences[0]
+
+
+@pytest.fixture
+def readers() -> Readers:
+    return Readers(max_readers=4)
+
+
+def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
+    """Commits output, as the scheduler does."""
+    end = table.num_tokens[row]
+    table.tokens[row, end : end + len(tokens)] = tokens
+    table.num_tokens[row] += len(tokens)
+
+
+def test_rows_belong_to_ranks_and_come_back(readers: Readers) -> None:
+    table, reader = make_table(), readers.open()
+    sequences = [make_sequence([1], reader) for _ in range(3)]
+    rows = [table.bind(sequence, 1, NO_BLOCKS) for sequence in sequences]
+    assert sorted(rows) == [3, 4, 5]
+    assert (table.has_free_row(0), table.has_free_row(1)) == (True, False)
+    assert (table.num_bound(0), table.num_bound(1)) == (0, 3)
+    assert [table.local_rows[row] for row in rows] == [row - 3 for row in rows]
+    table.detach(sequences[1])
+    table.free_row(rows[1])
+    assert table.bind(make_sequence([1], reader), 1, NO_BLOCKS) == rows[1]
+
+
+def test_ascending_rows_are_cut_by_rank() -> None:
+    table = make_table(dp_size=4)
+    assert table.cuts_of(np.array([1, 2, 6, 11])) == [0, 2, 2, 3, 4]
+    assert table.cuts_of(np.array([], dtype=np.int64)) == [0] * 5
+
+
+def test_a_bound_row_says_what_its_request_asked_for(readers: Readers) -> None:
+    table, reader = make_table(), readers.open()
+    sequence = make_sequence([5, 6, 7, 8, 9], reader, tag=77, stop_token_ids=(3, 4))
+    row = table.bind(sequence, 0, np.array([8], dtype=np.int32))
+    assert table.status[row] == RowStatus.EXTEND
+    assert (table.num_tokens[row], table.num_prompt[row], table.num_computed[row]) == (5, 5, 4)
+    assert (table.max_len[row], table.min_len[row]) == (25, 6)
+    assert table.stop_ids[:, row].tolist() == [3, 4, -1, -1]
+    assert (table.reader[row], table.tag[row]) == (reader.index, 77)
+    assert table.blocks_of(row).tolist() == [8]
+    assert sequence.tokens[:5].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(readers: Readers) -> None:
+    table = make_table(dp_size=1, rows_per_rank=1)
+    many = tuple(range(10, 11 + NUM_STOP_IDS))
+    first = make_sequence([1] * 9, readers.open(), tag=1, stop_token_ids=(1, 2, 3, 4))
+    second = make_sequence([2], readers.open(), tag=2, stop_token_ids=many)
+    table.bind(first, 0, np.array([3, 4], dtype=np.int32))
+    table.detach(first)
+    table.free_row(0)
+    table.bind(second, 0, NO_BLOCKS)
+    assert (table.num_tokens[0], table.num_computed[0], table.num_blocks[0]) == (1, 0, 0)
+    assert table.stop_ids[:, 0].tolist() == [-1] * NUM_STOP_IDS
+    assert table.is_inspected[0]  # more stop tokens than there are columns for
+
+
+def test_taking_tokens_returns_each_output_token_once(readers: Readers) -> None:
+    table = make_table()
+    sequence = make_sequence([1, 2], readers.open())
+    row = table.bind(sequence, 0, NO_BLOCKS)
+    assert sequence.take_tokens().tolist() == []
+    give(table, row, [7, 8])
+    assert sequence.take_tokens().tolist() == [7, 8]
+    give(table, row, [9])
+    table.detach(sequence)
+    assert sequence.take_tokens().tolist() == [9]
+    assert sequence.take_tokens().tolist() == []
+
+
+def test_taken_tokens_do_not_change_when_the_row_does(readers: Readers) -> None:
+    table = make_table()
+    sequence = make_sequence([1], readers.open())
+    row = table.bind(sequence, 0, NO_BLOCKS)
+    give(table, row, [7])
+    taken = sequence.take_tokens()
+    table.tokens[row] = 0
+    assert taken.tolist() == [7]
+
+
+def test_columns_hold_one_reader_s_columnar_rows_in_row_order(readers: Readers) -> None:
+    table = make_table()
+    ours, theirs = readers.open(), readers.open()
+    rows = [
+        table.bind(make_sequence([1, 2], reader, tag), rank, NO_BLOCKS)
+        for tag, (reader, rank) in enumerate([(ours, 0), (theirs, 0), (ours, 1), (ours, 1)])
+    ]
+    table.is_columnar[rows[3]] = False
+    for row, tokens in zip(rows, [[5], [6], [7, 8, 9], [4]], strict=True):
+        give(table, row, tokens)
+    columns = table.take_columns(ours.index)
+    by_tag = dict(zip(columns.tags.tolist(), columns.num_tokens.tolist(), strict=True))
+    assert by_tag == {0: 1, 2: 3}
+    assert columns.token_ids.tolist() == [5, 7, 8, 9]
+    assert columns.num_tokens.dtype == columns.token_ids.dtype == np.dtype(np.int32)
+    assert len(table.take_columns(ours.index).tags) == 0
+    assert table.take_columns(theirs.index).token_ids.tolist() == [6]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
+    """Tokens, columns, unbinding and binding again, in any order."""
+    rng = random.Random(seed)
+    readers = Readers(max_readers=4)
+    reader = readers.open()
+    table = make_table(dp_size=2, rows_per_rank=2)
+    sequences = [make_sequence([0] * rng.randint(1, 4), reader, tag) for tag in range(4)]
+    given: list[list[int]] = [[] for _ in sequences]
+    taken: list[list[int]] = [[] for _ in sequences]
+    for _ in range(300):
+        tag = rng.randrange(4)
+        sequence = sequences[tag]
+        match rng.choice(["bind", "give", "give", "tokens", "columns", "detach"]):
+            case "bind" if sequence.table is None:
+                ranks = [rank for rank in range(2) if table.has_free_row(rank)]
+                table.bind(sequence, rng.choice(ranks), NO_BLOCKS)
+            case "give" if sequence.table is not None:
+                room = 32 - sequence.num_tokens
+                tokens = [rng.randrange(100) for _ in range(min(room, rng.randint(1, 3)))]
+                give(table, sequence.row, tokens)
+                given[tag] += tokens
+            case "tokens":
+                taken[tag] += sequence.take_tokens().tolist()
+            case "columns":
+                columns = table.take_columns(reader.index)
+                ends = np.cumsum(columns.num_tokens)
+                parts = np.split(columns.token_ids, ends[:-1])
+                for column_tag, part in zip(columns.tags.tolist(), parts, strict=False):
+                    taken[column_tag] += part.tolist()
+            case "detach" if sequence.table is not None:
+                row = sequence.row
+                table.detach(sequence)
+                table.free_row(row)
+    for sequence, tokens in zip(sequences, taken, strict=True):
+        tokens += sequence.take_tokens().tolist()
+    assert taken == given

@@ -1,0 +1,297 @@
+"""If these fail, an executor runs other tokens, blocks or sampling than the router planned."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos.executor.v1 import executor_pb2 as pb
+from router.errors import ExecutorLost
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.step import (
+    Agreement,
+    DpPaddingMode,
+    ForwardMode,
+    RankBatch,
+    RowStart,
+    Scoring,
+    StepPlan,
+)
+from router.step_codec import decode_result, encode_starts, encode_step
+
+READER = Readers(max_readers=1).open()
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def make_sequence(
+    sampling: SamplingParams | None = None,
+    output: OutputOptions | None = None,
+    stop: StopConditions | None = None,
+    prompt: tuple[int, ...] = (1, 2, 3),
+) -> Sequence:
+    request = Request(
+        request_id="r",
+        prompt=ints(*prompt),
+        sampling=sampling or SamplingParams(),
+        stop=stop or StopConditions(max_tokens=5),
+        output=output or OutputOptions(),
+        reader=READER,
+        arrival_time=0.0,
+    )
+    return request.sequences[0]
+
+
+def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
+    num_tokens = tuple(len(batch.token_ids) for batch in batches)
+    fields = {
+        "global_num_tokens": num_tokens,
+        "global_num_tokens_for_logprob": num_tokens,
+        "has_extend": False,
+        "padding_mode": DpPaddingMode.MAX_LEN,
+        "graph_size": None,
+        **agreement,
+    }
+    no_rows = np.zeros(0, dtype=np.int64)
+    return StepPlan(Agreement(**fields), batches, no_rows, no_rows)
+
+
+def encode(*batches: RankBatch, **agreement: Any) -> list[pb.StepRequest]:
+    """Returns the requests as executors read them."""
+    requests = encode_step(plan_of(*batches, **agreement), epoch=3, step_id=9)
+    return [pb.StepRequest.FromString(request.SerializeToString()) for request in requests]
+
+
+def starts_of(*sequences: Sequence) -> pb.RowStarts:
+    columns = pb.RowStarts()
+    encode_starts(columns, [RowStart(row, s) for row, s in enumerate(sequences)])
+    return pb.RowStarts.FromString(columns.SerializeToString())
+
+
+def column(data: bytes, dtype: str = "<i4") -> list[Any]:
+    values: list[Any] = np.frombuffer(data, dtype=dtype).tolist()
+    return values
+
+
+DECODE = RankBatch(ForwardMode.DECODE, ints(0, 4), ints(17, 3), ints(-1, 8))
+IDLE = RankBatch(ForwardMode.IDLE, ints(), ints(), ints())
+
+
+def test_every_rank_gets_the_same_agreement_and_its_own_part() -> None:
+    requests = encode(
+        DECODE,
+        IDLE,
+        global_num_tokens_for_logprob=(5, 0),
+        has_extend=True,
+        padding_mode=DpPaddingMode.SUM_LEN,
+        graph_size=8,
+    )
+    assert [(r.epoch, r.step_id) for r in requests] == [(3, 9)] * 2
+    assert [part.dp_rank for request in requests for part in request.ranks] == [0, 1]
+    first, second = (request.agreement for request in requests)
+    assert first.SerializeToString() == second.SerializeToString()
+    assert list(first.global_num_tokens) == [2, 0]
+    assert list(first.global_num_tokens_for_logprob) == [5, 0]
+    assert (first.has_extend, first.graph_size) == (True, 8)
+    assert first.padding_mode == pb.DP_PADDING_MODE_SUM_LEN
+
+
+def test_no_graph_is_not_graph_size_zero() -> None:
+    [request] = encode(DECODE)
+    assert not request.agreement.HasField("graph_size")
+
+
+def test_an_idle_rank_gets_no_columns() -> None:
+    [request] = encode(IDLE)
+    [part] = request.ranks
+    assert part.forward_mode == pb.FORWARD_MODE_IDLE
+    assert not part.HasField("sequences")
+    assert not part.HasField("starts")
+
+
+def test_a_decode_sends_three_columns_and_leaves_defaults_out() -> None:
+    [request] = encode(DECODE)
+    [part] = request.ranks
+    columns = part.sequences
+    assert part.forward_mode == pb.FORWARD_MODE_DECODE
+    assert column(columns.rows) == [0, 4]
+    assert column(columns.num_computed_tokens) == [17, 3]
+    assert column(columns.token_ids) == [-1, 8]
+    given = {field.name for field, _ in columns.ListFields()}
+    assert given == {"rows", "num_computed_tokens", "token_ids"}
+    assert not part.HasField("starts")
+
+
+def test_an_extend_sends_every_column_as_it_is() -> None:
+    batch = RankBatch(
+        ForwardMode.EXTEND,
+        ints(1, 2),
+        ints(0, 4),
+        ints(5, 6, 7),
+        num_tokens=ints(2, 1),
+        num_new_blocks=ints(1, 2),
+        new_block_ids=ints(9, 10, 11),
+        samples=np.array([0, 1], dtype=np.uint8),
+        num_scored=ints(2, 0),
+        scored_ids=ints(6, 7),
+        starts=[RowStart(1, make_sequence())],
+    )
+    [request] = encode(batch)
+    columns = request.ranks[0].sequences
+    assert column(columns.num_tokens) == [2, 1]
+    assert column(columns.num_new_blocks) == [1, 2]
+    assert column(columns.new_block_ids) == [9, 10, 11]
+    assert column(columns.samples, "u1") == [0, 1]
+    assert column(columns.num_scored) == [2, 0]
+    assert column(columns.scored_ids) == [6, 7]
+    assert column(request.ranks[0].starts.rows) == [1]
+
+
+# ---- rows that begin
+
+
+def test_a_row_of_nothing_but_defaults_sends_its_number_alone() -> None:
+    columns = starts_of(make_sequence())
+    assert [field.name for field, _ in columns.ListFields()] == ["rows"]
+
+
+def test_one_row_s_setting_gives_the_others_their_defaults() -> None:
+    columns = starts_of(make_sequence(), make_sequence(SamplingParams(temperature=0.5, top_p=0.25)))
+    assert column(columns.temperature, "<f4") == [0.0, 0.5]
+    assert column(columns.top_p, "<f4") == [1.0, 0.25]
+    assert columns.top_k == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default", "dtype"),
+    [
+        ("temperature", 0.5, 0.0, "<f4"),
+        ("top_k", 40, 0, "<i4"),
+        ("top_p", 0.5, 1.0, "<f4"),
+        ("min_p", 0.25, 0.0, "<f4"),
+        ("repetition_penalty", 1.5, 1.0, "<f4"),
+        ("presence_penalty", -0.5, 0.0, "<f4"),
+        ("frequency_penalty", 0.75, 0.0, "<f4"),
+        ("seed", (1 << 64) - 1, 0, "<u8"),
+    ],
+)
+def test_each_sampling_setting_travels(name: str, value: float, default: float, dtype: str) -> None:
+    given = make_sequence(SamplingParams(**{name: value}))  # type: ignore[arg-type]
+    columns = starts_of(given, make_sequence())
+    assert column(getattr(columns, name), dtype) == [value, default]
+
+
+def test_logprob_settings_travel() -> None:
+    columns = starts_of(
+        make_sequence(output=OutputOptions(logprobs=True, top_logprobs=3)), make_sequence()
+    )
+    assert column(columns.scores_output, "u1") == [1, 0]
+    assert column(columns.num_top_logprobs) == [3, 0]
+
+
+def test_stop_tokens_are_suppressed_until_the_shortest_output() -> None:
+    stop = StopConditions(max_tokens=9, min_tokens=4, stop_token_ids=(7, 8))
+    open_end = StopConditions(max_tokens=9, stop_token_ids=(7, 8))
+    columns = starts_of(make_sequence(stop=stop), make_sequence(stop=open_end))
+    assert column(columns.suppressed_until) == [3 + 4, 0]
+    assert column(columns.num_suppressed_ids) == [2, 0]
+    assert column(columns.suppressed_ids) == [7, 8]
+
+
+def test_biases_travel_end_to_end() -> None:
+    columns = starts_of(
+        make_sequence(SamplingParams(logit_bias=((4, 1.5), (9, -2.0)))),
+        make_sequence(),
+        make_sequence(SamplingParams(logit_bias=((1, 0.5),))),
+    )
+    assert column(columns.num_biases) == [2, 0, 1]
+    assert column(columns.bias_ids) == [4, 9, 1]
+    assert column(columns.biases, "<f4") == [1.5, -2.0, 0.5]
+
+
+def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
+    repeated = make_sequence(SamplingParams(repetition_penalty=1.5))
+    repeated.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
+    present = make_sequence(SamplingParams(presence_penalty=1.0))
+    present.tokens = ints(1, 2, 3, 9)
+    columns = starts_of(repeated, make_sequence(), present)
+    assert column(columns.num_prompt_ids) == [3, 0, 0]
+    assert column(columns.prompt_ids) == [1, 2, 3]
+    assert column(columns.num_output_ids) == [2, 0, 1]
+    assert column(columns.output_ids) == [7, 8, 9]
+
+
+# ---- answers
+
+
+def answer(**columns: bytes) -> pb.StepResponse:
+    part = pb.RankResult(dp_rank=1, **columns)
+    return pb.StepResponse(epoch=3, step_id=9, ranks=[part], queued_ns=5, forward_ns=6)
+
+
+def test_an_answer_is_read_back() -> None:
+    result = decode_result(answer(next_token_ids=ints(11, 12).tobytes()), DECODE, rank=1)
+    assert result.next_token_ids.tolist() == [11, 12]
+    assert (result.queued_ns, result.forward_ns) == (5, 6)
+    assert len(result.logprobs) == len(result.top_ids) == len(result.top_logprobs) == 0
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (1, 2, 3)])
+def test_too_few_or_too_many_tokens_lose_the_executor(tokens: tuple[int, ...]) -> None:
+    with pytest.raises(ExecutorLost, match=f"answered {len(tokens)} tokens for 2 sequences"):
+        decode_result(answer(next_token_ids=ints(*tokens).tobytes()), DECODE, rank=1)
+
+
+def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
+    chunk = RankBatch(
+        ForwardMode.EXTEND, ints(0, 1), ints(0, 0), ints(1, 2), samples=np.array([0, 1], np.uint8)
+    )
+    assert (
+        len(decode_result(answer(next_token_ids=ints(4).tobytes()), chunk, 1).next_token_ids) == 1
+    )
+    with pytest.raises(ExecutorLost):
+        decode_result(answer(next_token_ids=ints(4, 5).tobytes()), chunk, 1)
+
+
+def test_an_answer_for_another_rank_loses_the_executor() -> None:
+    with pytest.raises(ExecutorLost, match=r"rank 0 answered for the ranks \[1\]"):
+        decode_result(answer(next_token_ids=ints(1, 2).tobytes()), DECODE, rank=0)
+    with pytest.raises(ExecutorLost, match=r"ranks \[\]"):
+        decode_result(pb.StepResponse(), DECODE, rank=0)
+
+
+def scored_batch() -> RankBatch:
+    sequence = make_sequence(output=OutputOptions(logprobs=True, top_logprobs=2))
+    return RankBatch(
+        ForwardMode.EXTEND,
+        ints(0),
+        ints(0),
+        ints(1, 2, 3),
+        samples=np.array([1], np.uint8),
+        scorings=[Scoring(sequence, ints(2, 3), sample_index=0)],
+    )
+
+
+def scores(num_scores: int, num_top: int) -> pb.StepResponse:
+    return answer(
+        next_token_ids=ints(4).tobytes(),
+        logprobs=np.arange(num_scores, dtype=np.float32).tobytes(),
+        top_ids=np.arange(num_top, dtype=np.int32).tobytes(),
+        top_logprobs=np.arange(num_top, dtype=np.float32).tobytes(),
+    )
+
+
+def test_log_probabilities_are_read_back() -> None:
+    result = decode_result(scores(3, 6), scored_batch(), rank=1)
+    assert result.logprobs.tolist() == [0.0, 1.0, 2.0]
+    assert result.top_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert result.top_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize(("num_scores", "num_top"), [(2, 6), (4, 6), (3, 5), (0, 0)])
+def test_missing_log_probabilities_lose_the_executor(num_scores: int, num_top: int) -> None:
+    with pytest.raises(ExecutorLost, match=r"\(3, 6, 6\) were asked for"):
+        decode_result(scores(num_scores, num_top), scored_batch(), rank=1)

@@ -1,0 +1,101 @@
+"""If these fail, a client built from the .proto files does not fit what this repository runs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import descriptor_pb2
+
+ROOT = Path(__file__).parent.parent
+PROTOS = sorted((ROOT / "protos").glob("*/v1/*.proto"))
+
+
+def protoc(*options: str) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *options]
+    names = [str(path.relative_to(ROOT)) for path in PROTOS]
+    done = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_committed_code_is_what_the_protos_give(tmp_path: Path) -> None:
+    """To make it so: the options below, with the repository's root as the output."""
+    protoc(
+        f"--python_out={tmp_path}",
+        f"--mypy_out=quiet:{tmp_path}",
+        f"--grpc_python_out={tmp_path}",
+        f"--mypy_grpc_out=quiet:{tmp_path}",
+    )
+    generated = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")}
+    committed = {path.relative_to(ROOT) for path in (ROOT / "protos").rglob("*_pb2*.py*")}
+    committed = {path for path in committed if path.suffix in (".py", ".pyi")}
+    assert generated == committed
+    for path in sorted(generated):
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path} is stale"
+
+
+def test_buf_finds_no_fault() -> None:
+    buf = shutil.which("buf") or str(Path(sys.executable).with_name("buf"))
+    done = subprocess.run([buf, "lint", "protos"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def descriptors(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorSet:
+    path = tmp_path_factory.mktemp("protos") / "descriptors"
+    protoc(f"--descriptor_set_out={path}", "--include_source_info")
+    return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
+
+
+def uncommented(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
+    """Names of what the file declares without a comment."""
+    commented = {
+        tuple(location.path)
+        for location in file.source_code_info.location
+        if location.leading_comments.strip() or location.trailing_comments.strip()
+    }
+    # Numbers are those of descriptor.proto: file.message_type is 4, message.field is 2, ...
+    declared: dict[tuple[int, ...], str] = {}
+
+    def add_message(path: tuple[int, ...], message: descriptor_pb2.DescriptorProto) -> None:
+        if message.options.map_entry:
+            return
+        declared[path] = message.name
+        for i, field in enumerate(message.field):
+            declared[*path, 2, i] = f"{message.name}.{field.name}"
+        for i, nested in enumerate(message.nested_type):
+            add_message((*path, 3, i), nested)
+        for i, enum in enumerate(message.enum_type):
+            add_enum((*path, 4, i), enum)
+
+    def add_enum(path: tuple[int, ...], enum: descriptor_pb2.EnumDescriptorProto) -> None:
+        declared[path] = enum.name
+        for i, value in enumerate(enum.value):
+            declared[*path, 2, i] = value.name
+
+    for i, message in enumerate(file.message_type):
+        add_message((4, i), message)
+    for i, enum in enumerate(file.enum_type):
+        add_enum((5, i), enum)
+    for i, service in enumerate(file.service):
+        declared[6, i] = service.name
+        for j, method in enumerate(service.method):
+            declared[6, i, 2, j] = f"{service.name}.{method.name}"
+    return [name for path, name in declared.items() if path not in commented]
+
+
+def test_everything_in_a_contract_has_a_comment(
+    descriptors: descriptor_pb2.FileDescriptorSet,
+) -> None:
+    assert len(descriptors.file) == len(PROTOS) >= 2
+    for file in descriptors.file:
+        assert uncommented(file) == [], file.name
+
+
+def test_a_missing_comment_is_found(descriptors: descriptor_pb2.FileDescriptorSet) -> None:
+    file = descriptor_pb2.FileDescriptorProto()
+    file.CopyFrom(descriptors.file[0])
+    del file.source_code_info.location[:]
+    names = uncommented(file)
+    assert {"ExecutorService.Step", "StepRequest", "StepRequest.epoch"} <= set(names)
