@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from router.config import RouterConfig
 from protos.logs import configure_logging
+from router.config import RouterConfig
 
 BAD_CONFIGURATION = 2
 

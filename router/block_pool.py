@@ -71,9 +71,12 @@ class BlockPool:
         """How many of these blocks `share` would take out of `num_available`."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[block_ids]))
 
+    def can_acquire(self, count: int) -> bool:
+        return count <= self._num_free + self._num_cached
+
     def acquire(self, count: int) -> BlockIds:
         """Takes ``count`` blocks, evicting the least recently used cached ones if needed."""
-        assert count <= self.num_available, "the scheduler looks before it takes"
+        assert self.can_acquire(count), "the scheduler looks before it takes"
         if self._num_free < count:
             self._evict(count - self._num_free + int(self.num_blocks * EVICTED_SHARE))
         self._num_free -= count

@@ -248,7 +248,7 @@ class Engine:
         """The live requests that were in a lost step."""
         assert self._scheduler is not None
         sequences = self._scheduler.table.sequences
-        rows = {row for plan in lost_plans for row in plan.rows.tolist()}
+        rows = {row for plan in lost_plans for row in plan.runs.nonzero()[0].tolist()}
         return {s.request for row in rows if (s := sequences[row]) is not None}
 
     def _fail_request(self, request: Request) -> None:

@@ -55,12 +55,12 @@ class ExecutorGroup:
         self._model_name = model_name
         self._form_timeout_s = form_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._channels = [
-            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses
-        ]
+        self._channels = {
+            address: grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            for address in addresses
+        }
         self._stubs: dict[str, ExecutorServiceAsyncStub] = {
-            address: ExecutorServiceStub(channel)
-            for address, channel in zip(addresses, self._channels, strict=True)
+            address: ExecutorServiceStub(channel) for address, channel in self._channels.items()
         }
         self._epoch = 0
         self._last_step_id = 0
@@ -76,12 +76,14 @@ class ExecutorGroup:
         members.sort(key=lambda member: (member.dp_rank, member.attn_tp_rank))
         check_group(members)
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
+        info = describe_group(members, self._epoch, self._model_name)
         await self._join(members)
         self._members = members
         self._streams = [
-            StepStream(str(member), self._stubs[member.address], self._loss) for member in members
+            StepStream(str(member), self._channels[member.address], self._loss)
+            for member in members
         ]
-        return describe_group(members, self._epoch, self._model_name)
+        return info
 
     def send(self, plan: StepPlan) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
@@ -121,7 +123,7 @@ class ExecutorGroup:
     async def close(self) -> None:
         """Ends every stream and connection."""
         self._leave_epoch()
-        for channel in self._channels:
+        for channel in self._channels.values():
             await channel.close()
 
     def _leave_epoch(self) -> None:

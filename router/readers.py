@@ -73,7 +73,7 @@ class Readers:
         self._is_waiting[reader.index] = False
         self._free.append(reader.index)
 
-    def wake(self, indices: npt.NDArray[np.int32]) -> None:
+    def wake(self, indices: npt.NDArray[np.int64]) -> None:
         """Wakes those of these readers that wait. Indices may repeat."""
         self._has_news[:] = False
         self._has_news[indices] = True

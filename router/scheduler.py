@@ -7,13 +7,14 @@ in its rank's PrefixCache, and the engine's task alone touches either.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from protos.errors import RpcError
 from router.admission import Admission
-from router.block_pool import BlockIds
+from router.block_pool import BlockIds, BlockPool
 from router.group import GroupShape
 from router.load import RankLoads
 from router.logprobs import hand_out_logprobs
@@ -69,42 +70,47 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
-        num_preemptions = sum(self.num_preemptions)
-        decodes = self._take_decodes()
-        cuts = self.table.cuts_of(decodes)
-        num_decodes = [end - start for start, end in pairwise(cuts)]
-        self._bind_waiting(num_decodes)
-        chunks = self._take_chunks(num_decodes)
-        # Whoever came after them may have taken the place of some decodes.
-        still_decodes = self.table.status.take(decodes) == RowStatus.DECODE
-        if not still_decodes.all():
-            decodes = decodes[still_decodes]
-        if len(decodes) == 0 and not any(chunks):
+        table, num_preemptions = self.table, sum(self.num_preemptions)
+        runs = self._take_decodes()
+        chunks: list[list[Chunk]] = []
+        if len(self._admission) or (table.status == RowStatus.EXTEND).any():
+            num_decodes = [
+                end - start for start, end in pairwise(table.cuts_of(np.flatnonzero(runs)))
+            ]
+            self._bind_waiting(num_decodes)
+            chunks = self._take_chunks(num_decodes)
+            # Whoever came after them may have taken the place of some decodes.
+            runs &= table.status == RowStatus.DECODE
+        if not any(chunks) and not runs.any():
             # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
             has_place = sum(self.num_preemptions) > num_preemptions and not self._leaving
             return self.schedule() if has_place else None
-        plan = build_plan(self.table, decodes, chunks, self._shape.graph_sizes)
-        for chunk in (chunk for rank_chunks in chunks for chunk in rank_chunks):
+        plan = build_plan(table, runs, chunks, self._shape.graph_sizes)
+        for chunk in chain.from_iterable(chunks):
             self._name_blocks(chunk.row)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Takes a step's tokens, ends what they end and wakes who waits for them."""
         table = self.table
-        table.num_in_flight[plan.rows] -= 1
+        table.num_in_flight -= plan.runs
         for batch, rank_result in zip(plan.batches, result, strict=True):
             if batch.scorings:
                 hand_out_logprobs(batch, rank_result)
 
+        rows = plan.sampled_rows
+        tokens = np.concatenate([part.next_token_ids for part in result])
+        if self._leaving:
+            is_live = table.status.take(rows) != RowStatus.ENDED
+            rows, tokens = rows[is_live], tokens[is_live]
+        table.flat_tokens[table.row_starts.take(rows) + table.num_tokens.take(rows)] = tokens
+
         # From here on, columns of the whole table: without gathers they cost a third.
         sampled = self._sampled
         sampled.fill(NO_TOKEN)
-        sampled[plan.sampled_rows] = np.concatenate([part.next_token_ids for part in result])
-        sampled[self._ended_rows()] = NO_TOKEN
+        sampled[rows] = tokens
         has_token = sampled != NO_TOKEN
-        rows = np.flatnonzero(has_token)
-        places = table.row_starts.take(rows) + table.num_tokens.take(rows)
-        table.flat_tokens[places] = sampled.take(rows)
+        np.copyto(table.last_token, sampled, where=has_token)
         is_first = has_token & (table.num_tokens == table.num_prompt)
         table.num_tokens += has_token
         is_event = (table.stop_ids == sampled).any(axis=0)
@@ -167,17 +173,17 @@ class Scheduler:
 
     # ---- decodes
 
-    def _take_decodes(self) -> Rows:
-        """Returns the rows that decode in this step, each with a block for its next token."""
+    def _take_decodes(self) -> npt.NDArray[np.bool_]:
+        """Returns bool [R]: rows that decode in this step, each with a block for its next token."""
         table = self.table
         # A row at max_len - 1 has its last token in flight.
-        can_run = table.status == RowStatus.DECODE
+        can_run: npt.NDArray[np.bool_] = table.status == RowStatus.DECODE
         can_run &= table.num_computed + 1 < table.max_len
         full = np.flatnonzero(can_run & (table.num_computed == table.num_blocks * table.block_size))
         if len(full) and not self._grow(full):
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
-        return np.flatnonzero(can_run)
+        return can_run
 
     def _grow(self, rows: Rows) -> bool:
         """Gives each row one block, as far as the ranks' pools and preemption allow.
@@ -185,16 +191,21 @@ class Scheduler:
         Returns whether all of them got one and nobody was preempted.
         """
         table = self.table
-        grown, block_ids, had_room = [], [], True
-        for rank, (start, end) in enumerate(pairwise(table.cuts_of(rows))):
-            if start == end:
-                continue
-            rank_rows, pool = rows[start:end], self.caches[rank].pool
-            if end - start > pool.num_available:
-                rank_rows, had_room = self._make_room(rank, rank_rows), False
-            grown.append(rank_rows)
-            block_ids.append(pool.acquire(len(rank_rows)))
-        rows = np.concatenate(grown)
+        cuts = table.cuts_of(rows)
+        counts = [end - start for start, end in pairwise(cuts)]
+        pools = [cache.pool for cache in self.caches]
+        had_room = all(map(BlockPool.can_acquire, pools, counts))
+        if not had_room:
+            parts = [
+                self._make_room(rank, rows[start:end])
+                for rank, (start, end) in enumerate(pairwise(cuts))
+            ]
+            rows, counts = np.concatenate(parts), [len(part) for part in parts]
+        block_ids = [
+            pool.acquire(count) for pool, count in zip(pools, counts, strict=True) if count
+        ]
+        if not block_ids:
+            return False
         table.block_table[rows, table.num_blocks[rows]] = np.concatenate(block_ids)
         table.num_blocks[rows] += 1
         return had_room
@@ -418,8 +429,3 @@ class Scheduler:
     def _live_rows(self) -> Rows:
         status = self.table.status
         return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))
-
-    def _ended_rows(self) -> list[int]:
-        """Rows whose sequence has ended while a step in flight still runs them."""
-        status = self.table.status
-        return [row for row in self._leaving if status[row] == RowStatus.ENDED]

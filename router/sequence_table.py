@@ -62,11 +62,12 @@ class SequenceTable:
             probabilities, many stop tokens.
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
-        reader: int32 [R], index of its reader.
+        reader: int64 [R], index of its reader.
         is_columnar: bool [R], its reader takes its tokens as columns.
         tag: uint32 [R], what its reader calls it.
         block_table: int32 [R, max_blocks].
         tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
+        last_token: int32 [R], the last of its known tokens.
         sequences: The sequence of each row, or None.
         local_rows: int32 [R], each row's number on its rank: 0 to rows_per_rank - 1.
         first_rows: int64 [dp_size + 1], the first row of each rank, and R.
@@ -97,12 +98,13 @@ class SequenceTable:
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
-        self.reader = np.zeros(num_rows, dtype=np.int32)
+        self.reader = np.zeros(num_rows, dtype=np.int64)
         self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
         self.tag = np.zeros(num_rows, dtype=np.uint32)
         max_blocks = -(-max_model_len // block_size)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
         self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.last_token = np.zeros(num_rows, dtype=np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.local_rows = np.arange(num_rows, dtype=np.int32) % rows_per_rank
         self.first_rows = np.arange(dp_size + 1) * rows_per_rank
@@ -164,6 +166,7 @@ class SequenceTable:
         self.tag[row] = request.tag
         self.block_table[row, : len(cached_blocks)] = cached_blocks
         self.tokens[row, :num_tokens] = sequence.tokens
+        self.last_token[row] = sequence.tokens[-1]
         self.sequences[row] = sequence
         sequence.tokens = self.tokens[row]
         sequence.table = self
@@ -200,16 +203,14 @@ class SequenceTable:
 
     def take_columns(self, reader: int) -> Columns:
         """Returns the output tokens of a reader's columnar rows since the last call."""
-        rows = np.flatnonzero(
-            (self.reader == reader) & self.is_columnar & (self.num_taken < self.num_tokens)
-        )
-        starts = self.num_taken.take(rows)
-        ends = self.num_tokens.take(rows)
-        self.num_taken[rows] = ends
-        counts = ends - starts
-        places = self.row_starts.take(rows) + starts
+        num_new = self.num_tokens - self.num_taken
+        has_new = (num_new > 0) & self.is_columnar & (self.reader == reader)
+        rows = np.flatnonzero(has_new)
+        counts = num_new.take(rows)
+        np.copyto(self.num_taken, self.num_tokens, where=has_new)
         if counts.max(initial=1) == 1:
-            return Columns(self.tag.take(rows), counts, self.flat_tokens.take(places))
+            return Columns(self.tag.take(rows), counts, self.last_token.take(rows))
+        places = self.row_starts.take(rows) + self.num_tokens.take(rows) - counts
         offsets = np.cumsum(counts) - counts
         within = np.arange(counts.sum()) - np.repeat(offsets, counts)
         tokens = self.flat_tokens.take(np.repeat(places, counts) + within)

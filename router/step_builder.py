@@ -38,20 +38,22 @@ NO_GRAPHS = GraphSizes()
 
 def build_plan(
     table: SequenceTable,
-    decodes: Rows,
+    runs: npt.NDArray[np.bool_],
     chunks: Sequence[Sequence[Chunk]],
     graph_sizes: GraphSizes,
 ) -> StepPlan:
     """Builds the step that runs the next token of each decode and all of each chunk.
 
     Args:
-        decodes: Rows in DECODE, ascending, each with a block for its next token.
-        chunks: [dp_size] chunks of each rank, each with blocks for its tokens.
+        runs: bool [R], rows that decode, each with a block for its next token. The plan keeps
+            it, with the rows of the chunks added.
+        chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
         graph_sizes: What the executors have captured.
     """
+    decodes = np.flatnonzero(runs)
     cuts = table.cuts_of(decodes)
-    batches = _decode_batches(table, decodes, cuts)
-    rows, sampled = decodes, decodes
+    batches = _decode_batches(table, runs, decodes, cuts)
+    sampled = decodes
     num_tokens = [len(batch.rows) for batch in batches]
     num_logits = list(num_tokens)
     has_extend = any(chunks)
@@ -68,9 +70,9 @@ def build_plan(
                 num_tokens[rank] += len(batch.token_ids)
                 num_logits[rank] += sum(samples) + num_scored
                 batches[rank] = _join(batches[rank], batch)
-        rows = np.concatenate((decodes, _rows_of(chain.from_iterable(chunks))))
+        runs[_rows_of(chain.from_iterable(chunks))] = True
         sampled = np.concatenate(sampled_parts)
-    table.num_in_flight[rows] += 1
+    table.num_in_flight += runs
     agreement = agree(
         num_tokens,
         num_logits,
@@ -79,48 +81,55 @@ def build_plan(
         decode_graph_sizes=graph_sizes.decode,
         extend_graph_sizes=graph_sizes.extend,
     )
-    return StepPlan(agreement, tuple(batches), rows, sampled)
+    return StepPlan(agreement, tuple(batches), runs, sampled)
 
 
 def _rows_of(chunks: Iterable[Chunk]) -> Rows:
     return np.array([chunk.row for chunk in chunks], dtype=np.int64)
 
 
-def _decode_batches(table: SequenceTable, decodes: Rows, cuts: list[int]) -> list[RankBatch]:
+def _decode_batches(
+    table: SequenceTable, runs: npt.NDArray[np.bool_], decodes: Rows, cuts: list[int]
+) -> list[RankBatch]:
     """Returns every rank's decodes: columns of all ranks at once, then cut by rank."""
     computed = table.num_computed.take(decodes)
-    token_ids = np.full(len(decodes), LAST_SAMPLED, dtype=np.int32)
-    known = np.flatnonzero(table.num_tokens.take(decodes) > computed)
-    token_ids[known] = table.tokens[decodes[known], computed[known]]
-    num_blocks = table.num_blocks.take(decodes)
-    num_new_blocks = num_blocks - table.num_sent_blocks.take(decodes)
-    growing = np.flatnonzero(num_new_blocks)
-    assert num_new_blocks.max(initial=0) <= 1
-    grown = decodes[growing]
-    new_block_ids = table.block_table[grown, num_blocks[growing] - 1]
-    table.num_sent_blocks[grown] += 1
-    table.num_computed[decodes] = computed + 1
     local_rows = table.local_rows.take(decodes)
-    scored = table.scores_output.take(decodes)
-    has_scores = bool(scored.any())
+    token_ids = np.full(len(decodes), LAST_SAMPLED, dtype=np.int32)
+    is_known = runs & (table.num_tokens > table.num_computed)
+    if is_known.any():
+        known = np.flatnonzero(is_known)
+        token_ids[decodes.searchsorted(known)] = table.last_token[known]
+    grown = np.flatnonzero(runs & (table.num_blocks != table.num_sent_blocks))
+    new_block_ids = table.block_table[grown, table.num_blocks[grown] - 1]
+    num_new_blocks = np.zeros(len(decodes), dtype=np.int32)
+    num_new_blocks[decodes.searchsorted(grown)] = 1
+    is_scored = runs & table.scores_output
+    has_scores = bool(is_scored.any())
+    table.num_sent_blocks[grown] += 1
+    table.num_computed += runs
 
-    block_cuts = growing.searchsorted(cuts).tolist()
+    block_cuts = table.cuts_of(grown)
     batches = []
     for rank in range(table.dp_size):
         start, end = cuts[rank], cuts[rank + 1]
         if start == end:
             batches.append(RankBatch(ForwardMode.IDLE, NOTHING, NOTHING, NOTHING))
             continue
-        batch = RankBatch(
-            ForwardMode.DECODE, local_rows[start:end], computed[start:end], token_ids[start:end]
-        )
         block_start, block_end = block_cuts[rank], block_cuts[rank + 1]
-        if block_start < block_end:
-            batch.num_new_blocks = num_new_blocks[start:end]
-            batch.new_block_ids = new_block_ids[block_start:block_end]
-        if has_scores:
-            batch.scorings = _decode_scorings(table, decodes[start:end], scored[start:end])
-        batches.append(batch)
+        has_blocks = block_start < block_end
+        batches.append(
+            RankBatch(
+                ForwardMode.DECODE,
+                local_rows[start:end],
+                computed[start:end],
+                token_ids[start:end],
+                num_new_blocks=num_new_blocks[start:end] if has_blocks else None,
+                new_block_ids=new_block_ids[block_start:block_end] if has_blocks else None,
+                scorings=_decode_scorings(table, decodes[start:end], is_scored)
+                if has_scores
+                else (),
+            )
+        )
     return batches
 
 
@@ -128,8 +137,9 @@ def _decode_scorings(
     table: SequenceTable, rows: Rows, is_scored: npt.NDArray[np.bool_]
 ) -> list[Scoring]:
     return [
-        Scoring(table.bound(rows[index]), NOTHING, index)
-        for index in np.flatnonzero(is_scored).tolist()
+        Scoring(table.bound(row), NOTHING, index)
+        for index, row in enumerate(rows.tolist())
+        if is_scored[row]
     ]
 
 
@@ -205,7 +215,7 @@ def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:
         ),
         scored_ids=chunks.scored_ids,
         starts=chunks.starts,
-        scorings=decodes.scorings + [_behind(num_decodes, s) for s in chunks.scorings],
+        scorings=[*decodes.scorings, *(_behind(num_decodes, s) for s in chunks.scorings)],
     )
 
 

@@ -42,14 +42,19 @@ SAMPLING_COLUMNS = (
 )
 
 
-def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[pb.StepRequest]:
-    """Returns each DP rank's request."""
+def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[bytes]:
+    """Returns each DP rank's StepRequest, serialised.
+
+    What all ranks get alike is serialised once: messages put end to end are one message with the
+    fields of both (protobuf encoding, "Last One Wins").
+    """
     agreement = _encode_agreement(plan.agreement)
+    alike = pb.StepRequest(epoch=epoch, step_id=step_id, agreement=agreement).SerializeToString()
     requests = []
     for rank, batch in enumerate(plan.batches):
-        request = pb.StepRequest(epoch=epoch, step_id=step_id, agreement=agreement)
+        request = pb.StepRequest()
         _encode_batch(request.ranks.add(), rank, batch)  # in place: nothing is copied twice
-        requests.append(request)
+        requests.append(alike + request.SerializeToString())
     return requests
 
 
@@ -163,22 +168,21 @@ def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> Ran
         answered = [part.dp_rank for part in parts]
         raise ExecutorLost(f"DP rank {rank} answered for the ranks {answered}, not for itself")
     part = parts[0]
-    result = RankResult(
-        np.frombuffer(part.next_token_ids, dtype=INT32),
-        queued_ns=response.queued_ns,
-        forward_ns=response.forward_ns,
-    )
+    tokens = np.frombuffer(part.next_token_ids, dtype=INT32)
     num_sampled = len(batch.rows) if batch.samples is None else np.count_nonzero(batch.samples)
-    if len(result.next_token_ids) != num_sampled:
+    if len(tokens) != num_sampled:
         raise ExecutorLost(
-            f"DP rank {rank} answered {len(result.next_token_ids)} tokens for {num_sampled} "
-            f"sequences that sample"
+            f"DP rank {rank} answered {len(tokens)} tokens for {num_sampled} sequences that sample"
         )
-    if batch.scorings:
-        result.logprobs = np.frombuffer(part.logprobs, dtype=FLOAT32)
-        result.top_ids = np.frombuffer(part.top_ids, dtype=INT32)
-        result.top_logprobs = np.frombuffer(part.top_logprobs, dtype=FLOAT32)
-        _check_scores(result, batch, rank)
+    result = RankResult(tokens, queued_ns=response.queued_ns, forward_ns=response.forward_ns)
+    if not batch.scorings:
+        return result
+    result = result._replace(
+        logprobs=np.frombuffer(part.logprobs, dtype=FLOAT32),
+        top_ids=np.frombuffer(part.top_ids, dtype=INT32),
+        top_logprobs=np.frombuffer(part.top_logprobs, dtype=FLOAT32),
+    )
+    _check_scores(result, batch, rank)
     return result
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -10,8 +9,7 @@ from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 
-if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
-    from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
+STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
 
 class StepStream:
@@ -19,22 +17,24 @@ class StepStream:
 
     Args:
         name: Who it is, for errors.
-        stub: The executor.
+        channel: To the executor.
         loss: Gets an ExecutorLost when the stream ends before `close`.
     """
 
-    def __init__(
-        self, name: str, stub: "ExecutorServiceAsyncStub", loss: asyncio.Future[None]
-    ) -> None:
+    def __init__(self, name: str, channel: grpc.aio.Channel, loss: asyncio.Future[None]) -> None:
         self.name = name
         self._loss = loss
-        self._requests: asyncio.Queue[pb.StepRequest] = asyncio.Queue()
+        self._requests: asyncio.Queue[bytes] = asyncio.Queue()
         self._responses: asyncio.Queue[pb.StepResponse] = asyncio.Queue()
-        self._call = stub.Step(self._outgoing())
+        # Not through the generated stub: it would serialise, and requests come serialised.
+        method: grpc.aio.StreamStreamMultiCallable[bytes, pb.StepResponse] = channel.stream_stream(
+            STEP, request_serializer=None, response_deserializer=pb.StepResponse.FromString
+        )
+        self._call = method(self._outgoing())
         self._reading = asyncio.create_task(self._read(), name=f"read {name}")
 
-    def send(self, request: pb.StepRequest) -> None:
-        """Queues a step; at most the pipeline's depth of them are ever in the queue."""
+    def send(self, request: bytes) -> None:
+        """Queues a serialised StepRequest; at most the pipeline's depth of them are ever in the queue."""
         self._requests.put_nowait(request)
 
     async def receive(self) -> pb.StepResponse:
@@ -58,7 +58,7 @@ class StepStream:
         self._reading.cancel()
         self._call.cancel()
 
-    async def _outgoing(self) -> AsyncIterator[pb.StepRequest]:
+    async def _outgoing(self) -> AsyncIterator[bytes]:
         while True:
             yield await self._requests.get()
 

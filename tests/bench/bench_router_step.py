@@ -11,7 +11,7 @@ Two steps are in flight. One columnar reader takes all tokens of each step into 
 GenerateManyResponse.
 
     plan     Admission.submit, Scheduler.schedule
-    encode   encode_step and SerializeToString, for each rank
+    encode   encode_step, to bytes for each rank
     decode   FromString and decode_result, for each rank
     commit   Scheduler.commit
     readers  take_columns, the message and SerializeToString
@@ -169,7 +169,7 @@ class Bench:
 
 
 def _encode(plan: StepPlan, step_id: int) -> list[bytes]:
-    return [request.SerializeToString() for request in encode_step(plan, 1, step_id)]
+    return encode_step(plan, 1, step_id)
 
 
 def _decode(answers: list[bytes], batches: tuple[RankBatch, ...]) -> tuple[RankResult, ...]:

@@ -118,9 +118,14 @@ def make_layouts() -> list[Layout]:
 
 def make_plan(num_sequences: int) -> tuple[StepPlan, RankBatch]:
     rows = np.arange(num_sequences, dtype=np.int32)
-    batch = RankBatch(ForwardMode.DECODE, rows, rows + 1000, np.full_like(rows, -1))
-    batch.num_new_blocks = (rows % 16 == 0).astype(np.int32)
-    batch.new_block_ids = rows[::16] + 1
+    batch = RankBatch(
+        ForwardMode.DECODE,
+        rows,
+        rows + 1000,
+        np.full_like(rows, -1),
+        num_new_blocks=(rows % 16 == 0).astype(np.int32),
+        new_block_ids=rows[::16] + 1,
+    )
     counts = (num_sequences,) * NUM_RANKS
     agreement = Agreement(counts, counts, False, DpPaddingMode.MAX_LEN, num_sequences)
     no_rows = np.zeros(0, dtype=np.int64)
@@ -151,9 +156,8 @@ def main() -> None:
         print(f"{layout.name:<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
 
     plan, batch = make_plan(num_sequences)
-    [request] = encode_step(plan, 1, 1)
-    data = request.SerializeToString()
-    encode = least_us(lambda: encode_step(plan, 1, 1)[0].SerializeToString())
+    [data] = encode_step(plan, 1, 1)
+    encode = least_us(lambda: encode_step(plan, 1, 1)[0])
     decode = least_us(lambda: read_request(data))
     print(f"{'our StepRequest':<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
 

@@ -136,7 +136,7 @@ class Stepper:
             assert cache.pool.num_used == len(set(blocks.tolist()))
         taken = np.zeros(len(table.status), np.int32)
         for plan in self.in_flight:
-            taken[plan.rows] += 1
+            taken += plan.runs
         assert (table.num_in_flight == taken).all()
         assert (table.num_tokens <= table.max_len)[table.status != RowStatus.FREE].all()
 

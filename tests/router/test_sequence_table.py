@@ -45,6 +45,7 @@ def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
     end = table.num_tokens[row]
     table.tokens[row, end : end + len(tokens)] = tokens
     table.num_tokens[row] += len(tokens)
+    table.last_token[row] = table.tokens[row, table.num_tokens[row] - 1]
 
 
 def test_rows_belong_to_ranks_and_come_back(readers: Readers) -> None:

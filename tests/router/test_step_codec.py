@@ -62,7 +62,7 @@ def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
 def encode(*batches: RankBatch, **agreement: Any) -> list[pb.StepRequest]:
     """Returns the requests as executors read them."""
     requests = encode_step(plan_of(*batches, **agreement), epoch=3, step_id=9)
-    return [pb.StepRequest.FromString(request.SerializeToString()) for request in requests]
+    return [pb.StepRequest.FromString(request) for request in requests]
 
 
 def starts_of(*sequences: Sequence) -> pb.RowStarts:
