@@ -1,0 +1,107 @@
+"""If this fails, a Qwen3-MoE answers otherwise through Lockstep than through Transformers.
+
+Every shape of checkpoint goes through the real stack, on one and on two DP ranks, in a KV pool
+that is too small for all requests: prompts run in chunks beside decodes, later requests find the
+blocks of earlier ones, and sequences lose their blocks and are computed again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.launch import LocalStack
+from router.client import Client, Completion
+from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
+
+TOLERANCE = 1e-4
+NUM_OUTPUT_TOKENS = 64
+NUM_TOP = 20
+BLOCK_SIZE = 4
+PROMPT_LENS = (1, 5, 17, 33, 48, 52, 60, 71)
+SHARED_LEN = 41  # of the longest prompts, the first tokens are alike
+
+# A sequence takes up to 34 blocks, and a rank holds about two.
+EXECUTOR_ARGS = (
+    *("--block-size", str(BLOCK_SIZE), "--num-kv-blocks", "72", "--max-model-len", "140"),
+    *("--max-num-seqs", "6", "--max-num-batched-tokens", "24"),
+)
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    shared = torch.randint(3, VOCAB_SIZE, (SHARED_LEN,), generator=generator).tolist()
+    prompts = []
+    for length in PROMPT_LENS:
+        own = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        prompts.append(shared + own[SHARED_LEN:] if length > SHARED_LEN else own)
+    return prompts
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp(request.param)
+    return path, save_qwen3_moe(path, request.param)
+
+
+@pytest.fixture(params=[1, 2], ids=["dp1", "dp2"])
+async def served(
+    request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]
+) -> AsyncIterator[tuple[Client, Any]]:
+    path, model = checkpoint
+    async with (
+        LocalStack(path, dp_size=request.param, executor_args=EXECUTOR_ARGS) as stack,
+        stack.client() as client,
+    ):
+        yield client, model
+
+
+async def test_tokens_and_logits_are_those_of_transformers(served: tuple[Client, Any]) -> None:
+    client, model = served
+    prompts = make_prompts()
+    completions = [await complete(client, prompts[-1])]
+    completions += await asyncio.gather(*(complete(client, prompt) for prompt in prompts[:-1]))
+    for prompt, completion in zip(prompts[-1:] + prompts[:-1], completions, strict=True):
+        assert_like_transformers(model, prompt, completion)
+    finishes = [completion.finish for completion in completions]
+    assert all(finish is not None for finish in finishes)
+    assert sum(finish.num_preemptions for finish in finishes if finish) > 0
+    assert sum(finish.num_cached_tokens for finish in finishes if finish) >= BLOCK_SIZE
+    [group] = await client.get_status()
+    assert all(rank.total_tokens > 0 for rank in group.ranks)
+
+
+async def test_prompt_log_probabilities_are_those_of_transformers(
+    served: tuple[Client, Any],
+) -> None:
+    client, model = served
+    prompt = make_prompts()[-1]
+    completion = await client.complete(prompt, max_tokens=1, prompt_logprobs=True, top_logprobs=3)
+    expected = reference_logits(model, prompt).log_softmax(-1)
+    assert [score.token_id for score in completion.prompt_logprobs] == prompt[1:]
+    for position, score in enumerate(completion.prompt_logprobs):
+        assert abs(score.logprob - expected[position, prompt[position + 1]].item()) < TOLERANCE
+
+
+async def complete(client: Client, prompt: list[int]) -> Completion:
+    return await client.complete(
+        prompt, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, logprobs=True, top_logprobs=NUM_TOP
+    )
+
+
+def assert_like_transformers(model: Any, prompt: list[int], completion: Completion) -> None:
+    """Checks each token against the greedy one, and its log probability and the likeliest 20."""
+    tokens = prompt + completion.token_ids
+    assert len(completion.token_ids) == NUM_OUTPUT_TOKENS
+    expected = reference_logits(model, tokens[:-1]).log_softmax(-1)[len(prompt) - 1 :]
+    assert completion.token_ids == expected.argmax(-1).tolist()
+    for score, row in zip(completion.logprobs, expected, strict=True):
+        assert abs(score.logprob - row[score.token_id].item()) < TOLERANCE
+        assert len(score.top) == NUM_TOP
+        for token_id, logprob in score.top:
+            assert abs(logprob - row[token_id].item()) < TOLERANCE
