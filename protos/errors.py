@@ -1,4 +1,4 @@
-"""How an error crosses the wire: the only hand-written code that router and executor share.
+"""How an error crosses the wire.
 
 Either side raises an RpcError; `abort_on_error` turns it into a status with google.rpc details,
 and `error_details` reads the details back on the other end.
