@@ -5,7 +5,7 @@ What there is of each rank in each step is a named tuple: made in a third of a d
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from router.request import Float32Array, Int32Array, Sequence
 
 
-class ForwardMode(Enum):
-    IDLE = auto()  # no sequences, but every collective call
-    DECODE = auto()  # one token per sequence, none of them a prompt's
-    EXTEND = auto()  # some sequence runs prompt tokens
+class ForwardMode(IntEnum):
+    IDLE = 0  # no sequences, but every collective call
+    DECODE = 1  # one token per sequence, none of them a prompt's
+    EXTEND = 2  # some sequence runs prompt tokens
 
 
 class DpPaddingMode(Enum):
