@@ -15,6 +15,7 @@ head as batch dimension, so keys and values are never repeated: repeating them, 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,9 +25,10 @@ import torch.nn.functional as F
 
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
+from executor.layers.workers import WorkerPool
 
 _MIN_BUCKET_BLOCKS = 8  # below this, padding costs less than another batch
-_WORKSPACE_TOKENS = 4096  # 2 MiB of keys for 4 heads of 64 in bfloat16; more if a row is longer
+_WORKSPACE_TOKENS = 2048  # 1 MiB of keys for 4 heads of 64 in bfloat16; more if a row is longer
 _QUERY_TILE = 128  # queries per tile: each tile leaves out the keys in its future
 
 
@@ -59,12 +61,13 @@ class _DecodeGroup:
     """Sequences with one new token and about equally many blocks.
 
     Attributes:
-        token_rows: int64 [B], their rows in q; None if q has exactly these rows in this order.
+        start, stop: Their places among all sequences with one new token, in ``decode_rows``.
         blocks: int64 [B * max_blocks], their blocks, padded with whatever the table holds.
         mask: [B, 1, G, max_blocks * block_size], 0 or -inf; None if nothing is padded.
     """
 
-    token_rows: torch.Tensor | None
+    start: int
+    stop: int
     blocks: torch.Tensor
     mask: torch.Tensor | None
 
@@ -103,11 +106,17 @@ class _ExtendSequence:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """What ``forward`` needs of a batch, the same for every layer."""
+    """What ``forward`` needs of a batch, the same for every layer.
+
+    Attributes:
+        decode_rows: int64, the rows in q of sequences with one new token, group after group;
+            None if these are all rows, in order.
+    """
 
     out_cache_loc: torch.Tensor
     kv_pool: KVPool
-    workspace: "_Workspace"
+    workspaces: "tuple[_Workspace, ...]"
+    decode_rows: torch.Tensor | None
     decode_groups: tuple[_DecodeGroup, ...]
     extend_sequences: tuple[_ExtendSequence, ...]
 
@@ -159,7 +168,8 @@ class TorchAttention:
         self.head_dim = head_dim
         self.dtype = dtype
         self._metadata: _Metadata | None = None
-        self._workspace: _Workspace | None = None
+        self._workers = WorkerPool()
+        self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         seq_lens = batch.seq_lens_cpu.numpy()
@@ -170,19 +180,22 @@ class TorchAttention:
         starts = np.cumsum(new_lens) - new_lens
         decoding = np.flatnonzero(new_lens == 1)
         rows = batch.req_pool_indices.cpu().numpy()
-        if self._workspace is None or self._workspace.kv_pool is not kv_pool:
-            self._workspace = _Workspace(kv_pool)
+        if not self._workspaces or self._workspaces[0].kv_pool is not kv_pool:
+            self._workspaces = tuple(_Workspace(kv_pool) for _ in range(self._workers.size))
+        groups = _group_by_blocks(
+            decoding, seq_lens, kv_pool.block_size, self._workspaces[0].num_blocks
+        )
+        decode_order = starts[np.concatenate(groups)] if groups else starts[:0]
+        is_whole = bool(groups) and np.array_equal(decode_order, np.arange(len(batch.input_ids)))
+        stops = np.cumsum([len(group) for group in groups]).tolist()
         self._metadata = _Metadata(
             out_cache_loc=batch.out_cache_loc,
             kv_pool=kv_pool,
-            workspace=self._workspace,
+            workspaces=self._workspaces,
+            decode_rows=None if is_whole else torch.from_numpy(decode_order).to(kv_pool.device),
             decode_groups=tuple(
-                self._plan_decode(
-                    starts[group], rows[group], seq_lens[group], len(batch.input_ids), kv_pool
-                )
-                for group in _group_by_blocks(
-                    decoding, seq_lens, kv_pool.block_size, self._workspace.num_blocks
-                )
+                self._plan_decode(stop - len(group), rows[group], seq_lens[group], kv_pool)
+                for group, stop in zip(groups, stops, strict=True)
             ),
             extend_sequences=tuple(
                 self._plan_extend(
@@ -194,10 +207,9 @@ class TorchAttention:
 
     def _plan_decode(
         self,
-        token_rows: npt.NDArray[np.int64],
+        start: int,
         rows: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int64],
-        num_token_rows: int,
         kv_pool: KVPool,
     ) -> _DecodeGroup:
         max_blocks = -(-int(seq_lens.max()) // kv_pool.block_size)
@@ -208,10 +220,10 @@ class TorchAttention:
             mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
             mask = mask[:, None, None, :].expand(-1, 1, self.group_size, -1).contiguous()
             mask = mask.to(kv_pool.device)
-        is_whole = len(token_rows) == num_token_rows
         blocks = kv_pool.block_table_cpu.numpy()[rows, :max_blocks].reshape(-1)
         return _DecodeGroup(
-            token_rows=None if is_whole else torch.from_numpy(token_rows).to(kv_pool.device),
+            start=start,
+            stop=start + len(rows),
             blocks=torch.from_numpy(blocks.astype(np.int64)).to(kv_pool.device),
             mask=mask,
         )
@@ -242,34 +254,63 @@ class TorchAttention:
     ) -> torch.Tensor:
         metadata = self._metadata
         assert metadata is not None, "init_forward_metadata_out_graph runs before each pass"
+        with self._workers.sharing(len(q)):
+            return self._attend(q, k, v, metadata, layer_id)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: _Metadata,
+        layer_id: int,
+    ) -> torch.Tensor:
         key_cache = metadata.kv_pool.key_cache[layer_id]
         value_cache = metadata.kv_pool.value_cache[layer_id]
         key_cache.index_copy_(0, metadata.out_cache_loc, k)
         value_cache.index_copy_(0, metadata.out_cache_loc, v)
-        groups = metadata.decode_groups
-        if len(groups) == 1 and groups[0].token_rows is None:
-            return self._decode(q, groups[0], metadata.workspace, layer_id)
+        if metadata.decode_rows is None:
+            return self._decode(q, metadata, layer_id)
         out = q.new_zeros(q.shape[0], q.shape[1] * self.head_dim)
-        for group in groups:
-            assert group.token_rows is not None
-            attended = self._decode(q[group.token_rows], group, metadata.workspace, layer_id)
-            out.index_copy_(0, group.token_rows, attended)
+        if metadata.decode_groups:
+            attended = self._decode(q[metadata.decode_rows], metadata, layer_id)
+            out.index_copy_(0, metadata.decode_rows, attended)
         for sequence in metadata.extend_sequences:
-            self._extend(q, k, v, sequence, metadata.workspace, layer_id, out)
+            self._extend(q, k, v, sequence, metadata.workspaces[0], layer_id, out)
         return out
 
-    def _decode(
-        self, q: torch.Tensor, group: _DecodeGroup, workspace: _Workspace, layer_id: int
-    ) -> torch.Tensor:
-        """Returns [B, H * D] for q [B, H, D]."""
-        num_seqs = q.shape[0]
-        shape = (num_seqs, -1, self.num_kv_heads, self.head_dim)
-        k, v = (taken.view(shape) for taken in workspace.take(group.blocks, layer_id))
-        q = q.reshape(num_seqs, self.num_kv_heads, self.group_size, self.head_dim)
-        out = F.scaled_dot_product_attention(
-            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=group.mask
-        )
-        return out.reshape(num_seqs, -1)
+    def _decode(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
+        """Returns [B, H * D] for q [B, H, D], group after group. Workers share the groups."""
+        groups = metadata.decode_groups
+        shares = self._workers.shares([len(group.blocks) for group in groups])
+        pieces = [
+            partial(self._decode_groups, q, groups[share], workspace, layer_id)
+            for share, workspace in zip(shares, metadata.workspaces, strict=False)
+        ]
+        attended = [x for piece in self._workers.run(pieces) for x in piece]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _decode_groups(
+        self,
+        q: torch.Tensor,
+        groups: tuple[_DecodeGroup, ...],
+        workspace: _Workspace,
+        layer_id: int,
+    ) -> list[torch.Tensor]:
+        """Returns [B, H * D] of each group."""
+        attended = []
+        for group in groups:
+            shape = (group.stop - group.start, -1, self.num_kv_heads, self.head_dim)
+            k, v = (taken.view(shape) for taken in workspace.take(group.blocks, layer_id))
+            grouped = (shape[0], self.num_kv_heads, self.group_size, self.head_dim)
+            out = F.scaled_dot_product_attention(
+                q[group.start : group.stop].reshape(grouped),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=group.mask,
+            )
+            attended.append(out.reshape(shape[0], -1))
+        return attended
 
     def _extend(
         self,
@@ -281,7 +322,7 @@ class TorchAttention:
         layer_id: int,
         out: torch.Tensor,
     ) -> None:
-        """Writes the sequence's rows of ``out`` [T, H * D]."""
+        """Writes the sequence's rows of ``out`` [T, H * D]. Workers share the tiles."""
         if sequence.blocks is None:
             keys, values = k[sequence.start : sequence.stop], v[sequence.start : sequence.stop]
         else:
@@ -289,18 +330,32 @@ class TorchAttention:
         shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
         q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
         out = out.view(shape).permute(1, 2, 0, 3)
-        for tile in sequence.tiles:
-            out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
-                q[:, :, tile.start : tile.stop],
-                self._per_group(keys[: tile.num_keys]),
-                self._per_group(values[: tile.num_keys]),
-                attn_mask=tile.mask,
-                is_causal=tile.mask is None,
-            )
+        keys, values = self._per_group(keys), self._per_group(values)
+        tiles = sequence.tiles
+        shares = self._workers.shares([(tile.stop - tile.start) * tile.num_keys for tile in tiles])
+        self._workers.run([partial(_run_tiles, q, keys, values, out, tiles[s]) for s in shares])
 
     def _per_group(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x [S, N, D] as [N, G, S, D] without copying."""
         return x.transpose(0, 1)[:, None].expand(-1, self.group_size, -1, -1)
+
+
+def _run_tiles(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    tiles: tuple[_ExtendTile, ...],
+) -> None:
+    """Writes the tiles' part of ``out``. Everything is [N, G, rows, D]."""
+    for tile in tiles:
+        out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
+            q[:, :, tile.start : tile.stop],
+            keys[:, :, : tile.num_keys],
+            values[:, :, : tile.num_keys],
+            attn_mask=tile.mask,
+            is_causal=tile.mask is None,
+        )
 
 
 def _group_by_blocks(

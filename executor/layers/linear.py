@@ -8,9 +8,12 @@ tried at load, and ``F.linear`` runs where they are missing or refuse.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+from executor.layers.workers import WorkerPool
 
 _LOG = logging.getLogger(__name__)
 _PACK_FOR_ROWS = 8  # rows that oneDNN plans the order for; decode batches are about this large
@@ -27,6 +30,7 @@ class Linear:
         has_bias: Whether there is a bias.
         dtype: Type of weight, bias, x and y.
         device: Where they live.
+        workers: Share the rows of a packed weight; None leaves it to the caller's thread.
 
     Attributes:
         weight: [out_features, in_features]; empty once ``finish`` has packed it.
@@ -41,16 +45,18 @@ class Linear:
         has_bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        workers: WorkerPool | None = None,
     ) -> None:
         self.in_features = in_features
         self.out_features = out_features
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if has_bias else None
-        self._packed: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._workers = workers or WorkerPool(1)
+        self._packed: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     @property
     def is_packed(self) -> bool:
-        return self._packed is not None
+        return bool(self._packed)
 
     def finish(self, weight: torch.Tensor | None = None) -> None:
         """Packs the weight if this device can, and drops the plain copy.
@@ -60,17 +66,22 @@ class Linear:
         """
         if weight is not None:
             self.weight = weight
-        self._packed = _pack(self.weight, self.bias)
-        if self._packed is not None:
+        weights = self.weight.chunk(self._workers.size)
+        biases = [None] * len(weights) if self.bias is None else self.bias.chunk(len(weights))
+        packed = [_pack(*part) for part in zip(weights, biases, strict=True)]
+        self._packed = [product for product in packed if product is not None]
+        if self._packed:
             self.weight = self.weight.new_empty(0, self.in_features)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [N, out_features] for x [N, in_features]. N may be 0."""
-        if self._packed is None:
+        if not self._packed:
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] == 0:  # oneDNN refuses to plan for no rows
             return x.new_empty(0, self.out_features)
-        return self._packed(x)
+        if len(self._packed) == 1:
+            return self._packed[0](x)
+        return torch.cat(self._workers.run([partial(product, x) for product in self._packed]), -1)
 
 
 def _pack(

@@ -16,6 +16,7 @@ from executor.layers.embedding import Embedding
 from executor.layers.linear import Linear
 from executor.layers.norm import RMSNorm
 from executor.layers.rotary import RotaryEmbedding
+from executor.layers.workers import WorkerPool
 from executor.models.config import ModelConfig
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.layer import MoELayer
@@ -30,7 +31,13 @@ class Qwen3MoeAttention:
     """Projections, norms and rotation around the attention backend."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        workers: WorkerPool,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.layer_id = layer_id
         self.head_dim = config.head_dim
@@ -44,9 +51,15 @@ class Qwen3MoeAttention:
             has_bias=config.attention_bias,
             dtype=dtype,
             device=device,
+            workers=workers,
         )
         self.o_proj = Linear(
-            q_size, config.hidden_size, has_bias=config.attention_bias, dtype=dtype, device=device
+            q_size,
+            config.hidden_size,
+            has_bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
+            workers=workers,
         )
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight = torch.empty(
@@ -96,10 +109,20 @@ class Qwen3MoeMLP:
     """A dense gated MLP."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        workers: WorkerPool,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, device=device)
+        self.gate_up_proj = Linear(
+            hidden_size, 2 * intermediate_size, dtype=dtype, device=device, workers=workers
+        )
+        self.down_proj = Linear(
+            intermediate_size, hidden_size, dtype=dtype, device=device, workers=workers
+        )
 
     def __call__(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -117,6 +140,7 @@ class Qwen3MoeSparseBlock:
         config: ModelConfig,
         local_experts: range,
         communicator: DpCommunicator,
+        workers: WorkerPool,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -131,7 +155,7 @@ class Qwen3MoeSparseBlock:
             config.num_experts_per_tok,
             renormalize=config.norm_topk_prob,
             dispatcher=AllGatherDispatcher(communicator, local_experts),
-            runner=TorchMoERunner(self.w13, self.w2),
+            runner=TorchMoERunner(self.w13, self.w2, workers),
         )
 
     def __call__(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
@@ -153,21 +177,24 @@ class Qwen3MoeDecoderLayer:
         layer_id: int,
         local_experts: range,
         communicator: DpCommunicator,
+        workers: WorkerPool,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.self_attn = Qwen3MoeAttention(config, layer_id, dtype=dtype, device=device)
+        self.self_attn = Qwen3MoeAttention(config, layer_id, workers, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
         if config.is_moe_layer(layer_id):
             self.mlp = Qwen3MoeSparseBlock(
-                config, local_experts, communicator, dtype=dtype, device=device
+                config, local_experts, communicator, workers, dtype=dtype, device=device
             )
         else:
-            self.mlp = Qwen3MoeMLP(hidden, config.intermediate_size, dtype=dtype, device=device)
+            self.mlp = Qwen3MoeMLP(
+                hidden, config.intermediate_size, workers, dtype=dtype, device=device
+            )
 
     def __call__(
         self,
@@ -213,6 +240,7 @@ class Qwen3MoeForCausalLM:
         communicator: DpCommunicator,
     ) -> None:
         hidden = config.hidden_size
+        self._workers = WorkerPool(None if device.type == "cpu" else 1)
         self._tied = config.tie_word_embeddings
         self._local_experts = ep.local_experts(config.num_experts)
         self.rotary = RotaryEmbedding(
@@ -225,12 +253,20 @@ class Qwen3MoeForCausalLM:
         self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, device=device)
         self.layers = [
             Qwen3MoeDecoderLayer(
-                config, layer_id, self._local_experts, communicator, dtype=dtype, device=device
+                config,
+                layer_id,
+                self._local_experts,
+                communicator,
+                self._workers,
+                dtype=dtype,
+                device=device,
             )
             for layer_id in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = Linear(hidden, config.vocab_size, dtype=dtype, device=device)
+        self.lm_head = Linear(
+            hidden, config.vocab_size, dtype=dtype, device=device, workers=self._workers
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
@@ -238,16 +274,18 @@ class Qwen3MoeForCausalLM:
 
         Every EP rank must call it, also with T = 0.
         """
-        cos_sin = self.rotary.at(batch.positions)
-        x = self.embed_tokens(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, self.rotary, cos_sin, attention, batch.layout)
-        return self.norm(x)
+        with self._workers.sharing(batch.layout.global_dp_buffer_len):
+            cos_sin = self.rotary.at(batch.positions)
+            x = self.embed_tokens(batch.input_ids)
+            for layer in self.layers:
+                x = layer(x, self.rotary, cos_sin, attention, batch.layout)
+            return self.norm(x)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Returns float32 logits [L, vocab_size] of the chosen rows of ``hidden``."""
-        return self.lm_head(hidden.index_select(0, logits_indices)).float()
+        with self._workers.sharing(len(logits_indices)):
+            return self.lm_head(hidden.index_select(0, logits_indices)).float()
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

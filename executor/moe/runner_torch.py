@@ -4,16 +4,20 @@ Dimensions as in ``layer.py``.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from executor.layers.linear import Linear
+from executor.layers.workers import WorkerPool
 from executor.moe.layer import Dispatched
+
+_EXPERT_COST = 8  # reading an expert's weights from memory takes as long as computing 8 rows
 
 
 class TorchMoERunner:
-    """Sorts rows by expert, runs one expert after another, and unsorts.
+    """Sorts rows by expert, runs the experts, and unsorts. Workers share the experts.
 
     The sum over a row's experts has a fixed order, so a row's result does not change from run
     to run.
@@ -21,11 +25,15 @@ class TorchMoERunner:
     Args:
         w13: Gate and up projections of each expert, stacked, D to 2F.
         w2: Down projection of each expert, F to D.
+        workers: Run the experts; None leaves them to the caller's thread.
     """
 
-    def __init__(self, w13: Sequence[Linear], w2: Sequence[Linear]) -> None:
+    def __init__(
+        self, w13: Sequence[Linear], w2: Sequence[Linear], workers: WorkerPool | None = None
+    ) -> None:
         self._w13 = w13
         self._w2 = w2
+        self._workers = workers or WorkerPool(1)
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         if dispatched.x_RD.shape[0] == 1:
@@ -35,12 +43,21 @@ class TorchMoERunner:
     def _run_one_row(self, dispatched: Dispatched) -> torch.Tensor:
         """A single row needs no sorting: its experts run in the order of their weights."""
         x_1D = dispatched.x_RD
+        chosen = [
+            (expert, weight)
+            for expert, weight in zip(
+                dispatched.topk_ids_RK[0].tolist(),
+                dispatched.topk_weights_RK[0].tolist(),
+                strict=True,
+            )
+            if expert < len(self._w2)
+        ]
         y_1D = torch.zeros_like(x_1D)
-        ids = dispatched.topk_ids_RK[0].tolist()
-        weights = dispatched.topk_weights_RK[0].tolist()
-        for expert, weight in zip(ids, weights, strict=True):
-            if expert < len(self._w2):
-                y_1D.add_(self._expert(expert, x_1D), alpha=weight)
+        if not chosen:
+            return y_1D
+        y_PD = self._experts([expert for expert, _ in chosen], [x_1D] * len(chosen))
+        for (_, weight), y_D in zip(chosen, y_PD.unbind(), strict=True):
+            y_1D.add_(y_D, alpha=weight)
         return y_1D
 
     def _run_sorted(self, dispatched: Dispatched) -> torch.Tensor:
@@ -52,20 +69,29 @@ class TorchMoERunner:
         num_pairs = len(ids) - counts[-1]  # the rest are elsewhere, and sort last
         if num_pairs == 0:
             return x_RD.new_zeros(x_RD.shape)
+        used = [expert for expert, count in enumerate(counts[:-1]) if count]
         x_PD = x_RD.index_select(0, order[:num_pairs] // top_k)
-        outputs, start = [], 0
-        for expert, count in enumerate(counts[:-1]):
-            if count:
-                outputs.append(self._expert(expert, x_PD[start : start + count]))
-                start += count
+        y_PD = self._experts(
+            used, torch.split_with_sizes(x_PD, [counts[expert] for expert in used])
+        )
         if counts[-1]:
-            outputs.append(x_RD.new_zeros(counts[-1], x_RD.shape[1]))
+            y_PD = torch.cat((y_PD, y_PD.new_zeros(counts[-1], y_PD.shape[1])))
         unsorted = torch.empty_like(order)
         unsorted[order] = torch.arange(len(order), device=order.device)
-        y_RKD = torch.cat(outputs).index_select(0, unsorted).view(num_rows, top_k, -1)
+        y_RKD = y_PD.index_select(0, unsorted).view(num_rows, top_k, -1)
         weights_R1K = dispatched.topk_weights_RK.to(x_RD.dtype).unsqueeze(1)
         return torch.bmm(weights_R1K, y_RKD).squeeze(1)
 
-    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._w13[expert](x).chunk(2, dim=-1)
-        return self._w2[expert](F.silu(gate).mul_(up))
+    def _experts(self, experts: Sequence[int], xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns each expert's rows of results, [P, D]."""
+        shares = self._workers.shares([_EXPERT_COST + len(x) for x in xs])
+        pieces = [partial(self._share, experts[share], xs[share]) for share in shares]
+        ys = self._workers.run(pieces)
+        return ys[0] if len(ys) == 1 else torch.cat(ys)
+
+    def _share(self, experts: Sequence[int], xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What one thread runs of ``_experts``. One activation for all: small operators cost."""
+        hidden = torch.cat([self._w13[expert](x) for expert, x in zip(experts, xs, strict=True)])
+        gate, up = hidden.chunk(2, dim=-1)
+        activated = torch.split_with_sizes(F.silu(gate).mul_(up), [len(x) for x in xs])
+        return torch.cat([self._w2[e](x) for e, x in zip(experts, activated, strict=True)])

@@ -6,7 +6,9 @@ import torch
 
 from executor.forward_batch import DpLayout, ForwardBatch
 from executor.kv_pool import KVPool, KVShape
+from executor.layers import attention as attention_module
 from executor.layers.attention import TorchAttention
+from executor.layers.workers import WorkerPool
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 SHAPE = KVShape(
@@ -91,6 +93,13 @@ class Case:
 def test_every_mix_equals_plain_attention(mix: list[tuple[int, int]]):
     case = Case(mix, garbage=0.0)
     torch.testing.assert_close(case.run(), case.expected(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_workers_change_no_bit(mix: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+    alone = Case(mix, garbage=0.0).run()
+    monkeypatch.setattr(attention_module, "WorkerPool", lambda: WorkerPool(3))
+    assert torch.equal(Case(mix, garbage=0.0).run(), alone)
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

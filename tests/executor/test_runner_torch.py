@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.layers.linear import Linear
+from executor.layers.workers import WorkerPool
 from executor.moe.layer import Dispatched, topk_softmax
 from executor.moe.runner_torch import TorchMoERunner
 
@@ -20,7 +21,9 @@ def weights(request: pytest.FixtureRequest) -> tuple[torch.Tensor, torch.Tensor]
     return w13.to(request.param), w2.to(request.param)
 
 
-def runner(weights: tuple[torch.Tensor, torch.Tensor]) -> TorchMoERunner:
+def runner(
+    weights: tuple[torch.Tensor, torch.Tensor], workers: WorkerPool | None = None
+) -> TorchMoERunner:
     stacks = []
     for stack in weights:
         linears = []
@@ -30,7 +33,7 @@ def runner(weights: tuple[torch.Tensor, torch.Tensor]) -> TorchMoERunner:
             linear.finish()
             linears.append(linear)
         stacks.append(linears)
-    return TorchMoERunner(*stacks)
+    return TorchMoERunner(*stacks, workers)
 
 
 def authority(weights: tuple[torch.Tensor, torch.Tensor], dispatched: Dispatched) -> torch.Tensor:
@@ -96,6 +99,18 @@ def test_a_rows_result_is_the_same_every_time(weights: tuple[torch.Tensor, torch
     experts = runner(weights)
     first = experts.run(dispatched)
     assert all(torch.equal(experts.run(dispatched), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, LOCAL + 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_workers_change_no_bit(
+    weights: tuple[torch.Tensor, torch.Tensor], case: tuple[int, int, int], num_workers: int
+):
+    dispatched = routed(*case, weights[0].dtype)
+    workers = WorkerPool(num_workers)
+    with workers.sharing(num_rows=33):
+        shared = runner(weights, workers).run(dispatched)
+    assert torch.equal(shared, runner(weights).run(dispatched))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
