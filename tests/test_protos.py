@@ -1,6 +1,6 @@
 """If these fail, a client built from the .proto files does not fit what this repository runs."""
 
-import shutil
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +11,15 @@ from google.protobuf import descriptor_pb2
 ROOT = Path(__file__).parent.parent
 PROTOS = sorted((ROOT / "protos").glob("*/v1/*.proto"))
 
+# buf and protoc's plugins are programs beside the Python that runs this, active or not.
+BIN = Path(sys.executable).parent
+ENV = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+
 
 def protoc(*options: str) -> None:
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *options]
     names = [str(path.relative_to(ROOT)) for path in PROTOS]
-    done = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, *names], cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -36,8 +40,8 @@ def test_the_committed_code_is_what_the_protos_give(tmp_path: Path) -> None:
 
 
 def test_buf_finds_no_fault() -> None:
-    buf = shutil.which("buf") or str(Path(sys.executable).with_name("buf"))
-    done = subprocess.run([buf, "lint", "protos"], cwd=ROOT, capture_output=True, text=True)
+    command = [str(BIN / "buf"), "lint", "protos"]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
