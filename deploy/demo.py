@@ -213,7 +213,9 @@ async def run_until_told(args: argparse.Namespace) -> bool:
     """Runs the demo; SIGTERM stops it as Ctrl-C does."""
     running = asyncio.current_task()
     assert running is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     return await run(args)
 
 

@@ -39,7 +39,9 @@ async def serve(args: argparse.Namespace) -> None:
     """Serves until cancelled, or until a process ends by itself."""
     running = asyncio.current_task()
     assert running is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     print(f"Starting {args.dp_size} executors and a router ...", flush=True)
     stack = LocalStack(args.model, dp_size=args.dp_size, listen=args.listen, log_dir=args.log_dir)
     async with stack:
