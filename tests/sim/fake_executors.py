@@ -1,9 +1,10 @@
-"""Executors that keep tokens where real ones keep KV.
+"""Executors that keep numbers where real ones keep KV.
 
-What a token's keys and values depend on is every token before it. So each KV position here holds
-a token, a sequence's next token is a hash over what its blocks hold, and a block that was handed
-out twice, a row that kept an old block or a token that was fed at the wrong place changes the
-output, as it would on a real executor.
+What a token's keys and values depend on is that token and every one before it. So each KV position
+here holds a hash over the tokens up to it, chained through what the position before holds, and a
+sequence's next token is a hash over all that its blocks hold. A block that was handed out twice
+or shared behind another prefix, a row that kept an old block, or a token that was fed at the wrong
+place changes the output, as it would on a real executor.
 """
 
 import asyncio
@@ -24,29 +25,38 @@ VOCAB_SIZE = 50
 EOS = 0
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def extend_kv(before: int, token: int) -> int:
+    """What a position holds, given what the one before it holds (0 at the start)."""
+    return (before * 1_000_003 + int(token) + 1) % (1 << 61)
+
+
+def next_token(kv: Sequence[int]) -> int:
     """The model: ends a sequence about once in 40 tokens."""
     state = 17
-    for token in tokens:
-        state = (state * 1_000_003 + int(token) + 1) % (1 << 61)
+    for held in kv:
+        state = (state * 1_000_003 + held) % (1 << 61)
     return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
 
 
 def expected_output(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
     """What a sequence must give, computed without any router."""
-    tokens = [int(token) for token in prompt]
-    while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens))
-        if tokens[-1] in stop_ids:
+    kv: list[int] = []
+    for token in prompt:
+        kv.append(extend_kv(kv[-1] if kv else 0, token))
+    output: list[int] = []
+    while len(output) < max_tokens:
+        output.append(next_token(kv))
+        if output[-1] in stop_ids:
             break
-    return tokens[len(prompt) :]
+        kv.append(extend_kv(kv[-1], output[-1]))
+    return output
 
 
 @dataclass
 class FakeRank:
     """One DP rank's memory."""
 
-    kv: np.ndarray  # [num_blocks, block_size]: the token whose KV is there, or -1
+    kv: np.ndarray  # [num_blocks, block_size]: extend_kv of the token whose KV is there, or -1
     tables: dict[int, list[int]] = field(default_factory=dict)
     last_tokens: dict[int, int] = field(default_factory=dict)
 
@@ -77,7 +87,9 @@ class FakeRank:
             for position in range(int(batch.num_computed_tokens[i]), end):
                 token = next(token_ids)
                 token = self.last_tokens[row] if token == -1 else token
-                self.kv[table[position // shape.block_size], position % shape.block_size] = token
+                before = self._held(table, position - 1, shape) if position else 0
+                block, offset = divmod(position, shape.block_size)
+                self.kv[table[block], offset] = extend_kv(before, token)
             if samples[i]:
                 token = next_token(self.kv[table].reshape(-1)[:end].tolist())
                 self.last_tokens[row] = token
@@ -89,6 +101,10 @@ class FakeRank:
             np.zeros(0, np.int32),
             np.zeros(0, np.float32),
         )
+
+    def _held(self, table: list[int], position: int, shape: GroupShape) -> int:
+        block, offset = divmod(position, shape.block_size)
+        return int(self.kv[table[block], offset])
 
 
 class FakeExecutors:

@@ -49,16 +49,20 @@ class World:
         )
         self.cell.drive([self.engine])
         self.prefixes = [self.tokens(rng.randint(4, 24)) for _ in range(3)]
+        self.pieces = [self.tokens(self.shape.block_size) for _ in range(4)]
         self.num_right = 0
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randint(1, VOCAB_SIZE - 1) for _ in range(count)]
 
+    def recombined(self) -> list[int]:
+        """Blocks that other prompts have too, behind other blocks."""
+        return [token for piece in self.rng.choices(self.pieces, k=4) for token in piece]
+
     def make_request(self, number: int) -> Request:
         rng = self.rng
-        prompt = (rng.choice(self.prefixes) if rng.random() < 0.6 else []) + self.tokens(
-            rng.randint(1, 20)
-        )
+        prompt = rng.choice([*self.prefixes, self.recombined(), []])
+        prompt = prompt + self.tokens(rng.randint(1, 20))
         ignore_eos = rng.random() < 0.3
         now = asyncio.get_running_loop().time()
         return Request(
