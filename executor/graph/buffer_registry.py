@@ -23,12 +23,14 @@ from typing import Any, TypeVar
 import torch
 
 from executor.graph.fill_plan import FillPlan, group_copies, head_like, make_fill_plan
-from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy
+from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy, SizesOnly
 from executor.graph.input_buffers import share_input_buffer
+from executor.graph.side_by_side import SideBySide
 
 MAX_CACHED_SIZES = 1024  # 19 KB each with every slot; a decode registry of 512 sequences has 512
 
 Batch = TypeVar("Batch")
+_NO_SLOTS: frozenset[str] = frozenset()
 _RESET_POLICIES = (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
 _INITIAL_VALUE_POLICIES = (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
 
@@ -63,6 +65,7 @@ class CudaGraphBufferRegistry:
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
         self._slots: dict[str, GraphSlot] = {}
+        self._counts = SideBySide()
         self._poison: Mapping[str, float] | None = None
         self._plan = lru_cache(MAX_CACHED_SIZES)(self._make_plan)
         self._views = lru_cache(MAX_CACHED_SIZES)(self._make_views)
@@ -119,7 +122,7 @@ class CudaGraphBufferRegistry:
         raw_num_tokens: int,
         padded_num_tokens: int,
         pp_proxy_tensors: Any = None,
-        skip_slots: AbstractSet[str] = frozenset(),
+        skip_slots: AbstractSet[str] = _NO_SLOTS,
     ) -> None:
         """Refreshes every slot from a batch: resets tails, copies heads, then runs ``post_fill``.
 
@@ -140,7 +143,7 @@ class CudaGraphBufferRegistry:
                 that of its slot's head. Names the slot.
             RuntimeError: A FILL_SENTINEL slot must be padded and has no ``pad_value``.
         """
-        skipped = frozenset(skip_slots)
+        skipped = frozenset(skip_slots) if skip_slots else _NO_SLOTS
         plan = self._plan(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens, skipped)
         context = plan.context
         if pp_proxy_tensors is not None:
@@ -193,7 +196,7 @@ class CudaGraphBufferRegistry:
             head = head_like(self.get_slot(name), source)
             if not _is_same_view(head, source):
                 pairs.append((head, source))
-        group_copies(pairs, self.device).run([source for _, source in pairs])
+        group_copies(pairs, self.device).run(tuple(source for _, source in pairs))
 
     def reset_for_capture(self) -> None:
         """Puts every buffer whose padding matters back to its initial value, all rows.
@@ -235,7 +238,10 @@ class CudaGraphBufferRegistry:
             raise ValueError(f"slot {slot.name!r}: axis={slot.axis!r} needs a shape with rows")
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
-            buffer = torch.zeros(shape, dtype=slot.dtype, device=device)
+            if isinstance(slot.post_fill, SizesOnly):
+                buffer = self._counts.take(shape, slot.dtype, device)
+            else:
+                buffer = torch.zeros(shape, dtype=slot.dtype, device=device)
         if self.share_pool:
             buffer = share_input_buffer(slot.name, buffer)
         if slot.padding_policy in _INITIAL_VALUE_POLICIES and slot.pad_value is not None:

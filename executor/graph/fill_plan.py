@@ -6,8 +6,10 @@ copies along with the batch: on CUDA that is no kernel of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -25,25 +27,28 @@ MAX_LAYOUTS = 64  # a batch's fields hardly vary; the layouts beyond are made ag
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination and source of one shape
 Layout = tuple[tuple[torch.dtype, torch.Size] | None, ...]
+Sources = tuple[Any, ...]
+
+_numel = torch.Tensor.numel
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What to copy where: each source is a constant or a position in a list.
+    """What to copy where: each source is a constant or a position in a tuple.
 
     Attributes:
         grouped: For one ``_foreach_copy_`` each: destinations, the first ones' constant sources,
-            and the other ones' sources as positions.
+            and what picks the other ones' sources.
         single: Destinations that are copied one by one, and their sources' positions.
     """
 
-    grouped: list[tuple[list[torch.Tensor], list[torch.Tensor], list[int]]]
+    grouped: list[tuple[list[torch.Tensor], Sources, Callable[[Sources], Sources]]]
     single: list[tuple[torch.Tensor, int]]
 
-    def run(self, sources: Sequence[Any]) -> None:
+    def run(self, sources: Sources) -> None:
         """Copies. The sources have the shapes that these copies were made for."""
-        for destinations, constants, positions in self.grouped:
-            torch._foreach_copy_(destinations, constants + [sources[i] for i in positions])
+        for destinations, constants, pick in self.grouped:
+            torch._foreach_copy_(destinations, constants + pick(sources))
         for destination, position in self.single:
             destination.copy_(sources[position])
 
@@ -52,21 +57,27 @@ class Copies:
 class _Recent:
     """The copies of the latest fill, and the little that tells whether the next one is alike.
 
-    Types and element counts are read twice as fast as dtypes and shapes. A source of another
-    dtype is copied right all the same, though not fused with its group; one of another shape with
-    as many elements is copied right or not at all, as there is nothing to broadcast.
+    Element counts are read twice as fast as shapes. A source of another dtype is copied right all
+    the same, though not fused with its group; one of another shape with as many elements is copied
+    right or not at all, as there is nothing to broadcast.
+
+    Attributes:
+        read: Takes a batch to the attributes that were tensors.
+        absent: The attributes that were none.
+        numels: Element counts of the tensors that ``read`` gives.
+        extra_numels: The same of the further sources, None for what is no tensor.
+        copies: From the tensors that ``read`` gives, then the further sources.
     """
 
-    types: list[type]
-    tensors: list[int]
+    read: Callable[[Any], Sources]
+    absent: list[str]
     numels: list[int]
+    extra_numels: list[int | None]
     copies: Copies
 
-    def fit(self, sources: Sequence[Any]) -> bool:
-        """Returns whether these sources can be copied the same way."""
-        return self.types == list(map(type, sources)) and self.numels == [
-            sources[i].numel() for i in self.tensors
-        ]
+
+# Fits no batch: None has no elements to count.
+_NOTHING = _Recent(lambda _: (None,), [], [], [], Copies([], []))
 
 
 @dataclass(slots=True)
@@ -95,7 +106,7 @@ class FillPlan:
     slots: list[GraphSlot]
     post_fills: list[tuple[PostFill, torch.Tensor]]
     _by_layout: dict[Layout, _Recent] = field(default_factory=dict, init=False)
-    _recent: _Recent | None = field(default=None, init=False)
+    _recent: _Recent = field(default=_NOTHING, init=False)
 
     def run(self, forward_batch: Any, context: FillContext) -> None:
         """Resets tails, copies what sources there are, then calls the hooks.
@@ -107,39 +118,60 @@ class FillPlan:
             torch._foreach_zero_(tails)
         for buffer, value in self.host_constants:
             buffer.fill_(value)
-        sources = [getattr(forward_batch, name, None) for name in self.names]
+        extra: Sources = ()
         if self.source_fns:
-            sources += [source_fn(forward_batch, context) for source_fn in self.source_fns]
+            extra = tuple(fn(forward_batch, context) for fn in self.source_fns)
         recent = self._recent
-        if recent is None or not recent.fit(sources):
-            recent = self._recent = self._look_up(sources)
+        sources: Sources = ()
+        try:
+            sources = recent.read(forward_batch)
+            is_alike = list(map(_numel, sources)) == recent.numels
+        except (AttributeError, TypeError):  # an attribute has gone, or is no tensor any more
+            is_alike = False
+        for name in recent.absent:
+            if getattr(forward_batch, name, None) is not None:
+                is_alike = False
+        if extra:
+            sources += extra
+            is_alike = is_alike and _numels(extra) == recent.extra_numels
+        if not is_alike:
+            recent, sources = self._look_up(forward_batch, extra)
+            self._recent = recent
         try:
             recent.copies.run(sources)
         except RuntimeError:
-            self._make_copies(sources)  # names the slot, if a shape is to blame
+            self._look_up(forward_batch, extra)  # names the slot, if a shape is to blame
             raise
         for post_fill, buffer in self.post_fills:
             post_fill(buffer, forward_batch, context)
 
-    def _look_up(self, sources: Sequence[Any]) -> _Recent:
-        layout = tuple((s.dtype, s.shape) if isinstance(s, torch.Tensor) else None for s in sources)
+    def _look_up(self, forward_batch: Any, extra: Sources) -> tuple[_Recent, Sources]:
+        """Returns the copies for such a batch, and what they start from."""
+        every: list[Any] = [getattr(forward_batch, name, None) for name in self.names]
+        is_there = [isinstance(source, torch.Tensor) for source in every]
+        sources = (*compress(every, is_there), *extra)
+        layout = tuple(
+            (s.dtype, s.shape) if isinstance(s, torch.Tensor) else None for s in (*every, *extra)
+        )
         found = self._by_layout.get(layout)
         if found is None:
-            tensors = [i for i, source in enumerate(sources) if isinstance(source, torch.Tensor)]
+            slots = [*compress(self.slots, is_there), *self.slots[len(every) :]]
+            names = list(compress(self.names, is_there))
             found = _Recent(
-                types=list(map(type, sources)),
-                tensors=tensors,
-                numels=[sources[i].numel() for i in tensors],
-                copies=self._make_copies(sources),
+                read=_reader(names),
+                absent=[name for name in self.names if name not in names],
+                numels=list(map(_numel, compress(every, is_there))),
+                extra_numels=_numels(extra),
+                copies=self._make_copies(slots, sources),
             )
             if len(self._by_layout) < MAX_LAYOUTS:
                 self._by_layout[layout] = found
-        return found
+        return found, sources
 
-    def _make_copies(self, sources: Sequence[Any]) -> Copies:
+    def _make_copies(self, slots: Sequence[GraphSlot], sources: Sources) -> Copies:
         context = self.context
         pairs: list[Pair | None] = []
-        for slot, source in zip(self.slots, sources, strict=True):
+        for slot, source in zip(slots, sources, strict=True):
             if not isinstance(source, torch.Tensor):
                 pairs.append(None)
             elif slot.source_fn is not None:
@@ -185,11 +217,7 @@ def make_fill_plan(
         context=context,
         device=device,
         zero_tails=list(zero_tails.values()),
-        constants=[
-            (buffer, torch.full_like(buffer, value))
-            for buffer, value in values
-            if buffer.device == device
-        ],
+        constants=_join_neighbours([pair for pair in values if pair[0].device == device]),
         host_constants=[(buffer, value) for buffer, value in values if buffer.device != device],
         names=[slot.name for slot in from_batch],
         source_fns=[slot.source_fn for slot in from_function if slot.source_fn is not None],
@@ -226,7 +254,10 @@ def group_copies(
         heads, _, positions = groups.setdefault(_group_key(head, source), ([], [], []))
         heads.append(head)
         positions.append(position)
-    return Copies(list(groups.values()), single)
+    grouped = [
+        (heads, tuple(sources), _picker(positions)) for heads, sources, positions in groups.values()
+    ]
+    return Copies(grouped, single)
 
 
 def head_like(slot: GraphSlot, source: torch.Tensor) -> torch.Tensor:
@@ -242,19 +273,65 @@ def head_like(slot: GraphSlot, source: torch.Tensor) -> torch.Tensor:
     return head
 
 
+def _join_neighbours(values: Iterable[tuple[torch.Tensor, float]]) -> list[Pair]:
+    """Returns buffers and what they get, as one pair where they touch in memory."""
+    runs: list[list[tuple[torch.Tensor, float]]] = []
+    end = None
+    for buffer, value in sorted(values, key=lambda pair: pair[0].data_ptr()):
+        place = (buffer.untyped_storage().data_ptr(), buffer.dtype, buffer.data_ptr())
+        if place == end and buffer.is_contiguous():
+            runs[-1].append((buffer, value))
+        else:
+            runs.append([(buffer, value)])
+        end = (*place[:2], place[2] + buffer.nbytes) if buffer.is_contiguous() else None
+    pairs = []
+    for run in runs:
+        first, value = run[0]
+        constant = torch.full_like(first, value)
+        if len(run) > 1:
+            constant = torch.cat([torch.full_like(buffer, v).flatten() for buffer, v in run])
+            first = first.as_strided(constant.shape, (1,))
+        pairs.append((first, constant))
+    return pairs
+
+
+def _reader(names: list[str]) -> Callable[[Any], Sources]:
+    """Returns what takes an object to a tuple of attributes."""
+    if not names:
+        return lambda _: ()
+    if len(names) == 1:
+        return lambda batch: (getattr(batch, names[0]),)
+    return attrgetter(*names)
+
+
+def _picker(positions: list[int]) -> Callable[[Sources], Sources]:
+    """Returns what takes a tuple to a tuple of its items at some positions, ascending."""
+    start = positions[0] if positions else 0
+    stop = start + len(positions)
+    if positions == list(range(start, stop)):
+        return itemgetter(slice(start, stop))
+    return itemgetter(*positions)
+
+
+def _numels(sources: Iterable[Any]) -> list[int | None]:
+    return [s.numel() if isinstance(s, torch.Tensor) else None for s in sources]
+
+
 def _group_key(destination: torch.Tensor, source: torch.Tensor) -> object:
     """Returns what tensors of one _foreach_ call must have in common.
 
     The fused kernel wants one dtype and one device per side and dense tensors. A single exception
     sends the whole call through kernels one by one, so strided tensors go by themselves. The CPU
-    has no fused kernel and does not care.
+    has no fused kernel, so there a call takes all and saves the cost of the others.
 
     Source: PyTorch, aten/src/ATen/native/cuda/ForeachBinaryOpList.cu,
         foreach_tensor_copy_list_kernel_cuda_; ForeachUtils.h, can_use_fast_route.
     """
+    if destination.device.type == source.device.type == "cpu":
+        return "cpu"
     key = (destination.dtype, source.dtype, destination.device, source.device)
     is_dense = destination.is_contiguous() and source.is_contiguous()
-    return key if is_dense or destination.device.type == "cpu" else (key, destination.data_ptr())
+    return key if is_dense else (key, destination.data_ptr())
 
 
 def _check_shape(slot: GraphSlot, source: torch.Tensor, head: torch.Tensor) -> None:

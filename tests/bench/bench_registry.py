@@ -5,15 +5,17 @@
 Both fill the same 13 inputs on the CPU with one thread: input_ids, positions, out_cache_loc, M-RoPE
 positions, rows, lengths on device and host, Mamba tracks, encoder lengths, and the computed counts.
 Field by field is what a runner does without a registry: where the batch is smaller than the graph
-it resets the tail, then ``buffer[:raw].copy_(source)``, with slices made on the spot.
+it resets the tail, then ``buffer[:raw].copy_(source)``, with slices made on the spot. It skips the
+same fields that a batch may lack, but does not look at shapes, as the registry does.
 
 The two take turns, so that neighbours on the same cores slow both alike. Columns: the fastest round
 of each, their ratio, the median of the ratios of neighbouring rounds; the floor, which is one
 ``_foreach_copy_`` of the 13 inputs with nothing around it; and the operations that each dispatches.
-In inference mode, as the executor runs, slices are cheaper than outside, and so is field by field.
+--require is about the lesser of the two ratios. In inference mode, as the executor runs, slices are cheaper than
+outside, and so is field by field.
 
-On the CPU an operation inside ``_foreach_copy_`` costs about as much as one outside, so the floor
-bounds the ratio. On CUDA each operation of these counts is at least one kernel launch.
+On the CPU a copy inside ``_foreach_copy_`` is still an operation of its own, so the floor bounds the
+ratio, most where nothing is padded. On CUDA each of these operations is at least one kernel launch.
 """
 
 import argparse
@@ -119,13 +121,18 @@ class FieldByField:
         self.input_ids[:raw].copy_(batch.input_ids)
         self.positions[:raw].copy_(batch.positions)
         self.out_cache_loc[:raw].copy_(batch.out_cache_loc)
-        self.mrope_positions[:, :raw].copy_(batch.mrope_positions)
+        if batch.mrope_positions is not None:
+            self.mrope_positions[:, :raw].copy_(batch.mrope_positions)
         self.req_pool_indices[:raw].copy_(batch.req_pool_indices)
         self.seq_lens[:raw].copy_(batch.seq_lens)
-        self.seq_lens_cpu[:raw].copy_(batch.seq_lens_cpu)
-        self.mamba_track_indices[:raw].copy_(batch.mamba_track_indices)
-        self.mamba_track_mask[:raw].copy_(batch.mamba_track_mask)
-        self.encoder_lens[:raw].copy_(batch.encoder_lens)
+        if batch.seq_lens_cpu is not None:
+            self.seq_lens_cpu[:raw].copy_(batch.seq_lens_cpu)
+        if batch.mamba_track_indices is not None:
+            self.mamba_track_indices[:raw].copy_(batch.mamba_track_indices)
+        if batch.mamba_track_mask is not None:
+            self.mamba_track_mask[:raw].copy_(batch.mamba_track_mask)
+        if batch.encoder_lens is not None:
+            self.encoder_lens[:raw].copy_(batch.encoder_lens)
         self.num_token_non_padded.fill_(local_num_token_non_padded(raw, padded, ATTN_TP_SIZE, 0))
         self.global_num_tokens_gpu.fill_(padded)
         self.global_num_tokens_for_logprob_gpu.fill_(padded)
@@ -167,7 +174,7 @@ class _Counter(TorchDispatchMode):
 
 
 def compare(raw: int, padded: int, rounds: int, fills: int) -> float:
-    """Prints the row of a size. Returns the ratio of the fastest rounds."""
+    """Prints the row of a size. Returns the lesser of its two ratios."""
     registry, fields, batch = full_registry(), FieldByField(), full_batch(raw)
 
     def by_registry() -> None:
@@ -198,7 +205,7 @@ def compare(raw: int, padded: int, rounds: int, fills: int) -> float:
         f"{least:6.2f} {counts}",
         flush=True,
     )
-    return naive / ours
+    return min(naive / ours, median)
 
 
 def main() -> int:
@@ -209,7 +216,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
-    ratios = []
+    short = []
     print("13 inputs, CPU, 1 thread; us per fill, fastest round; GC off")
     for mode in (True, False):
         print(f"inference mode {'on' if mode else 'off'}")
@@ -220,9 +227,11 @@ def main() -> int:
         with torch.inference_mode(mode):
             for raw, padded in SIZES:
                 ratio = compare(raw, padded, options.rounds, options.fills)
-                if padded == REQUIRED_AT:
-                    ratios.append(ratio)
-    return int(min(ratios) < options.require)
+                if padded == REQUIRED_AT and ratio < options.require:
+                    short.append(f"{raw}/{padded}, inference mode {'on' if mode else 'off'}")
+    if short:
+        print(f"below {options.require}: {'; '.join(short)}")
+    return int(bool(short))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A stale or missing input of a graph replays an older batch's answer to a new request."""
 
 import dataclasses
+import inspect
 import random
 import tracemalloc
 from collections.abc import Iterator
@@ -169,6 +170,68 @@ def test_a_slot_copies_rows_of_tokens_unless_told_otherwise():
     slot = GraphSlot("x", lambda b, t: (t,), INT64)
     assert (slot.axis, slot.padding_policy) == ("tokens", P.FOREACH_COPY)
     assert (slot.enabled, slot.copy_from_fb, slot.buffer) == (True, True, None)
+
+
+def parameters(function: Any) -> dict[str, Any]:
+    """Returns parameters and defaults, in order; REQUIRED is the sign of none."""
+    signature = inspect.signature(function).parameters
+    return {name: p.default for name, p in signature.items() if name != "self"}
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def test_slots_and_sizes_take_what_people_of_the_field_expect_in_that_order():
+    assert list(parameters(GraphSlot).items()) == [
+        ("name", REQUIRED),
+        ("shape_fn", REQUIRED),
+        ("dtype", REQUIRED),
+        ("axis", "tokens"),
+        ("device", None),
+        ("padding_policy", P.FOREACH_COPY),
+        ("pad_value", None),
+        ("enabled", True),
+        ("copy_from_fb", True),
+        ("post_fill", None),
+        ("slice_fn", None),
+        ("source_fn", None),
+    ]
+    sizes = dict.fromkeys(("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"), REQUIRED)
+    assert parameters(FillContext) == sizes | {"pp_proxy_tensors": None}
+    more = {"pp_proxy_tensors": None, "skip_slots": frozenset()}
+    assert parameters(CudaGraphBufferRegistry.fill_from) == (
+        {"forward_batch": REQUIRED} | sizes | more
+    )
+    assert parameters(CudaGraphBufferRegistry.register_slot) == {"slot": REQUIRED, "bind": None}
+    assert list(parameters(CudaGraphBufferRegistry.extract_buffer)) == [
+        "padded_bs",
+        "padded_num_tokens",
+        "forward_batch_template",
+    ]
+    assert parameters(CudaGraphBufferRegistry) == {
+        "device": REQUIRED,
+        "max_bs": REQUIRED,
+        "max_num_tokens": REQUIRED,
+        "share_pool": False,
+    }
+
+
+def test_the_decode_factory_takes_what_people_of_the_field_expect():
+    expected = {
+        **dict.fromkeys(("device", "max_bs", "max_num_token", "seq_len_fill_value"), REQUIRED),
+        "cache_loc_dtype": REQUIRED,
+        "enable_mamba_track": False,
+        "is_encoder_decoder": False,
+        "encoder_len_fill_value": 0,
+        "enable_num_token_non_padded": False,
+        "require_gathered_buffer": False,
+        "require_mlp_tp_gather": False,
+        "num_dp_ranks": 1,
+        "register_global_num_tokens": True,
+        "share_pool": True,
+        "source": None,
+    }
+    assert expected.items() <= parameters(build_decode_registry).items()
 
 
 def test_slices_follow_the_slots_own_axis():
@@ -422,6 +485,44 @@ def test_a_source_that_is_no_tensor_leaves_the_head_and_resets_the_tail(source: 
     assert content(registry, "x")[:4] == [1, 2, 0, 0]
 
 
+def test_a_field_that_appears_or_goes_between_fills_of_a_size_is_noticed():
+    registry = make_registry()
+    for name in ("a", "b"):
+        registry.register_slot(bs_slot(name))
+    for batch, expected in (
+        (SimpleNamespace(a=numbers(2)), [[1, 2], [0, 0]]),
+        (SimpleNamespace(a=numbers(2), b=numbers(2, first=5)), [[1, 2], [5, 6]]),
+        (SimpleNamespace(b=numbers(2, first=7)), [[1, 2], [7, 8]]),
+        (SimpleNamespace(a="no tensor", b=numbers(2, first=9)), [[1, 2], [9, 10]]),
+        (SimpleNamespace(a=numbers(2, first=3), b=[1, 2]), [[3, 4], [9, 10]]),
+        (SimpleNamespace(), [[3, 4], [9, 10]]),
+    ):
+        for _ in range(2):
+            fill(registry, batch, 2, 2)
+            assert [content(registry, name)[:2] for name in ("a", "b")] == expected
+
+
+def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
+    calls: list[int] = []
+
+    def source(batch: Any, context: FillContext) -> torch.Tensor | None:
+        calls.append(1)
+        return batch.other
+
+    registry = make_registry()
+    registry.register_slot(bs_slot("a"))
+    registry.register_slot(bs_slot("b", source_fn=source))
+    for a, other in (
+        (numbers(2), numbers(2)),
+        (numbers(2), numbers(4)),
+        (None, numbers(3, first=7)),
+        (numbers(2), None),
+    ):
+        fill(registry, SimpleNamespace(a=a, other=other), 2, 4)
+    assert len(calls) == 4
+    assert content(registry, "b")[:4] == [7, 8, 9, 4]
+
+
 def test_a_field_that_comes_back_is_copied_again():
     registry = make_registry()
     registry.register_slot(bs_slot())
@@ -554,7 +655,9 @@ def test_pipeline_proxies_are_copied_by_key_and_an_absent_key_is_skipped(wrap: A
     buffers = {"hidden": torch.full((8, 2), 7.0), "residual": torch.full((8, 2), 7.0)}
     source = SimpleNamespace(**bound_buffers(), pp_proxy_tensors=wrap(**buffers))
     registry = decode_registry(register_global_num_tokens=False, source=source)
-    assert registry.get_slot("pp_proxy_tensors.hidden").buffer is buffers["hidden"]
+    slot = registry.get_slot("pp_proxy_tensors.hidden")
+    assert slot.buffer is buffers["hidden"]
+    assert (slot.axis, slot.dtype, slot.padding_policy) == ("none", torch.float32, P.KEEP_PAD)
 
     sent = wrap(hidden=torch.ones(3, 2))
     fill(registry, full_batch(3), 3, 4, pp_proxy_tensors=sent)
@@ -772,43 +875,124 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def on_device(batch: FullBatch) -> FullBatch:
+    """Moves all but the host mirror to a device that, like a GPU, is not the host."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor) and field.name != "seq_lens_cpu":
+            setattr(batch, field.name, value.to("meta"))
+    return batch
+
+
+def operations_of(
+    registry: CudaGraphBufferRegistry, batch: Any, raw: int, padded: int
+) -> list[str]:
+    """Returns what a fill runs that is not the first of its kind."""
+    fill(registry, batch, raw, padded)
+    with Operations() as operations:
+        fill(registry, batch, raw, padded)
+    return sorted(operations.names)
+
+
 def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_tail():
     """Each operation is a kernel launch on a GPU, several microseconds apiece."""
-    registry = full_decode_registry()
-    batch = full_batch(3)
-    fill(registry, batch, 3, 4)
-    with Operations() as operations:
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(3)), 3, 4)
+    # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
+    of_the_device = ["_foreach_copy_"] * (3 + 1) + ["_foreach_zero_"] * (2 + 1)
+    assert names == [*of_the_device, "copy_", "fill_"]  # and the host mirror's
+
+
+def test_an_exact_fill_is_one_operation_per_pair_of_types():
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(8)), 8, 8)
+    assert names == ["_foreach_copy_"] * 3 + ["copy_"]
+
+
+def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
+    """The fused kernel takes one type per side; a call with two copies one by one."""
+    registry = full_decode_registry(device="meta")
+    batch = on_device(full_batch(3))
+    batch.input_ids = numbers(3, dtype=torch.int32).to("meta")
+    groups: list[set[Any]] = []
+
+    def copy(to: Any, of: Any) -> None:
+        pairs = zip(to, of, strict=True)
+        groups.append({(a.dtype, b.dtype, a.is_contiguous(), a.device) for a, b in pairs})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", copy)
         fill(registry, batch, 3, 4)
-    # int64, bool, int32; tails of int64 and bool. Field by field it would be 21.
-    assert sorted(operations.names) == ["_foreach_copy_"] * 3 + ["_foreach_zero_"] * 2
+    assert [len(group) for group in groups] == [1] * 5  # int64, bool, int32, to int64, strided
+    assert len(set.union(*groups)) == 5
+
+
+def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
+    """Nothing is fused there, and a call costs as much as two copies."""
+    batch = full_batch(3)
+    batch.input_ids = numbers(3, dtype=torch.int32)
+    names = operations_of(full_decode_registry(), batch, 3, 4)
+    assert names == ["_foreach_copy_", "_foreach_zero_"]
 
 
 def test_an_idle_ranks_fill_copies_its_sentinels_and_counts_only():
-    registry, batch = full_decode_registry(), full_batch(0)
-    fill(registry, batch, 0, 4)
-    with Operations() as operations:
-        fill(registry, batch, 0, 4)
-    assert sorted(operations.names) == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 2
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(0)), 0, 4)
+    # Sentinels and counts; tails as above; the host mirror's.
+    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3 + ["fill_"]
 
 
 def test_sources_of_another_type_get_a_group_of_their_own():
-    registry = full_decode_registry()
-    batch = full_batch(4)
-    batch.input_ids = numbers(4, dtype=torch.int32)
-    fill(registry, batch, 4, 4)
-    with Operations() as operations:
-        fill(registry, batch, 4, 4)
-    assert operations.names == ["_foreach_copy_"] * 4
+    batch = full_batch(8)
+    batch.input_ids = numbers(8, dtype=torch.int32)
+    names = operations_of(full_decode_registry(device="meta"), on_device(batch), 8, 8)
+    assert names == ["_foreach_copy_"] * 4 + ["copy_"]
+
+
+def test_counts_that_touch_in_memory_are_copied_as_one_and_others_are_left_alone():
+    registry = full_decode_registry(num_dp_ranks=2)
+    copied: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
+        fill(registry, SimpleNamespace(), 4, 4)
+    assert [tensor.numel() for tensor in copied] == [1 + 2 + 2]
+
+    fill(registry, full_batch(3), 3, 4)
+    counts = [content(registry, name) for name in DECODE_TABLE if "num_token" in name]
+    assert counts == [[3], [4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_counts_are_right_though_only_some_are_shared(order: tuple[int, int]):
+    """Of the decode runner's counts, a prefill runner has one, and here it may have it first."""
+    builders = [
+        lambda: full_decode_registry(share_pool=True, num_dp_ranks=2),
+        lambda: prefill_registry(share_pool=True, enable_num_token_non_padded=True),
+    ]
+    built = {i: builders[i]() for i in order}
+    fill(built[0], full_batch(3), 3, 4)
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 6, "padded_num_tokens": 8}
+    built[1].fill_from(full_batch(1, num_tokens=6), **sizes)
+    counts = [content(built[0], name) for name in DECODE_TABLE if "num_token" in name]
+    assert counts == [[6], [4, 4], [4, 4]]
+
+
+def test_counts_bound_from_one_tensor_leave_its_other_rows_alone():
+    whole = torch.full((5,), -1, dtype=torch.int32)
+    source = SimpleNamespace(
+        **bound_buffers(),
+        global_num_tokens_gpu=whole[0:1],
+        global_num_tokens_for_logprob_gpu=whole[3:4],
+    )
+    registry = decode_registry(source=source, require_gathered_buffer=True)
+    fill(registry, full_batch(3), 3, 4)
+    assert whole.tolist() == [4, -1, -1, 4, -1]
 
 
 def test_host_mirrors_and_strided_tensors_of_a_device_are_copied_one_by_one():
     """One of them in a group would send the whole group through the slow path."""
     registry = decode_registry(device="meta", register_global_num_tokens=False)
-    batch = full_batch(3)
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor) and field.name != "seq_lens_cpu":
-            setattr(batch, field.name, value.to("meta"))
+    batch = on_device(full_batch(3))
     registry.get_slot("seq_lens_cpu").allocated().fill_(9)
     copied: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -817,6 +1001,27 @@ def test_host_mirrors_and_strided_tensors_of_a_device_are_copied_one_by_one():
     # The sentinel's tail and five heads at once; mrope_positions [:, :3] by itself.
     assert sorted(copied) == [1, 6]
     assert content(registry, "seq_lens_cpu")[:5] == [1, 2, 3, 1, 9]
+
+
+@pytest.mark.parametrize("raw", [250, 256])
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_fill_of_a_seen_size_makes_no_tensor(raw: int, inference: bool):
+    """Not even a view: a slice costs more than the copy that it is for."""
+    registry = full_decode_registry(max_bs=256, max_num_token=256)
+    with torch.inference_mode(inference):
+        batches = [full_batch(raw, first=first) for first in (1, 2)]
+        fill(registry, batches[0], raw, 256)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            for batch in batches * 2:
+                fill(registry, batch, raw, 256)
+    events = profile.events()
+    assert events is not None
+    names = {event.name for event in events}
+    assert "aten::copy_" in names
+    assert not names & {"aten::empty", "aten::slice", "aten::as_strided", "aten::empty_strided"}
+    assert [event.name for event in events if event.self_cpu_memory_usage] == []
 
 
 def test_a_second_fill_of_a_seen_size_allocates_nothing_lasting():
@@ -892,6 +1097,15 @@ def test_reset_for_capture_takes_away_what_another_runner_left():
     assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == [1] * 8
     assert content(registry, "encoder_lens") == [3] * 8
     assert content(registry, "input_ids")[0] == 90  # any valid id will do
+
+
+def test_a_new_registry_sets_its_sentinels_in_storage_that_another_has_used():
+    busy = full_decode_registry(share_pool=True)
+    fill(busy, full_batch(8, first=90), 8, 8)
+    registry = full_decode_registry(share_pool=True, encoder_len_fill_value=3)
+    assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == [1] * 8
+    assert content(registry, "encoder_lens") == [3] * 8
+    assert content(registry, "out_cache_loc")[0] == 90  # see reset_for_capture
 
 
 # The factories' tables.
@@ -996,6 +1210,49 @@ def test_a_factory_that_forgot_to_zero_an_index_does_not_start(
         build()
 
 
+@pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
+def test_only_the_host_mirror_is_on_the_host(build: Any):
+    registry = build(device="meta")
+    on_host = {
+        name
+        for name in registry.slot_names()
+        if registry.get_slot(name).allocated().device.type == "cpu"
+    }
+    assert on_host == {"seq_lens_cpu"}.intersection(registry.slot_names())
+
+
+@pytest.mark.parametrize("value", [0, 1, 7])
+def test_padded_sequences_have_the_length_that_the_attention_backend_asks_for(value: int):
+    registry = decode_registry(seq_len_fill_value=value)
+    fill(registry, full_batch(8, first=50), 8, 8)
+    fill(registry, full_batch(2), 2, 4)
+    expected = [1, 2, value, value, 54, 55, 56, 57]
+    assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == expected
+
+
+def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
+    """Every padded row of a prefill graph runs, from the embedding on."""
+    registry = prefill_registry(
+        is_multimodal=True,
+        hidden_size=2,
+        embed_dtype=torch.float32,
+        enable_mamba_track=True,
+    )
+    sizes = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 16, "padded_num_tokens": 16}
+    registry.fill_from(full_batch(4, num_tokens=16), **sizes)
+    registry.get_slot("input_embeds").allocated().fill_(7)
+    sizes = {"raw_bs": 1, "padded_bs": 3, "raw_num_tokens": 5, "padded_num_tokens": 8}
+    registry.fill_from(full_batch(1, num_tokens=5), **sizes)
+    for name in registry.slot_names():
+        slot = registry.get_slot(name)
+        axis = slot.row_axis()
+        raw, padded, end = (1, 3, 4) if slot.axis == "bs" else (5, 8, 16)
+        whole = slot.allocated()
+        assert whole.narrow(axis, 0, raw).all(), name
+        assert not whole.narrow(axis, raw, padded - raw).any(), name
+        assert whole.narrow(axis, padded, end - padded).all(), name
+
+
 def test_input_embeds_is_written_by_the_model_and_only_its_tail_is_reset():
     registry = prefill_registry(is_multimodal=True, hidden_size=2, embed_dtype=torch.float32)
     registry.get_slot("input_embeds").slice_for(0, 16).fill_(7)
@@ -1023,7 +1280,11 @@ def test_padded_encoder_lengths_keep_the_first_value():
 
 def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
     source = SimpleNamespace(
-        **(bound_buffers() | {"seq_lens": torch.full((8,), 6, dtype=torch.int32)}),
+        **(
+            bound_buffers()
+            | {"seq_lens": torch.full((8,), 6, dtype=torch.int32)}
+            | {"seq_lens_cpu": torch.full((8,), 6, dtype=torch.int32)}
+        ),
         global_num_tokens_gpu=torch.zeros(1, dtype=torch.int32),
         global_num_tokens_for_logprob_gpu=torch.zeros(1, dtype=torch.int32),
     )
@@ -1031,6 +1292,7 @@ def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
     for name in registry.slot_names():
         assert registry.get_slot(name).buffer is getattr(source, name), name
     assert registry.get_slot("seq_lens").dtype is torch.int32
+    assert registry.get_slot("seq_lens_cpu").dtype is torch.int32
     assert source.seq_lens.tolist() == [6] * 8
 
 
