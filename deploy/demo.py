@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from deploy.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
@@ -174,6 +175,18 @@ def print_ranks(group: GroupStatus, answers: Sequence[Answer]) -> None:
         )
 
 
+def print_graphs(group: GroupStatus) -> None:
+    """Prints what ran the steps: replays by runner and size, and misses by reason."""
+    print("\nSteps, by what ran them on every rank")
+    for runner, counts in groupby(group.graphs, key=lambda count: count.runner):
+        if runner == "eager":
+            parts = [f"{count.miss.replace('_', ' ')}: {count.num_steps}" for count in counts]
+            print(f"  {'no graph':<17}  {', '.join(parts)}")
+        else:
+            parts = [f"{count.size}: {count.num_steps}" for count in counts]
+            print(f"  {runner:<17}  size: replays  {', '.join(parts)}")
+
+
 async def idle_group(client: Client) -> GroupStatus:
     """Returns the group's status when the last step is over and nothing runs."""
     while True:
@@ -199,7 +212,9 @@ async def run(args: argparse.Namespace) -> bool:
             start_time = time.perf_counter()
             answers = await ask_all(client, requests)
             print_score(answers, time.perf_counter() - start_time)
-            print_ranks(await idle_group(client), answers)
+            group = await idle_group(client)
+            print_ranks(group, answers)
+            print_graphs(group)
     num_right = sum(answer.is_right for answer in answers)
     print(f"\n{num_right} of {len(answers)} right. ", end="")
     if stack.left_running:

@@ -63,8 +63,10 @@ class ColumnReader:
             raise self.error(name, f"has {values.max()}; at most {most} fits")
         return values
 
-    def ids(self, name: str, length: int, *, least: int = 0, below: int) -> Int64Array:
-        values = self.column(name, INT32, length).astype(np.int64)
+    def ids(
+        self, name: str, length: int, *, least: int = 0, below: int, default: int | None = None
+    ) -> Int64Array:
+        values = self.column(name, INT32, length, default).astype(np.int64)
         if values.size:
             smallest, largest = values.min(), values.max()
             if smallest < least or largest >= below:

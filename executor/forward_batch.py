@@ -24,6 +24,13 @@ class ForwardMode(Enum):
     DECODE = auto()  # one token per sequence
     EXTEND = auto()  # any number of tokens per sequence, decodes mixed in
 
+    @classmethod
+    def of(cls, num_tokens: int, batch_size: int) -> "ForwardMode":
+        """Returns the mode of so many tokens, at least 1 per sequence."""
+        if not num_tokens:
+            return cls.IDLE
+        return cls.EXTEND if num_tokens > batch_size else cls.DECODE
+
 
 class DpPaddingMode(Enum):
     """How the ranks' rows lie in the gathered buffer.
@@ -46,12 +53,14 @@ class DpLayout:
         dp_rank: This rank's place in ``global_num_tokens_cpu``.
         graph_size: Rows that every rank runs when all replay one captured graph; None when
             the step runs eagerly. Only with MAX_LEN, because a captured collective has one size.
+        has_extend: Whether any rank runs more than one token of a sequence.
     """
 
     global_num_tokens_cpu: tuple[int, ...]
     padding_mode: DpPaddingMode
     dp_rank: int
     graph_size: int | None = None
+    has_extend: bool = False
 
     def __post_init__(self) -> None:
         counts = self.global_num_tokens_cpu
@@ -72,9 +81,17 @@ class DpLayout:
             )
 
     @classmethod
-    def single(cls, num_tokens: int, graph_size: int | None = None) -> "DpLayout":
+    def single(
+        cls, num_tokens: int, graph_size: int | None = None, *, has_extend: bool = False
+    ) -> "DpLayout":
         """Returns the layout of a rank that has no peers."""
-        return cls((num_tokens,), DpPaddingMode.MAX_LEN, 0, graph_size)
+        return cls((num_tokens,), DpPaddingMode.MAX_LEN, 0, graph_size, has_extend)
+
+    @classmethod
+    def captured(cls, num_rows: int, dp_size: int, dp_rank: int, *, has_extend: bool) -> "DpLayout":
+        """Returns the layout that a graph is captured with: every rank runs all of its rows."""
+        counts = (num_rows,) * dp_size
+        return cls(counts, DpPaddingMode.MAX_LEN, dp_rank, num_rows, has_extend)
 
     @property
     def dp_size(self) -> int:
@@ -140,6 +157,8 @@ class ForwardBatch:
         extend_prefix_lens_cpu: int64 [B], tokens in the KV pool before this pass. None in
             DECODE, where it is ``seq_lens_cpu - 1``.
         extend_seq_lens_cpu: int64 [B], tokens in this pass, at least 1. None in DECODE.
+        num_token_non_padded: int32 [1] on the device, how many of the T rows are real; None if
+            all are.
     """
 
     forward_mode: ForwardMode
@@ -154,6 +173,14 @@ class ForwardBatch:
     logits_indices: torch.Tensor
     extend_prefix_lens_cpu: Int64Array | None = None
     extend_seq_lens_cpu: Int64Array | None = None
+    num_token_non_padded: torch.Tensor | None = None
+
+    def is_padding(self) -> torch.Tensor | None:
+        """Returns which rows are padding, bool [T, 1]; None if none can be. No host read."""
+        if self.num_token_non_padded is None:
+            return None
+        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)
+        return (rows >= self.num_token_non_padded).unsqueeze(1)
 
     @classmethod
     def from_columns(
@@ -202,9 +229,9 @@ class ForwardBatch:
         wanted = ends - 1 if logits_indices is None else logits_indices
         device = input_ids.device
         seq_lens_cpu = torch.from_numpy(prefix_lens + new_lens)
-        mode = ForwardMode.EXTEND if total > len(rows_) else ForwardMode.DECODE
+        is_extend = total > len(rows_)
         return cls(
-            forward_mode=mode if total else ForwardMode.IDLE,
+            forward_mode=ForwardMode.of(total, len(rows_)),
             batch_size=len(rows_),
             input_ids=input_ids,
             positions=torch.from_numpy(positions).to(device),
@@ -214,6 +241,6 @@ class ForwardBatch:
             seq_lens_cpu=seq_lens_cpu,
             layout=layout,
             logits_indices=torch.from_numpy(np.array(wanted, dtype=np.int64)).to(device),
-            extend_prefix_lens_cpu=prefix_lens,
-            extend_seq_lens_cpu=new_lens,
+            extend_prefix_lens_cpu=prefix_lens if is_extend else None,
+            extend_seq_lens_cpu=new_lens if is_extend else None,
         )

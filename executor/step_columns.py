@@ -12,9 +12,13 @@ from executor.budget import TokenBudget
 from executor.columns import INT32, UINT64, BoolArray, ColumnReader, Int64Array
 from executor.errors import InvalidStep
 from executor.forward_batch import DpLayout, DpPaddingMode
+from executor.graph.capture_sizes import GraphSizes
 from executor.sampler import RowStarts
 from protos.executor.v1 import executor_pb2 as pb
 
+LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last
+
+NO_GRAPHS = GraphSizes()
 PADDING_MODES = {
     pb.DP_PADDING_MODE_MAX_LEN: DpPaddingMode.MAX_LEN,
     pb.DP_PADDING_MODE_SUM_LEN: DpPaddingMode.SUM_LEN,
@@ -34,6 +38,7 @@ class StepLimits:
         block_size: Tokens per block.
         vocab_size: Token ids are below this.
         max_model_len: Tokens of one sequence.
+        graph_sizes: What is captured.
     """
 
     dp_rank: int
@@ -44,6 +49,7 @@ class StepLimits:
     block_size: int
     vocab_size: int
     max_model_len: int
+    graph_sizes: GraphSizes = NO_GRAPHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,9 @@ def _read_sequences(
             "rows", f"row {rows[is_unknown][0]} runs without having started in this epoch"
         )
 
-    token_ids = read.ids("token_ids", total, least=-1, below=limits.vocab_size)
+    token_ids = read.ids(
+        "token_ids", total, least=-1, below=limits.vocab_size, default=LAST_SAMPLED
+    )
     is_fresh = is_starting | ~progress.has_sampled[rows]
     if is_fresh.any():
         is_wrong = (token_ids < 0) & np.repeat(is_fresh, num_tokens)
@@ -297,13 +305,33 @@ def _read_layout(agreement: pb.StepAgreement, limits: StepLimits) -> DpLayout:
             f"padding_mode={agreement.padding_mode}: need MAX_LEN or SUM_LEN",
             field="agreement.padding_mode",
         )
-    if agreement.HasField("graph_size"):
-        raise InvalidStep(
-            f"graph_size={agreement.graph_size}: this executor has captured no graph",
-            field="agreement.graph_size",
-        )
     counts = _counts_by_rank(agreement, "global_num_tokens", limits)
-    return DpLayout(counts, PADDING_MODES[agreement.padding_mode], limits.dp_rank)
+    graph_size = None
+    if agreement.HasField("graph_size"):
+        graph_size = agreement.graph_size
+        _check_graph_size(agreement, counts, limits)
+    mode = PADDING_MODES[agreement.padding_mode]
+    return DpLayout(counts, mode, limits.dp_rank, graph_size, agreement.has_extend)
+
+
+def _check_graph_size(
+    agreement: pb.StepAgreement, counts: tuple[int, ...], limits: StepLimits
+) -> None:
+    kind, captured = "decode", limits.graph_sizes.decode
+    if agreement.has_extend:
+        kind, captured = "extend", limits.graph_sizes.extend
+    size, problem = agreement.graph_size, None
+    if size not in captured:
+        sizes = (
+            f"the {kind} graphs are {list(captured)}" if captured else f"there is no {kind} graph"
+        )
+        problem = f"is not captured: {sizes}"
+    elif size < max(counts):
+        problem = f"is below the {max(counts)} tokens of a rank"
+    elif agreement.padding_mode != pb.DP_PADDING_MODE_MAX_LEN:
+        problem = "needs padding_mode MAX_LEN: a captured collective has one size"
+    if problem is not None:
+        raise InvalidStep(f"graph_size={size} {problem}", field="agreement.graph_size")
 
 
 def _counts_by_rank(agreement: pb.StepAgreement, field: str, limits: StepLimits) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ class BlockPool:
         self._on_evict = on_evict
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack, top at the end
         self._num_free = num_blocks - 1
-        self._ref_counts = np.zeros(num_blocks, dtype=np.int32)
+        # A free block's count is 1 already, so that `acquire`, called for every rank in most
+        # steps, has nothing to write.
+        self._ref_counts = np.ones(num_blocks, dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
         self._num_cached = 0
         self._queue = np.zeros(4 * num_blocks, dtype=np.int32)
@@ -76,13 +78,11 @@ class BlockPool:
 
     def acquire(self, count: int) -> BlockIds:
         """Takes ``count`` blocks, evicting the least recently used cached ones if needed."""
-        assert self.can_acquire(count), "the scheduler looks before it takes"
         if self._num_free < count:
+            assert self.can_acquire(count), "the scheduler looks before it takes"
             self._evict(count - self._num_free + int(self.num_blocks * EVICTED_SHARE))
         self._num_free -= count
-        block_ids = self._free[self._num_free : self._num_free + count].copy()
-        self._ref_counts[block_ids] = 1
-        return block_ids
+        return self._free[self._num_free : self._num_free + count].copy()
 
     def share(self, block_ids: BlockIds) -> None:
         """Adds a reference to used or cached blocks, none of them twice."""
@@ -119,11 +119,15 @@ class BlockPool:
 
     def check(self) -> None:
         """Asserts that every block is in exactly one state. O(num_blocks); for tests."""
-        used = np.flatnonzero(self._ref_counts > 0).tolist()
+        free = self._free[: self._num_free]
+        assert (self._ref_counts[free] == 1).all()
+        is_used = self._ref_counts > 0
+        is_used[SCRATCH_BLOCK] = is_used[free] = False
+        used = np.flatnonzero(is_used).tolist()
         cached = np.flatnonzero(self._place_of >= 0)
-        states = [*self._free[: self._num_free].tolist(), *cached.tolist(), *used]
+        states = [*free.tolist(), *cached.tolist(), *used]
         assert sorted(states) == list(range(1, self.num_blocks))
-        assert not self._is_kept[self._free[: self._num_free]].any()
+        assert not self._is_kept[free].any()
         assert self._is_kept[cached].all()
         assert (self._ref_counts >= 0).all()
         assert len(cached) == self._num_cached
@@ -132,6 +136,7 @@ class BlockPool:
         assert ((self._head <= places) & (places < self._tail)).all()
 
     def _free_up(self, block_ids: BlockIds) -> None:
+        self._ref_counts[block_ids] = 1
         self._free[self._num_free : self._num_free + len(block_ids)] = block_ids
         self._num_free += len(block_ids)
 

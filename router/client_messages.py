@@ -9,7 +9,7 @@ import grpc
 
 from protos.errors import ErrorDetails, error_details
 from protos.serving.v1 import serving_pb2
-from router.status import GroupState, GroupStatus, RankStatus
+from router.status import GraphCount, GroupState, GroupStatus, RankStatus
 
 Prompt = str | Iterable[int]  # text, or token ids
 
@@ -257,6 +257,10 @@ def to_group(message: serving_pb2.GroupStatus) -> GroupStatus:
         num_waiting=message.num_waiting,
         num_waiting_tokens=message.num_waiting_tokens,
         ranks=tuple(map(_rank, message.ranks)),
+        graphs=tuple(
+            GraphCount(count.runner, count.size, count.miss, count.num_steps)
+            for count in message.graphs
+        ),
     )
 
 

@@ -5,7 +5,7 @@ it ran wait again, with the tokens that they have, and the next epoch computes t
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,8 +19,9 @@ from router.model import ServedModel
 from router.readers import Reader, Readers
 from router.request import NO_COLUMNS, Columns, Request, Sequence
 from router.scheduler import Scheduler
-from router.status import GroupState, GroupStatus, RankStatus
-from router.step import StepPlan, StepResult
+from router.status import GraphCount, GroupState, GroupStatus, RankStatus
+from router.step import GraphMiss, StepPlan, StepResult
+from router.step_builder import GraphSizes
 
 log = structlog.get_logger()
 
@@ -184,6 +185,7 @@ class Engine:
             num_waiting=len(self._admission),
             num_waiting_tokens=self._admission.num_tokens,
             ranks=tuple(self._rank_statuses()),
+            graphs=stats.graph_counts(self._info.shape.graph_sizes) if self._info else (),
         )
 
     def _rank_statuses(self) -> list[RankStatus]:
@@ -282,10 +284,25 @@ class _Stats:
         self.last_time: float | None = None
         self.last_tokens: tuple[int, ...] = ()
         self.total_tokens: list[int] = []
+        # By whether a rank extended, the graph's size, and why there was none.
+        self._num_steps: Counter[tuple[bool, int | None, GraphMiss | None]] = Counter()
 
     def add(self, plan: StepPlan, now: float) -> None:
         self.num_steps += 1
         self.last_time = now
-        self.last_tokens = plan.agreement.global_num_tokens
+        agreement = plan.agreement
+        self._num_steps[agreement.has_extend, agreement.graph_size, agreement.graph_miss] += 1
+        self.last_tokens = agreement.global_num_tokens
         totals = self.total_tokens or [0] * len(self.last_tokens)
         self.total_tokens = [a + b for a, b in zip(totals, self.last_tokens, strict=True)]
+
+    def graph_counts(self, sizes: GraphSizes) -> tuple[GraphCount, ...]:
+        """Returns the steps by what ran them, runner by runner, sizes ascending."""
+        counts = []
+        for (has_extend, size, miss), num_steps in self._num_steps.items():
+            if size is None:
+                counts.append(GraphCount("eager", 0, miss or "", num_steps))
+            else:
+                runner = sizes.extend_runner if has_extend else "decode"
+                counts.append(GraphCount(runner, size, "", num_steps))
+        return tuple(sorted(counts, key=lambda count: (count.runner, count.size, count.miss)))

@@ -96,7 +96,9 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             max_num_batched_tokens=budget.max_num_batched_tokens,
             max_num_logits=budget.max_num_logits,
             max_model_len=max_model_len,
-            graph_sizes=GraphSizes(tuple(graph_sizes.decode), tuple(graph_sizes.extend)),
+            graph_sizes=GraphSizes(
+                tuple(graph_sizes.decode), tuple(graph_sizes.extend), graph_sizes.extend_runner
+            ),
         )
     except ValueError as error:
         raise GroupMismatch(f"{leaders[0]}: {error}") from error

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from router.step import Agreement, DpPaddingMode
+from router.step import Agreement, DpPaddingMode, GraphMiss
 
 
 def fill_level(
@@ -56,32 +56,39 @@ def agree(
     """
     assert max(num_tokens) > 0, "an idle system takes no step"
     if has_extend:
-        graph_size = pick_extend_graph_size(num_tokens, extend_graph_sizes)
+        picked = pick_extend_graph_size(num_tokens, extend_graph_sizes)
     else:
-        graph_size = pick_graph_size(max(num_sequences), decode_graph_sizes)
+        picked = pick_graph_size(max(num_sequences), decode_graph_sizes)
+    graph_size, graph_miss = (None, picked) if isinstance(picked, GraphMiss) else (picked, None)
     if graph_size is not None:
         padding_mode = DpPaddingMode.MAX_LEN  # a captured collective has one size
     else:
         padding_mode = pick_padding_mode(num_tokens, has_extend=has_extend)
-    return Agreement(tuple(num_tokens), tuple(num_logits), has_extend, padding_mode, graph_size)
+    return Agreement(
+        tuple(num_tokens), tuple(num_logits), has_extend, padding_mode, graph_size, graph_miss
+    )
 
 
-def pick_graph_size(size: int, captured: Sequence[int]) -> int | None:
-    """Returns the smallest captured size that fits, or None if none does."""
+def pick_graph_size(size: int, captured: Sequence[int]) -> int | GraphMiss:
+    """Returns the smallest captured size that fits, or why none does."""
+    if not captured:
+        return GraphMiss.NOT_CAPTURED
     index = bisect_left(captured, size)
-    return captured[index] if index < len(captured) else None
+    return captured[index] if index < len(captured) else GraphMiss.TOO_LARGE
 
 
-def pick_extend_graph_size(num_tokens: Sequence[int], captured: Sequence[int]) -> int | None:
-    """Returns the graph for an extend, or None where running eagerly is the better choice.
+def pick_extend_graph_size(num_tokens: Sequence[int], captured: Sequence[int]) -> int | GraphMiss:
+    """Returns the graph for an extend, or why running eagerly is the better choice.
 
     A rank without tokens has nothing to lay into a graph's attention metadata, and more than
     half a graph of padding costs more than its launches save.
     """
+    picked = pick_graph_size(max(num_tokens), captured)
+    if isinstance(picked, GraphMiss):
+        return picked
     if min(num_tokens) == 0:
-        return None
-    graph_size = pick_graph_size(max(num_tokens), captured)
-    return None if graph_size is None or graph_size > 2 * max(num_tokens) else graph_size
+        return GraphMiss.IDLE_RANK
+    return GraphMiss.MOSTLY_PADDING if picked > 2 * max(num_tokens) else picked
 
 
 def pick_padding_mode(num_tokens: Sequence[int], *, has_extend: bool) -> DpPaddingMode:

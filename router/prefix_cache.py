@@ -14,6 +14,7 @@ from router.request import Int32Array
 
 BlockHash = bytes
 
+NEW_HASH = blake2b(digest_size=16)
 NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 
 
@@ -26,7 +27,9 @@ def extend_block_hashes(hashes: list[BlockHash], tokens: Int32Array, block_size:
     data = tokens[len(hashes) * block_size :].tobytes()
     width = block_size * tokens.itemsize
     for start in range(0, len(data) - width + 1, width):
-        parent = blake2b(parent + data[start : start + width], digest_size=16).digest()
+        name = NEW_HASH.copy()  # faster than a call with an argument
+        name.update(parent + data[start : start + width])
+        parent = name.digest()
         hashes.append(parent)
 
 
@@ -67,8 +70,9 @@ class PrefixCache:
             is_owner = [owner == block_id for owner, block_id in zip(owners, ids, strict=True)]
             hashes, ids = list(compress(hashes, is_owner)), list(compress(ids, is_owner))
             block_ids = block_ids[is_owner]
+        hash_of = self._hash_of
         for name, block_id in zip(hashes, ids, strict=True):
-            self._hash_of[block_id] = name
+            hash_of[block_id] = name
         self.pool.keep(block_ids)
 
     def check(self) -> None:
@@ -78,5 +82,6 @@ class PrefixCache:
         assert self._block_of == {self._hash_of[block_id]: block_id for block_id in kept}
 
     def _forget(self, block_ids: BlockIds) -> None:
+        block_of, hash_of = self._block_of, self._hash_of
         for block_id in block_ids.tolist():
-            del self._block_of[self._hash_of[block_id]]
+            del block_of[hash_of[block_id]]

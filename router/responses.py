@@ -82,6 +82,12 @@ def group_message(status: GroupStatus) -> serving_pb2.GroupStatus:
         num_waiting=status.num_waiting,
         num_waiting_tokens=status.num_waiting_tokens,
         ranks=[_rank_message(rank) for rank in status.ranks],
+        graphs=[
+            serving_pb2.GraphCount(
+                runner=count.runner, size=count.size, miss=count.miss, num_steps=count.num_steps
+            )
+            for count in status.graphs
+        ],
     )
 
 

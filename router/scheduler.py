@@ -56,6 +56,7 @@ class Scheduler:
             block_size=shape.block_size,
         )
         self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
+        self._pools = [cache.pool for cache in self.caches]
         self.num_preemptions = [0] * shape.dp_size
         self._shape = shape
         self._admission = admission
@@ -74,18 +75,17 @@ class Scheduler:
         runs = self._take_decodes()
         chunks: list[list[Chunk]] = []
         if len(self._admission) or (table.status == RowStatus.EXTEND).any():
-            num_decodes = [
-                end - start for start, end in pairwise(table.cuts_of(np.flatnonzero(runs)))
-            ]
+            num_decodes = table.row_set(runs).num_rows
             self._bind_waiting(num_decodes)
             chunks = self._take_chunks(num_decodes)
             # Whoever came after them may have taken the place of some decodes.
             runs &= table.status == RowStatus.DECODE
-        if not any(chunks) and not runs.any():
+        decodes = table.row_set(runs)
+        if not any(chunks) and not len(decodes.rows):
             # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
             has_place = sum(self.num_preemptions) > num_preemptions and not self._leaving
             return self.schedule() if has_place else None
-        plan = build_plan(table, runs, chunks, self._shape.graph_sizes)
+        plan = build_plan(table, decodes, runs, chunks, self._shape.graph_sizes)
         for chunk in chain.from_iterable(chunks):
             self._name_blocks(chunk.row)
         return plan
@@ -103,7 +103,7 @@ class Scheduler:
         if self._leaving:
             is_live = table.status.take(rows) != RowStatus.ENDED
             rows, tokens = rows[is_live], tokens[is_live]
-        table.flat_tokens[table.row_starts.take(rows) + table.num_tokens.take(rows)] = tokens
+        table.flat_tokens[(table.row_starts + table.num_tokens).take(rows)] = tokens
 
         # From here on, columns of the whole table: without gathers they cost a third.
         sampled = self._sampled
@@ -111,18 +111,19 @@ class Scheduler:
         sampled[rows] = tokens
         has_token = sampled != NO_TOKEN
         np.copyto(table.last_token, sampled, where=has_token)
-        is_first = has_token & (table.num_tokens == table.num_prompt)
+        if plan.agreement.has_extend:  # only what ran a prompt's end samples a first token
+            is_first = has_token & (table.num_tokens == table.num_prompt)
+            now = self._clock()
+            for row in np.flatnonzero(is_first).tolist():
+                table.bound(row).progress.first_token_time = now
         table.num_tokens += has_token
-        is_event = (table.stop_ids == sampled).any(axis=0)
+        is_event = (table.stop_ids[: table.num_stop_ids] == sampled).any(axis=0)
         is_event &= table.num_tokens >= table.min_len
         is_event |= table.num_tokens >= table.max_len
         is_event |= table.is_inspected
         is_event &= has_token
 
         self._readers.wake(table.reader.take(rows))
-        now = self._clock()
-        for row in np.flatnonzero(is_first).tolist():
-            table.bound(row).progress.first_token_time = now
         for row in np.flatnonzero(is_event).tolist():
             self._finish_if_due(row, int(sampled[row]))
         self._release_leaving()
@@ -176,11 +177,12 @@ class Scheduler:
     def _take_decodes(self) -> npt.NDArray[np.bool_]:
         """Returns bool [R]: rows that decode in this step, each with a block for its next token."""
         table = self.table
-        # A row at max_len - 1 has its last token in flight.
+        # A row at max_computed has its last token in flight.
         can_run: npt.NDArray[np.bool_] = table.status == RowStatus.DECODE
-        can_run &= table.num_computed + 1 < table.max_len
-        full = np.flatnonzero(can_run & (table.num_computed == table.num_blocks * table.block_size))
-        if len(full) and not self._grow(full):
+        can_run &= table.num_computed < table.max_computed
+        is_full = table.num_computed == table.num_blocks * table.block_size
+        is_full &= can_run
+        if is_full.any() and not self._grow(np.flatnonzero(is_full)):
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
         return can_run
@@ -193,7 +195,7 @@ class Scheduler:
         table = self.table
         cuts = table.cuts_of(rows)
         counts = [end - start for start, end in pairwise(cuts)]
-        pools = [cache.pool for cache in self.caches]
+        pools = self._pools
         had_room = all(map(BlockPool.can_acquire, pools, counts))
         if not had_room:
             parts = [
@@ -206,7 +208,8 @@ class Scheduler:
         ]
         if not block_ids:
             return False
-        table.block_table[rows, table.num_blocks[rows]] = np.concatenate(block_ids)
+        ends = (table.block_starts + table.num_blocks).take(rows)
+        table.flat_blocks[ends] = np.concatenate(block_ids)
         table.num_blocks[rows] += 1
         return had_room
 

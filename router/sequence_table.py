@@ -11,7 +11,8 @@ r * rows_per_rank to (r + 1) * rows_per_rank - 1; row % rows_per_rank is the exe
                   0                                      num_computed
 """
 
-from typing import Final, overload
+from itertools import pairwise
+from typing import Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,22 @@ class RowStatus:
     ENDED: Final = 4  # has its result, but a step in flight still runs it
 
 
+class RowSet(NamedTuple):
+    """Some rows of a table, ascending, and what follows from which they are, and from nothing else.
+
+    Attributes:
+        rows: int64 [n].
+        num_rows: [dp_size] how many of them each rank has.
+        parts: [dp_size] where each rank's part of `rows` lies.
+        local_rows: [dp_size] int32, each rank's part as the rank numbers its rows.
+    """
+
+    rows: Rows
+    num_rows: list[int]
+    parts: list[slice]
+    local_rows: list[Int32Array]
+
+
 class SequenceTable:
     """The arrays, and how a sequence gets in and out of them. R rows in all.
 
@@ -51,6 +68,7 @@ class SequenceTable:
         num_computed: int32 [R], tokens handed out for computing.
         num_extend: int32 [R], tokens known when it was bound: what EXTEND has to hand out.
         max_len: int32 [R], prompt and output tokens at most.
+        max_computed: int32 [R], max_len - 1: the last token is never computed.
         min_len: int32 [R], no stop token ends it below this length.
         num_blocks: int32 [R], blocks in its row of `block_table`.
         num_sent_blocks: int32 [R], those that the executor knows.
@@ -58,6 +76,7 @@ class SequenceTable:
         num_in_flight: int32 [R], steps handed out and not committed that run it.
         num_taken: int32 [R], tokens that its reader has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
+        num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
             probabilities, many stop tokens.
         scores_output: bool [R], the executor returns log probabilities of its output.
@@ -73,6 +92,8 @@ class SequenceTable:
         first_rows: int64 [dp_size + 1], the first row of each rank, and R.
         row_starts: int64 [R], where each row begins in `flat_tokens`.
         flat_tokens: `tokens` as one long row.
+        block_starts: int64 [R], where each row begins in `flat_blocks`.
+        flat_blocks: `block_table` as one long row.
     """
 
     def __init__(
@@ -88,12 +109,14 @@ class SequenceTable:
         self.num_computed = np.zeros(num_rows, dtype=np.int32)
         self.num_extend = np.zeros(num_rows, dtype=np.int32)
         self.max_len = np.zeros(num_rows, dtype=np.int32)
+        self.max_computed = np.zeros(num_rows, dtype=np.int32)
         self.min_len = np.zeros(num_rows, dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_sent_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_named_blocks = np.zeros(num_rows, dtype=np.int32)
         self.num_in_flight = np.zeros(num_rows, dtype=np.int32)
         self.num_taken = np.zeros(num_rows, dtype=np.int32)
+        self.num_stop_ids = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
@@ -110,6 +133,9 @@ class SequenceTable:
         self.first_rows = np.arange(dp_size + 1) * rows_per_rank
         self.row_starts = np.arange(num_rows) * max_model_len
         self.flat_tokens = self.tokens.reshape(-1)
+        self.block_starts = np.arange(num_rows) * max_blocks
+        self.flat_blocks = self.block_table.reshape(-1)
+        self._last_mask, self._last_row_set = b"", RowSet(self.first_rows[:0], [], [], [])
         self._free_rows = [
             list(range((rank + 1) * rows_per_rank - 1, rank * rows_per_rank - 1, -1))
             for rank in range(dp_size)
@@ -128,6 +154,22 @@ class SequenceTable:
     def rank_of(self, row: Rows) -> Rows: ...
     def rank_of(self, row: int | Rows) -> int | Rows:
         return row // self.rows_per_rank
+
+    def row_set(self, mask: npt.NDArray[np.bool_]) -> RowSet:
+        """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
+        last_mask, self._last_mask = self._last_mask, mask.tobytes()
+        if self._last_mask != last_mask:
+            rows = np.flatnonzero(mask)
+            local_rows = self.local_rows.take(rows)
+            rows.flags.writeable = local_rows.flags.writeable = False  # shared by all who ask
+            parts = [slice(start, end) for start, end in pairwise(self.cuts_of(rows))]
+            self._last_row_set = RowSet(
+                rows,
+                [part.stop - part.start for part in parts],
+                parts,
+                [local_rows[part] for part in parts],
+            )
+        return self._last_row_set
 
     def cuts_of(self, rows: Rows) -> list[int]:
         """[dp_size + 1] where each rank's part of ascending rows begins, and their number."""
@@ -150,6 +192,7 @@ class SequenceTable:
         self.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = len(cached_blocks) * self.block_size
         self.max_len[row] = sequence.num_prompt_tokens + stop.max_tokens
+        self.max_computed[row] = self.max_len[row] - 1
         self.min_len[row] = sequence.num_prompt_tokens + stop.min_tokens
         self.num_blocks[row] = self.num_named_blocks[row] = len(cached_blocks)
         self.num_sent_blocks[row] = 0
@@ -157,6 +200,7 @@ class SequenceTable:
         has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS
         self.stop_ids[:, row] = -1
         if not has_many_stop_ids:
+            self.num_stop_ids = max(self.num_stop_ids, len(stop.stop_token_ids))
             self.stop_ids[: len(stop.stop_token_ids), row] = stop.stop_token_ids
         self.scores_output[row] = request.output.logprobs
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
@@ -204,8 +248,10 @@ class SequenceTable:
     def take_columns(self, reader: int) -> Columns:
         """Returns the output tokens of a reader's columnar rows since the last call."""
         num_new = self.num_tokens - self.num_taken
-        has_new = (num_new > 0) & self.is_columnar & (self.reader == reader)
-        rows = np.flatnonzero(has_new)
+        has_new = num_new > 0
+        has_new &= self.is_columnar
+        has_new &= self.reader == reader
+        rows = self.row_set(has_new).rows
         counts = num_new.take(rows)
         np.copyto(self.num_taken, self.num_tokens, where=has_new)
         if counts.max(initial=1) == 1:

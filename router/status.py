@@ -37,6 +37,22 @@ class RankStatus:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class GraphCount:
+    """How many steps ran in one way.
+
+    Attributes:
+        runner: What ran them: "decode", "prefill_breakable", …; "eager" without a graph.
+        size: Sequences of a decode graph, tokens of a prefill graph; 0 without a graph.
+        miss: Why there was no graph, such as "too_large"; empty with one.
+    """
+
+    runner: str
+    size: int
+    miss: str
+    num_steps: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStatus:
     """One group of executors at one moment.
@@ -48,6 +64,7 @@ class GroupStatus:
         last_step_age_s: Since the last commit; None before the first.
         num_waiting: Sequences not bound to a rank.
         num_waiting_tokens: Prompt tokens of those sequences.
+        graphs: The steps of this epoch, by what ran them.
     """
 
     group: int
@@ -59,3 +76,4 @@ class GroupStatus:
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     ranks: tuple[RankStatus, ...] = ()
+    graphs: tuple[GraphCount, ...] = ()

@@ -5,7 +5,7 @@ What there is of each rank in each step is a named tuple: made in a third of a d
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import Enum, IntEnum, StrEnum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class RankBatch(NamedTuple):
     Attributes:
         rows: [B] rows of this rank's block table.
         num_computed_tokens: [B].
-        token_ids: [sum(num_tokens)], -1 for the row's last sampled token.
+        token_ids: [sum(num_tokens)], -1 for the row's last sampled token; None: -1 each.
         num_tokens: [B]; None: 1 each.
         num_new_blocks: [B]; None: none.
         new_block_ids: [sum(num_new_blocks)].
@@ -67,7 +67,7 @@ class RankBatch(NamedTuple):
     mode: ForwardMode
     rows: Int32Array
     num_computed_tokens: Int32Array
-    token_ids: Int32Array
+    token_ids: Int32Array | None = None
     num_tokens: Int32Array | None = None
     num_new_blocks: Int32Array | None = None
     new_block_ids: Int32Array | None = None
@@ -78,15 +78,29 @@ class RankBatch(NamedTuple):
     scorings: SequenceOf[Scoring] = ()
 
 
+class GraphMiss(StrEnum):
+    """Why a step replays no graph."""
+
+    NOT_CAPTURED = auto()  # the executors have no graph of its kind
+    TOO_LARGE = auto()  # it is larger than the largest graph
+    MOSTLY_PADDING = auto()  # more than half of the smallest graph that fits would be padding
+    IDLE_RANK = auto()  # a rank without tokens cannot replay an extend
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What every rank must do alike; StepAgreement in executor.proto."""
+    """What every rank must do alike; StepAgreement in executor.proto.
+
+    Attributes:
+        graph_miss: Why ``graph_size`` is None; for statistics, not sent.
+    """
 
     global_num_tokens: tuple[int, ...]
     global_num_tokens_for_logprob: tuple[int, ...]
     has_extend: bool
     padding_mode: DpPaddingMode
     graph_size: int | None
+    graph_miss: GraphMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from router.planner import agree
 from router.request import Int32Array
-from router.sequence_table import Rows, RowStatus, SequenceTable
+from router.sequence_table import Rows, RowSet, RowStatus, SequenceTable
 from router.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan
 
-LAST_SAMPLED = -1  # stands for the token that the row sampled last
+LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
 
 NOTHING = np.zeros(0, dtype=np.int32)
+NewBlocks = tuple[Int32Array | None, Int32Array | None]
+NO_NEW_BLOCKS: NewBlocks = (None, None)
+IDLE = RankBatch(ForwardMode.IDLE, NOTHING, NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Captured sizes, ascending: sequences for decode, tokens for extend."""
+    """Captured sizes, ascending: sequences for decode, tokens for extend, and what replays those."""
 
     decode: tuple[int, ...] = ()
     extend: tuple[int, ...] = ()
+    extend_runner: str = ""
 
 
 NO_GRAPHS = GraphSizes()
@@ -38,6 +42,7 @@ NO_GRAPHS = GraphSizes()
 
 def build_plan(
     table: SequenceTable,
+    decodes: RowSet,
     runs: npt.NDArray[np.bool_],
     chunks: Sequence[Sequence[Chunk]],
     graph_sizes: GraphSizes,
@@ -45,39 +50,42 @@ def build_plan(
     """Builds the step that runs the next token of each decode and all of each chunk.
 
     Args:
-        runs: bool [R], rows that decode, each with a block for its next token. The plan keeps
-            it, with the rows of the chunks added.
+        decodes: Rows that decode, each with a block for its next token.
+        runs: bool [R], the same rows. The plan keeps it, with the rows of the chunks added.
         chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
         graph_sizes: What the executors have captured.
     """
-    decodes = np.flatnonzero(runs)
-    cuts = table.cuts_of(decodes)
-    batches = _decode_batches(table, runs, decodes, cuts)
-    sampled = decodes
-    num_tokens = [len(batch.rows) for batch in batches]
-    num_logits = list(num_tokens)
+    batches = _decode_batches(table, decodes, runs)
+    sampled = decodes.rows
+    num_sequences = num_tokens = num_logits = decodes.num_rows
     has_extend = any(chunks)
     if has_extend:
-        sampled_parts = []
+        num_tokens, num_logits = list(num_tokens), list(num_logits)
+        sampled_parts, sampled_end = [], 0
         for rank, rank_chunks in enumerate(chunks):
-            sampled_parts.append(decodes[cuts[rank] : cuts[rank + 1]])
-            if rank_chunks:
-                batch = _chunk_batch(table, rank_chunks)
-                assert batch.samples is not None
-                samples = batch.samples.tolist()
-                sampled_parts.append(_rows_of(compress(rank_chunks, samples)))
-                num_scored = sum(len(scoring.scored_ids) for scoring in batch.scorings)
-                num_tokens[rank] += len(batch.token_ids)
-                num_logits[rank] += sum(samples) + num_scored
-                batches[rank] = _join(batches[rank], batch)
+            if not rank_chunks:
+                continue
+            batch = _chunk_batch(table, rank_chunks)
+            assert batch.samples is not None
+            assert batch.token_ids is not None
+            samples = batch.samples.tolist()
+            rank_end = decodes.parts[rank].stop
+            sampled_parts.append(decodes.rows[sampled_end:rank_end])
+            sampled_parts.append(_rows_of(compress(rank_chunks, samples)))
+            sampled_end = rank_end
+            num_scored = sum(len(scoring.scored_ids) for scoring in batch.scorings)
+            num_tokens[rank] += len(batch.token_ids)
+            num_logits[rank] += sum(samples) + num_scored
+            batches[rank] = _join(batches[rank], batch)
+        sampled = np.concatenate((*sampled_parts, decodes.rows[sampled_end:]))
         runs[_rows_of(chain.from_iterable(chunks))] = True
-        sampled = np.concatenate(sampled_parts)
+        num_sequences = [len(batch.rows) for batch in batches]
     table.num_in_flight += runs
     agreement = agree(
         num_tokens,
         num_logits,
         has_extend=has_extend,
-        num_sequences=[len(batch.rows) for batch in batches],
+        num_sequences=num_sequences,
         decode_graph_sizes=graph_sizes.decode,
         extend_graph_sizes=graph_sizes.extend,
     )
@@ -89,58 +97,59 @@ def _rows_of(chunks: Iterable[Chunk]) -> Rows:
 
 
 def _decode_batches(
-    table: SequenceTable, runs: npt.NDArray[np.bool_], decodes: Rows, cuts: list[int]
+    table: SequenceTable, decodes: RowSet, runs: npt.NDArray[np.bool_]
 ) -> list[RankBatch]:
     """Returns every rank's decodes: columns of all ranks at once, then cut by rank."""
-    computed = table.num_computed.take(decodes)
-    local_rows = table.local_rows.take(decodes)
-    token_ids = np.full(len(decodes), LAST_SAMPLED, dtype=np.int32)
-    is_known = runs & (table.num_tokens > table.num_computed)
-    if is_known.any():
-        known = np.flatnonzero(is_known)
-        token_ids[decodes.searchsorted(known)] = table.last_token[known]
-    grown = np.flatnonzero(runs & (table.num_blocks != table.num_sent_blocks))
-    new_block_ids = table.block_table[grown, table.num_blocks[grown] - 1]
-    num_new_blocks = np.zeros(len(decodes), dtype=np.int32)
-    num_new_blocks[decodes.searchsorted(grown)] = 1
-    is_scored = runs & table.scores_output
-    has_scores = bool(is_scored.any())
-    table.num_sent_blocks[grown] += 1
+    computed = table.num_computed.take(decodes.rows)
     table.num_computed += runs
-
-    block_cuts = table.cuts_of(grown)
-    batches = []
-    for rank in range(table.dp_size):
-        start, end = cuts[rank], cuts[rank + 1]
-        if start == end:
-            batches.append(RankBatch(ForwardMode.IDLE, NOTHING, NOTHING, NOTHING))
-            continue
-        block_start, block_end = block_cuts[rank], block_cuts[rank + 1]
-        has_blocks = block_start < block_end
-        batches.append(
-            RankBatch(
-                ForwardMode.DECODE,
-                local_rows[start:end],
-                computed[start:end],
-                token_ids[start:end],
-                num_new_blocks=num_new_blocks[start:end] if has_blocks else None,
-                new_block_ids=new_block_ids[block_start:block_end] if has_blocks else None,
-                scorings=_decode_scorings(table, decodes[start:end], is_scored)
-                if has_scores
-                else (),
-            )
+    new_blocks = [NO_NEW_BLOCKS] * table.dp_size
+    has_grown = table.num_blocks != table.num_sent_blocks
+    has_grown &= runs
+    if has_grown.any():
+        new_blocks = _new_blocks(table, decodes, has_grown)
+    batches = [
+        RankBatch(ForwardMode.DECODE, local_rows, computed[part], None, None, *blocks)
+        if len(local_rows)
+        else IDLE
+        for local_rows, part, blocks in zip(
+            decodes.local_rows, decodes.parts, new_blocks, strict=True
         )
+    ]
+    is_scored = table.scores_output & runs
+    if is_scored.any():
+        _add_scorings(batches, table, decodes, is_scored)
     return batches
 
 
-def _decode_scorings(
-    table: SequenceTable, rows: Rows, is_scored: npt.NDArray[np.bool_]
-) -> list[Scoring]:
+def _new_blocks(
+    table: SequenceTable, decodes: RowSet, has_grown: npt.NDArray[np.bool_]
+) -> list[NewBlocks]:
+    """Returns each rank's `num_new_blocks` and `new_block_ids`: one for each of its grown rows."""
+    grown = np.flatnonzero(has_grown)
+    block_ids = table.flat_blocks.take((table.block_starts + table.num_sent_blocks).take(grown))
+    table.num_sent_blocks += has_grown
+    num_new = has_grown.take(decodes.rows).astype(np.int32)
     return [
-        Scoring(table.bound(row), NOTHING, index)
-        for index, row in enumerate(rows.tolist())
-        if is_scored[row]
+        (num_new[part], block_ids[start:end]) if start < end else NO_NEW_BLOCKS
+        for part, (start, end) in zip(decodes.parts, pairwise(table.cuts_of(grown)), strict=True)
     ]
+
+
+def _add_scorings(
+    batches: list[RankBatch],
+    table: SequenceTable,
+    decodes: RowSet,
+    is_scored: npt.NDArray[np.bool_],
+) -> None:
+    """Adds the decodes that get log probabilities."""
+    for rank, part in enumerate(decodes.parts):
+        scorings = [
+            Scoring(table.bound(row), NOTHING, index)
+            for index, row in enumerate(decodes.rows[part].tolist())
+            if is_scored[row]
+        ]
+        if scorings:
+            batches[rank] = batches[rank]._replace(scorings=scorings)
 
 
 def _chunk_batch(table: SequenceTable, chunks: Sequence[Chunk]) -> RankBatch:
@@ -199,13 +208,14 @@ def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:
     assert chunks.num_tokens is not None
     assert chunks.num_new_blocks is not None
     assert chunks.samples is not None
+    assert chunks.token_ids is not None
     ones = np.ones(num_decodes, dtype=np.int32)
     zeros = np.zeros(num_decodes, dtype=np.int32)
     return RankBatch(
         ForwardMode.EXTEND,
         np.concatenate((decodes.rows, chunks.rows)),
         np.concatenate((decodes.num_computed_tokens, chunks.num_computed_tokens)),
-        np.concatenate((decodes.token_ids, chunks.token_ids)),
+        np.concatenate((np.full_like(decodes.rows, LAST_SAMPLED), chunks.token_ids)),
         num_tokens=np.concatenate((ones, chunks.num_tokens)),
         num_new_blocks=_concatenate((decodes.num_new_blocks, chunks.num_new_blocks), zeros),
         new_block_ids=_concatenate((decodes.new_block_ids, chunks.new_block_ids), NOTHING),

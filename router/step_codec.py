@@ -1,6 +1,7 @@
 """StepPlan to StepRequests, StepResponse to RankResult. Columns as executor.proto lays them out."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.request import Request
 from router.step import (
+    NO_FLOATS,
+    NO_INTS,
     Agreement,
     DpPaddingMode,
     RankBatch,
@@ -44,24 +47,29 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[bytes]:
     What all ranks get alike is serialised once: messages put end to end are one message with the
     fields of both (protobuf encoding, "Last One Wins").
     """
-    agreement = _encode_agreement(plan.agreement)
-    alike = pb.StepRequest(epoch=epoch, step_id=step_id, agreement=agreement).SerializeToString()
+    alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString()
+    alike += _encode_agreement(plan.agreement)
     requests = []
+    request = pb.StepRequest()
+    part = request.ranks.add()  # one for all ranks, filled in place: objects cost more than bytes
     for rank, batch in enumerate(plan.batches):
-        request = pb.StepRequest()
-        _encode_batch(request.ranks.add(), rank, batch)  # in place: nothing is copied twice
+        part.Clear()
+        _encode_batch(part, rank, batch)
         requests.append(alike + request.SerializeToString())
     return requests
 
 
-def _encode_agreement(agreement: Agreement) -> pb.StepAgreement:
-    return pb.StepAgreement(
+@lru_cache(maxsize=1)  # as long as no sequence comes or goes, the next step's is the same
+def _encode_agreement(agreement: Agreement) -> bytes:
+    """Returns a StepRequest of nothing but the agreement."""
+    message = pb.StepAgreement(
         global_num_tokens=agreement.global_num_tokens,
         global_num_tokens_for_logprob=agreement.global_num_tokens_for_logprob,
         has_extend=agreement.has_extend,
         padding_mode=PADDING_MODES[agreement.padding_mode],
         graph_size=agreement.graph_size,
     )
+    return pb.StepRequest(agreement=message).SerializeToString()
 
 
 def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:
@@ -72,7 +80,8 @@ def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:
     columns = part.sequences
     columns.rows = batch.rows.tobytes()
     columns.num_computed_tokens = batch.num_computed_tokens.tobytes()
-    columns.token_ids = batch.token_ids.tobytes()
+    if batch.token_ids is not None:
+        columns.token_ids = batch.token_ids.tobytes()
     if batch.num_tokens is not None:
         columns.num_tokens = batch.num_tokens.tobytes()
     if batch.num_new_blocks is not None and batch.new_block_ids is not None:
@@ -160,23 +169,25 @@ def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> Ran
         ExecutorLost: It answered for another rank, or with too many or too few tokens.
     """
     parts = response.ranks
-    if len(parts) != 1 or parts[0].dp_rank != rank:
+    part = parts[0] if len(parts) == 1 else None
+    if part is None or part.dp_rank != rank:
         answered = [part.dp_rank for part in parts]
         raise ExecutorLost(f"DP rank {rank} answered for the ranks {answered}, not for itself")
-    part = parts[0]
-    tokens = np.frombuffer(part.next_token_ids, dtype=INT32)
+    tokens = np.frombuffer(part.next_token_ids, INT32)
     num_sampled = len(batch.rows) if batch.samples is None else np.count_nonzero(batch.samples)
     if len(tokens) != num_sampled:
         raise ExecutorLost(
             f"DP rank {rank} answered {len(tokens)} tokens for {num_sampled} sequences that sample"
         )
-    result = RankResult(tokens, queued_ns=response.queued_ns, forward_ns=response.forward_ns)
+    times = response.queued_ns, response.forward_ns
     if not batch.scorings:
-        return result
-    result = result._replace(
-        logprobs=np.frombuffer(part.logprobs, dtype=FLOAT32),
-        top_ids=np.frombuffer(part.top_ids, dtype=INT32),
-        top_logprobs=np.frombuffer(part.top_logprobs, dtype=FLOAT32),
+        return RankResult(tokens, NO_FLOATS, NO_INTS, NO_FLOATS, *times)
+    result = RankResult(
+        tokens,
+        np.frombuffer(part.logprobs, FLOAT32),
+        np.frombuffer(part.top_ids, INT32),
+        np.frombuffer(part.top_logprobs, FLOAT32),
+        *times,
     )
     _check_scores(result, batch, rank)
     return result

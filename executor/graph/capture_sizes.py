@@ -8,10 +8,25 @@ size picks from that very list.
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 log = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """What is captured, ascending; empty where nothing is.
+
+    Attributes:
+        decode: In sequences, for steps in which no rank extends.
+        extend: In token rows of one rank, for the other steps.
+    """
+
+    decode: tuple[int, ...] = ()
+    extend: tuple[int, ...] = ()
+
 
 # (last size, distance between sizes) up to it; finer where a batch is small, as padding costs
 # most there.

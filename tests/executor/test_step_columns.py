@@ -12,6 +12,7 @@ import pytest
 from executor.budget import TokenBudget
 from executor.errors import InvalidStep
 from executor.forward_batch import DpPaddingMode
+from executor.graph.capture_sizes import GraphSizes
 from executor.step_columns import RowProgress, StepLimits, read_step
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step
@@ -27,6 +28,7 @@ def limits(vocab_size: int = 100, num_rows: int = 8) -> StepLimits:
         block_size=4,
         vocab_size=vocab_size,
         max_model_len=32,
+        graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
     )
 
 
@@ -85,6 +87,18 @@ def test_empty_columns_mean_one_sampled_token_each():
     assert columns.num_tokens.tolist() == [1]
     assert columns.is_sampled.tolist() == [True]
     assert columns.num_new_blocks.tolist() == [0]
+
+
+def test_no_token_ids_stand_for_each_row_s_last_sampled_token():
+    rows = progress()
+    rows.has_sampled[3] = True
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=[3, 2], num_computed_tokens=[3, 11]),
+    )
+    columns = read_step(step(1, part, num_tokens=[5, 2]), limits(), rows)
+    assert columns.token_ids.tolist() == [-1, -1]
 
 
 def test_an_idle_part_reads_as_no_sequences():
@@ -148,6 +162,11 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
     (change_sequences(token_ids=[1] * 9 + [-2]), f"{SEQUENCES}.token_ids", "has -2"),
     (change_sequences(token_ids=[1] * 9 + [-1]), f"{SEQUENCES}.token_ids", "-1 for row 3"),
     (change_sequences(token_ids=[-1] + [1] * 9), f"{SEQUENCES}.token_ids", "-1 for row 5"),
+    (
+        lambda r: r.ranks[0].sequences.ClearField("token_ids"),
+        f"{SEQUENCES}.token_ids",
+        "-1 for row 5",
+    ),
     (change_sequences(num_new_blocks=[2, 1, -1]), f"{SEQUENCES}.num_new_blocks", "has -1"),
     (change_sequences(num_new_blocks=[1, 1, 2]), f"{SEQUENCES}.num_new_blocks", "row 5 starts"),
     (change_sequences(num_new_blocks=[2, 2, 0]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
@@ -213,7 +232,17 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
         "agreement.padding_mode",
         "need MAX_LEN or SUM_LEN",
     ),
-    (change_agreement(graph_size=16), "agreement.graph_size", "captured no graph"),
+    (
+        change_agreement(graph_size=12),
+        "agreement.graph_size",
+        "is not captured: the extend graphs are [4, 8, 16]",
+    ),
+    (change_agreement(graph_size=8), "agreement.graph_size", "is below the 10 tokens of a rank"),
+    (
+        change_agreement(graph_size=16, padding_mode=pb.DP_PADDING_MODE_SUM_LEN),
+        "agreement.graph_size",
+        "needs padding_mode MAX_LEN",
+    ),
 ]
 
 
@@ -237,6 +266,27 @@ def test_a_bad_step_is_refused_by_field_and_changes_nothing(
     assert (rows.is_live == expected.is_live).all()
     assert (rows.has_sampled == expected.has_sampled).all()
     assert (rows.num_blocks == expected.num_blocks).all()
+
+
+def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_does():
+    request = good_step()
+    request.agreement.graph_size = 16
+    layout = read_step(request, limits(), progress()).layout
+    assert (layout.graph_size, layout.has_extend, layout.num_rows) == (16, True, 16)
+
+    decode = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=[2], num_computed_tokens=[11], token_ids=[-1]),
+    )
+    request = step(1, decode, num_tokens=[3, 1])
+    request.agreement.graph_size = 4
+    layout = read_step(request, limits(), progress()).layout
+    assert (layout.graph_size, layout.has_extend, layout.num_rows) == (4, False, 4)
+
+    request.agreement.graph_size = 16
+    with pytest.raises(InvalidStep, match=r"the decode graphs are \[1, 2, 4\]"):
+        read_step(request, limits(), progress())
 
 
 def test_more_sequences_than_the_budget_are_refused():

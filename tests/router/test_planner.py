@@ -12,7 +12,7 @@ from router.planner import (
     pick_padding_mode,
     pick_rank,
 )
-from router.step import DpPaddingMode
+from router.step import DpPaddingMode, GraphMiss
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -100,13 +100,15 @@ def test_a_step_without_tokens_is_never_planned() -> None:
 
 
 def test_the_smallest_captured_size_that_fits_is_replayed() -> None:
-    assert [pick_graph_size(n, SIZES) for n in (1, 3, 8, 9, 17)] == [1, 4, 8, 16, None]
+    assert [pick_graph_size(n, SIZES) for n in (1, 3, 8, 9)] == [1, 4, 8, 16]
+    assert pick_graph_size(17, SIZES) is GraphMiss.TOO_LARGE
+    assert pick_graph_size(1, ()) is GraphMiss.NOT_CAPTURED
 
 
 def test_an_extend_graph_is_not_replayed_with_an_empty_rank_or_mostly_padding() -> None:
     assert pick_extend_graph_size([5, 8], (8, 64)) == 8
-    assert pick_extend_graph_size([0, 8], (8, 64)) is None
-    assert pick_extend_graph_size([9, 9], (8, 64)) is None
+    assert pick_extend_graph_size([0, 8], (8, 64)) is GraphMiss.IDLE_RANK
+    assert pick_extend_graph_size([9, 9], (8, 64)) is GraphMiss.MOSTLY_PADDING
     assert pick_extend_graph_size([32, 9], (8, 64)) == 64
 
 

@@ -67,6 +67,32 @@ def test_ascending_rows_are_cut_by_rank() -> None:
     assert table.cuts_of(np.array([], dtype=np.int64)) == [0] * 5
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_row_set_is_that_of_its_mask_whatever_was_asked_for_before(seed: int) -> None:
+    """It is kept from one call to the next, and the caller may write to its mask meanwhile."""
+    rng = random.Random(seed)
+    table = make_table(dp_size=3, rows_per_rank=4)
+    mask = np.zeros(12, dtype=np.bool_)
+    for _ in range(50):
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            mask[rng.randrange(12)] ^= True
+        row_set = table.row_set(mask)
+        rows = [row for row in range(12) if mask[row]]
+        of_ranks = [[row for row in rows if row // 4 == rank] for rank in range(3)]
+        assert row_set.rows.tolist() == rows
+        assert [row_set.rows[part].tolist() for part in row_set.parts] == of_ranks
+        assert row_set.num_rows == [len(part) for part in of_ranks]
+        local_rows = [part.tolist() for part in row_set.local_rows]
+        assert local_rows == [[row % 4 for row in part] for part in of_ranks]
+
+
+def test_the_shared_row_set_cannot_be_written_to() -> None:
+    row_set = make_table().row_set(np.ones(6, dtype=np.bool_))
+    for column in (row_set.rows, *row_set.local_rows):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 5
+
+
 def test_a_bound_row_says_what_its_request_asked_for(readers: Readers) -> None:
     table, reader = make_table(), readers.open()
     sequence = make_sequence([5, 6, 7, 8, 9], reader, tag=77, stop_token_ids=(3, 4))

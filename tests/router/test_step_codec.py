@@ -46,7 +46,9 @@ def make_sequence(
 
 
 def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
-    num_tokens = tuple(len(batch.token_ids) for batch in batches)
+    num_tokens = tuple(
+        len(batch.rows if batch.token_ids is None else batch.token_ids) for batch in batches
+    )
     fields = {
         "global_num_tokens": num_tokens,
         "global_num_tokens_for_logprob": num_tokens,
@@ -123,6 +125,42 @@ def test_a_decode_sends_three_columns_and_leaves_defaults_out() -> None:
     given = {field.name for field, _ in columns.ListFields()}
     assert given == {"rows", "num_computed_tokens", "token_ids"}
     assert not part.HasField("starts")
+
+
+def test_no_token_ids_are_sent_where_each_is_what_its_row_sampled_last() -> None:
+    batch = RankBatch(ForwardMode.DECODE, ints(0, 4), ints(17, 3))
+    [request] = encode(batch)
+    given = {field.name for field, _ in request.ranks[0].sequences.ListFields()}
+    assert given == {"rows", "num_computed_tokens"}
+
+
+def test_nothing_of_one_rank_s_part_is_left_in_the_next_one_s() -> None:
+    extend = RankBatch(
+        ForwardMode.EXTEND,
+        ints(1),
+        ints(0),
+        ints(5, 6),
+        num_tokens=ints(2),
+        num_new_blocks=ints(1),
+        new_block_ids=ints(9),
+        samples=np.array([1], dtype=np.uint8),
+        num_scored=ints(1),
+        scored_ids=ints(6),
+        starts=[RowStart(1, make_sequence())],
+    )
+    alone = [encode(batch)[0].ranks[0] for batch in (DECODE, IDLE)]
+    after_others = [request.ranks[0] for request in encode(extend, DECODE, extend, IDLE)]
+    for rank, part in ((1, alone[0]), (3, alone[1])):
+        part.dp_rank = rank
+        assert after_others[rank] == part
+
+
+def test_each_step_s_agreement_is_its_own() -> None:
+    """The last one is kept, serialised, for as long as the next is the same."""
+    for graph_size in (8, 8, 16, None, 8):
+        [request] = encode(DECODE, graph_size=graph_size)
+        assert request.agreement.graph_size == (graph_size or 0)
+        assert request.agreement.HasField("graph_size") == (graph_size is not None)
 
 
 def test_an_extend_sends_every_column_as_it_is() -> None:

@@ -66,16 +66,18 @@ class FakeRank:
         num_new = (
             np.zeros(num_seqs, np.int32) if batch.num_new_blocks is None else batch.num_new_blocks
         )
+        num_all = int(num_tokens.sum())
+        known_ids = np.full(num_all, -1) if batch.token_ids is None else batch.token_ids
         samples = np.ones(num_seqs, np.uint8) if batch.samples is None else batch.samples
         num_scored = np.zeros(num_seqs, np.int32) if batch.num_scored is None else batch.num_scored
         assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
-        assert num_tokens.sum() == len(batch.token_ids) <= shape.max_num_batched_tokens
+        assert num_all == len(known_ids) <= shape.max_num_batched_tokens
         assert samples.sum() + num_scored.sum() <= shape.max_num_logits
         for start in batch.starts:
             self.tables[start.row] = []
             self.last_tokens.pop(start.row, None)
         new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
-        token_ids = iter(batch.token_ids.tolist())
+        token_ids = iter(known_ids.tolist())
         sampled = []
         for i, row in enumerate(batch.rows.tolist()):
             table = self.tables[row]
@@ -193,7 +195,8 @@ class FakeExecutors:
     def _check_agreement(self, plan: StepPlan) -> None:
         agreement = plan.agreement
         for rank, batch in enumerate(plan.batches):
-            assert agreement.global_num_tokens[rank] == len(batch.token_ids)
+            num_tokens = len(batch.rows) if batch.num_tokens is None else batch.num_tokens.sum()
+            assert agreement.global_num_tokens[rank] == num_tokens
             assert (batch.mode is ForwardMode.IDLE) == (len(batch.rows) == 0)
         assert max(agreement.global_num_tokens) > 0
         assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)

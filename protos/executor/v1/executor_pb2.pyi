@@ -332,6 +332,9 @@ class GraphSizes(_message.Message):
 
     DECODE_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
+    EXTEND_RUNNER_FIELD_NUMBER: _builtins.int
+    extend_runner: _builtins.str
+    """What replays the extends, such as "prefill_breakable". For display."""
     @_builtins.property
     def decode(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In sequences, for steps in which no rank extends."""
@@ -345,10 +348,11 @@ class GraphSizes(_message.Message):
         *,
         decode: _abc.Iterable[_builtins.int] | None = ...,
         extend: _abc.Iterable[_builtins.int] | None = ...,
+        extend_runner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "extend", b"extend"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "extend", b"extend", "extend_runner", b"extend_runner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,7 +703,8 @@ class SequenceColumns(_message.Message):
     """[B] Tokens whose KV is already there: the position of the first token to run."""
     token_ids: _builtins.bytes
     """[sum(num_tokens)] Token ids, sequences end to end. -1 stands for the token that the row
-    sampled last, which the router does not know yet.
+    sampled last, which the router need not know yet. Empty: -1 for every token, as in any
+    step that only decodes.
     """
     num_new_blocks: _builtins.bytes
     """[B] Blocks to write into the row, which then holds

@@ -926,6 +926,7 @@ class GroupStatus(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    GRAPHS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -948,6 +949,10 @@ class GroupStatus(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """Every DP rank, by number."""
 
+    @_builtins.property
+    def graphs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphCount]:
+        """The steps of this epoch, by what ran them."""
+
     def __init__(
         self,
         *,
@@ -960,14 +965,53 @@ class GroupStatus(_message.Message):
         num_waiting: _builtins.int = ...,
         num_waiting_tokens: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
+        graphs: _abc.Iterable[Global___GraphCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_age", b"last_step_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group", b"group", "last_step_age", b"last_step_age", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class GraphCount(_message.Message):
+    """How many steps ran in one way, the same on every rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNER_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    runner: _builtins.str
+    """What ran them: "decode", "prefill_breakable" or "prefill_piecewise" for a captured graph,
+    "eager" for none.
+    """
+    size: _builtins.int
+    """Size of the graph: sequences of a decode, tokens of a prefill. 0 for none."""
+    miss: _builtins.str
+    """Why there was none: "not_captured", "too_large", "mostly_padding" or "idle_rank". Empty
+    where there was one.
+    """
+    num_steps: _builtins.int
+    """Steps."""
+    def __init__(
+        self,
+        *,
+        runner: _builtins.str = ...,
+        size: _builtins.int = ...,
+        miss: _builtins.str = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "num_steps", b"num_steps", "runner", b"runner", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GraphCount: _TypeAlias = GraphCount  # noqa: Y015
 
 @_typing.final
 class RankStatus(_message.Message):
