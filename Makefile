@@ -71,7 +71,8 @@ $(RUN): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) install -c constraints.txt -e '.[executor]'
 	@touch $@
 
-$(DEV): $(RUN)
+$(DEV): $(RUN) deploy/requirements-flashinfer.txt
 	@echo "== installing what tests and checks need"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps -r deploy/requirements-flashinfer.txt
 	@touch $@

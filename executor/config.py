@@ -8,6 +8,8 @@ from executor.budget import TokenBudget
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+DECODE_GRAPHS = ("on", "off")
+PREFILL_GRAPHS = ("breakable", "piecewise", "off")
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -38,6 +40,12 @@ class ExecutorConfig:
             ``kv_cache_bytes``.
         kv_cache_bytes: Size of the KV pool; None is 1 GiB on the CPU, and most of the memory
             left after loading on CUDA.
+        decode_graphs: Whether steps without prompt tokens replay graphs.
+        decode_graph_sizes: Numbers of sequences to capture; None is 1, 2, 4, 8, then by 8 and more
+            to ``max_num_seqs``.
+        prefill_graphs: How steps with prompt tokens replay graphs, if they do.
+        prefill_graph_sizes: Numbers of tokens to capture; None is by 4, then coarser, to
+            ``max_num_batched_tokens``.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
         stop_timeout_s: Longest wait for the step in flight when told to stop.
@@ -59,6 +67,10 @@ class ExecutorConfig:
     max_model_len: int | None = None
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    decode_graphs: str = "on"
+    decode_graph_sizes: tuple[int, ...] | None = None
+    prefill_graphs: str = "breakable"
+    prefill_graph_sizes: tuple[int, ...] | None = None
     num_threads: int | None = None
     peer_timeout_s: float = 60.0
     stop_timeout_s: float = 30.0
@@ -68,11 +80,19 @@ class ExecutorConfig:
             raise ValueError(f"model={self.model}: need a folder that holds a config.json")
         _split_address(self.listen)
         self._check_ranks()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype}: need one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ValueError(f"device={self.device}: need one of {', '.join(DEVICES)}")
+        for field, choices in (
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("decode_graphs", DECODE_GRAPHS),
+            ("prefill_graphs", PREFILL_GRAPHS),
+        ):
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"{field}={getattr(self, field)}: need one of {', '.join(choices)}"
+                )
         self._check_sizes()
+        self._check_graph_sizes("decode_graph_sizes", "max_num_seqs")
+        self._check_graph_sizes("prefill_graph_sizes", "max_num_batched_tokens")
         _ = self.budget  # checks itself
 
     def _check_ranks(self) -> None:
@@ -118,6 +138,14 @@ class ExecutorConfig:
             raise ValueError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} "
                 f"both size the KV pool: set one of them"
+            )
+
+    def _check_graph_sizes(self, field: str, bound: str) -> None:
+        sizes, most = getattr(self, field), getattr(self, bound)
+        wrong = [size for size in sizes or () if not 1 <= size <= most]
+        if wrong:
+            raise ValueError(
+                f"{field} has {wrong[0]}: a size is 1 to {bound}={most}, as no step is larger"
             )
 
     @property

@@ -1,7 +1,8 @@
 """Errors of the executor.
 
 ValueError
-└── CheckpointError    the model's files are not what the model needs
+├── CheckpointError    the model's files are not what the model needs
+└── CaptureError       graphs do not fit into the device's memory
 
 RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
@@ -23,6 +24,10 @@ from protos.errors import RpcError
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be loaded. The message names the file, and the tensor if there is one."""
+
+
+class CaptureError(ValueError):
+    """A graph cannot be captured. The message names its size, and the settings to lower."""
 
 
 class NotLoaded(RpcError):

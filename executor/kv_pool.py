@@ -91,6 +91,7 @@ class KVPool:
         self.value_cache = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in layers]
         self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
         self.block_table = self.block_table_cpu.to(self.device)
+        self._table: npt.NDArray[np.int32] = self.block_table_cpu.numpy()
         self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
 
     @property
@@ -102,6 +103,11 @@ class KVPool:
         """Bytes of one block, keys and values, all layers."""
         return self.shape.bytes_per_block
 
+    @property
+    def is_table_shared(self) -> bool:
+        """Whether the device reads the host's block table, so that there is but one."""
+        return self.block_table is self.block_table_cpu
+
     def append_blocks(
         self,
         rows: npt.ArrayLike,
@@ -109,7 +115,7 @@ class KVPool:
         counts: npt.ArrayLike,
         block_ids: npt.ArrayLike,
     ) -> None:
-        """Puts blocks into rows. A start of 0 gives the row to a new sequence.
+        """Puts blocks into rows, on host and device. A start of 0 gives a row to a new sequence.
 
         Nothing is written unless everything fits.
 
@@ -121,6 +127,26 @@ class KVPool:
 
         Raises:
             ValueError: The columns do not fit one another, the table or the pool.
+        """
+        ids = np.asarray(block_ids, dtype=np.int64)
+        places = torch.from_numpy(self.append_blocks_on_host(rows, starts, counts, ids))
+        if not self.is_table_shared:
+            self.write_blocks(places.to(self.device), torch.from_numpy(ids).to(self.device))
+
+    def append_blocks_on_host(
+        self,
+        rows: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        counts: npt.ArrayLike,
+        block_ids: npt.ArrayLike,
+    ) -> npt.NDArray[np.int64]:
+        """Does what ``append_blocks`` does, but leaves the device's table to ``write_blocks``.
+
+        Returns:
+            int64 [sum(counts)], the places of the blocks in the table laid flat.
+
+        Raises:
+            ValueError: As ``append_blocks``.
         """
         rows_, starts_, counts_ = _columns(rows=rows, starts=starts, counts=counts)
         ids = np.asarray(block_ids, dtype=np.int64)
@@ -142,13 +168,20 @@ class KVPool:
                 f"block_ids run from {ids.min()} to {ids.max()}; "
                 f"this pool hands out 1 to {self.num_blocks - 1}"
             )
-        row_of = np.repeat(rows_, counts_)
-        column_of = np.arange(ids.size) + np.repeat(ends - np.cumsum(counts_), counts_)
-        self.block_table_cpu.numpy()[row_of, column_of] = ids
+        first = rows_ * self.max_blocks_per_row + ends - np.cumsum(counts_)
+        places: npt.NDArray[np.int64] = np.arange(ids.size) + np.repeat(first, counts_)
+        self._table.ravel()[places] = ids
         self.row_num_blocks[rows_] = ends
-        if self.device.type != "cpu" and rows_.size:
-            index = torch.from_numpy(rows_)
-            self.block_table[index.to(self.device)] = self.block_table_cpu[index].to(self.device)
+        return places
+
+    def write_blocks(self, places: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Brings the device's table up to date. Does not wait for the device.
+
+        Args:
+            places: int64 [N] on the device, from ``append_blocks_on_host``.
+            block_ids: int64 [N] on the device, what belongs there.
+        """
+        self.block_table.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
 
     def out_cache_loc(
         self, rows: npt.ArrayLike, num_computed: npt.ArrayLike, num_tokens: npt.ArrayLike
@@ -178,12 +211,30 @@ class KVPool:
                 f"row {rows_[worst]} holds blocks for {capacity[worst]} tokens, not for "
                 f"{prefix_lens[worst] + new_lens[worst]}: append blocks first"
             )
-        row_of = np.repeat(rows_, new_lens)
         shift = prefix_lens - (np.cumsum(new_lens) - new_lens)
-        positions = np.arange(len(row_of)) + np.repeat(shift, new_lens)
-        blocks = self.block_table_cpu.numpy()[row_of, positions // self.block_size]
-        locations = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+        locations = np.repeat(rows_, new_lens)
+        positions = np.arange(len(locations)) + np.repeat(shift, new_lens)
+        self.locate(locations, positions, out=locations)
         return torch.from_numpy(locations).to(self.device)
+
+    def locate(
+        self,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        *,
+        out: npt.NDArray[np.int64],
+    ) -> None:
+        """Says where tokens' keys and values are, unchecked: for rows that hold their blocks.
+
+        Args:
+            rows: [T] row of each token.
+            positions: [T] its place in the sequence.
+            out: [T] its place in ``key_cache`` and ``value_cache``; may be ``rows``.
+        """
+        columns = positions // self.block_size
+        np.subtract(self._table[rows, columns], columns, out=out)
+        out *= self.block_size
+        out += positions
 
     def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.num_rows:

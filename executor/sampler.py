@@ -6,7 +6,8 @@
                                                          filters, coin ─────▶ sampling rows
 
 Only the rows that ask for a stage go through it: a greedy batch is one argmax. Which rows those
-are is known on the host, so nothing waits for the device.
+are is known on the host, so nothing waits for the device: what every step needs there comes staged,
+and the indices of a mixed batch are copied without waiting.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,14 @@ import torch
 
 from executor.columns import BoolArray, Float32Array, Int64Array
 from executor.logits import coins, draw, draw_likeliest, penalize, temper
+from executor.staging import to_device
 
 # Up to here the likeliest tokens are picked out; beyond, the row is sorted. A row's own top_k
 # decides, never its neighbours', so that ties break alike in any batch.
 PICK_WIDTH = 128
+
+# int64 entries per row of parameters: seed, top_k, then six float32, two to an entry.
+PARAMETER_WIDTH = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +57,23 @@ class RowStarts:
     num_output_ids: Int64Array
     output_ids: Int64Array
 
+    def pack_parameters(self, out: Int64Array) -> None:
+        """Writes every parameter of fixed width, row after row, as the device keeps them.
+
+        Args:
+            out: int64 [A * PARAMETER_WIDTH].
+        """
+        table = out.reshape(-1, PARAMETER_WIDTH)
+        table[:, 0] = self.seed
+        table[:, 1] = self.top_k
+        floats = table.view(np.float32)[:, 4:]
+        floats[:, 0] = self.temperature
+        floats[:, 1] = self.top_p
+        floats[:, 2] = self.min_p
+        floats[:, 3] = self.repetition_penalty
+        floats[:, 4] = self.presence_penalty
+        floats[:, 5] = self.frequency_penalty
+
 
 class Sampler:
     """Sampling parameters, seen tokens and last token of every row.
@@ -74,6 +96,7 @@ class Sampler:
         # On the host: what decides which rows go through which stage.
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.num_top_logprobs = np.zeros(num_rows, dtype=np.int64)
+        self._is_special = np.zeros(num_rows, dtype=np.bool_)
         self._is_random = np.zeros(num_rows, dtype=np.bool_)
         self._is_penalized = np.zeros(num_rows, dtype=np.bool_)
         self._is_biased = np.zeros(num_rows, dtype=np.bool_)
@@ -87,21 +110,29 @@ class Sampler:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.device)
 
         self.last_tokens = state(dtype=torch.int64)
-        self._temperature = state(dtype=torch.float32)
-        self._top_k = state(dtype=torch.int64)
-        self._top_p = state(dtype=torch.float32)
-        self._min_p = state(dtype=torch.float32)
-        self._repetition = state(dtype=torch.float32)
-        self._presence = state(dtype=torch.float32)
-        self._frequency = state(dtype=torch.float32)
-        self._seed = state(dtype=torch.int64)
+        self._parameters = state(PARAMETER_WIDTH, dtype=torch.int64)
+        self._seed, self._top_k = self._parameters[:, 0], self._parameters[:, 1]
+        floats = self._parameters.view(torch.float32)[:, 4:].unbind(dim=1)
+        self._temperature, self._top_p, self._min_p = floats[:3]
+        self._repetition, self._presence, self._frequency = floats[3:]
         self._bias = state(vocab_size, dtype=torch.float32)
         self._suppressed = state(vocab_size, dtype=torch.bool)
         self._prompt_mask = state(vocab_size, dtype=torch.bool)
         self._output_counts = state(vocab_size, dtype=torch.int32)
 
-    def start(self, starts: RowStarts) -> None:
-        """Forgets what these rows held and gives them new parameters."""
+    def start(
+        self,
+        starts: RowStarts,
+        at: torch.Tensor | None = None,
+        parameters: torch.Tensor | None = None,
+    ) -> None:
+        """Forgets what these rows held and gives them new parameters.
+
+        Args:
+            starts: The rows, A of them.
+            at: ``starts.rows`` on the device, if it is there already.
+            parameters: int64 [A * PARAMETER_WIDTH], what ``starts`` packs, if it is there already.
+        """
         rows = starts.rows
         self.scores_output[rows] = starts.scores_output
         self.num_top_logprobs[rows] = starts.num_top_logprobs
@@ -116,26 +147,23 @@ class Sampler:
         has_top_k = (starts.top_k > 0) & (starts.top_k < self.vocab_size)
         self._is_filtered[rows] = has_top_k | (starts.top_p < 1)
         self._is_picked[rows] = has_top_k & (starts.top_k <= min(PICK_WIDTH, self.vocab_size - 1))
+        is_edited = self._is_penalized | self._is_biased | (self._suppressed_until > 0)
+        self._is_special[rows] = (is_edited | self._is_random)[rows]
 
-        at = self._index(rows)
-        for target, column in (
-            (self._temperature, starts.temperature),
-            (self._top_k, starts.top_k),
-            (self._top_p, starts.top_p),
-            (self._min_p, starts.min_p),
-            (self._repetition, starts.repetition_penalty),
-            (self._presence, starts.presence_penalty),
-            (self._frequency, starts.frequency_penalty),
-            (self._seed, starts.seed),
-        ):
-            target[at] = torch.from_numpy(column).to(self.device)
+        if parameters is None:
+            packed = np.empty(len(rows) * PARAMETER_WIDTH, dtype=np.int64)
+            starts.pack_parameters(packed)
+            parameters = self._index(packed)
+        at = self._index(rows) if at is None else at
+        self._parameters.index_copy_(0, at, parameters.view(-1, PARAMETER_WIDTH))
         self._start_vocabulary_state(starts)
 
     def _start_vocabulary_state(self, starts: RowStarts) -> None:
         """Resets what is as wide as the vocabulary, only in rows that use it or did."""
         rows = starts.rows
-        dirty = self._index(rows[self._is_dirty[rows]])
-        if len(dirty):
+        dirty_rows = rows[self._is_dirty[rows]]
+        if dirty_rows.size:
+            dirty = self._index(dirty_rows)
             for target in (self._bias, self._suppressed, self._prompt_mask, self._output_counts):
                 target[dirty] = 0
         self._is_dirty[rows] = (
@@ -143,7 +171,7 @@ class Sampler:
         )
         if starts.bias_ids.size:
             at = self._ragged_index(rows, starts.num_biases, starts.bias_ids)
-            biases = torch.from_numpy(starts.biases).to(self.device)
+            biases = to_device(starts.biases, self.device)
             self._bias.index_put_(at, biases, accumulate=True)
         if starts.suppressed_ids.size:
             at = self._ragged_index(rows, starts.num_suppressed_ids, starts.suppressed_ids)
@@ -157,40 +185,65 @@ class Sampler:
             ones = torch.ones_like(at[1], dtype=torch.int32)
             self._output_counts.index_put_(at, ones, accumulate=True)
 
-    def sample(self, logits: torch.Tensor, rows: Int64Array, seq_lens: Int64Array) -> torch.Tensor:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        seq_lens: Int64Array,
+        at: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Samples one token per row and remembers it.
 
         Args:
             logits: [S, V], any float dtype; left as they are.
             rows: [S] rows of the block table, no row twice.
             seq_lens: [S] tokens that each sequence has, which is the new token's position.
+            at: ``rows`` on the device, if they are there already.
+            positions: ``seq_lens`` on the device, if they are there already.
 
         Returns:
             int64 [S] token ids on the device.
         """
+        at = self._index(rows) if at is None else at
+        if not self._is_special[rows].any():
+            tokens = logits.argmax(dim=-1)
+            self.last_tokens.index_copy_(0, at, tokens)
+            return tokens
+        positions = self._index(seq_lens) if positions is None else positions
         is_suppressed = seq_lens < self._suppressed_until[rows]
         is_edited = self._is_penalized[rows] | self._is_biased[rows] | is_suppressed
-        is_plain = ~(is_edited | self._is_random[rows])
-        if is_plain.all():
-            tokens = logits.argmax(dim=-1)
+        is_special = is_edited | self._is_random[rows]
+        if is_special.all():
+            edited = self._edit(logits.to(torch.float32, copy=True), rows, is_suppressed, at)
+            tokens = self._choose(edited, rows, at, positions)
         else:
-            special = np.flatnonzero(~is_plain)
-            at = self._index(special)
-            edited = self._edit(logits[at].float(), rows[special], is_suppressed[special])
-            sampled = self._choose(edited, rows[special], seq_lens[special])
             tokens = logits.argmax(dim=-1)
-            tokens[at] = sampled
-        self.last_tokens[self._index(rows)] = tokens
+            if is_special.any():
+                members, special = self._index(np.flatnonzero(is_special)), rows[is_special]
+                at_special, x = at[members], logits[members].float()
+                edited = self._edit(x, special, is_suppressed[is_special], at_special)
+                tokens[members] = self._choose(edited, special, at_special, positions[members])
+        self.last_tokens.index_copy_(0, at, tokens)
+        self._count(rows, tokens)
+        return tokens
+
+    def _count(self, rows: Int64Array, tokens: torch.Tensor) -> None:
+        """Remembers the tokens of rows whose penalties depend on them."""
         is_counted = self._is_penalized[rows]
         if is_counted.any():
             counted = tokens[self._index(np.flatnonzero(is_counted))]
             self._output_counts[self._index(rows[is_counted]), counted] += 1
-        return tokens
 
     def _edit(
-        self, logits: torch.Tensor, rows: Int64Array, is_suppressed: BoolArray
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        is_suppressed: BoolArray,
+        at: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Applies penalties, biases and suppression, in this order."""
+        """Applies penalties, biases and suppression, in this order. May write to the logits."""
+        at = self._index(rows) if at is None else at
 
         def apply_penalties(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             return penalize(
@@ -208,60 +261,75 @@ class Sampler:
         def suppress(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             return x.masked_fill(self._suppressed[at], -torch.inf)
 
-        logits = self._edit_members(logits, rows, self._is_penalized[rows], apply_penalties)
-        logits = self._edit_members(logits, rows, self._is_biased[rows], apply_biases)
-        return self._edit_members(logits, rows, is_suppressed, suppress)
+        logits = self._edit_members(logits, at, self._is_penalized[rows], apply_penalties)
+        logits = self._edit_members(logits, at, self._is_biased[rows], apply_biases)
+        return self._edit_members(logits, at, is_suppressed, suppress)
 
     def _edit_members(
         self,
         logits: torch.Tensor,
-        rows: Int64Array,
+        at: torch.Tensor,
         is_member: BoolArray,
         edit: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         if is_member.all():
-            return edit(logits, self._index(rows))
+            return edit(logits, at)
         if is_member.any():
             members = self._index(np.flatnonzero(is_member))
-            logits[members] = edit(logits[members], self._index(rows[is_member]))
+            logits[members] = edit(logits[members], at[members])
         return logits
 
-    def _choose(self, logits: torch.Tensor, rows: Int64Array, seq_lens: Int64Array) -> torch.Tensor:
+    def _choose(
+        self, logits: torch.Tensor, rows: Int64Array, at: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """Picks each row's token by the way that its parameters ask for."""
         is_random = self._is_random[rows]
         is_filtered = is_random & self._is_filtered[rows]
         is_picked = is_filtered & self._is_picked[rows]
-        width = min(PICK_WIDTH, self.vocab_size)
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        tokens: torch.Tensor | None = None
         for is_member, choose in (
-            (~is_random, lambda x, at, coin: x.argmax(dim=-1)),
+            (~is_random, self._take_likeliest),
             (is_random & ~is_filtered, self._draw),
-            (is_picked, lambda x, at, coin: self._draw_likeliest(x, at, coin, width)),
-            (
-                is_filtered & ~is_picked,
-                lambda x, at, coin: self._draw_likeliest(x, at, coin, self.vocab_size),
-            ),
+            (is_picked, self._draw_picked),
+            (is_filtered & ~is_picked, self._draw_sorted),
         ):
-            if not is_member.any():
-                continue
-            members = self._index(np.flatnonzero(is_member))
-            at = self._index(rows[is_member])
-            x = logits if is_member.all() else logits[members]
-            coin = coins(self._seed[at], self._index(seq_lens[is_member]))
-            tokens[members] = choose(x, at, coin)
+            if is_member.all():
+                return choose(logits, at, positions)
+            if is_member.any():
+                members = self._index(np.flatnonzero(is_member))
+                if tokens is None:
+                    tokens = torch.empty_like(at)
+                tokens[members] = choose(logits[members], at[members], positions[members])
+        assert tokens is not None, "every row goes one way"
         return tokens
 
-    def _draw(self, x: torch.Tensor, at: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+    def _take_likeliest(
+        self, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return x.argmax(dim=-1)
+
+    def _draw(self, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        coin = coins(self._seed[at], positions)
         return draw(temper(x, self._temperature[at]), self._min_p[at], coin)
 
-    def _draw_likeliest(
-        self, x: torch.Tensor, at: torch.Tensor, coin: torch.Tensor, width: int
+    def _draw_picked(
+        self, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        x = temper(x, self._temperature[at])
+        return self._draw_among(x, at, positions, min(PICK_WIDTH, self.vocab_size))
+
+    def _draw_sorted(
+        self, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return self._draw_among(x, at, positions, self.vocab_size)
+
+    def _draw_among(
+        self, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        x, coin = temper(x, self._temperature[at]), coins(self._seed[at], positions)
         return draw_likeliest(x, self._top_k[at], self._top_p[at], self._min_p[at], coin, width)
 
     def _index(self, values: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return to_device(values, self.device)
 
     def _ragged_index(
         self,

@@ -11,15 +11,26 @@ import torch
 
 from executor.columns import Int64Array
 from executor.errors import JoinFailed
-from executor.forward_batch import ForwardBatch
+from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.kv_pool import KVPool
 from executor.layers.dp_communicator import DpCommunicator
 from executor.logits import score
 from executor.parallel import RankGroup
-from executor.runners import Runner
-from executor.sampler import RowStarts, Sampler
+from executor.runners.by_layout import RunnerByLayout
+from executor.sampler import PARAMETER_WIDTH, Sampler
+from executor.staging import (
+    Copier,
+    ReadBack,
+    Staged,
+    StagingBuffer,
+    StepInputs,
+    copier_for,
+    to_device,
+)
 from executor.step_columns import RowProgress, StepColumns, StepLimits, read_step
 from protos.executor.v1 import executor_pb2 as pb
+
+NUM_SLOTS = 3  # the router's steps in flight, 2, and one
 
 
 class Worker:
@@ -29,11 +40,12 @@ class Worker:
         limits: What a step must fit in.
         kv_pool: Keys, values and block table.
         sampler: Sampling state of each row.
-        runner: Takes a batch to logits.
+        runner: Takes a batch to logits, once it has captured.
         communicator: The model's collectives, which join a group here.
         form_group: Forms the group of an epoch, given the epoch and the store's host and port;
             raises RuntimeError if a member does not come. None for a world of one.
         device: Where the model runs.
+        copier: How columns get there; the device's own way if None.
     """
 
     def __init__(
@@ -42,10 +54,11 @@ class Worker:
         limits: StepLimits,
         kv_pool: KVPool,
         sampler: Sampler,
-        runner: Runner,
+        runner: RunnerByLayout,
         communicator: DpCommunicator,
         form_group: Callable[[int, str, int], RankGroup] | None,
         device: torch.device,
+        copier: Copier | None = None,
     ) -> None:
         self._limits = limits
         self._kv_pool = kv_pool
@@ -55,6 +68,10 @@ class Worker:
         self._form_group = form_group
         self._group: RankGroup | None = None
         self._device = device
+        copier = copier or copier_for(device)
+        self._capacity = _capacity(limits)
+        self._staging = StagingBuffer(self._capacity, NUM_SLOTS, copier)
+        self._sampled = ReadBack(limits.budget.max_num_seqs, copier)
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
 
     @torch.inference_mode()
@@ -67,11 +84,10 @@ class Worker:
         """
         start_ns = time.perf_counter_ns()
         columns = read_step(request, self._limits, self._rows)
-        if columns.starts is not None:
-            self._start_rows(columns.starts)
-        self._write_blocks(columns)
-        logits = self._runner.run(self._build_batch(columns))
-        tokens = self._sample(columns, logits)
+        staged = self._stage(columns)
+        self._update_rows(columns, staged)
+        logits = self._runner.run(self._build_batch(columns, staged))
+        tokens = self._sample(staged, logits)
         result = pb.RankResult(dp_rank=self._limits.dp_rank, next_token_ids=_int32(tokens))
         self._score(columns, logits, tokens, result)
         return pb.StepResponse(
@@ -81,27 +97,36 @@ class Worker:
             forward_ns=time.perf_counter_ns() - start_ns,
         )
 
+    @torch.inference_mode()
     def join(self, epoch: int, store_address: str) -> None:
-        """Leaves any older group, forgets all rows and joins the group of an epoch.
+        """Leaves any older group, forgets all rows, joins the group of an epoch and captures.
 
-        Returns when every member has joined.
+        Returns when every member has joined and this one can step.
 
         Raises:
-            JoinFailed: Another member did not come in time. This one is in no group.
+            JoinFailed: Another member did not come in time, or was lost while graphs were
+                captured. This one is in no group.
+            CaptureError: A graph cannot be captured.
         """
         self.leave()
         self._rows.reset()
-        if self._form_group is None:
-            return
-        host, _, port = store_address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
         try:
-            group = self._form_group(epoch, host.strip("[]"), int(port))
+            if self._form_group is not None:
+                self._enter_group(self._form_group, epoch, store_address)
+            self._runner.capture()
         except RuntimeError as error:
+            self.leave()
             raise JoinFailed(
                 f"epoch {epoch}: no group formed over the store at {store_address}: {error}"
             ) from error
+
+    def _enter_group(
+        self, form_group: Callable[[int, str, int], RankGroup], epoch: int, store_address: str
+    ) -> None:
+        host, _, port = store_address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
+        group = form_group(epoch, host.strip("[]"), int(port))
         self._communicator.join(group)
         self._group = group
 
@@ -115,44 +140,117 @@ class Worker:
             group.close()
             self._communicator.leave()
 
-    def _start_rows(self, starts: RowStarts) -> None:
-        self._sampler.start(starts)
-        self._rows.is_live[starts.rows] = True
-        self._rows.has_sampled[starts.rows] = False
-
-    def _write_blocks(self, columns: StepColumns) -> None:
-        kept, new = columns.num_kept_blocks, columns.num_new_blocks
-        if (kept + new != self._kv_pool.row_num_blocks[columns.rows]).any() or new.any():
-            self._kv_pool.append_blocks(columns.rows, kept, new, columns.new_block_ids)
-
-    def _build_batch(self, columns: StepColumns) -> ForwardBatch:
-        rows, computed, num_tokens = columns.rows, columns.num_computed_tokens, columns.num_tokens
-        input_ids = torch.from_numpy(columns.token_ids).to(self._device)
+    def _stage(self, columns: StepColumns) -> Staged:
+        """Writes the host's block table, then all columns to a slot, and sends it."""
+        rows, starts, is_sampled = columns.rows, columns.starts, columns.is_sampled
+        row_of, positions = _flatten(rows, columns.num_computed_tokens, columns.num_tokens)
+        seq_lens = columns.num_computed_tokens + columns.num_tokens
         unknown = np.flatnonzero(columns.token_ids < 0)
-        if unknown.size:
-            row_of = np.repeat(rows, num_tokens)[unknown]
-            last = self._sampler.last_tokens[self._index(row_of)]
-            input_ids[self._index(unknown)] = last
-        return ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=computed,
-            num_tokens=num_tokens,
-            input_ids=input_ids,
-            out_cache_loc=self._kv_pool.out_cache_loc(rows, computed, num_tokens),
+        sequences = columns.logits_sequence[is_sampled]
+        places = self._write_blocks(columns)
+        num_tokens, num_starts = len(row_of), 0 if starts is None else len(starts.rows)
+        staged = self._staging.begin(
+            StepInputs(
+                input_ids=num_tokens,
+                positions=num_tokens,
+                out_cache_loc=num_tokens,
+                req_pool_indices=len(rows),
+                seq_lens=len(rows),
+                logits_indices=len(is_sampled),
+                sampled_rows=len(sequences),
+                sampled_positions=len(sequences),
+                sampled_at=len(sequences) if len(sequences) < len(is_sampled) else 0,
+                unknown_rows=len(unknown),
+                unknown_at=len(unknown) if len(unknown) < num_tokens else 0,
+                block_places=len(places),
+                block_ids=len(places),
+                start_rows=num_starts,
+                start_parameters=num_starts * PARAMETER_WIDTH,
+            )
+        )
+        to = staged.arrays
+        to.input_ids[:] = columns.token_ids
+        to.positions[:] = positions
+        self._kv_pool.locate(row_of, positions, out=to.out_cache_loc)
+        to.req_pool_indices[:] = rows
+        to.seq_lens[:] = seq_lens
+        to.logits_indices[:] = columns.logits_indices
+        to.sampled_rows[:] = rows[sequences]
+        to.sampled_positions[:] = seq_lens[sequences]
+        if to.sampled_at.size:
+            to.sampled_at[:] = np.flatnonzero(is_sampled)
+        to.unknown_rows[:] = row_of[unknown]
+        if to.unknown_at.size:
+            to.unknown_at[:] = unknown
+        if places.size:
+            to.block_places[:] = places
+            to.block_ids[:] = columns.new_block_ids
+        if starts is not None:
+            to.start_rows[:] = starts.rows
+            starts.pack_parameters(to.start_parameters)
+        self._staging.send(staged)
+        return staged
+
+    def _write_blocks(self, columns: StepColumns) -> Int64Array:
+        """Writes the host's block table. Returns the places to stage for the device's."""
+        pool, none = self._kv_pool, columns.rows[:0]
+        kept, new, ids = columns.num_kept_blocks, columns.num_new_blocks, columns.new_block_ids
+        if not ids.size and (kept == pool.row_num_blocks[columns.rows]).all():
+            return none
+        places = pool.append_blocks_on_host(columns.rows, kept, new, ids)
+        if pool.is_table_shared:
+            return none
+        if len(places) > self._capacity.block_places:
+            pool.write_blocks(self._to_device(places), self._to_device(ids))
+            return none
+        return places
+
+    def _update_rows(self, columns: StepColumns, staged: Staged) -> None:
+        """Brings up to date what the device remembers of each row, before the forward pass."""
+        tensors = staged.tensors
+        if columns.starts is not None:
+            rows = columns.starts.rows
+            self._sampler.start(columns.starts, tensors.start_rows, tensors.start_parameters)
+            self._rows.is_live[rows] = True
+            self._rows.has_sampled[rows] = False
+        if staged.arrays.block_places.size:
+            self._kv_pool.write_blocks(tensors.block_places, tensors.block_ids)
+
+    def _build_batch(self, columns: StepColumns, staged: Staged) -> ForwardBatch:
+        arrays, tensors = staged.arrays, staged.tensors
+        last_tokens = self._sampler.last_tokens
+        if arrays.unknown_at.size:
+            last = last_tokens.index_select(0, tensors.unknown_rows)
+            tensors.input_ids.index_copy_(0, tensors.unknown_at, last)
+        elif arrays.unknown_rows.size:
+            torch.index_select(last_tokens, 0, tensors.unknown_rows, out=tensors.input_ids)
+        mode = ForwardMode.of(len(arrays.input_ids), len(columns.rows))
+        is_extend = mode is ForwardMode.EXTEND
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(columns.rows),
+            input_ids=tensors.input_ids,
+            positions=tensors.positions,
+            out_cache_loc=tensors.out_cache_loc,
+            req_pool_indices=tensors.req_pool_indices,
+            seq_lens=tensors.seq_lens,
+            seq_lens_cpu=torch.from_numpy(arrays.seq_lens),
             layout=columns.layout,
-            logits_indices=columns.logits_indices,
+            logits_indices=tensors.logits_indices,
+            extend_prefix_lens_cpu=columns.num_computed_tokens if is_extend else None,
+            extend_seq_lens_cpu=columns.num_tokens if is_extend else None,
         )
 
-    def _sample(self, columns: StepColumns, logits: torch.Tensor) -> Int64Array:
+    def _sample(self, staged: Staged, logits: torch.Tensor) -> Int64Array:
         """Returns one token for each sequence that samples, on the host."""
-        sequences = columns.logits_sequence[columns.is_sampled]
-        if not sequences.size:
-            return np.empty(0, dtype=np.int64)
-        if not columns.is_sampled.all():
-            logits = logits[self._index(np.flatnonzero(columns.is_sampled))]
-        rows = columns.rows[sequences]
-        seq_lens = (columns.num_computed_tokens + columns.num_tokens)[sequences]
-        tokens: Int64Array = self._sampler.sample(logits, rows, seq_lens).cpu().numpy()
+        arrays, tensors = staged.arrays, staged.tensors
+        rows, seq_lens = arrays.sampled_rows, arrays.sampled_positions
+        if not rows.size:
+            return rows
+        if arrays.sampled_at.size:
+            logits = logits.index_select(0, tensors.sampled_at)
+        at, positions = tensors.sampled_rows, tensors.sampled_positions
+        tokens = self._sampled.read(self._sampler.sample(logits, rows, seq_lens, at, positions))
         self._rows.has_sampled[rows] = True
         return tokens
 
@@ -172,16 +270,54 @@ class Worker:
         token_ids[columns.is_sampled] = tokens
         token_ids[~columns.is_sampled] = columns.scored_ids
         logprobs, top_ids, top_logprobs = score(
-            logits[self._index(wanted)],
-            self._index(token_ids[wanted]),
+            logits[self._to_device(wanted)],
+            self._to_device(token_ids[wanted]),
             self._sampler.num_top_logprobs[rows[wanted]],
         )
         result.logprobs = _float32(logprobs)
         result.top_ids = _int32(top_ids.cpu().numpy())
         result.top_logprobs = _float32(top_logprobs)
 
-    def _index(self, values: Int64Array) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _to_device(self, values: Int64Array) -> torch.Tensor:
+        return to_device(values, self._device)
+
+
+def _capacity(limits: StepLimits) -> StepInputs[int]:
+    """Returns the most entries of each column of a step."""
+    budget = limits.budget
+    num_tokens, num_seqs = budget.max_num_batched_tokens, budget.max_num_seqs
+    # Blocks for all of a step's tokens, and one each. Prefixes found in the cache bring more; a
+    # step with that many goes another way.
+    num_blocks = num_tokens // limits.block_size + 2 * num_seqs
+    return StepInputs(
+        input_ids=num_tokens,
+        positions=num_tokens,
+        out_cache_loc=num_tokens,
+        req_pool_indices=num_seqs,
+        seq_lens=num_seqs,
+        logits_indices=budget.max_num_logits,
+        sampled_rows=num_seqs,
+        sampled_positions=num_seqs,
+        sampled_at=num_seqs,
+        unknown_rows=num_tokens,
+        unknown_at=num_tokens,
+        block_places=num_blocks,
+        block_ids=num_blocks,
+        start_rows=num_seqs,
+        start_parameters=num_seqs * PARAMETER_WIDTH,
+    )
+
+
+def _flatten(
+    rows: Int64Array, num_computed: Int64Array, num_tokens: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Returns each token's row and its position in the sequence."""
+    ends = np.cumsum(num_tokens)
+    total = int(ends[-1]) if ends.size else 0
+    if total == len(rows):
+        return rows, num_computed
+    shift = num_computed - (ends - num_tokens)
+    return np.repeat(rows, num_tokens), np.arange(total) + np.repeat(shift, num_tokens)
 
 
 def _int32(values: Int64Array) -> bytes:

@@ -30,15 +30,16 @@ LAYERS = {
     "executor": [
         {"__main__"},
         {"server"},
+        {"build"},
         {"worker"},
         {"speculative", "step_columns"},
         {"runners", "sampler"},
         {"models", "graph"},
-        {"moe"},
+        {"moe", "sampling_fixed"},
         {"layers"},
-        {"forward_batch", "kv_pool", "logits", "weights", "columns"},
+        {"forward_batch", "staging", "kv_pool", "logits", "weights", "columns"},
         {"config", "parallel"},
-        {"budget", "errors", "fingerprint"},
+        {"budget", "errors", "fingerprint", "flashinfer_ops"},
     ],
 }
 
@@ -59,7 +60,7 @@ MESSAGE_USERS = {
         "step_stream",
         "validation",
     },
-    "executor": {"__main__", "server", "step_columns", "worker"},
+    "executor": {"build", "server", "step_columns", "worker"},
 }
 
 # What internal services import to call the router: it must not bring the router along.

@@ -1,4 +1,4 @@
-"""One storage per kind of input buffer, shared by all graph runners of this process.
+"""One storage per kind of input buffer, shared by all graph runners of a process.
 
 Runners replay one after another, and each fills its inputs right before it replays, so they can
 read the same memory. A captured graph holds raw addresses, so a storage in the pool never moves and
@@ -10,6 +10,7 @@ before a capture (``CudaGraphBufferRegistry.reset_for_capture``).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -56,7 +57,8 @@ class InputBufferPool:
         return first.as_strided(buffer.shape, buffer.stride())
 
 
-_pool = InputBufferPool()
+_PROCESS_POOL = InputBufferPool()
+_pool: ContextVar[InputBufferPool] = ContextVar("input_buffer_pool")
 
 
 def share_input_buffer(name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -76,19 +78,21 @@ def share_input_buffer(name: str, buffer: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: The buffer is not dense.
     """
-    return _pool.share(name, buffer)
+    return _pool.get(_PROCESS_POOL).share(name, buffer)
 
 
 @contextmanager
 def fresh_input_buffer_pool() -> Iterator[InputBufferPool]:
-    """Gives the block an empty pool of its own; for tests. The old pool is back afterwards."""
-    global _pool
-    before = _pool
-    _pool = InputBufferPool()
+    """Gives the block an empty pool of its own, in this thread. The old pool is back afterwards.
+
+    For whoever builds all runners of a worker: two workers in one process run at the same time, so
+    they cannot share.
+    """
+    token = _pool.set(InputBufferPool())
     try:
-        yield _pool
+        yield _pool.get()
     finally:
-        _pool = before
+        _pool.reset(token)
 
 
 def _is_dense(buffer: torch.Tensor) -> bool:

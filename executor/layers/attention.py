@@ -14,9 +14,11 @@ head as batch dimension, so keys and values are never repeated: repeating them, 
 ``enable_gqa`` does, costs a copy of the context per layer.
 """
 
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +34,59 @@ _WORKSPACE_TOKENS = 2048  # 1 MiB of keys for 4 heads of 64 in bfloat16; more if
 _QUERY_TILE = 128  # queries per tile: each tile leaves out the keys in its future
 
 
+class AttentionCall(NamedTuple):
+    """What a model hands to attention: the arguments of ``Attention.forward``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layer_id: int
+
+
+# A forward pass that yields its attention calls, is sent their results [T, H * D], and returns
+# the hidden states [T, D].
+Stages = Generator[AttentionCall, torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def run_stages(stages: Stages, attend: Attend) -> torch.Tensor:
+    """Runs a forward pass to its end and returns its hidden states [T, D]."""
+    with closing(stages):
+        try:
+            call = next(stages)
+            while True:
+                call = stages.send(attend(*call))
+        except StopIteration as end:
+            hidden: torch.Tensor = end.value
+            return hidden
+
+
 class Attention(Protocol):
-    """What a model asks of an attention backend."""
+    """An attention backend. In a forward pass, on CUDA:
+
+        init_forward_metadata_out_graph   host      before every pass and every replay
+        init_forward_metadata_in_graph    device    the first thing that a graph records
+        forward                           device    once per layer
+
+    Attributes:
+        is_capturable: Whether ``forward`` is device work alone; if not, graphs break around it.
+    """
+
+    is_capturable: bool
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         """Plans on the host, once before each forward pass and before each replay."""
+        ...
+
+    def init_forward_metadata_in_graph(self) -> None:
+        """Plans on the device; recorded, so that each replay plans anew."""
+        ...
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Puts metadata that ``forward`` upgrades on first use back to what planning left.
+
+        Else the warm-up runs would have upgraded it, and the graph would lack the upgrade.
+        """
         ...
 
     def forward(
@@ -153,23 +203,40 @@ class _Workspace:
 class TorchAttention:
     """The attention backend of the CPU, and what other backends must match.
 
+    Not capturable: sequences are grouped by length on the host.
+
     Args:
         num_heads: H.
         num_kv_heads: N, a divisor of H.
         head_dim: D.
         dtype: Type of q, k, v and the KV pool.
+        num_workers: Threads of its worker pool; as many as OpenMP has if None.
     """
 
+    is_capturable = False
+
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        num_workers: int | None = None,
     ) -> None:
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self._metadata: _Metadata | None = None
-        self._workers = WorkerPool()
+        self._workers = WorkerPool(num_workers)
         self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
+
+    def init_forward_metadata_in_graph(self) -> None:
+        """Nothing: all is planned on the host."""
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Nothing: metadata stays as planned."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         seq_lens = batch.seq_lens_cpu.numpy()
@@ -282,6 +349,8 @@ class TorchAttention:
     def _decode(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
         """Returns [B, H * D] for q [B, H, D], group after group. Workers share the groups."""
         groups = metadata.decode_groups
+        if len(groups) == 1:
+            return self._decode_groups(q, groups, metadata.workspaces[0], layer_id)[0]
         shares = self._workers.shares([len(group.blocks) for group in groups])
         pieces = [
             partial(self._decode_groups, q, groups[share], workspace, layer_id)

@@ -1,7 +1,8 @@
 """Root-mean-square normalisation."""
 
 import torch
-import torch.nn.functional as F
+
+from executor.layers.operators import Operators
 
 
 class RMSNorm:
@@ -13,11 +14,23 @@ class RMSNorm:
     Source: Zhang and Sennrich 2019, equation 4; Transformers, Qwen3MoeRMSNorm.forward.
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = size
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        operators: Operators,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.eps = eps
         self.weight = torch.empty(size, dtype=dtype, device=device)
+        self._operators = operators
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the shape and dtype of x [..., size]; the mean is taken in float32."""
-        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        """Returns the shape and dtype of x [T, size]; the mean is taken in float32."""
+        return self._operators.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of x + residual, and x + residual. May overwrite both, [T, size]."""
+        return self._operators.add_rms_norm(x, residual, self.weight, self.eps)

@@ -3,8 +3,9 @@
 Left alone, PyTorch splits every operator over its OpenMP threads. A layer of experts is tens of
 operators of a tenth of a millisecond, and if waiting threads sleep (OMP_WAIT_POLICY=PASSIVE, which
 ranks on shared cores need) each pays for waking them. Here a layer is split once, and an operator
-runs on the core that called it: decode of 8 and 32 sequences on two threads takes 60 % of the time
-then, and about as long as before if waiting threads spin (``tests/bench/bench_cpu_model.py``).
+runs on the core that called it: decode on two threads takes 60 % of the time then. If waiting
+threads spin, a pool of one is faster: OpenMP's threads are there at once, and these would compete
+with them for the cores (``tests/bench/bench_cpu_model.py``).
 
 Operators release the GIL. A piece computes the same whatever thread runs it, so results do not
 depend on the number of threads.
@@ -48,14 +49,17 @@ class WorkerPool:
         # A thread that first computes later starts from the last number set by any thread.
         torch.set_num_threads(num_threads)
 
+    @property
+    def is_sharing(self) -> bool:
+        return self._is_sharing
+
     @contextmanager
     def sharing(self, num_rows: int) -> Iterator[None]:
         """Within it, ``run`` shares, and the calling thread's operators keep to its own core.
 
-        A single row is left to OpenMP, whose threads wake faster, and so are many rows, whose
-        operators are long, the small ones too.
+        Many rows are left to OpenMP: their operators are long, the small ones too.
         """
-        if self.size == 1 or not 1 < num_rows < _OPENMP_ROWS:
+        if self.size == 1 or not 0 < num_rows < _OPENMP_ROWS:
             yield
             return
         num_threads = torch.get_num_threads()

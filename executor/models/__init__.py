@@ -8,9 +8,10 @@ import torch
 
 from executor.errors import CheckpointError
 from executor.forward_batch import ForwardBatch
-from executor.layers.attention import Attention
+from executor.layers.attention import Stages
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
+from executor.models.kernels import Kernels, cpu_kernels
 from executor.parallel import ExpertParallel
 from executor.weights import OnProgress, WeightGroup, load_weights
 
@@ -20,15 +21,15 @@ _MODULES = {"Qwen3MoeForCausalLM": "executor.models.qwen3_moe"}
 class Model(Protocol):
     """A loaded model, as runners see it."""
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
-        """Returns the hidden states after the last norm, [T, D].
+    def stages(self, batch: ForwardBatch) -> Stages:
+        """Runs a forward pass up to each attention call; returns the hidden states [T, D].
 
-        Every EP rank must call it, also with T = 0. ``attention`` has planned this batch.
+        Every EP rank must run it, also with T = 0.
         """
         ...
 
-    def compute_logits(self, hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of the chosen rows of ``hidden``."""
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D]."""
         ...
 
 
@@ -41,6 +42,7 @@ class _Loadable(Model, Protocol):
         device: torch.device,
         ep: ExpertParallel,
         communicator: DpCommunicator,
+        kernels: Kernels,
     ) -> None: ...
 
     def weight_groups(self) -> list[WeightGroup]: ...
@@ -56,6 +58,7 @@ def load_model(
     device: torch.device | str = "cpu",
     ep: ExpertParallel | None = None,
     communicator: DpCommunicator | None = None,
+    kernels: Kernels | None = None,
     on_progress: OnProgress | None = None,
 ) -> Model:
     """Builds the model that ``config`` names and fills it from ``path``.
@@ -68,6 +71,7 @@ def load_model(
         ep: This rank's share of the experts; all of them if None.
         communicator: Joins the EP ranks. It may join a group later, and others after that,
             while the model stays loaded. Needed if ``ep.ep_size`` is above 1.
+        kernels: What the layers call; those of the CPU if None.
         on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
@@ -81,12 +85,14 @@ def load_model(
             f"the communicator is rank {communicator.dp_rank} of {communicator.dp_size}, "
             f"but the experts are for rank {ep.ep_rank} of {ep.ep_size}: they must be the same"
         )
+    dtype = dtype or config.dtype
     model = _model_class(config.architecture)(
         config,
-        dtype=dtype or config.dtype,
+        dtype=dtype,
         device=torch.device(device),
         ep=ep,
         communicator=communicator,
+        kernels=kernels or cpu_kernels(config, dtype=dtype),
     )
     load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)
     return model

@@ -4,23 +4,22 @@ Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
 import re
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from executor.forward_batch import DpLayout, ForwardBatch
-from executor.layers.attention import Attention
+from executor.layers.attention import AttentionCall, Stages
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.embedding import Embedding
 from executor.layers.linear import Linear
 from executor.layers.norm import RMSNorm
-from executor.layers.rotary import RotaryEmbedding
-from executor.layers.workers import WorkerPool
 from executor.models.config import ModelConfig
+from executor.models.kernels import Kernels
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.layer import MoELayer
-from executor.moe.runner_torch import TorchMoERunner
 from executor.parallel import ExpertParallel
 from executor.weights import WeightGroup
 
@@ -34,12 +33,13 @@ class Qwen3MoeAttention:
         self,
         config: ModelConfig,
         layer_id: int,
-        workers: WorkerPool,
+        kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layer_id = layer_id
+        self.operators = kernels.operators
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -51,7 +51,7 @@ class Qwen3MoeAttention:
             has_bias=config.attention_bias,
             dtype=dtype,
             device=device,
-            workers=workers,
+            workers=kernels.workers,
         )
         self.o_proj = Linear(
             q_size,
@@ -59,7 +59,7 @@ class Qwen3MoeAttention:
             has_bias=config.attention_bias,
             dtype=dtype,
             device=device,
-            workers=workers,
+            workers=kernels.workers,
         )
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight = torch.empty(
@@ -67,19 +67,15 @@ class Qwen3MoeAttention:
         )
         self.sizes = (q_size, kv_size, kv_size)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        rotary: RotaryEmbedding,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        attention: Attention,
-    ) -> torch.Tensor:
+    def project(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
+        """Returns the rotated queries, keys and values of x [T, D]."""
         heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
-        qk = F.rms_norm(heads[:, :num_qk], (self.head_dim,), None, self.eps)
-        qk = rotary.rotate(qk.mul_(self.qk_norm_weight), cos_sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.o_proj(attention.forward(q, k, heads[:, num_qk:], self.layer_id))
+        qk = self.operators.norm_heads(
+            heads[:, :num_qk], self.qk_norm_weight, self.num_heads, self.eps
+        )
+        q, k = self.operators.rotate(qk, self.num_heads, rotation)
+        return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         qkv, o = self.qkv_proj, self.o_proj
@@ -112,24 +108,29 @@ class Qwen3MoeMLP:
         self,
         hidden_size: int,
         intermediate_size: int,
-        workers: WorkerPool,
+        kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.gate_up_proj = Linear(
-            hidden_size, 2 * intermediate_size, dtype=dtype, device=device, workers=workers
-        )
-        self.down_proj = Linear(
-            intermediate_size, hidden_size, dtype=dtype, device=device, workers=workers
-        )
+        self.operators = kernels.operators
+        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
 
-    def __call__(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def __call__(
+        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.down_proj(self.operators.silu_and_mul(self.gate_up_proj(x)))
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        return _mlp_groups(prefix, self.gate_up_proj, self.down_proj)
+        gate, up = self.gate_up_proj.weight.chunk(2)
+        targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        down = self.down_proj
+        return [
+            WeightGroup(targets, self.gate_up_proj.finish),
+            WeightGroup({f"{prefix}down_proj.weight": down.weight}, down.finish),
+        ]
 
 
 class Qwen3MoeSparseBlock:
@@ -140,32 +141,30 @@ class Qwen3MoeSparseBlock:
         config: ModelConfig,
         local_experts: range,
         communicator: DpCommunicator,
-        workers: WorkerPool,
+        kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        hidden, inner = config.hidden_size, config.moe_intermediate_size
-        self.local_experts = local_experts
-        self.gate = Linear(hidden, config.num_experts, dtype=dtype, device=device)
-        self.w13 = [Linear(hidden, 2 * inner, dtype=dtype, device=device) for _ in local_experts]
-        self.w2 = [Linear(inner, hidden, dtype=dtype, device=device) for _ in local_experts]
+        self.gate = Linear(config.hidden_size, config.num_experts, dtype=dtype, device=device)
+        self.experts = kernels.new_experts(local_experts)
         self._layer = MoELayer(
             self.gate,
             config.num_experts_per_tok,
+            num_experts=config.num_experts,
             renormalize=config.norm_topk_prob,
             dispatcher=AllGatherDispatcher(communicator, local_experts),
-            runner=TorchMoERunner(self.w13, self.w2, workers),
+            runner=self.experts.runner,
         )
 
-    def __call__(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        return self._layer(x, layout)
+    def __call__(
+        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._layer(x, layout, is_padding)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        groups = [WeightGroup({f"{prefix}gate.weight": self.gate.weight}, self.gate.finish)]
-        for expert, w13, w2 in zip(self.local_experts, self.w13, self.w2, strict=True):
-            groups += _mlp_groups(f"{prefix}experts.{expert}.", w13, w2)
-        return groups
+        gate = WeightGroup({f"{prefix}gate.weight": self.gate.weight}, self.gate.finish)
+        return [gate, *self.experts.weight_groups(f"{prefix}experts.")]
 
 
 class Qwen3MoeDecoderLayer:
@@ -177,35 +176,48 @@ class Qwen3MoeDecoderLayer:
         layer_id: int,
         local_experts: range,
         communicator: DpCommunicator,
-        workers: WorkerPool,
+        kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
-        self.self_attn = Qwen3MoeAttention(config, layer_id, workers, dtype=dtype, device=device)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        hidden = config.hidden_size
+        norm = partial(
+            RMSNorm, hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
+        )
+        self.input_layernorm = norm()
+        self.self_attn = Qwen3MoeAttention(config, layer_id, kernels, dtype=dtype, device=device)
+        self.post_attention_layernorm = norm()
         self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
         if config.is_moe_layer(layer_id):
             self.mlp = Qwen3MoeSparseBlock(
-                config, local_experts, communicator, workers, dtype=dtype, device=device
+                config, local_experts, communicator, kernels, dtype=dtype, device=device
             )
         else:
             self.mlp = Qwen3MoeMLP(
-                hidden, config.intermediate_size, workers, dtype=dtype, device=device
+                hidden, config.intermediate_size, kernels, dtype=dtype, device=device
             )
 
-    def __call__(
+    def before_attention(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any
+    ) -> tuple[AttentionCall, torch.Tensor]:
+        """Takes what the layer before added, and the sum up to it; returns the whole sum, too."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        return self.self_attn.project(x, rotation), residual
+
+    def after_attention(
         self,
-        x: torch.Tensor,
-        rotary: RotaryEmbedding,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        attention: Attention,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
         layout: DpLayout,
-    ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, cos_sin, attention)
-        return x + self.mlp(self.post_attention_layernorm(x), layout)
+        is_padding: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what this layer's experts add, [T, D], and the sum without it."""
+        x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(attended), residual)
+        return self.mlp(x, layout, is_padding), residual
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         norms = {
@@ -225,6 +237,7 @@ class Qwen3MoeForCausalLM:
         device: Where everything lives.
         ep: This rank's share of the experts. Everything else is on every rank.
         communicator: Joins the EP ranks.
+        kernels: What the layers call.
 
     Raises:
         ValueError: The experts do not divide among the ranks.
@@ -238,18 +251,13 @@ class Qwen3MoeForCausalLM:
         device: torch.device,
         ep: ExpertParallel,
         communicator: DpCommunicator,
+        kernels: Kernels,
     ) -> None:
         hidden = config.hidden_size
-        self._workers = WorkerPool(None if device.type == "cpu" else 1)
+        self._operators = kernels.operators
+        self._workers = kernels.workers
         self._tied = config.tie_word_embeddings
         self._local_experts = ep.local_experts(config.num_experts)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            config.max_position_embeddings,
-            config.rope_theta,
-            dtype=dtype,
-            device=device,
-        )
         self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, device=device)
         self.layers = [
             Qwen3MoeDecoderLayer(
@@ -257,35 +265,39 @@ class Qwen3MoeForCausalLM:
                 layer_id,
                 self._local_experts,
                 communicator,
-                self._workers,
+                kernels,
                 dtype=dtype,
                 device=device,
             )
             for layer_id in range(config.num_hidden_layers)
         ]
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = RMSNorm(
+            hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
+        )
         self.lm_head = Linear(
             hidden, config.vocab_size, dtype=dtype, device=device, workers=self._workers
         )
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
-        """Returns the hidden states after the last norm, [T, D].
+    def stages(self, batch: ForwardBatch) -> Stages:
+        """Runs a forward pass that stops at each attention call.
 
-        Every EP rank must call it, also with T = 0.
+        Every EP rank must run it, also with T = 0.
         """
         with self._workers.sharing(batch.layout.global_dp_buffer_len):
-            cos_sin = self.rotary.at(batch.positions)
-            x = self.embed_tokens(batch.input_ids)
+            rotation = self._operators.rotation(batch.positions)
+            is_padding = batch.is_padding()
+            x, residual = self.embed_tokens(batch.input_ids), None
             for layer in self.layers:
-                x = layer(x, self.rotary, cos_sin, attention, batch.layout)
-            return self.norm(x)
+                call, residual = layer.before_attention(x, residual, rotation)
+                attended = yield call
+                x, residual = layer.after_attention(attended, residual, batch.layout, is_padding)
+            assert residual is not None, "a model has layers"
+            return self.norm.add(x, residual)[0]
 
-    @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of the chosen rows of ``hidden``."""
-        with self._workers.sharing(len(logits_indices)):
-            return self.lm_head(hidden.index_select(0, logits_indices)).float()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D]."""
+        with self._workers.sharing(len(hidden)):
+            return self.lm_head(hidden).float()
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""
@@ -309,12 +321,3 @@ class Qwen3MoeForCausalLM:
         if expert is not None:
             return int(expert[1]) not in self._local_experts
         return self._tied and name == "lm_head.weight"
-
-
-def _mlp_groups(prefix: str, gate_up: Linear, down: Linear) -> list[WeightGroup]:
-    gate, up = gate_up.weight.chunk(2)
-    targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-    return [
-        WeightGroup(targets, gate_up.finish),
-        WeightGroup({f"{prefix}down_proj.weight": down.weight}, down.finish),
-    ]

@@ -49,7 +49,10 @@ class Dispatcher(Protocol):
         topk_weights_TK: torch.Tensor,
         layout: DpLayout,
     ) -> Dispatched:
-        """Sends each token to the ranks that hold its experts. Every rank must call it."""
+        """Sends each token to the ranks that hold its experts. Every rank must call it.
+
+        A token whose expert ids are E is padding: it goes to no expert.
+        """
         ...
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
@@ -71,6 +74,7 @@ class MoELayer:
     Args:
         gate: Router projection, D to E.
         top_k: K.
+        num_experts: E.
         renormalize: Whether a token's K weights are scaled to sum to 1.
         dispatcher: Moves rows between EP ranks.
         runner: Computes this rank's experts.
@@ -81,21 +85,34 @@ class MoELayer:
         gate: Linear,
         top_k: int,
         *,
+        num_experts: int,
         renormalize: bool,
         dispatcher: Dispatcher,
         runner: MoERunner,
     ) -> None:
         self.gate = gate
         self.top_k = top_k
+        self.num_experts = num_experts
         self.renormalize = renormalize
         self.dispatcher = dispatcher
         self.runner = runner
 
-    def __call__(self, x_TD: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        """Returns [T, D]. Every EP rank must call it, also with T = 0."""
+    def __call__(
+        self, x_TD: torch.Tensor, layout: DpLayout, is_padding_T1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns [T, D]. Every EP rank must call it, also with T = 0.
+
+        Args:
+            x_TD: Hidden states.
+            layout: This pass's token counts.
+            is_padding_T1: bool, rows that no expert may see, though they are counted in
+                ``layout``; None if there are none.
+        """
         topk_ids_TK, topk_weights_TK = topk_softmax(
             self.gate(x_TD), self.top_k, renormalize=self.renormalize
         )
+        if is_padding_T1 is not None:
+            topk_ids_TK.masked_fill_(is_padding_T1, self.num_experts)
         dispatched = self.dispatcher.dispatch(x_TD, topk_ids_TK, topk_weights_TK, layout)
         y_RD = self.runner.run(dispatched)
         return self.dispatcher.combine(y_RD, dispatched)

@@ -42,23 +42,16 @@ class TorchMoERunner:
 
     def _run_one_row(self, dispatched: Dispatched) -> torch.Tensor:
         """A single row needs no sorting: its experts run in the order of their weights."""
-        x_1D = dispatched.x_RD
-        chosen = [
-            (expert, weight)
-            for expert, weight in zip(
-                dispatched.topk_ids_RK[0].tolist(),
-                dispatched.topk_weights_RK[0].tolist(),
-                strict=True,
-            )
-            if expert < len(self._w2)
-        ]
-        y_1D = torch.zeros_like(x_1D)
+        x_1D, weights_K1 = dispatched.x_RD, dispatched.topk_weights_RK.t()
+        (experts,) = dispatched.topk_ids_RK.tolist()
+        chosen = [k for k, expert in enumerate(experts) if expert < len(self._w2)]
         if not chosen:
-            return y_1D
-        y_PD = self._experts([expert for expert, _ in chosen], [x_1D] * len(chosen))
-        for (_, weight), y_D in zip(chosen, y_PD.unbind(), strict=True):
-            y_1D.add_(y_D, alpha=weight)
-        return y_1D
+            return torch.zeros_like(x_1D)
+        if len(chosen) < len(experts):
+            weights_K1 = weights_K1[chosen]
+            experts = [experts[k] for k in chosen]
+        y_PD = self._experts(experts, [x_1D] * len(experts))
+        return y_PD.mul_(weights_K1).sum(dim=0, keepdim=True)
 
     def _run_sorted(self, dispatched: Dispatched) -> torch.Tensor:
         x_RD, ids_RK = dispatched.x_RD, dispatched.topk_ids_RK
@@ -84,6 +77,8 @@ class TorchMoERunner:
 
     def _experts(self, experts: Sequence[int], xs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns each expert's rows of results, [P, D]."""
+        if not self._workers.is_sharing:
+            return self._share(experts, xs)
         shares = self._workers.shares([_EXPERT_COST + len(x) for x in xs])
         pieces = [partial(self._share, experts[share], xs[share]) for share in shares]
         ys = self._workers.run(pieces)

@@ -1,7 +1,8 @@
 """What runs in a step: one file per kind of forward pass.
 
 A runner takes a ForwardBatch to logits. It is given callables, never a model, and runners do not
-inherit from one another.
+inherit from one another. How a pass is recorded and replayed is the backend's business
+(``executor/graph``): on a CPU the same runners call what a GPU replays.
 """
 
 from typing import Protocol
@@ -12,9 +13,30 @@ from executor.forward_batch import ForwardBatch
 
 
 class Runner(Protocol):
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Returns logits [L, V], one row for each of ``batch.logits_indices``.
+    """Takes a batch to logits."""
 
-        Every DP rank must call it in each step, also with no tokens.
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns float32 logits [L, V], one row for each of ``batch.logits_indices``.
+
+        Every DP rank must call it in each step, also with no tokens. The next run may overwrite
+        what this one returned.
+        """
+        ...
+
+
+class GraphRunner(Runner, Protocol):
+    """Runs the batches whose layout names one of its sizes.
+
+    Attributes:
+        sizes: What is captured, ascending: sequences for decodes, token rows for extends.
+    """
+
+    sizes: tuple[int, ...]
+
+    def capture(self) -> None:
+        """Captures every size, the largest first. All ranks must call it, at the same time.
+
+        Raises:
+            CaptureError: A size cannot be captured.
         """
         ...

@@ -8,7 +8,7 @@ import torch
 
 from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
 from executor.kv_pool import KVPool
-from executor.layers.attention import TorchAttention
+from executor.layers.attention import TorchAttention, run_stages
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
@@ -77,8 +77,8 @@ class Rank:
             logits_indices=range(sum(counts)),
         )
         self.attention.init_forward_metadata_out_graph(batch, self.pool)
-        hidden = self.model.forward(batch, self.attention)
-        logits = self.model.compute_logits(hidden, batch.logits_indices)
+        hidden = run_stages(self.model.stages(batch), self.attention.forward)
+        logits = self.model.compute_logits(hidden)
         return dict(zip(rows, torch.split_with_sizes(logits, counts), strict=True))
 
 

@@ -6,9 +6,7 @@ import torch
 
 from executor.forward_batch import DpLayout, ForwardBatch
 from executor.kv_pool import KVPool, KVShape
-from executor.layers import attention as attention_module
 from executor.layers.attention import TorchAttention
-from executor.layers.workers import WorkerPool
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 SHAPE = KVShape(
@@ -58,7 +56,7 @@ class Case:
             loc = self.pool.out_cache_loc([row], [0], [prefix])
             self.pool.key_cache[1][loc], self.pool.value_cache[1][loc] = k[:prefix], v[:prefix]
 
-    def run(self) -> torch.Tensor:
+    def run(self, num_workers: int = 1) -> torch.Tensor:
         prefixes, counts = [p for p, _ in self.mix], [n for _, n in self.mix]
         batch = ForwardBatch.from_columns(
             rows=self.rows,
@@ -68,7 +66,9 @@ class Case:
             out_cache_loc=self.pool.out_cache_loc(self.rows, prefixes, counts),
             layout=DpLayout.single(sum(counts)),
         )
-        attention = TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32)
+        attention = TorchAttention(
+            HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, num_workers=num_workers
+        )
         attention.init_forward_metadata_out_graph(batch, self.pool)
         new = list(zip(self.keys, self.values, prefixes, strict=True))
         k = torch.cat([k[prefix:] for k, _, prefix in new])
@@ -96,10 +96,9 @@ def test_every_mix_equals_plain_attention(mix: list[tuple[int, int]]):
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-def test_workers_change_no_bit(mix: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
-    alone = Case(mix, garbage=0.0).run()
-    monkeypatch.setattr(attention_module, "WorkerPool", lambda: WorkerPool(3))
-    assert torch.equal(Case(mix, garbage=0.0).run(), alone)
+def test_workers_change_no_bit(mix: list[tuple[int, int]]):
+    alone = Case(mix, garbage=0.0).run(num_workers=1)
+    assert torch.equal(Case(mix, garbage=0.0).run(num_workers=3), alone)
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

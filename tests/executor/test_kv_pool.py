@@ -41,6 +41,34 @@ def test_a_start_of_zero_gives_the_row_to_a_new_sequence(pool: KVPool):
         pool.out_cache_loc([1], [4], [1])
 
 
+def test_the_places_of_new_blocks_bring_another_table_up_to_date(pool: KVPool):
+    other = KVPool(SHAPE, num_blocks=12, num_rows=3, max_blocks_per_row=4)
+    for columns in (
+        ([2, 0], [0, 0], [2, 1], [7, 3, 9]),
+        ([1, 2], [0, 1], [3, 2], [4, 5, 6, 8, 10]),
+        ([0], [1], [0], []),
+    ):
+        places = pool.append_blocks_on_host(*columns)
+        other.write_blocks(torch.from_numpy(places), torch.tensor(columns[3], dtype=torch.int64))
+    assert torch.equal(other.block_table, pool.block_table_cpu)
+    assert pool.block_table_cpu[:, :3].tolist() == [[9, 0, 0], [4, 5, 6], [7, 8, 10]]
+
+
+def test_a_table_of_the_devices_own_is_kept_up_to_date(pool: KVPool):
+    assert pool.is_table_shared
+    pool.block_table = pool.block_table_cpu.clone()
+    pool.append_blocks([1], [0], [2], [5, 6])
+    assert pool.block_table[1, :2].tolist() == [5, 6]
+    assert not pool.is_table_shared
+
+
+def test_locations_may_be_written_over_the_rows(pool: KVPool):
+    pool.append_blocks([2, 0], [0, 0], [2, 1], [7, 3, 9])
+    rows, positions = np.array([2, 0, 2]), np.array([5, 0, 3])
+    pool.locate(rows, positions, out=rows)
+    assert rows.tolist() == [13, 36, 31]
+
+
 def test_no_sequences_are_no_error(pool: KVPool):
     pool.append_blocks([], [], [], [])
     assert pool.out_cache_loc([], [], []).shape == (0,)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from executor.logits import coins, draw, score
-from executor.sampler import PICK_WIDTH, RowStarts, Sampler
+from executor.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
 from executor.step_columns import read_starts
 from tests.executor.steps import row_starts
 from tests.executor.test_step_columns import limits
@@ -280,6 +280,23 @@ def test_a_sequence_samples_alike_in_any_batch():
     assert alone.last_tokens.tolist() == expected
 
 
+@pytest.mark.parametrize("columns", [{}, {"top_k": 7}, {"top_p": 0.9}])
+def test_rows_of_one_kind_each_toss_their_own_coin(columns: dict[str, Any]):
+    count = 30
+    logits = random_logits().expand(count, -1)
+    rows, seq_lens = np.arange(count), np.arange(count) * 3 + 1
+    columns = {"temperature": 1.0, **columns}
+    begun = starts(rows=rows, seed=rows, **{k: [value] * count for k, value in columns.items()})
+    together, alone = Sampler(count, VOCAB_SIZE), Sampler(count, VOCAB_SIZE)
+    together.start(begun)
+    alone.start(begun)
+    tokens = together.sample(logits, rows, seq_lens).tolist()
+    assert tokens == [
+        alone.sample(logits[[row]], rows[[row]], seq_lens[[row]]).item() for row in rows
+    ]
+    assert len(set(tokens)) > 3
+
+
 def test_logits_are_left_as_they_were():
     logits = random_logits()[None].repeat(2, 1)
     before = logits.clone()
@@ -289,6 +306,70 @@ def test_logits_are_left_as_they_were():
     )
     sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
     assert torch.equal(logits, before)
+
+
+def test_logits_are_left_as_they_were_when_some_of_the_rows_are_edited():
+    logits = random_logits()[None].repeat(2, 1)
+    before = logits.clone()
+    sampler = Sampler(2, VOCAB_SIZE)
+    sampler.start(
+        starts(rows=[0, 1], temperature=[1, 1], num_biases=[0, 1], bias_ids=[2], biases=[4])
+    )
+    sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
+    assert torch.equal(logits, before)
+
+
+def test_what_is_on_the_device_already_samples_like_what_is_not():
+    columns: dict[str, Any] = {
+        "temperature": [0, 1.0, 0.7, 1.2],
+        "top_k": [0, 5, 0, 200],
+        "top_p": [1.0, 0.9, 0.8, 0.7],
+        "min_p": [0, 0.1, 0, 0.05],
+        "repetition_penalty": [1, 1.3, 1, 1],
+        "presence_penalty": [0, 0, 0.5, 0],
+        "frequency_penalty": [0, 0, 0, 0.25],
+        "seed": [1, 2**64 - 1, 2**63, 4],
+    }
+    logits = torch.stack([random_logits(seed=seed) for seed in range(4)])
+    plain, staged = Sampler(6, VOCAB_SIZE), Sampler(6, VOCAB_SIZE)
+    rows, seq_lens = np.array([5, 0, 3, 2]), np.array([4, 9, 2, 7])
+    begun = starts(rows=rows, **columns)
+    packed = np.empty(4 * PARAMETER_WIDTH, dtype=np.int64)
+    begun.pack_parameters(packed)
+    plain.start(begun)
+    staged.start(begun, torch.from_numpy(rows), torch.from_numpy(packed))
+    for step in range(20):
+        expected = plain.sample(logits, rows, seq_lens + step)
+        at, positions = torch.from_numpy(rows), torch.from_numpy(seq_lens + step)
+        assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
+    assert torch.equal(staged.last_tokens, plain.last_tokens)
+    assert staged._seed[[5, 0, 3, 2]].tolist() == [1, -1, -(2**63), 4]
+    for name, state in (
+        ("temperature", staged._temperature),
+        ("top_p", staged._top_p),
+        ("min_p", staged._min_p),
+        ("repetition_penalty", staged._repetition),
+        ("presence_penalty", staged._presence),
+        ("frequency_penalty", staged._frequency),
+    ):
+        assert state[[5, 0, 3, 2]].tolist() == pytest.approx(columns[name])
+
+
+def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
+    sampler, logits, rows = Sampler(1, VOCAB_SIZE), random_logits()[None], np.array([0])
+    likeliest = int(logits.argmax())
+    sampler.start(
+        starts(
+            rows=[0],
+            suppressed_until=[5],
+            num_suppressed_ids=[1],
+            suppressed_ids=[likeliest],
+        )
+    )
+    assert sampler.sample(logits, rows, np.array([4])).item() != likeliest
+    assert sampler.sample(logits, rows, np.array([5])).item() == likeliest
+    sampler.start(starts(rows=[0]))
+    assert sampler.sample(logits, rows, np.array([0])).item() == likeliest
 
 
 def test_bfloat16_logits_sample_as_their_float32_values():

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from executor.__main__ import build_worker
+from executor.build import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep, JoinFailed
 from executor.parallel import open_store

@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from executor.__main__ import build_worker
+from executor.build import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import reference_logits
+from tests.executor.copiers import SeparateMemory
 from tests.executor.steps import (
     decode_part,
     floats_of,
@@ -208,6 +210,106 @@ def test_a_refused_step_leaves_no_trace(worker: Worker):
         for length, new in ((11, []), (12, [20]), (13, []))
     ]
     assert [token for [token] in tokens] == expected[3:]
+
+
+@pytest.fixture
+def apart(worker: Worker) -> Worker:
+    """A worker whose host and device share no memory, as on CUDA, with a table on each side."""
+    pool = worker._kv_pool
+    pool.block_table = pool.block_table_cpu.clone()
+    return Worker(
+        limits=worker._limits,
+        kv_pool=pool,
+        sampler=worker._sampler,
+        runner=worker._runner,
+        communicator=worker._communicator,
+        form_group=None,
+        device=worker._device,
+        copier=SeparateMemory(),
+    )
+
+
+def num_copies(worker: Worker) -> int:
+    copier = worker._staging._copier
+    assert isinstance(copier, SeparateMemory)
+    return copier.num_copies
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        {},
+        {"temperature": [1.0], "seed": [3]},
+        {"temperature": [0.8], "top_k": [9], "top_p": [0.9], "min_p": [0.05], "seed": [4]},
+        {"presence_penalty": [0.7], "frequency_penalty": [0.2], "repetition_penalty": [1.1]},
+    ],
+)
+def test_memory_of_its_own_gives_a_device_the_same_tokens(
+    tiny_checkpoint: Path, apart: Worker, starts: dict[str, Any]
+):
+    """Whatever a step changes must have travelled: nothing may rest on shared memory."""
+    shared = make_worker(tiny_checkpoint)
+    for row in (2, 0, 2):
+        expected = generate(shared, row, PROMPT, 12, feed_back=False, **starts)
+        assert generate(apart, row, PROMPT, 12, feed_back=False, **starts) == expected
+        assert torch.equal(apart._kv_pool.block_table, apart._kv_pool.block_table_cpu)
+
+
+def test_a_mixed_step_gives_a_device_with_its_own_memory_the_same_tokens(
+    tiny_checkpoint: Path, apart: Worker
+):
+    """A chunk that does not sample, a decode that does, a prompt that is scored."""
+    part = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[3, 2], temperature=[0, 1], seed=[0, 5]),
+        sequences=sequences(
+            rows=[3, 0, 2],
+            num_tokens=[4, 1, 5],
+            num_computed_tokens=[0, 9, 0],
+            token_ids=[*PROMPT[:4], -1, *PROMPT[:5]],
+            num_new_blocks=[1, 0, 2],
+            new_block_ids=[50, 51, 52],
+            samples=[0, 1, 1],
+            num_scored=[0, 0, 2],
+            scored_ids=PROMPT[1:3],
+        ),
+    )
+    results = []
+    for worker in (make_worker(tiny_checkpoint), apart):
+        generate(worker, 0, PROMPT, 1, feed_back=False)
+        response = worker.execute(step(2, part, num_tokens=[10], num_logits=[4]))
+        results.append((tokens_of(response), floats_of(response.ranks[0].logprobs)))
+    assert results[0] == results[1]
+    assert len(results[0][0]) == len(results[0][1]) == 2
+
+
+@pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
+def test_a_decode_step_is_one_copy_there_and_one_back(
+    apart: Worker, monkeypatch: pytest.MonkeyPatch, starts: dict[str, Any]
+):
+    part = prompt_part(0, PROMPT[:3], [1], **starts)
+    apart.execute(step(1, part, num_tokens=[3], num_logits=[1]))
+
+    def refuse(values: object, device: object) -> torch.Tensor:
+        raise AssertionError("a copy beside the staged one")
+
+    monkeypatch.setattr("executor.sampler.to_device", refuse)
+    monkeypatch.setattr("executor.worker.to_device", refuse)
+    for length in range(3, 12):
+        before = num_copies(apart)
+        new = [2 + length // 4] if length % 4 == 0 else []
+        apart.execute(step(2, decode_part(0, length, -1, new), num_tokens=[1]))
+        assert num_copies(apart) - before == 2
+
+
+def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker):
+    """A long prefix found in the cache brings more blocks than a step's own tokens fill."""
+    most = apart._capacity.block_places
+    num_blocks = most + 1
+    part = prompt_part(1, [7], np.arange(1, num_blocks + 1).tolist())
+    part.sequences.MergeFrom(sequences(num_computed_tokens=[4 * num_blocks - 1]))
+    apart.execute(step(1, part, num_tokens=[1]))
+    assert apart._kv_pool.block_table[1, :num_blocks].tolist() == list(range(1, num_blocks + 1))
 
 
 def test_a_row_that_starts_again_has_no_last_token(worker: Worker):

@@ -1,0 +1,241 @@
+"""FlashInfer's operators, one thin method each.
+
+T token rows    H query heads    N KV heads    D head width    S sampled rows    V vocabulary
+R rows of experts    L experts on this rank    F expert hidden    K experts per row
+"""
+
+import os
+from typing import Any
+
+import torch
+
+KVPages = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [blocks, block_size, N, D]
+
+LAYOUT = "NHD"  # [block, place in the block, head, width], as the KV pool lies
+
+
+class FlashInferOps:
+    """FlashInfer's operators, with the settings that all of them share.
+
+    What FlashInfer compiles, caches or fills on first use is made by the warm-up runs: call nothing
+    here for the first time inside a capture.
+
+    Args:
+        enable_pdl: Whether kernels may start before the one ahead of them has ended (programmatic
+            dependent launch, from SM90 on).
+
+    Attributes:
+        library: The imported package.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
+    """
+
+    def __init__(self, *, enable_pdl: bool) -> None:
+        # Else norms are CuTe-DSL where that package happens to be installed. Read at import.
+        os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+        import flashinfer
+
+        self.library: Any = flashinfer
+        self.enable_pdl = enable_pdl
+
+    # Norms, activation, rotation. Nothing is asked of the library for no rows.
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Writes x / rms(x) * weight to ``out``.
+
+        Args:
+            x: [T, size] or [T, heads, size]; only the last dimension must be dense.
+            weight: [size].
+            eps: Added to the mean square.
+            out: Shaped like x.
+        """
+        if len(x):
+            self.library.rmsnorm(
+                input=x, weight=weight, eps=eps, out=out, enable_pdl=self.enable_pdl
+            )
+
+    def add_rms_norm_(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        """Adds x to ``residual``, then writes the norm of the sum to x. Both [T, size]."""
+        if len(x):
+            self.library.fused_add_rmsnorm(
+                input=x, residual=residual, weight=weight, eps=eps, enable_pdl=self.enable_pdl
+            )
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes silu(gate) * up to ``out`` [T, F].
+
+        Args:
+            gate_up: [T, 2F], gate first, contiguous.
+        """
+        if len(gate_up):
+            self.library.silu_and_mul(input=gate_up, out=out, enable_pdl=self.enable_pdl)
+
+    def rotate_(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
+    ) -> None:
+        """Turns queries and keys in place, by halves as Hugging Face does.
+
+        Args:
+            q: [T, H, D]; rows may be strided, heads lie side by side.
+            k: [T, N, D], likewise.
+            positions: int32 or int64 [T].
+            cos_sin: float32 [positions, D], cosines then sines.
+        """
+        if len(q):
+            self.library.apply_rope_with_cos_sin_cache_inplace(
+                positions=positions,
+                query=q.flatten(1),
+                key=k.flatten(1),
+                head_size=q.shape[-1],
+                cos_sin_cache=cos_sin,
+                is_neox=True,
+            )
+
+    def append_to_pages(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: KVPages,
+        *,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        last_page_len: torch.Tensor,
+    ) -> None:
+        """Stores keys and values. Nothing is checked: a wrong index writes anywhere.
+
+        Args:
+            k: [T, N, D]; rows and heads may be strided.
+            v: Likewise.
+            pages: Where to store them.
+            batch_indices: int32 [T], the sequence of each row.
+            positions: int32 [T], its place in that sequence.
+            kv_indices, kv_indptr, last_page_len: The page table, all int32 on the device.
+        """
+        if len(k):
+            self.library.append_paged_kv_cache(
+                append_key=k,
+                append_value=v,
+                batch_indices=batch_indices,
+                positions=positions,
+                paged_kv_cache=pages,
+                kv_indices=kv_indices,
+                kv_indptr=kv_indptr,
+                kv_last_page_len=last_page_len,
+                kv_layout=LAYOUT,
+            )
+
+    # Sampling. Sums are exact integers, so that a row's result does not depend on its batch.
+
+    def top_k_renorm(self, probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+        """Returns probabilities [S, V] of each row's top_k likeliest tokens, summing to 1.
+
+        All tokens as likely as the last of them stay too.
+
+        Args:
+            probs: float32 [S, V], contiguous.
+            top_k: int32 [S], 1 to V. A tensor: an int would take another, slow to build path.
+        """
+        kept: torch.Tensor = self.library.top_k_renorm_probs(
+            probs=probs, top_k=top_k, is_deterministic=True
+        )
+        return kept
+
+    def top_p_renorm(self, probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+        """Returns probabilities [S, V] of each row's likeliest tokens up to top_p, summing to 1.
+
+        All tokens as likely as the last of them stay too.
+
+        Args:
+            probs: float32 [S, V], contiguous.
+            top_p: float32 [S], above 0 and below 1.
+        """
+        kept: torch.Tensor = self.library.top_p_renorm_probs(
+            probs=probs, top_p=top_p, is_deterministic=True
+        )
+        return kept
+
+    # Experts. A rank is told that it is the first of two whose experts are alike in number, so
+    # that "elsewhere", expert L, is an expert of the other one.
+
+    def fused_moe(
+        self,
+        x_RD: torch.Tensor,
+        topk_ids_RK: torch.Tensor,
+        topk_weights_RK: torch.Tensor,
+        w31: torch.Tensor,
+        w2: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+        max_num_rows: int,
+    ) -> None:
+        """Runs experts 0 to L - 1 and writes each row's weighted sum, always in one order.
+
+        Args:
+            x_RD: [R, D], contiguous.
+            topk_ids_RK: int32, 0 to L - 1, or L for an expert that is elsewhere.
+            topk_weights_RK: float32.
+            w31: [L, 2F, D], **up** projection first, then gate.
+            w2: [L, D, F].
+            out: [R, D]; rows without experts here become 0.
+            workspace: uint8, of ``fused_moe_workspace_size``.
+            max_num_rows: R at most, ever.
+        """
+        if len(x_RD) == 0:  # the library refuses a tensor without memory
+            return
+        # Returns a list although its annotation says a tensor; the result is in ``output``.
+        self.library.fused_moe.cutlass_fused_moe(
+            input=x_RD,
+            token_selected_experts=topk_ids_RK,
+            token_final_scales=topk_weights_RK,
+            fc1_expert_weights=w31,
+            fc2_expert_weights=w2,
+            output_dtype=out.dtype,
+            quant_scales=[],
+            tp_size=1,
+            tp_rank=0,
+            ep_size=2,
+            ep_rank=0,
+            output=out,
+            enable_alltoall=False,
+            tune_max_num_tokens=max_num_rows,
+            enable_pdl=self.enable_pdl,
+            activation_type=self.library.ActivationType.Swiglu,
+            use_fused_finalize=False,
+            workspace_buffer=workspace,
+        )
+
+    def fused_moe_workspace_size(self, max_num_rows: int, top_k: int, w2: torch.Tensor) -> int:
+        """Returns the bytes of workspace for at most ``max_num_rows`` rows. Needs the GPU.
+
+        Args:
+            max_num_rows: R at most.
+            top_k: K.
+            w2: [L, D, F], for its sizes.
+        """
+        num_local, hidden_size, intermediate_size = w2.shape
+        num_bytes: int = self.library.fused_moe.cutlass_fused_moe_workspace_size(
+            max_num_tokens=max_num_rows,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts_total=2 * num_local,
+            top_k=top_k,
+            x_dtype=w2.dtype,
+            weight_dtype=w2.dtype,
+            output_dtype=w2.dtype,
+            activation_type=self.library.ActivationType.Swiglu,
+            tp_size=1,
+            tp_rank=0,
+            ep_size=2,
+            ep_rank=0,
+            use_fused_finalize=False,
+            device=w2.device,
+        )
+        return num_bytes

@@ -1,0 +1,48 @@
+"""The backend of the CPU: keeps what it is given, and calls it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from executor.graph.backend import Captures, ShapeKey
+
+
+class EagerBackend:
+    """Calls instead of replaying, host code included.
+
+    A capture runs once, which finds sizes that cannot run before a request does.
+    """
+
+    def __init__(self) -> None:
+        self._captures: Captures[Callable[[], None]] = Captures()
+
+    @property
+    def outlives_group(self) -> bool:
+        return True
+
+    @contextmanager
+    def session(self, *, label: str, num_captures: int) -> Iterator[None]:
+        with self._captures.session():
+            yield
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Nothing to warm up: a capture runs anyway."""
+        self._captures.check_session()
+
+    def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        with self._captures.making(key):
+            run()
+            self._captures.add(key, run)
+
+    def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        self.capture(key, run)
+
+    def eager_region(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return function
+
+    def replay(self, key: ShapeKey) -> None:
+        self._captures[key]()
+
+    def discard(self) -> None:
+        self._captures.take_all()

@@ -1,0 +1,293 @@
+"""Grouped-query attention by FlashInfer: on CUDA, whole in a captured graph.
+
+    planning   host: offsets (paging.py), pages looked up on the device, FlashInfer's schedule
+    in graph   slots of this pass's keys, as int32
+    forward    keys and values to their slots, then attention over pages
+
+A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
+its page table where the graph reads it. Every other batch goes to one of two wrappers for any size:
+one query row per sequence, or several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from executor.flashinfer_ops.operators import FlashInferOps, KVPages
+from executor.flashinfer_ops.paged import (
+    PagedAttention,
+    PagedShape,
+    PageTable,
+    PageTableBuffers,
+    paged_decode,
+    paged_prefill,
+)
+from executor.forward_batch import ForwardBatch
+from executor.kv_pool import KVPool
+from executor.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
+
+# Bytes that plans of batches outside graphs find room in. Such a plan splits keys over at most two
+# blocks of threads per SM, 128 rows each: 42 MiB with 160 SMs and heads of 256.
+# Source: FlashInfer, attention/scheduler.cuh, PrefillPlanImpl; its documentation says 128 MB.
+_EAGER_WORKSPACE = 128 << 20
+_TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What ``forward`` needs of a batch.
+
+    Attributes:
+        out_cache_loc: int64 [T], as the batch has it.
+        slots: int32 [T], the same; filled on the device before the first layer.
+        num_rows: Rows that belong to sequences; the rest is padding.
+        attention: Has planned this batch; None if it has no sequences.
+    """
+
+    out_cache_loc: torch.Tensor
+    slots: torch.Tensor
+    num_rows: int
+    attention: PagedAttention | None
+
+
+class FlashInferAttention:
+    """The attention backend of CUDA.
+
+    Keys and values are stored by one kernel for both. It is told that the whole pool is the pages of
+    one sequence, in order, so that a token's slot is its place in that sequence: padded tokens then
+    need no page table of their own, and go to the scratch block like everywhere else.
+
+    Wrappers share one workspace and, in graphs, one page table: planning and replays must be enqueued
+    on one stream, planning before each replay.
+
+    Args:
+        ops: The library.
+        kv_pool: Keys, values and block table.
+        num_heads: H, query heads.
+        max_num_tokens: Token rows of the largest pass.
+        extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
+            graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
+    """
+
+    is_capturable = True
+
+    def __init__(
+        self,
+        ops: FlashInferOps,
+        kv_pool: KVPool,
+        num_heads: int,
+        *,
+        max_num_tokens: int,
+        extend_backend: str = "auto",
+    ) -> None:
+        self._ops = ops
+        self._kv_pool = kv_pool
+        self._num_heads = num_heads
+        self._shape = PagedShape(
+            num_heads=num_heads,
+            num_kv_heads=kv_pool.shape.num_kv_heads,
+            head_dim=kv_pool.shape.head_dim,
+            block_size=kv_pool.block_size,
+            dtype=kv_pool.shape.dtype,
+        )
+        self._use_tensor_cores = num_heads // self._shape.num_kv_heads >= _TENSOR_CORE_GROUP
+        self._slots = _WholePool(kv_pool, max_num_tokens)
+        self._workspace = self._zeros(_EAGER_WORKSPACE, torch.uint8)
+        self._decode = paged_decode(
+            ops, self._shape, self._workspace, use_tensor_cores=self._use_tensor_cores
+        )
+        self._extend = paged_prefill(ops, self._shape, self._workspace, backend=extend_backend)
+        self._places = self._zeros(0, torch.int32)  # 0, 1, … of at least the most pages so far
+        self._by_graph: dict[tuple[int, int], PagedAttention] = {}  # (sequences, rows of each)
+        self._metadata: _Metadata | None = None
+
+    def init_cuda_graph_state(self, sizes: Sequence[int], num_tokens_per_bs: int = 1) -> None:
+        """Makes a wrapper for each size that will be captured. Before the first capture.
+
+        Needed again only for another width; what an earlier call made stays, and graphs captured
+        with it stay valid.
+
+        Args:
+            sizes: Sequences.
+            num_tokens_per_bs: Query rows of each sequence.
+        """
+        width, most = num_tokens_per_bs, max(sizes)
+        columns = self._kv_pool.max_blocks_per_row
+        room = PageTableBuffers(
+            qo_indptr=self._zeros(most + 1, torch.int32),
+            kv_indptr=self._zeros(most + 1, torch.int32),
+            last_page_len=self._zeros(most, torch.int32),
+            kv_indices=self._zeros(most * columns, torch.int32),
+        )
+        made: list[tuple[PagedAttention, torch.Tensor]] = []
+        num_bytes = len(self._workspace)
+        for size in sizes:
+            attention = self._for_graph(size, width, room)
+            num_float, num_int = attention.workspace_size(self._longest(size, width, room))
+            num_bytes = max(num_bytes, num_float)
+            own = self._zeros(num_int, torch.uint8)
+            # At once: a wrapper begins with 8 MB here and 8 MB on the host.
+            attention.set_workspace(self._workspace, own)
+            made.append((attention, own))
+            self._by_graph[size, width] = attention
+        if num_bytes > len(self._workspace):
+            larger = self._zeros(num_bytes, torch.uint8)
+            for attention, own in made:
+                attention.set_workspace(larger, own)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        """Plans on the host. Copies little to the device and waits for nothing."""
+        assert kv_pool is self._kv_pool, "made for another KV pool"
+        slots = self._slots.of(len(batch.input_ids))
+        if batch.batch_size == 0:
+            self._metadata = _Metadata(batch.out_cache_loc, slots, 0, None)
+            return
+        plan = plan_pages(
+            batch.seq_lens_cpu.numpy(), batch.extend_seq_lens_cpu, self._shape.block_size
+        )
+        attention = self._choose(batch, plan)
+        attention.plan(self._page_table(plan, batch.req_pool_indices))
+        self._metadata = _Metadata(batch.out_cache_loc, slots, plan.num_rows, attention)
+
+    def init_forward_metadata_in_graph(self) -> None:
+        metadata = self._planned()
+        metadata.slots.copy_(metadata.out_cache_loc)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Nothing: metadata stays as planned."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int
+    ) -> torch.Tensor:
+        metadata = self._planned()
+        pages = self._slots.pages(layer_id)
+        self._slots.store(self._ops, k, v, pages, metadata.slots)
+        num_rows = metadata.num_rows
+        shape = (len(q), self._num_heads, self._shape.head_dim)
+        out = q.new_empty(shape) if num_rows == len(q) else q.new_zeros(shape)
+        if metadata.attention is not None:
+            metadata.attention.run(q[:num_rows], pages, out[:num_rows])
+        return out.flatten(1)
+
+    def _planned(self) -> _Metadata:
+        assert self._metadata is not None, "init_forward_metadata_out_graph runs before each pass"
+        return self._metadata
+
+    def _choose(self, batch: ForwardBatch, plan: PagePlan) -> PagedAttention:
+        layout = batch.layout
+        if layout.graph_size is not None and not layout.has_extend:
+            key = (batch.batch_size, plan.num_rows // batch.batch_size)
+            assert key in self._by_graph, f"no init_cuda_graph_state for (size, width) {key}"
+            return self._by_graph[key]
+        return self._decode if batch.extend_seq_lens_cpu is None else self._extend
+
+    def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
+        if plan.num_pages > len(self._places):
+            self._places = torch.arange(
+                2 * plan.num_pages, dtype=torch.int32, device=self._kv_pool.device
+            )
+        kv_indptr = self._on_host(plan.kv_indptr)
+        return PageTable(
+            qo_indptr=self._on_host(plan.qo_indptr),
+            kv_indptr=kv_indptr,
+            last_page_len=self._on_host(plan.last_page_len),
+            kv_indices=look_up_pages(
+                self._kv_pool.block_table,
+                rows,
+                kv_indptr.to(self._kv_pool.device, non_blocking=True),
+                self._places[: plan.num_pages],
+            ),
+        )
+
+    def _for_graph(self, size: int, width: int, room: PageTableBuffers) -> PagedAttention:
+        buffers = PageTableBuffers(
+            qo_indptr=room.qo_indptr[: size + 1],
+            kv_indptr=room.kv_indptr[: size + 1],
+            last_page_len=room.last_page_len[:size],
+            kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
+        )
+        if width == 1:
+            return paged_decode(
+                self._ops,
+                self._shape,
+                self._workspace,
+                use_tensor_cores=self._use_tensor_cores,
+                buffers=buffers,
+            )
+        return paged_prefill(
+            self._ops,
+            self._shape,
+            self._workspace,
+            backend="fa2",
+            buffers=buffers,
+            uniform_len=width,
+        )
+
+    def _longest(self, size: int, width: int, room: PageTableBuffers) -> PageTable:
+        """Returns the page table of ``size`` sequences as long as a row allows."""
+        pool = self._kv_pool
+        seq_lens = np.full(size, pool.max_blocks_per_row * pool.block_size)
+        plan = plan_pages(seq_lens, np.full(size, width), pool.block_size)
+        return PageTable(
+            qo_indptr=self._on_host(plan.qo_indptr),
+            kv_indptr=self._on_host(plan.kv_indptr),
+            last_page_len=self._on_host(plan.last_page_len),
+            kv_indices=room.kv_indices[: plan.num_pages],
+        )
+
+    def _on_host(self, array: Int32Array) -> torch.Tensor:
+        """Returns a tensor that is copied to the device without waiting."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._kv_pool.device.type == "cpu" else tensor.pin_memory()
+
+    def _zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(length, dtype=dtype, device=self._kv_pool.device)
+
+
+class _WholePool:
+    """The KV pool as the pages of one sequence, in which place and slot are the same."""
+
+    def __init__(self, kv_pool: KVPool, max_num_tokens: int) -> None:
+        self._kv_pool = kv_pool
+        self._max_num_tokens = max_num_tokens
+        blocks, size, device = kv_pool.num_blocks, kv_pool.block_size, kv_pool.device
+        self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._sequence = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._kv_indices = torch.arange(blocks, dtype=torch.int32, device=device)
+        self._kv_indptr = torch.tensor([0, blocks], dtype=torch.int32, device=device)
+        self._last_page_len = torch.tensor([size], dtype=torch.int32, device=device)
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        """Returns room for the slots of a pass, int32 [num_tokens], always at the same address."""
+        assert num_tokens <= self._max_num_tokens, (
+            f"{num_tokens} token rows; made for {self._max_num_tokens}"
+        )
+        return self._slots[:num_tokens]
+
+    def pages(self, layer_id: int) -> KVPages:
+        """Returns a layer's keys and values, each [num_blocks, block_size, N, D]."""
+        pool = self._kv_pool
+        shape = (pool.num_blocks, pool.block_size, *pool.key_cache[layer_id].shape[1:])
+        return pool.key_cache[layer_id].view(shape), pool.value_cache[layer_id].view(shape)
+
+    def store(
+        self,
+        ops: FlashInferOps,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: KVPages,
+        slots: torch.Tensor,
+    ) -> None:
+        """Puts keys and values [T, N, D] where ``slots`` says."""
+        ops.append_to_pages(
+            k,
+            v,
+            pages,
+            batch_indices=self._sequence[: len(slots)],
+            positions=slots,
+            kv_indices=self._kv_indices,
+            kv_indptr=self._kv_indptr,
+            last_page_len=self._last_page_len,
+        )

@@ -1,0 +1,96 @@
+"""The pass that every runner runs: the model's stages, and attention between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from executor.forward_batch import DpLayout, ForwardBatch
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+from executor.kv_pool import KVPool
+from executor.layers.attention import Attend, Attention, Stages, run_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardPass:
+    """What runners call, and the sizes of what it returns.
+
+    Attributes:
+        stages: The model's pass, which stops at each attention call.
+        compute_logits: Takes hidden states [L, D] to float32 logits [L, V].
+        attention: The attention backend.
+        kv_pool: Keys, values and block table.
+        num_heads: H, query heads.
+        hidden_size: D.
+        vocab_size: V.
+        dtype: Type of hidden states.
+        dp_rank: This DP rank.
+        dp_size: DP ranks.
+    """
+
+    stages: Callable[[ForwardBatch], Stages]
+    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    attention: Attention
+    kv_pool: KVPool
+    num_heads: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Plans attention on the host: before each pass and each replay."""
+        self.attention.init_forward_metadata_out_graph(batch, self.kv_pool)
+
+    def run(self, batch: ForwardBatch, attend: Attend | None = None) -> torch.Tensor:
+        """Returns hidden states [T, D] of a planned batch.
+
+        Args:
+            attend: Takes the place of the attention backend's ``forward``.
+        """
+        self.attention.init_forward_metadata_in_graph()
+        return run_stages(self.stages(batch), attend or self.attention.forward)
+
+    def captured_layout(self, num_rows: int, *, has_extend: bool) -> DpLayout:
+        """Returns the layout of a graph in which every rank runs ``num_rows`` rows."""
+        return DpLayout.captured(num_rows, self.dp_size, self.dp_rank, has_extend=has_extend)
+
+    def new_hidden(self, num_rows: int) -> torch.Tensor:
+        """Returns a buffer for hidden states [num_rows, D], zeros."""
+        size = (num_rows, self.hidden_size)
+        return torch.zeros(size, dtype=self.dtype, device=self.kv_pool.device)
+
+    def new_logits(self, num_rows: int) -> torch.Tensor:
+        """Returns a buffer for float32 logits [num_rows, V], zeros."""
+        return torch.zeros(num_rows, self.vocab_size, device=self.kv_pool.device)
+
+
+def fill(
+    registry: CudaGraphBufferRegistry,
+    batch: ForwardBatch,
+    *,
+    padded_bs: int,
+    padded_num_tokens: int,
+    layout: DpLayout,
+) -> ForwardBatch:
+    """Puts a batch into a registry's buffers and returns it as a captured pass reads it.
+
+    Args:
+        registry: The runner's inputs.
+        batch: Left as it is.
+        padded_bs: Sequences that the pass runs.
+        padded_num_tokens: Token rows that it runs.
+        layout: The layout that it was captured with.
+    """
+    registry.fill_from(
+        batch,
+        raw_bs=batch.batch_size,
+        padded_bs=padded_bs,
+        raw_num_tokens=len(batch.input_ids),
+        padded_num_tokens=padded_num_tokens,
+    )
+    view = registry.extract_buffer(
+        padded_bs=padded_bs, padded_num_tokens=padded_num_tokens, forward_batch_template=batch
+    )
+    return replace(view, layout=layout)

@@ -1,0 +1,156 @@
+"""Extends, as graphs between attention calls; attention runs outside, between the replays.
+
+    piece 0          embed, first layer up to attention        writes calls [size]
+    attention        eager, the batch's real sequences         writes attended [size]
+    piece 1 … n - 1  rest of a layer, next up to attention     reads attended, writes calls
+    piece n          rest of the last layer, last norm         reads attended, writes hidden
+
+Calls (q, k, v), attended and hidden are buffers of this runner, one set for all layers and sizes, so graphs
+of different sizes share all other memory.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from executor.forward_batch import ForwardBatch
+from executor.graph.backend import RunnerBackend, ShapeKey
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+from executor.layers.attention import AttentionCall, Stages
+from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.stand_in import extend_stand_in
+
+
+class PiecewisePrefillRunner:
+    """Replays steps in which some rank extends and none is idle.
+
+    The model attends once per layer of the KV pool, in order.
+
+    Args:
+        forward_pass: What to record, up to the hidden states; logits are computed afterwards, for
+            the rows that need them.
+        registry: Its inputs (``build_prefill_registry``), for the largest size.
+        backend: Records and replays.
+        sizes: Token rows to capture, ascending.
+    """
+
+    def __init__(
+        self,
+        forward_pass: ForwardPass,
+        registry: CudaGraphBufferRegistry,
+        backend: RunnerBackend,
+        sizes: Sequence[int],
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self._pass = forward_pass
+        self._registry = registry
+        self._backend = backend
+        pool, rows = forward_pass.kv_pool, self.sizes[-1]
+        self._num_layers = pool.shape.num_layers
+        self._hidden = forward_pass.new_hidden(rows)
+        zeros = partial(torch.zeros, dtype=forward_pass.dtype, device=pool.device)
+        self._q = zeros(rows, forward_pass.num_heads, pool.shape.head_dim)
+        self._k = zeros(rows, pool.shape.num_kv_heads, pool.shape.head_dim)
+        self._v = torch.zeros_like(self._k)
+        self._attended = zeros(rows, forward_pass.num_heads * pool.shape.head_dim)
+
+    def capture(self) -> None:
+        """Captures every size, the largest first, so that smaller ones fit into its memory."""
+        self._backend.discard()
+        self._registry.reset_for_capture()
+        num_captures = len(self.sizes) * (self._num_layers + 1)
+        with self._backend.session(label="prefill", num_captures=num_captures):
+            for size in reversed(self.sizes):
+                view = self._load(extend_stand_in(self._pass, size), size)
+                self._backend.warm_up(partial(self._pass.run, view))
+                self._pass.attention.on_after_cuda_graph_warmup()
+                cut = _CutPass(
+                    partial(self._pass.stages, view),
+                    attended=self._attended[:size],
+                    on_call=self._keep_call,
+                    on_end=self._keep_hidden,
+                )
+                for piece, run in enumerate(cut.pieces(self._num_layers)):
+                    self._backend.capture(ShapeKey(size, piece), run)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns float32 logits [L, V] of ``batch.logits_indices``."""
+        size = batch.layout.graph_size
+        assert size is not None, "the step names a graph"
+        self._load(batch, size)
+        attention = self._pass.attention
+        attention.init_forward_metadata_in_graph()
+        q, k, v, attended = (x[:size] for x in (self._q, self._k, self._v, self._attended))
+        for layer_id in range(self._num_layers):
+            self._backend.replay(ShapeKey(size, layer_id))
+            attended.copy_(attention.forward(q, k, v, layer_id))
+        self._backend.replay(ShapeKey(size, self._num_layers))
+        return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
+
+    def _load(self, batch: ForwardBatch, size: int) -> ForwardBatch:
+        """Fills the buffers, plans attention, and returns the batch that a graph of ``size`` sees."""
+        view = fill(
+            self._registry,
+            batch,
+            padded_bs=batch.batch_size,
+            padded_num_tokens=size,
+            layout=self._pass.captured_layout(size, has_extend=True),
+        )
+        self._pass.plan(view)
+        return view
+
+    def _keep_call(self, call: AttentionCall) -> None:
+        size = len(call.q)
+        for buffer, x in ((self._q, call.q), (self._k, call.k), (self._v, call.v)):
+            buffer[:size].copy_(x)
+
+    def _keep_hidden(self, hidden: torch.Tensor) -> None:
+        self._hidden[: len(hidden)].copy_(hidden)
+
+
+class _CutPass:
+    """A forward pass, cut at its attention calls. Each piece goes on where the last one stopped.
+
+    Args:
+        stages: Starts the pass.
+        attended: Where attention's result is when a piece goes on, [T, H * D].
+        on_call: Takes what a piece hands to attention.
+        on_end: Takes the hidden states [T, D].
+    """
+
+    def __init__(
+        self,
+        stages: Callable[[], Stages],
+        *,
+        attended: torch.Tensor,
+        on_call: Callable[[AttentionCall], None],
+        on_end: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._start_stages = stages
+        self._attended = attended
+        self._on_call = on_call
+        self._on_end = on_end
+        self._stages: Stages | None = None
+
+    def pieces(self, num_calls: int) -> list[Callable[[], None]]:
+        """Returns the pieces of a pass that calls attention ``num_calls`` times, to run in order."""
+        return [self._start, *[self._go_on] * (num_calls - 1), self._end]
+
+    def _start(self) -> None:
+        self._stages = self._start_stages()
+        self._on_call(next(self._stages))
+
+    def _go_on(self) -> None:
+        assert self._stages is not None, "pieces run in order"
+        self._on_call(self._stages.send(self._attended))
+
+    def _end(self) -> None:
+        assert self._stages is not None, "pieces run in order"
+        stages, self._stages = self._stages, None
+        try:
+            stages.send(self._attended)
+        except StopIteration as end:
+            self._on_end(end.value)
+        else:
+            raise AssertionError("the model attends more often than the KV pool has layers")

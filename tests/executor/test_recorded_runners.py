@@ -1,0 +1,93 @@
+"""What runners record must hold on a GPU: nothing read on the host, everything refreshed.
+
+The stand-in backend replays the very operators that a capture ran, on the very same tensors, and
+runs no Python again. So a number that a forward pass baked in, or an input that a runner forgot to
+refresh, shows as a wrong result.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from tests.executor.checkpoints import save_qwen3_moe
+from tests.executor.lazy_attention import LazyAttention
+from tests.executor.recording_backend import CannotBeCaptured, RecordingBackend
+from tests.executor.runner_cases import DECODE_SIZES, PREFILL_RUNNERS, PREFILL_SIZES, RunnerCase
+from tests.executor.test_runners import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def own_buffers() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded")
+    save_qwen3_moe(path, "wide")
+    return path
+
+
+@pytest.fixture(scope="module")
+def capturable(checkpoint: Path) -> RunnerCase:
+    """Attention too is captured."""
+    return RunnerCase(checkpoint, LazyAttention, is_capturable=True)
+
+
+@pytest.fixture(scope="module")
+def breaking(checkpoint: Path) -> RunnerCase:
+    """Attention is not: graphs break around it."""
+    return RunnerCase(checkpoint, is_capturable=True)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_recorded_decode_equals_eager_for_batches_it_was_not_captured_with(
+    capturable: RunnerCase, width: int
+):
+    rng = np.random.default_rng(width)
+    runner = capturable.decode(RecordingBackend(), width)
+    for size in DECODE_SIZES * 2:
+        batch = capturable.decode_batch(rng, size, width=width)
+        got, expected = capturable.run(runner, batch), capturable.run_eagerly(batch)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_recorded_decode_that_breaks_at_attention_equals_eager(breaking: RunnerCase):
+    rng = np.random.default_rng(0)
+    runner = breaking.decode(RecordingBackend())
+    for size in DECODE_SIZES * 2:
+        batch = breaking.decode_batch(rng, size)
+        assert_same(breaking.run(runner, batch), breaking.run_eagerly(batch))
+
+
+@pytest.mark.parametrize("kind", PREFILL_RUNNERS)
+def test_a_recorded_prefill_equals_eager(breaking: RunnerCase, kind: str):
+    rng = np.random.default_rng(0)
+    runner = breaking.prefill(kind, RecordingBackend())
+    for size in PREFILL_SIZES * 2:
+        batch = breaking.prefill_batch(rng, size)
+        assert_same(breaking.run(runner, batch), breaking.run_eagerly(batch))
+
+
+def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(checkpoint: Path):
+    """The crash that the contract is there for, put back on purpose."""
+    broken = RunnerCase(checkpoint, partial(LazyAttention, restores=False), is_capturable=True)
+    runner = broken.decode(RecordingBackend())
+    batch = broken.decode_batch(np.random.default_rng(0), 8)
+    got, expected = broken.run(runner, batch)[0], broken.run_eagerly(batch)[0]
+    assert not torch.allclose(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_layers_that_read_results_on_the_host_are_refused(checkpoint: Path):
+    case = RunnerCase(checkpoint, LazyAttention)  # experts of the CPU
+    with pytest.raises(CannotBeCaptured):
+        case.decode(RecordingBackend())
