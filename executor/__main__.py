@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import structlog
 
-from executor.config import DECODE_GRAPHS, DEVICES, DTYPES, PREFILL_GRAPHS, ExecutorConfig
+from executor.config import (
+    DEVICES,
+    DTYPES,
+    MOE_RUNNERS,
+    ON_OFF,
+    PREFILL_GRAPHS,
+    ExecutorConfig,
+)
 from protos.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -117,10 +124,12 @@ def _sizes(text: str) -> tuple[int, ...]:
 @_option("max_model_len", "Tokens of one sequence.  [default: the checkpoint's]", int)
 @_option("num_kv_blocks", "Blocks of the KV pool, scratch block included.", int)
 @_option("kv_cache_bytes", "Size of the KV pool.  [default: 1 GiB on the CPU]", int)
-@_option("decode_graphs", "Replay graphs in decode steps.", click.Choice(DECODE_GRAPHS))
+@_option("decode_graphs", "Replay graphs in decode steps.", click.Choice(ON_OFF))
 @_option("decode_graph_sizes", "Sequences to capture, such as 1,2,4,8.", _sizes)
 @_option("prefill_graphs", "Replay graphs in prefill steps.", click.Choice(PREFILL_GRAPHS))
 @_option("prefill_graph_sizes", "Tokens to capture, such as 64,256,1024.", _sizes)
+@_option("moe_runner", "What runs the experts on CUDA.", click.Choice(MOE_RUNNERS))
+@_option("flashinfer_pdl", "Let kernels start early on CUDA.", click.Choice(ON_OFF))
 @_option("num_threads", "Threads of one CPU operator.", int)
 @_option("peer_timeout_s", "Longest wait for another executor.", float)
 @_option("stop_timeout_s", "Longest wait for the step in flight.", float)

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from executor.config import ExecutorConfig, resolve_max_model_len
+from executor.devices import open_device
 from executor.fingerprint import fingerprint
 from executor.graph.backend import RunnerBackend
 from executor.graph.capture_sizes import (
@@ -19,7 +20,6 @@ from executor.graph.capture_sizes import (
     decode_capture_sizes,
     prefill_capture_sizes,
 )
-from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
@@ -27,7 +27,6 @@ from executor.graph.cuda_graph_buffer_registry import (
 )
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool
-from executor.layers.attention import TorchAttention
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
@@ -60,12 +59,13 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
 
     Raises:
         CheckpointError: The model's files are not what the model needs.
+        CaptureError: A graph does not fit in memory.
         ValueError: The model and the settings do not fit one another.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    device = open_device(config)
     model_config = ModelConfig.from_dir(config.model)
-    device = _device(config)
     dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     max_model_len = resolve_max_model_len(
         config.max_model_len, model_config.max_position_embeddings
@@ -77,34 +77,32 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         hidden_size=model_config.hidden_size,
         dtype=dtype,
         top_k=model_config.num_experts_per_tok,
-        device=device,
+        device=device.torch_device,
     )
     model = load_model(
         config.model,
         model_config,
         dtype=dtype,
-        device=device,
+        device=device.torch_device,
         ep=ExpertParallel(config.dp_rank, config.world_size),
         communicator=communicator,
+        kernels=device.kernels(model_config, dtype),
         on_progress=_log_progress(),
     )
     shape = model_config.kv_shape(config.block_size, dtype)
     kv_pool = KVPool(
         shape,
-        num_blocks=config.num_kv_blocks or _num_kv_blocks(config, device, shape.bytes_per_block),
+        num_blocks=config.num_kv_blocks
+        or _num_kv_blocks(config, device.torch_device, shape.bytes_per_block),
         num_rows=config.num_rows,
         max_blocks_per_row=-(-max_model_len // config.block_size),
-        device=device,
+        device=device.torch_device,
     )
+    graph_sizes = plan_graph_sizes(config, max_model_len)
     forward_pass = ForwardPass(
         stages=model.stages,
         compute_logits=model.compute_logits,
-        attention=TorchAttention(
-            model_config.num_attention_heads,
-            model_config.num_key_value_heads,
-            model_config.head_dim,
-            dtype=dtype,
-        ),
+        attention=device.attention(model_config, kv_pool, graph_sizes.decode),
         kv_pool=kv_pool,
         num_heads=model_config.num_attention_heads,
         hidden_size=model_config.hidden_size,
@@ -113,7 +111,6 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         dp_rank=config.dp_rank,
         dp_size=config.dp_size,
     )
-    graph_sizes = plan_graph_sizes(config, max_model_len)
     limits = StepLimits(
         dp_rank=config.dp_rank,
         dp_size=config.dp_size,
@@ -126,19 +123,24 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         graph_sizes=graph_sizes,
     )
     with fresh_input_buffer_pool():
-        runner = build_runners(config, forward_pass, graph_sizes, EagerBackend)
+        runner = build_runners(config, forward_pass, graph_sizes, device.new_backend)
+    if config.world_size == 1:  # else at the first Join: captured passes make collective calls
+        with torch.inference_mode():
+            runner.capture()
     worker = Worker(
         limits=limits,
         kv_pool=kv_pool,
-        sampler=Sampler(kv_pool.num_rows, model_config.vocab_size, device),
+        sampler=Sampler(
+            kv_pool.num_rows, model_config.vocab_size, device.torch_device, filters=device.filters
+        ),
         runner=runner,
         communicator=communicator,
         form_group=_form_group(config) if config.world_size > 1 else None,
-        device=device,
+        device=device.torch_device,
     )
     log.info(
         "loaded",
-        device=str(device),
+        device=str(device.torch_device),
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=max_model_len,
         num_kv_blocks=kv_pool.num_blocks,
@@ -288,13 +290,6 @@ def _describe(
         ),
         agreement={name: str(value) for name, value in agreement.items()},
     )
-
-
-def _device(config: ExecutorConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ValueError("device=cuda: PyTorch finds no CUDA device here; need cpu or auto")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
 
 
 def _num_kv_blocks(config: ExecutorConfig, device: torch.device, bytes_per_block: int) -> int:

@@ -8,8 +8,9 @@ from executor.budget import TokenBudget
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-DECODE_GRAPHS = ("on", "off")
+ON_OFF = ("on", "off")
 PREFILL_GRAPHS = ("breakable", "piecewise", "off")
+MOE_RUNNERS = ("grouped", "cutlass")
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -46,6 +47,9 @@ class ExecutorConfig:
         prefill_graphs: How steps with prompt tokens replay graphs, if they do.
         prefill_graph_sizes: Numbers of tokens to capture; None is by 4, then coarser, to
             ``max_num_batched_tokens``.
+        moe_runner: What runs the experts on CUDA: PyTorch's grouped products, or FlashInfer's fused
+            CUTLASS kernels.
+        flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
         stop_timeout_s: Longest wait for the step in flight when told to stop.
@@ -71,6 +75,8 @@ class ExecutorConfig:
     decode_graph_sizes: tuple[int, ...] | None = None
     prefill_graphs: str = "breakable"
     prefill_graph_sizes: tuple[int, ...] | None = None
+    moe_runner: str = "grouped"
+    flashinfer_pdl: str = "off"
     num_threads: int | None = None
     peer_timeout_s: float = 60.0
     stop_timeout_s: float = 30.0
@@ -83,8 +89,10 @@ class ExecutorConfig:
         for field, choices in (
             ("dtype", DTYPES),
             ("device", DEVICES),
-            ("decode_graphs", DECODE_GRAPHS),
+            ("decode_graphs", ON_OFF),
             ("prefill_graphs", PREFILL_GRAPHS),
+            ("moe_runner", MOE_RUNNERS),
+            ("flashinfer_pdl", ON_OFF),
         ):
             if getattr(self, field) not in choices:
                 raise ValueError(

@@ -18,6 +18,7 @@ import torch
 
 from executor.columns import BoolArray, Float32Array, Int64Array
 from executor.logits import coins, draw, draw_likeliest, penalize, temper
+from executor.sampling_fixed import Filters, RowParameters, sample_rows
 from executor.staging import to_device
 
 # Up to here the likeliest tokens are picked out; beyond, the row is sorted. A row's own top_k
@@ -82,6 +83,9 @@ class Sampler:
         num_rows: R, lines of the block table.
         vocab_size: V.
         device: Where logits come from.
+        filters: How unlikely tokens are dropped if all rows that do not just take the likeliest
+            token go through the same stages, as few kernels want; None sends each row only through
+            what it asks for.
 
     Attributes:
         last_tokens: int64 [R] on ``device``, the token that each row sampled last.
@@ -89,8 +93,16 @@ class Sampler:
         num_top_logprobs: int64 [R] on the host, likeliest tokens to return with each score.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        filters: Filters | None = None,
+    ) -> None:
         self.device = torch.device(device)
+        self._filters = filters
         self.vocab_size = vocab_size
 
         # On the host: what decides which rows go through which stage.
@@ -283,6 +295,15 @@ class Sampler:
         self, logits: torch.Tensor, rows: Int64Array, at: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Picks each row's token by the way that its parameters ask for."""
+        if self._filters is not None:
+            parameters = RowParameters(
+                temperature=self._temperature[at],
+                top_k=self._top_k[at],
+                top_p=self._top_p[at],
+                min_p=self._min_p[at],
+            )
+            coin = coins(self._seed[at], positions)
+            return sample_rows(logits, parameters, coin, self._filters)
         is_random = self._is_random[rows]
         is_filtered = is_random & self._is_filtered[rows]
         is_picked = is_filtered & self._is_picked[rows]

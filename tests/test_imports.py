@@ -31,7 +31,7 @@ LAYERS = {
         {"__main__"},
         {"server"},
         {"build"},
-        {"worker"},
+        {"worker", "devices"},
         {"speculative", "step_columns"},
         {"runners", "sampler"},
         {"models", "graph"},

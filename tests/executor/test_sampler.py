@@ -17,6 +17,7 @@ from transformers import (
 
 from executor.logits import coins, draw, score
 from executor.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
+from executor.sampling_fixed import TorchFilters
 from executor.step_columns import read_starts
 from tests.executor.steps import row_starts
 from tests.executor.test_step_columns import limits
@@ -424,3 +425,26 @@ def test_a_row_without_any_finite_logit_still_gives_a_token_of_the_vocabulary():
     for columns in ({}, {"temperature": [1.0]}, {"temperature": [1.0], "top_k": [3]}):
         [token] = sample_one(logits, **columns)
         assert 0 <= token < VOCAB_SIZE
+
+
+def test_filters_for_all_rows_take_the_same_tokens_where_nothing_is_filtered():
+    """On a GPU all rows go through the same stages; greedy and plain random rows must not differ."""
+    logits = torch.cat([random_logits(seed=seed).view(1, -1) for seed in range(8)])
+    rows, seq_lens = np.arange(8), np.arange(3, 11)
+    columns = {"rows": rows, "temperature": [0.0, 1.0] * 4, "seed": rows}
+    tokens = []
+    for filters in (None, TorchFilters()):
+        sampler = Sampler(8, VOCAB_SIZE, filters=filters)
+        sampler.start(starts(**columns))
+        tokens.append(sampler.sample(logits, rows, seq_lens).tolist())
+    assert tokens[0] == tokens[1]
+
+
+def test_filters_for_all_rows_keep_each_row_to_its_own_top_k():
+    logits = torch.arange(VOCAB_SIZE).float().repeat(64, 1)
+    rows, top_k = np.arange(64), np.array([1, 3] * 32)
+    sampler = Sampler(64, VOCAB_SIZE, filters=TorchFilters())
+    sampler.start(starts(rows=rows, temperature=[50.0] * 64, top_k=top_k, seed=rows))
+    tokens = sampler.sample(logits, rows, rows).numpy()
+    assert (tokens >= VOCAB_SIZE - top_k).all()
+    assert set(tokens[1::2].tolist()) == {VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 1}

@@ -20,14 +20,15 @@ def test_results_come_in_the_order_of_the_pieces(size: int, num_pieces: int):
     assert results == list(range(num_pieces))
 
 
-def test_pieces_run_at_once_and_in_inference_mode():
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_pieces_run_at_once_and_in_inference_mode(num_rows: int):
     workers, meet = WorkerPool(3), threading.Barrier(3, timeout=30)
 
     def piece() -> tuple[int, bool, int]:
         meet.wait()
         return threading.get_ident(), torch.is_inference_mode_enabled(), torch.get_num_threads()
 
-    with torch.inference_mode(), workers.sharing(num_rows=2):
+    with torch.inference_mode(), workers.sharing(num_rows):
         idents, inferring, num_threads = zip(*workers.run([piece] * 3), strict=True)
     assert len(set(idents)) == 3
     assert all(inferring)

@@ -1,0 +1,158 @@
+"""What a device brings along: kernels, attention, a way to record graphs, filters for sampling.
+
+             CPU                     CUDA, with FlashInfer         CUDA, without
+operators    PyTorch                 FlashInfer                    PyTorch
+experts      packed, one by one      grouped products, or fused    grouped products
+attention    PyTorch                 FlashInfer, in graphs         PyTorch, graphs break
+graphs       called                  recorded                      recorded
+sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+import torch
+
+from executor.config import ExecutorConfig
+from executor.flashinfer_ops.operators import FlashInferOps
+from executor.graph.backend import RunnerBackend
+from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.cuda_device import CudaDevice
+from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
+from executor.kv_pool import KVPool
+from executor.layers.attention import Attention, TorchAttention
+from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.models.config import ModelConfig
+from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.sampling_fixed import Filters, FlashInferFilters
+
+log = structlog.stdlib.get_logger(__name__)
+
+
+class Device(Protocol):
+    """Makes what depends on where the model runs."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def filters(self) -> Filters | None:
+        """How sampling drops unlikely tokens, if all rows go through every stage."""
+        ...
+
+    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
+        """Returns what the model's layers call.
+
+        Raises:
+            ValueError: They cannot run in this dtype.
+        """
+        ...
+
+    def attention(
+        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+    ) -> Attention:
+        """Returns the attention backend, ready for graphs of these sizes."""
+        ...
+
+    def new_backend(self) -> RunnerBackend:
+        """Returns what records and replays for one runner."""
+        ...
+
+
+def open_device(config: ExecutorConfig) -> Device:
+    """Returns the device that the settings ask for.
+
+    Raises:
+        ValueError: There is none, or it cannot do what the settings ask.
+    """
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ValueError("device=cuda: PyTorch finds no CUDA device here; need cpu or auto")
+    if not has_cuda or config.device == "cpu":
+        return Cpu()
+    if config.world_size > 1:
+        raise ValueError(
+            f"device={config.device} with dp_size={config.dp_size}: executors on GPUs cannot "
+            f"exchange hidden states yet; need dp_size=1, or device=cpu"
+        )
+    return Cuda(config)
+
+
+class Cpu:
+    """The machine's cores."""
+
+    torch_device = torch.device("cpu")
+    filters: Filters | None = None
+
+    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
+        return cpu_kernels(model, dtype=dtype)
+
+    def attention(
+        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+    ) -> Attention:
+        return _torch_attention(model, kv_pool)
+
+    def new_backend(self) -> RunnerBackend:
+        return EagerBackend()
+
+
+class Cuda:
+    """One GPU."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._config = config
+        self._resources = CaptureResources(CudaDevice(self.torch_device))
+        self._ops = _flashinfer(config)
+        self.filters = None if self._ops is None else FlashInferFilters(self._ops)
+
+    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
+        if dtype is not torch.bfloat16:
+            raise ValueError(
+                f"dtype={str(dtype).removeprefix('torch.')}: on a GPU the kernels for experts take "
+                f"bfloat16; need dtype=bfloat16, or device=cpu"
+            )
+        is_fused = self._config.moe_runner == "cutlass"
+        return stacked_kernels(
+            model,
+            dtype=dtype,
+            device=self.torch_device,
+            ops=self._ops,
+            fused_moe_rows=self._config.max_num_batched_tokens if is_fused else None,
+        )
+
+    def attention(
+        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+    ) -> Attention:
+        if self._ops is None:
+            return _torch_attention(model, kv_pool)
+        attention = FlashInferAttention(
+            self._ops,
+            kv_pool,
+            model.num_attention_heads,
+            max_num_tokens=self._config.max_num_batched_tokens,
+        )
+        if decode_sizes:
+            attention.init_cuda_graph_state(decode_sizes)
+        return attention
+
+    def new_backend(self) -> RunnerBackend:
+        return CUDAGraphBackend(self._resources)
+
+
+def _torch_attention(model: ModelConfig, kv_pool: KVPool) -> TorchAttention:
+    return TorchAttention(
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+        dtype=kv_pool.shape.dtype,
+    )
+
+
+def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:
+    try:
+        return FlashInferOps(enable_pdl=config.flashinfer_pdl == "on")
+    except ImportError as error:
+        log.warning("no_flashinfer", problem=str(error), running="slower, on PyTorch's operators")
+        return None
