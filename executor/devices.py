@@ -8,6 +8,7 @@ graphs       called                  recorded                      recorded
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
 """
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,8 +22,9 @@ from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
 from executor.kv_pool import KVPool
-from executor.layers.attention import Attention, TorchAttention
+from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.layers.attention_torch import TorchAttention
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.sampling_fixed import Filters, FlashInferFilters
@@ -70,7 +72,7 @@ def open_device(config: ExecutorConfig) -> Device:
     if config.device == "cuda" and not has_cuda:
         raise ValueError("device=cuda: PyTorch finds no CUDA device here; need cpu or auto")
     if not has_cuda or config.device == "cpu":
-        return Cpu()
+        return Cpu(os.environ.get("OMP_WAIT_POLICY", ""))
     if config.world_size > 1:
         raise ValueError(
             f"device={config.device} with dp_size={config.dp_size}: executors on GPUs cannot "
@@ -80,18 +82,26 @@ def open_device(config: ExecutorConfig) -> Device:
 
 
 class Cpu:
-    """The machine's cores."""
+    """The machine's cores.
+
+    Args:
+        omp_wait_policy: What OpenMP's threads do between operators. If they sleep (PASSIVE), as
+            they must where processes share cores, layers are shared among threads of our own.
+    """
 
     torch_device = torch.device("cpu")
     filters: Filters | None = None
 
+    def __init__(self, omp_wait_policy: str) -> None:
+        self._num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
+
     def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
-        return cpu_kernels(model, dtype=dtype)
+        return cpu_kernels(model, dtype=dtype, num_workers=self._num_workers)
 
     def attention(
         self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
     ) -> Attention:
-        return _torch_attention(model, kv_pool)
+        return _torch_attention(model, kv_pool, self._num_workers)
 
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
@@ -126,7 +136,7 @@ class Cuda:
         self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
     ) -> Attention:
         if self._ops is None:
-            return _torch_attention(model, kv_pool)
+            return _torch_attention(model, kv_pool, num_workers=1)
         attention = FlashInferAttention(
             self._ops,
             kv_pool,
@@ -141,12 +151,15 @@ class Cuda:
         return CUDAGraphBackend(self._resources)
 
 
-def _torch_attention(model: ModelConfig, kv_pool: KVPool) -> TorchAttention:
+def _torch_attention(
+    model: ModelConfig, kv_pool: KVPool, num_workers: int | None
+) -> TorchAttention:
     return TorchAttention(
         model.num_attention_heads,
         model.num_key_value_heads,
         model.head_dim,
         dtype=kv_pool.shape.dtype,
+        num_workers=num_workers,
     )
 
 

@@ -49,8 +49,9 @@ class Copies:
         """Copies. The sources have the shapes that these copies were made for."""
         for destinations, constants, pick in self.grouped:
             torch._foreach_copy_(destinations, constants + pick(sources))
-        for destination, position in self.single:
-            destination.copy_(sources[position])
+        if self.single:
+            for destination, position in self.single:
+                destination.copy_(sources[position])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,13 @@ class _Recent:
 
     read: Callable[[Any], Sources]
     absent: list[str]
-    numels: list[int]
+    numels: tuple[int, ...]
     extra_numels: list[int | None]
     copies: Copies
 
 
 # Fits no batch: None has no elements to count.
-_NOTHING = _Recent(lambda _: (None,), [], [], [], Copies([], []))
+_NOTHING = _Recent(lambda _: (None,), [], (), [], Copies([], []))
 
 
 @dataclass(slots=True)
@@ -114,10 +115,12 @@ class FillPlan:
         Raises:
             ValueError: A source's shape is not that of its slot's head.
         """
-        for tails in self.zero_tails:
-            torch._foreach_zero_(tails)
-        for buffer, value in self.host_constants:
-            buffer.fill_(value)
+        if self.zero_tails:
+            for tails in self.zero_tails:
+                torch._foreach_zero_(tails)
+        if self.host_constants:
+            for buffer, value in self.host_constants:
+                buffer.fill_(value)
         extra: Sources = ()
         if self.source_fns:
             extra = tuple(fn(forward_batch, context) for fn in self.source_fns)
@@ -125,12 +128,11 @@ class FillPlan:
         sources: Sources = ()
         try:
             sources = recent.read(forward_batch)
-            is_alike = list(map(_numel, sources)) == recent.numels
+            is_alike = tuple(map(_numel, sources)) == recent.numels
         except (AttributeError, TypeError):  # an attribute has gone, or is no tensor any more
             is_alike = False
-        for name in recent.absent:
-            if getattr(forward_batch, name, None) is not None:
-                is_alike = False
+        if recent.absent and is_alike:
+            is_alike = all(getattr(forward_batch, name, None) is None for name in recent.absent)
         if extra:
             sources += extra
             is_alike = is_alike and _numels(extra) == recent.extra_numels
@@ -142,8 +144,9 @@ class FillPlan:
         except RuntimeError:
             self._look_up(forward_batch, extra)  # names the slot, if a shape is to blame
             raise
-        for post_fill, buffer in self.post_fills:
-            post_fill(buffer, forward_batch, context)
+        if self.post_fills:
+            for post_fill, buffer in self.post_fills:
+                post_fill(buffer, forward_batch, context)
 
     def _look_up(self, forward_batch: Any, extra: Sources) -> tuple[_Recent, Sources]:
         """Returns the copies for such a batch, and what they start from."""
@@ -160,7 +163,7 @@ class FillPlan:
             found = _Recent(
                 read=_reader(names),
                 absent=[name for name in self.names if name not in names],
-                numels=list(map(_numel, compress(every, is_there))),
+                numels=tuple(map(_numel, compress(every, is_there))),
                 extra_numels=_numels(extra),
                 copies=self._make_copies(slots, sources),
             )

@@ -17,7 +17,8 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_prefill_registry,
 )
 from executor.kv_pool import KVPool
-from executor.layers.attention import Attention, TorchAttention
+from executor.layers.attention import Attention
+from executor.layers.attention_torch import TorchAttention
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import stacked_kernels

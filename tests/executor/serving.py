@@ -8,7 +8,8 @@ import torch
 
 from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
 from executor.kv_pool import KVPool
-from executor.layers.attention import TorchAttention, run_stages
+from executor.layers.attention import run_stages
+from executor.layers.attention_torch import TorchAttention
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig

@@ -17,8 +17,9 @@ from executor.graph.cuda_graph_buffer_registry import (
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool, KVShape
 from executor.layers import attention_flashinfer
-from executor.layers.attention import Attention, AttentionCall, Stages, TorchAttention
+from executor.layers.attention import Attention, AttentionCall, Stages
 from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.layers.attention_torch import TorchAttention
 from executor.layers.paging import look_up_pages, plan_pages
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner

@@ -6,7 +6,7 @@ import torch
 
 from executor.forward_batch import DpLayout, ForwardBatch
 from executor.kv_pool import KVPool, KVShape
-from executor.layers.attention import TorchAttention
+from executor.layers.attention_torch import TorchAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 SHAPE = KVShape(
