@@ -68,7 +68,9 @@ class RunnerBackend(Protocol):
         ...
 
     def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        """Calls ``run`` once and records what it does with tensors that outlive it.
+        """Records what ``run`` does with tensors that outlive it, by calling it once.
+
+        A backend that records nothing need not call it.
 
         Every rank must call it, in the same order. A piece may read what an earlier piece of the
         same size made, if that is held until the last piece is captured. An exception leaves the

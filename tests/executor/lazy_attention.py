@@ -6,6 +6,8 @@ capture after them lacks the upgrade, and every replay attends as the capture's 
 is ``on_after_cuda_graph_warmup``.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -70,9 +72,10 @@ class LazyAttention:
     def _upgrade(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the slot of every key [B, S], and which ones each query sees [B, 1, width, S]."""
         table = pool.block_table.index_select(0, batch.req_pool_indices).to(torch.int64)
-        offsets = torch.arange(pool.block_size)
+        arange = partial(torch.arange, device=pool.device)
+        offsets = arange(pool.block_size)
         slots = (table.unsqueeze(2) * pool.block_size + offsets).flatten(1)
         width = len(batch.input_ids) // batch.batch_size
-        last = batch.seq_lens[:, None] - width + torch.arange(width)
-        is_seen = torch.arange(slots.shape[1]) <= last.clamp(min=0)[:, :, None]
+        last = batch.seq_lens[:, None] - width + arange(width)
+        is_seen = arange(slots.shape[1]) <= last.clamp(min=0)[:, :, None]
         return slots, is_seen.unsqueeze(1)

@@ -39,6 +39,15 @@ def backend(request: pytest.FixtureRequest) -> RunnerBackend:
     return EagerBackend() if request.param == "eager" else RecordingBackend()
 
 
+@pytest.fixture(params=["recording", "cuda"])
+def recorder(request: pytest.FixtureRequest) -> RunnerBackend:
+    """The backends that run what they capture."""
+    if request.param == "cuda":
+        found: RunnerBackend = request.getfixturevalue("on_cuda")
+        return found
+    return RecordingBackend()
+
+
 def capture(backend: RunnerBackend, *keys: ShapeKey, run: Callable[[], object]) -> None:
     with backend.session(label="decode", num_captures=len(keys)):
         for key in keys:
@@ -122,7 +131,7 @@ def test_a_region_outside_a_capture_is_just_called(backend: RunnerBackend):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_breakable", [False, True])
 def test_a_capture_that_fails_leaves_no_trace(
-    backend: RunnerBackend, is_breakable: bool, is_late: bool
+    recorder: RunnerBackend, is_breakable: bool, is_late: bool
 ):
     """The process must be able to report the error, and to go on without that size."""
     x, out = torch.ones(4), torch.zeros(4)
@@ -130,15 +139,15 @@ def test_a_capture_that_fails_leaves_no_trace(
     def fail(y: torch.Tensor) -> torch.Tensor:
         raise KeyError("a layer is missing")
 
-    failing = backend.eager_region(fail) if is_late else fail
-    record = backend.capture_breakable if is_breakable else backend.capture
-    with backend.session(label="decode", num_captures=1):
+    failing = recorder.eager_region(fail) if is_late else fail
+    record = recorder.capture_breakable if is_breakable else recorder.capture
+    with recorder.session(label="decode", num_captures=1):
         with pytest.raises(KeyError, match="a layer is missing"):
             record(KEY, lambda: out.copy_(failing(x + 1)))
         with pytest.raises(LookupError):
-            backend.replay(KEY)
+            recorder.replay(KEY)
         record(KEY, lambda: out.copy_(x + 2))
-    backend.replay(KEY)
+    recorder.replay(KEY)
 
     assert out.tolist() == [3] * 4
     assert gc.isenabled()
@@ -151,12 +160,12 @@ def test_a_key_that_was_not_captured_is_named_with_those_that_were(backend: Runn
         backend.replay(ShapeKey(16))
 
 
-def test_a_capture_inside_a_capture_is_refused(backend: RunnerBackend):
+def test_a_capture_inside_a_capture_is_refused(recorder: RunnerBackend):
     def run() -> None:
-        backend.capture(ShapeKey(2), lambda: None)
+        recorder.capture(ShapeKey(2), lambda: None)
 
     with pytest.raises(RuntimeError, match=r"size 2 (while size 4|inside another)"):
-        capture(backend, KEY, run=run)
+        capture(recorder, KEY, run=run)
 
 
 @pytest.mark.parametrize("act", ["capture", "capture_breakable", "warm_up"])

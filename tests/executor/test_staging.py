@@ -7,13 +7,11 @@ import torch
 from executor.staging import (
     MAX_CACHED_VIEWS,
     Copier,
-    PinnedMemory,
     ReadBack,
     SharedMemory,
     Staged,
     StagingBuffer,
     StepInputs,
-    to_device,
 )
 from tests.executor.copiers import LazyDevice, SeparateMemory
 
@@ -147,33 +145,3 @@ def test_tokens_are_waited_for():
 def test_on_the_cpu_tokens_are_read_where_they_are():
     tokens = torch.arange(5)
     assert ReadBack(8, SharedMemory()).read(tokens).ctypes.data == tokens.data_ptr()
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@needs_cuda
-def test_a_cuda_device_reads_what_each_step_wrote():
-    device = torch.device("cuda")
-    copier = PinnedMemory(device)
-    staging, results = StagingBuffer(CAPACITY, 3, copier), ReadBack(100, copier)
-    kept, expected = [], []
-    for step in range(50):
-        staged = staging.begin(lengths_of(step))
-        expected.append([value for column in fill(staged, step) for value in column])
-        assert staged.host.is_pinned()
-        staging.send(staged)
-        kept.append(torch.cat(staged.tensors))
-    assert [tensor.tolist() for tensor in kept] == expected
-    assert results.read(kept[0][:100]).tolist() == expected[0][:100]
-
-
-@needs_cuda
-def test_a_cuda_device_gets_rare_columns_without_a_wait():
-    values = np.arange(1000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        tensor = to_device(values, torch.device("cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert tensor.tolist() == values.tolist()

@@ -1,0 +1,229 @@
+"""A fill runs before every replay: what it dispatches and allocates is time that a GPU waits."""
+
+import dataclasses
+import tracemalloc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.graph import buffer_registry
+from executor.graph.cuda_graph_buffer_registry import (
+    CudaGraphBufferRegistry,
+)
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from tests.executor.registry_cases import (
+    COUNT_SLOTS,
+    FullBatch,
+    bound_buffers,
+    content,
+    decode_registry,
+    fill,
+    full_batch,
+    full_decode_registry,
+    numbers,
+    prefill_registry,
+)
+
+
+@pytest.fixture(autouse=True)
+def pool() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of operations that compute, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def on_device(batch: FullBatch) -> FullBatch:
+    """Moves all but the host mirror to a device that, like a GPU, is not the host."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor) and field.name != "seq_lens_cpu":
+            setattr(batch, field.name, value.to("meta"))
+    return batch
+
+
+def operations_of(
+    registry: CudaGraphBufferRegistry, batch: Any, raw: int, padded: int
+) -> list[str]:
+    """Returns what a fill runs that is not the first of its kind."""
+    fill(registry, batch, raw, padded)
+    with Operations() as operations:
+        fill(registry, batch, raw, padded)
+    return sorted(operations.names)
+
+
+def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_tail():
+    """Each operation is a kernel launch on a GPU, several microseconds apiece."""
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(3)), 3, 4)
+    # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
+    of_the_device = ["_foreach_copy_"] * (3 + 1) + ["_foreach_zero_"] * (2 + 1)
+    assert names == [*of_the_device, "copy_", "fill_"]  # and the host mirror's
+
+
+def test_an_exact_fill_is_one_operation_per_pair_of_types():
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(8)), 8, 8)
+    assert names == ["_foreach_copy_"] * 3 + ["copy_"]
+
+
+def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
+    """The fused kernel takes one type per side; a call with two copies one by one."""
+    registry = full_decode_registry(device="meta")
+    batch = on_device(full_batch(3))
+    batch.input_ids = numbers(3, dtype=torch.int32).to("meta")
+    groups: list[set[Any]] = []
+
+    def copy(to: Any, of: Any) -> None:
+        pairs = zip(to, of, strict=True)
+        groups.append({(a.dtype, b.dtype, a.is_contiguous(), a.device) for a, b in pairs})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", copy)
+        fill(registry, batch, 3, 4)
+    assert [len(group) for group in groups] == [1] * 5  # int64, bool, int32, to int64, strided
+    assert len(set.union(*groups)) == 5
+
+
+def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
+    """Nothing is fused there, and a call costs as much as two copies."""
+    batch = full_batch(3)
+    batch.input_ids = numbers(3, dtype=torch.int32)
+    names = operations_of(full_decode_registry(), batch, 3, 4)
+    assert names == ["_foreach_copy_", "_foreach_zero_"]
+
+
+def test_an_idle_ranks_fill_copies_its_sentinels_and_counts_only():
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(0)), 0, 4)
+    # Sentinels and counts; tails as above; the host mirror's.
+    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3 + ["fill_"]
+
+
+def test_sources_of_another_type_get_a_group_of_their_own():
+    batch = full_batch(8)
+    batch.input_ids = numbers(8, dtype=torch.int32)
+    names = operations_of(full_decode_registry(device="meta"), on_device(batch), 8, 8)
+    assert names == ["_foreach_copy_"] * 4 + ["copy_"]
+
+
+def test_counts_that_touch_in_memory_are_copied_as_one_and_others_are_left_alone():
+    registry = full_decode_registry(num_dp_ranks=2)
+    copied: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
+        fill(registry, SimpleNamespace(), 4, 4)
+    assert [tensor.numel() for tensor in copied] == [1 + 2 + 2]
+
+    fill(registry, full_batch(3), 3, 4)
+    counts = [content(registry, name) for name in COUNT_SLOTS]
+    assert counts == [[3], [4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_counts_are_right_though_only_some_are_shared(order: tuple[int, int]):
+    """Of the decode runner's counts, a prefill runner has one, and here it may have it first."""
+    builders = [
+        lambda: full_decode_registry(share_pool=True, num_dp_ranks=2),
+        lambda: prefill_registry(share_pool=True, enable_num_token_non_padded=True),
+    ]
+    built = {i: builders[i]() for i in order}
+    fill(built[0], full_batch(3), 3, 4)
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 6, "padded_num_tokens": 8}
+    built[1].fill_from(full_batch(1, num_tokens=6), **sizes)
+    counts = [content(built[0], name) for name in COUNT_SLOTS]
+    assert counts == [[6], [4, 4], [4, 4]]
+
+
+def test_counts_bound_from_one_tensor_leave_its_other_rows_alone():
+    whole = torch.full((5,), -1, dtype=torch.int32)
+    source = SimpleNamespace(
+        **bound_buffers(),
+        global_num_tokens_gpu=whole[0:1],
+        global_num_tokens_for_logprob_gpu=whole[3:4],
+    )
+    registry = decode_registry(source=source, require_gathered_buffer=True)
+    fill(registry, full_batch(3), 3, 4)
+    assert whole.tolist() == [4, -1, -1, 4, -1]
+
+
+def test_host_mirrors_and_strided_tensors_of_a_device_are_copied_one_by_one():
+    """One of them in a group would send the whole group through the slow path."""
+    registry = decode_registry(device="meta", register_global_num_tokens=False)
+    batch = on_device(full_batch(3))
+    registry.get_slot("seq_lens_cpu").allocated().fill_(9)
+    copied: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.append(len(to)))
+        fill(registry, batch, 3, 4)
+    # The sentinel's tail and five heads at once; mrope_positions [:, :3] by itself.
+    assert sorted(copied) == [1, 6]
+    assert content(registry, "seq_lens_cpu")[:5] == [1, 2, 3, 1, 9]
+
+
+@pytest.mark.parametrize("raw", [250, 256])
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_fill_of_a_seen_size_makes_no_tensor(raw: int, inference: bool):
+    """Not even a view: a slice costs more than the copy that it is for."""
+    registry = full_decode_registry(max_bs=256, max_num_token=256)
+    with torch.inference_mode(inference):
+        batches = [full_batch(raw, first=first) for first in (1, 2)]
+        fill(registry, batches[0], raw, 256)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            for batch in batches * 2:
+                fill(registry, batch, raw, 256)
+    events = profile.events()
+    assert events is not None
+    names = {event.name for event in events}
+    assert "aten::copy_" in names
+    assert not names & {"aten::empty", "aten::slice", "aten::as_strided", "aten::empty_strided"}
+    assert [event.name for event in events if event.self_cpu_memory_usage] == []
+
+
+def test_a_second_fill_of_a_seen_size_allocates_nothing_lasting():
+    registry = full_decode_registry(max_bs=64, max_num_token=64)
+    sizes = [(raw, raw + raw % 2) for raw in range(1, 64)]
+    batches = [full_batch(raw) for raw, _ in sizes]
+
+    def step() -> None:
+        for (raw, padded), batch in zip(sizes, batches, strict=True):
+            fill(registry, batch, raw, padded)
+
+    step()
+    step()
+    tracemalloc.start()
+    try:
+        step()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            step()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2000  # 1,260 fills; one kept view each would be over 100,000
+
+
+def test_sizes_without_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buffer_registry, "MAX_CACHED_SIZES", 4)
+    registry = decode_registry()
+    for raw in (1, 2, 3, 4, 5, 6, 7, 8, 1):
+        fill(registry, full_batch(raw), raw, raw)
+        assert content(registry, "input_ids")[:raw] == list(range(1, raw + 1))
+    assert registry._plan.cache_info().currsize == 4
