@@ -42,7 +42,9 @@ class RunnerBackend(Protocol):
     def outlives_group(self) -> bool:
         """Whether captures stay valid when the process group is formed anew.
 
-        True where nothing is recorded; a recorded collective belongs to the group it ran in.
+        A recorded collective belongs to the group it ran in. True only where a capture runs
+        nothing: members that have captured do not do it again, so one that is new to the group
+        would wait for them in its first collective.
         """
         ...
 

@@ -64,6 +64,15 @@ def test_a_replay_does_again_what_was_captured(backend: RunnerBackend):
         assert out.tolist() == [value + 1] * 4
 
 
+def test_captures_that_outlive_the_group_run_nothing(backend: RunnerBackend):
+    """A member that is new to the group captures alone then, and must not meet a collective."""
+    calls: list[int] = []
+    with backend.session(label="decode", num_captures=1):
+        backend.warm_up(lambda: calls.append(1))
+        backend.capture(KEY, lambda: calls.append(1))
+    assert backend.outlives_group == (not calls)
+
+
 def test_each_size_and_piece_is_its_own_capture(backend: RunnerBackend):
     out = torch.zeros(4)
     keys = [ShapeKey(4), ShapeKey(4, 1), ShapeKey(2)]
