@@ -14,7 +14,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check bench protos venv clean
+.PHONY: help demo serve test check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers"
@@ -22,6 +22,7 @@ help:
 	@echo "make test    every check and test"
 	@echo "make check   ruff, mypy and buf alone"
 	@echo "make bench   benchmarks on this machine"
+	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
 	@echo "make venv    the virtual environment with all that the targets above need"
 	@echo "make clean   remove the virtual environment and caches"
@@ -43,6 +44,9 @@ check: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python -m tests.bench $(ARGS)
+
+gpu: $(DEV)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

@@ -106,14 +106,17 @@ class FlashInferAttention:
     def init_cuda_graph_state(self, sizes: Sequence[int], num_tokens_per_bs: int = 1) -> None:
         """Makes a wrapper for each size that will be captured. Before the first capture.
 
-        Needed again only for another width; what an earlier call made stays, and graphs captured
-        with it stay valid.
+        What an earlier call made stays, and graphs captured with it stay valid.
 
         Args:
             sizes: Sequences.
             num_tokens_per_bs: Query rows of each sequence.
         """
-        width, most = num_tokens_per_bs, max(sizes)
+        width = num_tokens_per_bs
+        sizes = [size for size in sizes if (size, width) not in self._by_graph]
+        if not sizes:
+            return
+        most = max(sizes)
         columns = self._kv_pool.max_blocks_per_row
         room = PageTableBuffers(
             qo_indptr=self._zeros(most + 1, torch.int32),

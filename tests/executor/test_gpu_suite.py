@@ -5,9 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
+import torch
 
+from tests.gpu import machine
 from tests.gpu.bench_gpu import DECODES, LIMIT, PREFILLS, REGISTRY, TRANSFORMERS
 from tests.gpu.results import CHECKS_TABLE, GROUPS, MACHINE_TABLE, replace_rows
 
@@ -71,6 +76,43 @@ def test_every_test_and_measurement_runs_where_a_cpu_stands_in(tmp_path: Path) -
         assert changed, f"nothing was written under {title}"
     assert "a CPU stood in" in rows_of(written, MACHINE_TABLE)["GPU"]
     assert RESULTS.read_text() == before, "a CPU's results are no results"
+
+
+def test_the_machine_asks_pytorch_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stand-in never runs: with no GPU, only names and arguments can be checked."""
+    answers: dict[str, Any] = {
+        "current_device": 0,
+        "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(
+            name="Some GPU", total_memory=80 << 30, memory_clock_rate=1_000, memory_bus_width=80
+        ),
+        "memory_allocated": 10,
+        "memory_reserved": 20,
+        "mem_get_info": (30, 40),
+        "empty_cache": None,
+        "synchronize": None,
+        "set_sync_debug_mode": None,
+        "Stream": None,
+    }
+    for name, answer in answers.items():
+        real = getattr(torch.cuda, name)
+        stand_in: Any = create_autospec(real) if name != "Stream" else Mock()
+        stand_in.return_value = answer
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    gpu = machine.Gpu()
+    assert gpu.results == RESULTS
+    assert gpu.memory() == (10, 20)
+    assert gpu.free_bytes() == 30
+    assert gpu.bandwidth() == 2 * 1e6 * 10
+    assert gpu.facts()["GPU"] == "Some GPU, 80 GiB"
+    assert gpu.has_fa3
+    assert not gpu.no_grouped_graphs
+    with gpu.waiting_refused():
+        torch.cuda.set_sync_debug_mode.assert_called_with("error")  # type: ignore[attr-defined]
+    torch.cuda.set_sync_debug_mode.assert_called_with("default")  # type: ignore[attr-defined]
+    gpu.new_backend()
+    gpu.discard()
+    assert not gpu.copier().is_shared
 
 
 def test_results_are_replaced_row_by_row() -> None:

@@ -1,0 +1,289 @@
+"""Measures a GPU executor's steps on a Qwen3-30B-A3B-shaped model with random weights.
+
+    python -m tests.gpu.bench_gpu [steps] [registry] [transformers]
+
+A step is what a runner does with a batch that lies on the device already: inputs filled, attention
+planned, the pass, logits. Sampling and the wire are not in it. Where the device has too little
+memory the model has fewer layers, and the table says so. Results go to RESULTS.md, on a GPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from executor.graph.backend import RunnerBackend
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from tests.bench.quiet import quiet
+from tests.gpu.cases import PREFILL_RUNNERS, Case, largest_error
+from tests.gpu.machine import Machine, open_machine, why_not
+from tests.gpu.measure import (
+    GIB,
+    copy_bandwidth,
+    count_experts,
+    decodes,
+    host_seconds,
+    large_case,
+    layers_that_fit,
+    prompts,
+    seconds,
+    step_bytes,
+)
+from tests.gpu.results import Table, publish
+from tests.gpu.shapes import COMPARED_LAYERS, CONTEXT, LARGE, LARGE_MODEL
+from tests.gpu.weights import fill_transformers, flat_weights
+
+DECODES = ("Decode steps", ("sequences", "layers", "experts hit", "eager ms", "captured ms"))
+LIMIT = (
+    "Decode steps against memory bandwidth",
+    ("sequences", "read GiB", "captured ms", "at copy bandwidth", "at nominal bandwidth"),
+)
+PREFILLS = ("Prefill steps", ("tokens", "layers", "eager ms", "piecewise ms", "breakable ms"))
+REGISTRY = ("Registry fill", ("real/captured", "host us", "until it is done us"))
+TRANSFORMERS = (
+    "Against Transformers",
+    ("sequences", "layers", "Transformers ms", "captured ms", "logits differ by"),
+)
+
+
+class CannotMeasure(Exception):
+    """Something that a measurement needs is not here; says what."""
+
+
+def measure_steps(machine: Machine) -> list[Table]:
+    """Times decode and prefill steps, captured and eager, and relates them to bandwidth."""
+    layers = layers_that_fit(machine, LARGE_MODEL)
+    if layers < 1:
+        raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few for one layer")
+    copied, nominal = copy_bandwidth(machine), machine.bandwidth()
+    config = replace(LARGE_MODEL, num_hidden_layers=layers)
+    depth = f"{layers} of {LARGE_MODEL.num_hidden_layers}"
+    decode_rows, limit_rows = {}, {}
+    with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
+        backend = machine.new_backend()
+        captured, eager = case.decode(backend), case.eager()
+        for size in LARGE.decode:
+            batch = decodes(case, size)
+            hit = count_experts(case, batch)
+            eager_s, captured_s = _both(machine, eager, captured, batch)
+            num_bytes = step_bytes(config, size, CONTEXT, hit)
+            mean_hit = f"{sum(hit) / len(hit):.1f}"
+            decode_rows[str(size)] = (depth, mean_hit, _ms(eager_s), _ms(captured_s))
+            limit_rows[str(size)] = (
+                f"{num_bytes / GIB:.2f}",
+                _ms(captured_s),
+                _share(num_bytes, copied, captured_s),
+                _share(num_bytes, nominal, captured_s),
+            )
+        backend.discard()  # so that prefills have its memory
+        prefill_rows = _measure_prefills(machine, case, depth)
+        del captured, eager, batch
+    nominal_text = "unknown" if nominal is None else f"{nominal / 1e12:.2f} TB/s"
+    bandwidth = Table(
+        "Memory bandwidth",
+        ("bandwidth", "value"),
+        {"device copy": (f"{copied / 1e12:.3f} TB/s",), "nominal": (nominal_text,)},
+    )
+    return [
+        bandwidth,
+        Table(*DECODES, decode_rows),
+        Table(*LIMIT, limit_rows),
+        Table(*PREFILLS, prefill_rows),
+    ]
+
+
+def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tuple[str, ...]]:
+    """Captures with one runner after the other, since each holds a pool of memory."""
+    times: dict[int, list[float]] = {}
+    eager = case.eager()
+    for size in LARGE.prefill:
+        batch = prompts(case, size)
+        layout = replace(batch.layout, graph_size=None)
+        run = _runs(eager, replace(batch, layout=layout))
+        times[size] = [seconds(machine, run)]
+    for kind in PREFILL_RUNNERS:
+        backend: RunnerBackend = machine.new_backend()
+        runner = case.prefill(kind, backend)
+        for size in LARGE.prefill:
+            times[size].append(seconds(machine, _runs(runner, prompts(case, size))))
+        backend.discard()
+    return {str(size): (depth, *map(_ms, row)) for size, row in times.items()}
+
+
+def measure_registry(machine: Machine) -> list[Table]:
+    """Times one fill of a decode registry from tensors on the device."""
+    config = replace(LARGE_MODEL, num_hidden_layers=1, vocab_size=64, num_experts=8)
+    rows = {}
+    with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
+        registry = case.decode_registry()
+        for size in LARGE.decode:
+            for real in sorted({size, max(1, size - 3)}):
+                batch = decodes(case, real)
+                fill = _fills(registry, batch, real, size)
+                fill()
+                host_s, done_s = host_seconds(machine, fill), seconds(machine, fill)
+                rows[f"{real}/{size}"] = (f"{host_s * 1e6:.1f}", f"{done_s * 1e6:.1f}")
+        del batch, fill, registry
+    return [Table(*REGISTRY, rows)]
+
+
+def measure_transformers(machine: Machine) -> list[Table]:
+    """Times decode steps of both on the same weights, keys and values, at a few layers."""
+    try:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    except ImportError:
+        raise CannotMeasure("Transformers is not installed") from None
+    config = replace(LARGE_MODEL, num_hidden_layers=COMPARED_LAYERS)
+    both = replace(config, num_hidden_layers=2 * COMPARED_LAYERS)
+    if layers_that_fit(machine, both) < 2 * COMPARED_LAYERS:
+        raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few for both models")
+    theirs: Any = _transformers_model(machine, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+    rows = {}
+    with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
+        captured = case.decode(machine.new_backend())
+        for size in LARGE.decode:
+            batch = decodes(case, size)
+            cache = _transformers_cache(case, batch)
+            ids = batch.input_ids.view(-1, 1)
+
+            def step(cache: Any = cache, ids: torch.Tensor = ids) -> torch.Tensor:
+                logits: torch.Tensor = theirs(ids, past_key_values=cache, use_cache=True).logits
+                cache.crop(-1)
+                return logits[:, 0]
+
+            error = _typical_error(captured.run(batch), step())
+            theirs_s = seconds(machine, step)
+            ours_s = seconds(machine, _runs(captured, batch))
+            rows[str(size)] = (str(COMPARED_LAYERS), _ms(theirs_s), _ms(ours_s), f"{error:.1%}")
+            del cache, step
+        del captured
+    return [Table(*TRANSFORMERS, rows)]
+
+
+def _transformers_model(machine: Machine, new_config: Any, new_model: Any) -> Any:
+    c = LARGE_MODEL
+    config = new_config(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_hidden_layers=COMPARED_LAYERS,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        num_experts=c.num_experts,
+        num_experts_per_tok=c.num_experts_per_tok,
+        moe_intermediate_size=c.moe_intermediate_size,
+        intermediate_size=c.intermediate_size,
+        max_position_embeddings=c.max_position_embeddings,
+        norm_topk_prob=c.norm_topk_prob,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tie_word_embeddings,
+        dtype=c.dtype,
+    )
+    with torch.device(machine.device):
+        model = new_model(config).to(c.dtype).eval()
+    fill_transformers(model, flat_weights(c, machine.device))
+    return model
+
+
+def _transformers_cache(case: Case, batch: Any) -> Any:
+    """Returns the keys and values that our pool holds for a batch's sequences, without the newest."""
+    from transformers import DynamicCache
+
+    pool, size = case.pool, case.sizes.block_size
+    num_keys = CONTEXT - 1
+    table = pool.block_table[batch.req_pool_indices].long()
+    places = torch.arange(num_keys, device=case.device)
+    slots = table[:, places // size] * size + places % size
+    cache: Any = DynamicCache()
+    for layer_id in range(case.config.num_hidden_layers):
+        keys, values = (
+            kv[layer_id][slots].transpose(1, 2) for kv in (pool.key_cache, pool.value_cache)
+        )
+        cache.update(keys, values, layer_id)
+    return cache
+
+
+def _typical_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Returns how far a row of logits is off, as a part of its length: the median over rows.
+
+    Not the largest: router logits of random weights are so close that a token may go to another
+    expert.
+    """
+    errors = [
+        largest_error(a.unsqueeze(0), b.unsqueeze(0)) for a, b in zip(ours, theirs, strict=True)
+    ]
+    return sorted(errors)[len(errors) // 2]
+
+
+def _both(machine: Machine, eager: Any, captured: Any, batch: Any) -> tuple[float, float]:
+    layout = replace(batch.layout, graph_size=None)
+    eager_s = seconds(machine, _runs(eager, replace(batch, layout=layout)))
+    return eager_s, seconds(machine, _runs(captured, batch))
+
+
+def _runs(runner: Any, batch: Any) -> Callable[[], object]:
+    return lambda: runner.run(batch)
+
+
+def _fills(registry: Any, batch: Any, real: int, size: int) -> Callable[[], None]:
+    def fill() -> None:
+        registry.fill_from(
+            batch, raw_bs=real, padded_bs=size, raw_num_tokens=real, padded_num_tokens=size
+        )
+
+    return fill
+
+
+def _ms(value: float) -> str:
+    return f"{value * 1e3:.3f}"
+
+
+def _share(num_bytes: int, bandwidth: float | None, step_s: float) -> str:
+    """Returns the time that the bytes take, and which part of the step that is."""
+    if bandwidth is None:
+        return "unknown"
+    limit_s = num_bytes / bandwidth
+    return f"{_ms(limit_s)} ms, {limit_s / step_s:.0%}"
+
+
+MEASUREMENTS: dict[str, Callable[[Machine], list[Table]]] = {
+    "registry": measure_registry,
+    "steps": measure_steps,
+    "transformers": measure_transformers,
+}
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    known = ", ".join(MEASUREMENTS)
+    parser.add_argument("names", nargs="*", help=f"some of {known} [default: all]")
+    names = parser.parse_args().names or list(MEASUREMENTS)
+    for name in names:
+        if name not in MEASUREMENTS:
+            parser.error(f"{name}: need some of {known}")
+    problem = why_not()
+    if problem:
+        print(f"nothing is measured: {problem}")
+        return 0
+    quiet()
+    machine = open_machine()
+    for name, fact in machine.facts().items():
+        print(f"{name}: {fact}")
+    for name in names:
+        try:
+            tables = MEASUREMENTS[name](machine)
+        except CannotMeasure as error:
+            print(f"\n{name}: not measured: {error}")
+            continue
+        for table in tables:
+            publish(machine, table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Skips what cannot run here, and keeps account of what did. See machine.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from executor.flashinfer_ops.operators import FlashInferOps
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from tests.gpu import results
+from tests.gpu.machine import Machine, open_machine, why_not
+
+HERE = Path(__file__).parent
+_outcomes = results.Outcomes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def machine() -> Machine:
+    """Where the suite runs."""
+    problem = why_not()
+    if problem:
+        pytest.skip(problem)
+    return open_machine()
+
+
+@pytest.fixture(scope="session")
+def ops(machine: Machine) -> FlashInferOps:
+    if machine.ops is None:
+        pytest.skip("needs FlashInfer: it is not installed")
+    return machine.ops
+
+
+@pytest.fixture(autouse=True)
+def own_buffers(machine: Machine) -> Iterator[None]:
+    """Gives each test input buffers of its own, and drops its graphs."""
+    with fresh_input_buffer_pool():
+        yield
+    machine.discard()
+
+
+def pytest_report_header() -> list[str]:
+    problem = why_not()
+    if problem:
+        return [f"GPU tests: skipped, {problem}"]
+    return [f"{name}: {fact}" for name, fact in open_machine().facts().items()]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shows the warnings of libraries instead of failing: nobody has seen them all on a GPU."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_if_kernel_is_missing(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_if_kernel_is_missing(error)
+        raise
+
+
+def _skip_if_kernel_is_missing(error: Exception) -> None:
+    """FlashInfer says so where it may not compile: FLASHINFER_DISABLE_JIT."""
+    if type(error).__name__ == "MissingJITCacheError":
+        name = getattr(getattr(error, "spec", None), "name", "unknown")
+        pytest.skip(f"needs FlashInfer's kernel {name}: it is neither built nor may it be")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.nodeid.startswith("tests/gpu/"):
+        _outcomes.add(report)
+
+
+def pytest_sessionfinish() -> None:
+    if why_not() or not _outcomes.by_group:
+        return
+    results.write_outcomes(open_machine(), _outcomes)

@@ -1,0 +1,21 @@
+"""Runs the measurements of bench_gpu.py, so that one command does all. Asserts nothing about time."""
+
+import pytest
+
+from tests.gpu.bench_gpu import MEASUREMENTS, CannotMeasure
+from tests.gpu.machine import Machine
+from tests.gpu.results import publish
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_it_is_measured(machine: Machine, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if machine.no_grouped_graphs:
+        pytest.skip(machine.no_grouped_graphs)
+    try:
+        tables = MEASUREMENTS[name](machine)
+    except CannotMeasure as error:
+        pytest.skip(str(error))
+    with capsys.disabled():
+        for table in tables:
+            publish(machine, table)
+    assert all(cell for table in tables for cells in table.rows.values() for cell in cells)

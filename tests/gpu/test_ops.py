@@ -1,0 +1,341 @@
+"""Every kernel that we call against PyTorch. If one of these fails, a GPU computes something else.
+
+The authority computes in float32 on the CPU from the same bfloat16 numbers, so that what remains is
+the kernel's own rounding. Attention has a file of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+
+from executor.flashinfer_ops.operators import FlashInferOps
+from executor.layers.linear import Linear
+from executor.layers.operators import FlashInferOperators, Operators, TorchOperators
+from executor.layers.rotary import RotaryEmbedding
+from executor.moe.layer import Dispatched, MoERunner
+from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
+from executor.moe.runner_grouped import GroupedMMRunner
+from executor.moe.runner_torch import TorchMoERunner
+from executor.sampling_fixed import (
+    Filters,
+    FlashInferFilters,
+    RowParameters,
+    TorchFilters,
+    sample_rows,
+)
+from tests.gpu.cases import largest_error
+from tests.gpu.machine import IS_STAND_IN, Machine
+
+CPU = torch.device("cpu")
+THETA, EPS = 1e6, 1e-6
+ROWS = (0, 1, 7) if IS_STAND_IN else (0, 1, 2, 7, 64, 255, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes of a layer: hidden, heads, KV heads, head width, experts' hidden, experts, chosen."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    expert_size: int
+    experts: int
+    top_k: int
+    positions: int
+
+
+DIMS = {"tiny": Dims(48, 6, 2, 16, 24, 5, 3, 200)}
+if not IS_STAND_IN:
+    DIMS = {
+        "small": Dims(256, 4, 2, 128, 128, 8, 4, 4096),
+        "Qwen3-30B-A3B": Dims(2048, 32, 4, 128, 768, 32, 8, 40960),
+    }
+
+# bfloat16 has 8 bits: half a unit is 0.2 %, and results round once or twice.
+Limits = tuple[float, float]  # atol, rtol
+CLOSE: Limits = (2e-3, 2**-6)
+# How far a row of experts' results may be off, as a part of its length: sums of products of rounded
+# intermediate results, added up in bfloat16 at worst.
+EXPERTS_OFF = 0.02
+
+
+@pytest.fixture(params=DIMS)
+def dims(request: pytest.FixtureRequest) -> Dims:
+    return DIMS[request.param]
+
+
+def normal(*size: int, seed: int) -> torch.Tensor:
+    """Returns float32 normal numbers on the CPU."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def random(*size: int, seed: int) -> torch.Tensor:
+    """Returns such numbers as bfloat16 can hold."""
+    return normal(*size, seed=seed).bfloat16().float()
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, limits: Limits | None = None) -> None:
+    assert got.shape == expected.shape
+    atol, rtol = limits or CLOSE
+    torch.testing.assert_close(got.to(CPU, torch.float32), expected, atol=atol, rtol=rtol)
+
+
+# Norms, rotation, activation.
+
+
+def torch_operators(dims: Dims, device: torch.device, dtype: torch.dtype) -> TorchOperators:
+    rotary = RotaryEmbedding(dims.head_dim, dims.positions, THETA, dtype=dtype, device=device)
+    return TorchOperators(rotary)
+
+
+@pytest.fixture(params=["flashinfer", "torch"])
+def operators(request: pytest.FixtureRequest, machine: Machine, dims: Dims) -> Operators:
+    """What runs on the GPU, with FlashInfer and without it."""
+    if request.param == "torch":
+        return torch_operators(dims, machine.device, torch.bfloat16)
+    return FlashInferOperators(
+        request.getfixturevalue("ops"),
+        head_dim=dims.head_dim,
+        max_positions=dims.positions,
+        theta=THETA,
+        device=machine.device,
+    )
+
+
+@pytest.fixture
+def authority(dims: Dims) -> Operators:
+    return torch_operators(dims, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_norms_equal_the_authority(
+    machine: Machine, operators: Operators, authority: Operators, dims: Dims, num_rows: int
+) -> None:
+    x, residual = (random(num_rows, dims.hidden, seed=seed) for seed in (1, 2))
+    weight = 1 + 0.2 * random(dims.hidden, seed=3)
+    weight = weight.bfloat16().float()
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(machine.device, torch.bfloat16)
+
+    normed = operators.rms_norm(on_device(x), on_device(weight), EPS)
+    assert_close(normed, authority.rms_norm(x, weight, EPS))
+    sums = (on_device(x), on_device(residual))
+    ours = operators.add_rms_norm(*sums, on_device(weight), EPS)
+    theirs = authority.add_rms_norm(x, residual, weight, EPS)
+    for got, expected in zip(ours, theirs, strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_heads_are_normed_and_turned_like_the_authority_does(
+    machine: Machine, operators: Operators, authority: Operators, dims: Dims, num_rows: int
+) -> None:
+    """Queries and keys lie beside values, as the projection leaves them."""
+    num_qk = dims.heads + dims.kv_heads
+    heads = random(num_rows, num_qk + dims.kv_heads, dims.head_dim, seed=num_rows)
+    q_weight, k_weight = (1 + 0.2 * random(dims.head_dim, seed=seed) for seed in (1, 2))
+    weight = torch.stack([q_weight] * dims.heads + [k_weight] * dims.kv_heads)
+    weight = weight.bfloat16().float()
+    generator = torch.Generator().manual_seed(num_rows)
+    positions = torch.randint(0, dims.positions, (num_rows,), generator=generator)
+    on_device = heads.to(machine.device, torch.bfloat16)
+    device_weight = weight.to(machine.device, torch.bfloat16)
+
+    normed = operators.norm_heads(on_device[:, :num_qk], device_weight, dims.heads, EPS)
+    assert_close(normed, authority.norm_heads(heads[:, :num_qk], weight, dims.heads, EPS))
+
+    # From the very numbers that were normed on the device: a rotation may cancel them.
+    expected = authority.rotate(
+        normed.to(CPU, torch.float32), dims.heads, authority.rotation(positions)
+    )
+    turned = operators.rotate(normed, dims.heads, operators.rotation(positions.to(machine.device)))
+    limits = CLOSE
+    if isinstance(operators, TorchOperators):  # its cosines and products are rounded too
+        limits = (4e-2, 2**-5)
+    for got, right in zip(turned, expected, strict=True):
+        assert_close(got, right, limits)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_the_activation_equals_the_authority(
+    machine: Machine, operators: Operators, authority: Operators, dims: Dims, num_rows: int
+) -> None:
+    gate_up = random(num_rows, 2 * dims.expert_size, seed=4)
+    got = operators.silu_and_mul(gate_up.to(machine.device, torch.bfloat16))
+    assert_close(got, authority.silu_and_mul(gate_up))
+
+
+# Experts.
+
+
+@cache
+def experts_of(dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns w13 [E, 2F, D], gate first, and w2 [E, D, F]."""
+    w13 = random(dims.experts, 2 * dims.expert_size, dims.hidden, seed=5) * dims.hidden**-0.5
+    w2 = random(dims.experts, dims.hidden, dims.expert_size, seed=6) * dims.expert_size**-0.5
+    return w13.bfloat16().float(), w2.bfloat16().float()
+
+
+def one_by_one(weights: tuple[torch.Tensor, torch.Tensor]) -> TorchMoERunner:
+    """Returns the authority."""
+    stacks: list[list[Linear]] = []
+    for stack in weights:
+        linears = [
+            Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
+            for weight in stack
+        ]
+        for linear, weight in zip(linears, stack, strict=True):
+            linear.weight.copy_(weight)
+        stacks.append(linears)
+    w13, w2 = stacks
+    return TorchMoERunner(w13, w2)
+
+
+def grouped(machine: Machine, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:
+    activation = torch_operators(dims, machine.device, torch.bfloat16).silu_and_mul
+    return GroupedMMRunner(w13, w2, activation)
+
+
+def fused(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:
+    gate, up = w13.chunk(2, dim=1)
+    workspace = CutlassWorkspace(ops, max_num_rows=max(ROWS), top_k=dims.top_k, w2=w2)
+    return CutlassMoERunner(ops, torch.cat((up, gate), dim=1), w2, workspace)
+
+
+def routed(dims: Dims, num_rows: int, low: int, high: int) -> Dispatched:
+    """Returns rows with different experts each, from ``low`` up to ``high``, then elsewhere."""
+    generator = torch.Generator().manual_seed(num_rows)
+    choices = torch.rand(num_rows, high - low, generator=generator).argsort(-1) + low
+    ids = torch.full((num_rows, dims.top_k), dims.experts, dtype=torch.int32)
+    ids[:, : high - low] = choices[:, : dims.top_k]
+    weights = torch.rand(num_rows, dims.top_k, generator=generator)
+    return Dispatched(random(num_rows, dims.hidden, seed=num_rows), ids, weights)
+
+
+ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "any expert": lambda experts: (0, experts),
+    "some elsewhere": lambda experts: (0, experts + 1),
+    "all elsewhere": lambda experts: (experts, experts + 1),
+    "all to one": lambda experts: (2, 3),
+    "all to the last": lambda experts: (experts - 1, experts),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["grouped", "fused"])
+def test_experts_equal_the_authority(
+    machine: Machine, dims: Dims, kind: str, routing: str, request: pytest.FixtureRequest
+) -> None:
+    weights = experts_of(dims)
+    on_device = [weight.to(machine.device, torch.bfloat16) for weight in weights]
+    if kind == "grouped":
+        runner = grouped(machine, dims, *on_device)
+    else:
+        runner = fused(request.getfixturevalue("ops"), dims, *on_device)
+    expected_of = one_by_one(weights)
+    for num_rows in ROWS:
+        dispatched = routed(dims, num_rows, *ROUTINGS[routing](dims.experts))
+        y = runner.run(
+            Dispatched(
+                dispatched.x_RD.to(machine.device, torch.bfloat16),
+                dispatched.topk_ids_RK.to(machine.device),
+                dispatched.topk_weights_RK.to(machine.device),
+            )
+        )
+        assert y.dtype == torch.bfloat16
+        error = largest_error(y, expected_of.run(dispatched))
+        assert error <= EXPERTS_OFF, f"{num_rows} rows: one is off by {error:.4f} of its length"
+
+
+# Sampling.
+
+# temperature, top_k, top_p, min_p
+WAYS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.6, 0.0),
+    (1.0, 0, 0.95, 0.05),
+    (2.0, 20, 0.8, 0.1),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 1 << 20, 0.5, 0.0),
+]
+VOCABULARIES = (64,) if IS_STAND_IN else (1000, 32000, 151936)
+
+
+def parameters(rows: list[tuple[float, int, float, float]], device: torch.device) -> RowParameters:
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return RowParameters(
+        temperature=torch.tensor(temperature, device=device),
+        top_k=torch.tensor(top_k, device=device),
+        top_p=torch.tensor(top_p, device=device),
+        min_p=torch.tensor(min_p, device=device),
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 5] if IS_STAND_IN else [1, 2, 64, 256])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_filters_keep_what_the_authority_keeps(
+    machine: Machine, ops: FlashInferOps, vocab_size: int, num_rows: int
+) -> None:
+    probs = torch.softmax(normal(num_rows, vocab_size, seed=7) * 3, dim=-1)
+    generator = torch.Generator().manual_seed(num_rows)
+    most = min(200, vocab_size)
+    top_k = torch.randint(1, most, (num_rows,), generator=generator, dtype=torch.int32)
+    top_p = torch.rand(num_rows, generator=generator) * 0.9 + 0.05
+    ours, theirs = FlashInferFilters(ops), TorchFilters()
+    on_device = probs.to(machine.device)
+    for got, expected in (
+        (ours.top_k(on_device, top_k.to(machine.device)), theirs.top_k(probs, top_k)),
+        (ours.top_p(on_device, top_p.to(machine.device)), theirs.top_p(probs, top_p)),
+    ):
+        # Where the sum reaches top_p, rounding may keep one unlikely token more or less.
+        assert_close(got, expected, (2e-4, 1e-3))
+        num_differing = ((got.cpu() > 0) != (expected > 0)).sum(dim=-1)
+        assert int(num_differing.max()) <= max(1, vocab_size // 10_000)
+    everything = torch.ones(num_rows, device=machine.device)
+    assert torch.equal(ours.top_p(on_device, everything), on_device)
+
+
+def test_tokens_as_likely_as_the_last_one_kept_stay_too(
+    machine: Machine, ops: FlashInferOps
+) -> None:
+    probs = torch.tensor([[0.3, 0.2, 0.1, 0.2, 0.2]], device=machine.device)
+    filters = FlashInferFilters(ops)
+    for kept in (
+        filters.top_k(probs, torch.tensor([2], dtype=torch.int32, device=machine.device)),
+        filters.top_p(probs, torch.tensor([0.4], device=machine.device)),
+    ):
+        assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
+        assert_close(kept.sum(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("kind", ["flashinfer", "torch"])
+def test_sampled_tokens_are_as_likely_as_on_the_cpu(
+    machine: Machine, kind: str, vocab_size: int, request: pytest.FixtureRequest
+) -> None:
+    """Many coins that lie evenly in [0, 1) count probabilities."""
+    filters: Filters = TorchFilters()
+    if kind == "flashinfer":
+        filters = FlashInferFilters(request.getfixturevalue("ops"))
+    num_coins = 200 if vocab_size <= 1000 else 50
+    coin = (torch.arange(num_coins, dtype=torch.float64) + 0.5) / num_coins
+    for seed, way in enumerate(WAYS):
+        logits = (normal(1, vocab_size, seed=seed) * 3).expand(num_coins, -1).contiguous()
+        rows = [way] * num_coins
+        expected = sample_rows(logits, parameters(rows, CPU), coin, TorchFilters())
+        got = sample_rows(
+            logits.to(machine.device),
+            parameters(rows, machine.device),
+            coin.to(machine.device),
+            filters,
+        ).cpu()
+        # Tokens lie by id along the unit interval: where shares differ in their last bits, a coin
+        # at the edge of one falls on the next.
+        assert int((got != expected).sum()) <= num_coins // 50, f"temperature and filters {way}"
