@@ -94,3 +94,21 @@ def fill(
         padded_bs=padded_bs, padded_num_tokens=padded_num_tokens, forward_batch_template=batch
     )
     return replace(view, layout=layout)
+
+
+def load_extend(
+    forward_pass: ForwardPass, registry: CudaGraphBufferRegistry, batch: ForwardBatch, size: int
+) -> ForwardBatch:
+    """Fills a prefill registry, plans attention, and returns the batch that a graph sees.
+
+    Attention gets the batch's real sequences; everything else ``size`` token rows.
+    """
+    view = fill(
+        registry,
+        batch,
+        padded_bs=batch.batch_size,
+        padded_num_tokens=size,
+        layout=forward_pass.captured_layout(size, has_extend=True),
+    )
+    forward_pass.plan(view)
+    return view

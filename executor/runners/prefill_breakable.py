@@ -13,7 +13,7 @@ import torch
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.forward_pass import ForwardPass, load_extend
 from executor.runners.stand_in import extend_stand_in
 
 
@@ -48,7 +48,9 @@ class BreakablePrefillRunner:
         self._registry.reset_for_capture()
         with self._backend.session(label="prefill", num_captures=len(self.sizes)):
             for size in reversed(self.sizes):
-                view = self._load(extend_stand_in(self._pass, size), size)
+                view = load_extend(
+                    self._pass, self._registry, extend_stand_in(self._pass, size), size
+                )
                 run = partial(self._forward, view)
                 self._backend.warm_up(run)
                 self._pass.attention.on_after_cuda_graph_warmup()
@@ -58,21 +60,9 @@ class BreakablePrefillRunner:
         """Returns float32 logits [L, V] of ``batch.logits_indices``."""
         size = batch.layout.graph_size
         assert size is not None, "the step names a graph"
-        self._load(batch, size)
+        load_extend(self._pass, self._registry, batch, size)
         self._backend.replay(ShapeKey(size))
         return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
-
-    def _load(self, batch: ForwardBatch, size: int) -> ForwardBatch:
-        """Fills the buffers, plans attention, and returns the batch that a graph of ``size`` sees."""
-        view = fill(
-            self._registry,
-            batch,
-            padded_bs=batch.batch_size,
-            padded_num_tokens=size,
-            layout=self._pass.captured_layout(size, has_extend=True),
-        )
-        self._pass.plan(view)
-        return view
 
     def _forward(self, view: ForwardBatch) -> None:
         hidden = self._pass.run(view, self._attend)

@@ -18,7 +18,7 @@ from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.layers.attention import AttentionCall, Stages
-from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.forward_pass import ForwardPass, load_extend
 from executor.runners.stand_in import extend_stand_in
 
 
@@ -62,7 +62,9 @@ class PiecewisePrefillRunner:
         num_captures = len(self.sizes) * (self._num_layers + 1)
         with self._backend.session(label="prefill", num_captures=num_captures):
             for size in reversed(self.sizes):
-                view = self._load(extend_stand_in(self._pass, size), size)
+                view = load_extend(
+                    self._pass, self._registry, extend_stand_in(self._pass, size), size
+                )
                 self._backend.warm_up(partial(self._pass.run, view))
                 self._pass.attention.on_after_cuda_graph_warmup()
                 cut = _CutPass(
@@ -78,7 +80,7 @@ class PiecewisePrefillRunner:
         """Returns float32 logits [L, V] of ``batch.logits_indices``."""
         size = batch.layout.graph_size
         assert size is not None, "the step names a graph"
-        self._load(batch, size)
+        load_extend(self._pass, self._registry, batch, size)
         attention = self._pass.attention
         attention.init_forward_metadata_in_graph()
         q, k, v, attended = (x[:size] for x in (self._q, self._k, self._v, self._attended))
@@ -87,18 +89,6 @@ class PiecewisePrefillRunner:
             attended.copy_(attention.forward(q, k, v, layer_id))
         self._backend.replay(ShapeKey(size, self._num_layers))
         return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
-
-    def _load(self, batch: ForwardBatch, size: int) -> ForwardBatch:
-        """Fills the buffers, plans attention, and returns the batch that a graph of ``size`` sees."""
-        view = fill(
-            self._registry,
-            batch,
-            padded_bs=batch.batch_size,
-            padded_num_tokens=size,
-            layout=self._pass.captured_layout(size, has_extend=True),
-        )
-        self._pass.plan(view)
-        return view
 
     def _keep_call(self, call: AttentionCall) -> None:
         size = len(call.q)
