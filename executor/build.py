@@ -17,6 +17,7 @@ from executor.fingerprint import fingerprint
 from executor.graph.backend import RunnerBackend
 from executor.graph.capture_sizes import (
     GraphSizes,
+    capture_alignment,
     decode_capture_sizes,
     prefill_capture_sizes,
 )
@@ -64,9 +65,9 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = open_device(config)
     model_config = ModelConfig.from_dir(config.model)
     dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    device = open_device(config, dtype)
     max_model_len = resolve_max_model_len(
         config.max_model_len, model_config.max_position_embeddings
     )
@@ -158,13 +159,21 @@ def plan_graph_sizes(config: ExecutorConfig, max_model_len: int) -> GraphSizes:
     Raises:
         ValueError: The operator listed sizes of which none is left.
     """
+    alignment = capture_alignment(config.attn_tp_size)
     decode: tuple[int, ...] = ()
     extend: tuple[int, ...] = ()
     if config.decode_graphs == "on":
-        decode = decode_capture_sizes(config.max_num_seqs, listed=config.decode_graph_sizes)
+        decode = decode_capture_sizes(
+            config.max_num_seqs, alignment=alignment, listed=config.decode_graph_sizes
+        )
     if config.prefill_graphs != "off":
         most = min(config.max_num_batched_tokens, config.num_rows * max_model_len)
-        extend = prefill_capture_sizes(most, listed=config.prefill_graph_sizes)
+        extend = prefill_capture_sizes(most, alignment=alignment, listed=config.prefill_graph_sizes)
+        if extend[-1] > most:
+            raise ValueError(
+                f"prefill_graph_sizes has {extend[-1]}: {config.num_rows} sequences of "
+                f"{max_model_len} tokens make {most} at most, so no step is larger"
+            )
     return GraphSizes(decode, extend)
 
 

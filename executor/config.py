@@ -29,7 +29,7 @@ class ExecutorConfig:
         attn_tp_size: Executors that share the attention heads of one DP rank; 1 today.
         ep_size: Executors over which the experts are split; None is all of the group.
         dtype: Type of weights, activations and KV; ``auto`` is the checkpoint's.
-        device: ``auto`` is CUDA where there is one.
+        device: ``auto`` is CUDA where there is one that can run this.
         block_size: Tokens per KV block.
         max_num_seqs: Sequences in one step, and lines of the block table.
         max_num_batched_tokens: Tokens in one step.
@@ -44,7 +44,9 @@ class ExecutorConfig:
         decode_graphs: Whether steps without prompt tokens replay graphs.
         decode_graph_sizes: Numbers of sequences to capture; None is 1, 2, 4, 8, then by 8 and more
             to ``max_num_seqs``.
-        prefill_graphs: How steps with prompt tokens replay graphs, if they do.
+        prefill_graphs: How steps with prompt tokens replay graphs, if they do. On a CPU breakable
+            takes as long as eager, piecewise up to 3 % longer (tests/bench/bench_runners.py); on a
+            GPU nobody has measured yet (tests/gpu).
         prefill_graph_sizes: Numbers of tokens to capture; None is by 4, then coarser, to
             ``max_num_batched_tokens``.
         moe_runner: What runs the experts on CUDA: PyTorch's grouped products, or FlashInfer's fused

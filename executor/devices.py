@@ -44,11 +44,7 @@ class Device(Protocol):
         ...
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
-        """Returns what the model's layers call.
-
-        Raises:
-            ValueError: They cannot run in this dtype.
-        """
+        """Returns what the model's layers call."""
         ...
 
     def attention(
@@ -62,23 +58,38 @@ class Device(Protocol):
         ...
 
 
-def open_device(config: ExecutorConfig) -> Device:
-    """Returns the device that the settings ask for.
+def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
+    """Returns the device that the settings ask for. ``auto`` is CUDA wherever that can do it.
+
+    Args:
+        config: The settings.
+        dtype: Type of weights and hidden states.
 
     Raises:
         ValueError: There is none, or it cannot do what the settings ask.
     """
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ValueError("device=cuda: PyTorch finds no CUDA device here; need cpu or auto")
-    if not has_cuda or config.device == "cpu":
-        return Cpu(os.environ.get("OMP_WAIT_POLICY", ""))
+    if config.device != "cpu":
+        problem = _why_not_cuda(config, dtype)
+        if problem is None:
+            return Cuda(config)
+        if config.device == "cuda":
+            raise ValueError(f"device=cuda: {problem}; or set device=cpu")
+        log.info("runs_on_cpu", reason=problem)
+    return Cpu(os.environ.get("OMP_WAIT_POLICY", ""))
+
+
+def _why_not_cuda(config: ExecutorConfig, dtype: torch.dtype) -> str | None:
+    if not torch.cuda.is_available():
+        return "PyTorch finds no CUDA device here"
     if config.world_size > 1:
-        raise ValueError(
-            f"device={config.device} with dp_size={config.dp_size}: executors on GPUs cannot "
-            f"exchange hidden states yet; need dp_size=1, or device=cpu"
+        return (
+            f"dp_size={config.dp_size}, but executors on GPUs cannot exchange hidden states yet: "
+            f"need dp_size=1"
         )
-    return Cuda(config)
+    if dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        return f"dtype={name}, but the kernels for experts take bfloat16: need dtype=bfloat16"
+    return None
 
 
 class Cpu:
@@ -118,11 +129,6 @@ class Cuda:
         self.filters = None if self._ops is None else FlashInferFilters(self._ops)
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
-        if dtype is not torch.bfloat16:
-            raise ValueError(
-                f"dtype={str(dtype).removeprefix('torch.')}: on a GPU the kernels for experts take "
-                f"bfloat16; need dtype=bfloat16, or device=cpu"
-            )
         is_fused = self._config.moe_runner == "cutlass"
         return stacked_kernels(
             model,

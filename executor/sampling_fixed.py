@@ -1,7 +1,8 @@
 """Sampling in which every row goes through every stage: fixed shapes, nothing read on the host.
 
-``logits.py`` sends each row only through what it asks for, which is faster where the host knows the
-rows. This is for a captured graph, whose rows change without it.
+``logits.py`` sends each row only through what it asks for, which saves work but launches something
+for each kind of row. This is for a GPU, where a few kernels for all rows are faster; a graph can
+capture it (tests/gpu/test_sampling.py), though the executor samples after the replay.
 
     S rows    V vocabulary
 

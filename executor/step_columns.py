@@ -328,6 +328,8 @@ def _check_graph_size(
         problem = f"is not captured: {sizes}"
     elif size < max(counts):
         problem = f"is below the {max(counts)} tokens of a rank"
+    elif agreement.has_extend and min(counts) == 0:
+        problem = "with has_extend, but a rank has no tokens: then every rank runs eagerly"
     elif agreement.padding_mode != pb.DP_PADDING_MODE_MAX_LEN:
         problem = "needs padding_mode MAX_LEN: a captured collective has one size"
     if problem is not None:

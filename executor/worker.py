@@ -1,6 +1,7 @@
 """The executor's core: a function from StepRequest to StepResponse, and the tensors behind it.
 
-Knows no policy and no network but the group's collectives. One thread calls it.
+Knows no policy and no network but the group's collectives. One thread calls it. A step that samples
+ends when its tokens are on the host, so the device waits while the next step is read and staged.
 """
 
 import time
@@ -104,31 +105,33 @@ class Worker:
         Returns when every member has joined and this one can step.
 
         Raises:
-            JoinFailed: Another member did not come in time, or was lost while graphs were
-                captured. This one is in no group.
-            CaptureError: A graph cannot be captured.
+            JoinFailed: Another member did not come in time, or graphs were not captured. This
+                one is in no group.
         """
         self.leave()
         self._rows.reset()
+        if self._form_group is not None:
+            group = self._form(self._form_group, epoch, store_address)
+            self._communicator.join(group)
+            self._group = group
         try:
-            if self._form_group is not None:
-                self._enter_group(self._form_group, epoch, store_address)
             self._runner.capture()
-        except RuntimeError as error:
-            self.leave()
-            raise JoinFailed(
-                f"epoch {epoch}: no group formed over the store at {store_address}: {error}"
-            ) from error
+        except Exception as error:
+            self.leave()  # or the others would wait for this one in their next collective
+            raise JoinFailed(f"epoch {epoch}: graphs were not captured: {error}") from error
 
-    def _enter_group(
+    def _form(
         self, form_group: Callable[[int, str, int], RankGroup], epoch: int, store_address: str
-    ) -> None:
+    ) -> RankGroup:
         host, _, port = store_address.rpartition(":")
         if not host or not port.isdecimal():
             raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
-        group = form_group(epoch, host.strip("[]"), int(port))
-        self._communicator.join(group)
-        self._group = group
+        try:
+            return form_group(epoch, host.strip("[]"), int(port))
+        except RuntimeError as error:
+            raise JoinFailed(
+                f"epoch {epoch}: no group formed over the store at {store_address}: {error}"
+            ) from error
 
     def leave(self) -> None:
         """Leaves the group, so that peers inside a collective fail now instead of waiting.

@@ -298,11 +298,10 @@ class _Stats:
 
     def graph_counts(self, sizes: GraphSizes) -> tuple[GraphCount, ...]:
         """Returns the steps by what ran them, runner by runner, sizes ascending."""
-        counts = []
+        counts: Counter[tuple[str, int, str]] = Counter()
         for (has_extend, size, miss), num_steps in self._num_steps.items():
             if size is None:
-                counts.append(GraphCount("eager", 0, miss or "", num_steps))
+                counts["eager", 0, miss or ""] += num_steps
             else:
-                runner = sizes.extend_runner if has_extend else "decode"
-                counts.append(GraphCount(runner, size, "", num_steps))
-        return tuple(sorted(counts, key=lambda count: (count.runner, count.size, count.miss)))
+                counts[sizes.extend_runner if has_extend else "decode", size, ""] += num_steps
+        return tuple(GraphCount(*key, num_steps) for key, num_steps in sorted(counts.items()))

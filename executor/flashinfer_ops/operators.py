@@ -154,7 +154,7 @@ class FlashInferOps:
 
         Args:
             probs: float32 [S, V], contiguous.
-            top_p: float32 [S], above 0 and below 1.
+            top_p: float32 [S], above 0, to 1. At 1, rounding may lose some of all tokens.
         """
         kept: torch.Tensor = self.library.top_p_renorm_probs(
             probs=probs, top_p=top_p, is_deterministic=True

@@ -83,7 +83,7 @@ class CUDAGraphBackend:
     Args:
         resources: The process's.
         barrier: Waits for all ranks; called before each warm-up run, so that none waits in a
-            collective while another still captures.
+            collective while another still captures. A rank without peers needs none.
     """
 
     def __init__(
@@ -313,11 +313,16 @@ class _Progress:
 
     @contextmanager
     def explaining(self, what: str) -> Iterator[None]:
-        """Raises CaptureError if memory runs out within it."""
+        """Raises CaptureError for what the device refuses within it."""
         try:
             yield
         except RuntimeError as error:
             if "out of memory" not in str(error) and "ALLOC_FAILED" not in str(error):
+                if isinstance(error, torch.AcceleratorError):
+                    raise CaptureError(
+                        f"{what} of {self._label} cannot be captured on this device: {error}; if "
+                        f"it lacks an operator that graphs can hold, turn {self._label} graphs off"
+                    ) from error
                 error.add_note(f"while {self._label} captured {what}")
                 raise
             free, total = self._device.memory()

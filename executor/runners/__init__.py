@@ -33,8 +33,14 @@ class GraphRunner(Runner, Protocol):
 
     sizes: tuple[int, ...]
 
+    def discard(self) -> None:
+        """Drops what was captured."""
+        ...
+
     def capture(self) -> None:
         """Captures every size, the largest first. All ranks must call it, at the same time.
+
+        What was captured before was discarded.
 
         Raises:
             CaptureError: A size cannot be captured.

@@ -45,9 +45,11 @@ class RunnerByLayout:
         """
         if self._is_captured and not self._binds_group:
             return
-        for runner in (self._prefill, self._decode):
-            if runner is not None:
-                runner.capture()
+        runners = [runner for runner in (self._prefill, self._decode) if runner is not None]
+        for runner in runners:  # all of them first: they share memory, and the old group is gone
+            runner.discard()
+        for runner in runners:
+            runner.capture()
         self._is_captured = True
 
     def _choose(self, batch: ForwardBatch) -> Runner:

@@ -53,9 +53,12 @@ class DecodeRunner:
         self._attend = attend if is_whole else backend.eager_region(attend)
         self._record = backend.capture if is_whole else backend.capture_breakable
 
+    def discard(self) -> None:
+        """Drops what was captured."""
+        self._backend.discard()
+
     def capture(self) -> None:
         """Captures every size, the largest first, so that smaller ones fit into its memory."""
-        self._backend.discard()
         self._registry.reset_for_capture()
         with self._backend.session(label="decode", num_captures=len(self.sizes)):
             for size in reversed(self.sizes):

@@ -42,9 +42,12 @@ class BreakablePrefillRunner:
         self._hidden = forward_pass.new_hidden(self.sizes[-1])
         self._attend = backend.eager_region(forward_pass.attention.forward)
 
+    def discard(self) -> None:
+        """Drops what was captured."""
+        self._backend.discard()
+
     def capture(self) -> None:
         """Captures every size, the largest first, so that smaller ones fit into its memory."""
-        self._backend.discard()
         self._registry.reset_for_capture()
         with self._backend.session(label="prefill", num_captures=len(self.sizes)):
             for size in reversed(self.sizes):

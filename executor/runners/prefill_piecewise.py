@@ -10,6 +10,7 @@ of different sizes share all other memory.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -54,10 +55,14 @@ class PiecewisePrefillRunner:
         self._k = zeros(rows, pool.shape.num_kv_heads, pool.shape.head_dim)
         self._v = torch.zeros_like(self._k)
         self._attended = zeros(rows, forward_pass.num_heads * pool.shape.head_dim)
+        self._cut_passes: dict[int, _CutPass] = {}
+
+    def discard(self) -> None:
+        """Drops what was captured."""
+        self._backend.discard()
 
     def capture(self) -> None:
         """Captures every size, the largest first, so that smaller ones fit into its memory."""
-        self._backend.discard()
         self._registry.reset_for_capture()
         num_captures = len(self.sizes) * (self._num_layers + 1)
         with self._backend.session(label="prefill", num_captures=num_captures):
@@ -73,6 +78,7 @@ class PiecewisePrefillRunner:
                     on_call=self._keep_call,
                     on_end=self._keep_hidden,
                 )
+                self._cut_passes[size] = cut
                 for piece, run in enumerate(cut.pieces(self._num_layers)):
                     self._backend.capture(ShapeKey(size, piece), run)
 
@@ -84,10 +90,11 @@ class PiecewisePrefillRunner:
         attention = self._pass.attention
         attention.init_forward_metadata_in_graph()
         q, k, v, attended = (x[:size] for x in (self._q, self._k, self._v, self._attended))
-        for layer_id in range(self._num_layers):
-            self._backend.replay(ShapeKey(size, layer_id))
-            attended.copy_(attention.forward(q, k, v, layer_id))
-        self._backend.replay(ShapeKey(size, self._num_layers))
+        with closing(self._cut_passes[size]):
+            for layer_id in range(self._num_layers):
+                self._backend.replay(ShapeKey(size, layer_id))
+                attended.copy_(attention.forward(q, k, v, layer_id))
+            self._backend.replay(ShapeKey(size, self._num_layers))
         return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
 
     def _keep_call(self, call: AttentionCall) -> None:
@@ -126,6 +133,12 @@ class _CutPass:
     def pieces(self, num_calls: int) -> list[Callable[[], None]]:
         """Returns the pieces of a pass that calls attention ``num_calls`` times, to run in order."""
         return [self._start, *[self._go_on] * (num_calls - 1), self._end]
+
+    def close(self) -> None:
+        """Ends a pass that stopped halfway; nothing if it has ended, or was replayed by a graph."""
+        if self._stages is not None:
+            self._stages.close()
+            self._stages = None
 
     def _start(self) -> None:
         self._stages = self._start_stages()

@@ -345,6 +345,16 @@ def test_memory_that_runs_out_is_explained(
     assert device.num_open == 0
 
 
+def test_what_the_device_refuses_to_record_is_a_start_up_error(on_cuda: CUDAGraphBackend):
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+    with on_cuda.session(label="decode", num_captures=1), pytest.raises(CaptureError) as caught:
+        on_cuda.capture(KEY, refuse)
+    assert "size 4 of decode cannot be captured" in str(caught.value)
+    assert "turn decode graphs off" in str(caught.value)
+
+
 def test_another_error_says_which_size_it_was(on_cuda: CUDAGraphBackend):
     def fail() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")

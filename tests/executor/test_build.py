@@ -47,6 +47,12 @@ def test_no_prefill_size_is_above_what_all_rows_hold(tiny_checkpoint: Path):
     assert sizes.extend == (4, 8, 12, 16, 18)
 
 
+def test_a_listed_size_that_no_step_reaches_is_refused(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, max_num_seqs=2, prefill_graph_sizes=(16, 64))
+    with pytest.raises(ValueError, match=r"has 64: 2 sequences of 9 tokens make 18 at most"):
+        plan_graph_sizes(settings, max_model_len=9)
+
+
 def test_describe_carries_the_very_list(tiny_checkpoint: Path):
     settings = config(tiny_checkpoint, prefill_graphs="piecewise")
     _, description = build_worker(settings)

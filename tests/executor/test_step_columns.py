@@ -239,7 +239,14 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
     ),
     (change_agreement(graph_size=8), "agreement.graph_size", "is below the 10 tokens of a rank"),
     (
-        change_agreement(graph_size=16, padding_mode=pb.DP_PADDING_MODE_SUM_LEN),
+        change_agreement(graph_size=16),
+        "agreement.graph_size",
+        "a rank has no tokens: then every rank runs eagerly",
+    ),
+    (
+        change_agreement(
+            graph_size=16, global_num_tokens=[3, 10], padding_mode=pb.DP_PADDING_MODE_SUM_LEN
+        ),
         "agreement.graph_size",
         "needs padding_mode MAX_LEN",
     ),
@@ -270,6 +277,7 @@ def test_a_bad_step_is_refused_by_field_and_changes_nothing(
 
 def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_does():
     request = good_step()
+    request.agreement.global_num_tokens[0] = 3
     request.agreement.graph_size = 16
     layout = read_step(request, limits(), progress()).layout
     assert (layout.graph_size, layout.has_extend, layout.num_rows) == (16, True, 16)

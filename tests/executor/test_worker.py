@@ -1,6 +1,7 @@
 """The worker is what turns a router's plan into tokens: same plan, same tokens, or a refusal."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import transformers
 
 from executor.build import build_worker
 from executor.config import ExecutorConfig
-from executor.errors import InvalidStep
+from executor.errors import InvalidStep, JoinFailed
+from executor.parallel import RankGroup
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import reference_logits
@@ -343,3 +345,22 @@ def test_describe_says_what_the_executor_can_hold(tiny_checkpoint: Path):
 def test_a_cache_too_small_for_one_block_is_refused(tiny_checkpoint: Path):
     with pytest.raises(ValueError, match=r"kv_cache_bytes=1000: a block takes \d+ bytes"):
         build_worker(ExecutorConfig(model=tiny_checkpoint, kv_cache_bytes=1000))
+
+
+def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the others would wait for it in their next collective."""
+    closed = []
+    connections = SimpleNamespace(abort=lambda: closed.append(True))
+    monkeypatch.setattr(
+        worker, "_form_group", lambda epoch, host, port: RankGroup(epoch, 0, 1, connections)
+    )
+
+    def fail() -> None:
+        raise ValueError("size 8 does not fit")
+
+    monkeypatch.setattr(worker._runner, "capture", fail)
+    with pytest.raises(JoinFailed, match="epoch 3: graphs were not captured: size 8 does not fit"):
+        worker.join(3, "127.0.0.1:1")
+    assert closed == [True]

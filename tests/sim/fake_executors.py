@@ -19,7 +19,15 @@ from router.block_pool import SCRATCH_BLOCK
 from router.errors import ExecutorLost
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
-from router.step import ForwardMode, RankBatch, RankResult, StepPlan, StepResult
+from router.step import (
+    Agreement,
+    DpPaddingMode,
+    ForwardMode,
+    RankBatch,
+    RankResult,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB_SIZE = 50
 EOS = 0
@@ -200,3 +208,18 @@ class FakeExecutors:
             assert (batch.mode is ForwardMode.IDLE) == (len(batch.rows) == 0)
         assert max(agreement.global_num_tokens) > 0
         assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)
+        self._check_graph(agreement)
+
+    def _check_graph(self, agreement: Agreement) -> None:
+        """What an executor refuses, and what all ranks must be able to replay."""
+        size, counts = agreement.graph_size, agreement.global_num_tokens
+        assert (size is None) == (agreement.graph_miss is not None)
+        if size is None:
+            return
+        sizes = self.shape.graph_sizes
+        assert size in (sizes.extend if agreement.has_extend else sizes.decode)
+        assert size >= max(counts)
+        assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+        if agreement.has_extend:
+            assert min(counts) > 0
+            assert size <= 2 * max(counts)

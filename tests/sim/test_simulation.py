@@ -15,6 +15,7 @@ from router.group import GroupShape
 from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.sequence_table import RowStatus
+from router.step_builder import NO_GRAPHS, GraphSizes
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import EOS, VOCAB_SIZE, FakeExecutors, expected_output
 
@@ -33,6 +34,7 @@ class World:
             max_num_batched_tokens=rng.choice([8, 16, 40]),
             max_num_logits=rng.choice([8, 16]),
             max_model_len=48,
+            graph_sizes=rng.choice([NO_GRAPHS, GraphSizes((1, 2, 4), (4, 8, 16), "prefill")]),
         )
         self.executors = FakeExecutors(self.shape, rng, **faults)
         self.admission = Admission(max_sequences=60, max_tokens=1200)
@@ -135,7 +137,18 @@ class World:
             while any(rank.num_running for rank in self.cell.status()[0].ranks):
                 await asyncio.sleep(0.1)
             self.check_nothing_is_left()
+            self.check_steps_are_counted_by_what_ran_them()
             running.cancel()
+
+    def check_steps_are_counted_by_what_ran_them(self) -> None:
+        [status] = self.cell.status()
+        ways = [(count.runner, count.size, count.miss) for count in status.graphs]
+        assert len(set(ways)) == len(ways)
+        assert sum(count.num_steps for count in status.graphs) == status.step
+        for runner, size, miss in ways:
+            sizes = {"decode": self.shape.graph_sizes.decode, "prefill": (4, 8, 16), "eager": (0,)}
+            assert size in sizes[runner]
+            assert bool(miss) == (runner == "eager")
 
     def check_nothing_is_left(self) -> None:
         assert self.cell.num_live == 0

@@ -91,7 +91,8 @@ class ExecutorServiceServicer:
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-        UNAVAILABLE          JOIN_FAILED   another member did not come in time.
+        UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
+        were not captured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,7 +76,8 @@ class ExecutorServiceStub:
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-      UNAVAILABLE          JOIN_FAILED   another member did not come in time.
+      UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
+                                             were not captured.
     """
     Step: _grpc.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -118,7 +119,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-      UNAVAILABLE          JOIN_FAILED   another member did not come in time.
+      UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
+                                             were not captured.
     """
     Step: _aio.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]  # type: ignore[assignment]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -175,7 +177,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-          UNAVAILABLE          JOIN_FAILED   another member did not come in time.
+          UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
+                                                 were not captured.
         """
 
     @_abc_1.abstractmethod
