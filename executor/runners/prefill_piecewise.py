@@ -5,8 +5,8 @@
     piece 1 … n - 1  rest of a layer, next up to attention     reads attended, writes calls
     piece n          rest of the last layer, last norm         reads attended, writes hidden
 
-Calls (q, k, v), attended and hidden are buffers of this runner, one set for all layers and sizes, so graphs
-of different sizes share all other memory.
+Calls (q, k, v), attended and hidden are buffers of this runner, one set for all layers and sizes,
+so graphs of different sizes share all other memory.
 """
 
 from collections.abc import Callable, Sequence
