@@ -37,13 +37,15 @@ class _DecodeGroup:
 
     Attributes:
         start, stop: Their places among all sequences with one new token, in ``decode_rows``.
-        blocks: int64 [B * max_blocks], their blocks, padded with whatever the table holds.
+        blocks: int64 [B * max_blocks], their blocks, each padded with its own first one.
+        unwritten: int64, the places in those blocks that hold no token of theirs.
         mask: [B, 1, G, max_blocks * block_size], 0 or -inf; None if nothing is padded.
     """
 
     start: int
     stop: int
     blocks: torch.Tensor
+    unwritten: torch.Tensor
     mask: torch.Tensor | None
 
 
@@ -107,9 +109,12 @@ class _Workspace:
         self.kv_pool = kv_pool
         self.num_blocks = max(_WORKSPACE_TOKENS, row_tokens) // kv_pool.block_size
         width = kv_pool.block_size * kv_pool.shape.num_kv_heads * kv_pool.shape.head_dim
-        size = (self.num_blocks, width)
-        self._keys = torch.zeros(size, dtype=kv_pool.shape.dtype, device=kv_pool.device)
-        self._values = torch.zeros_like(self._keys)
+        size = (2, self.num_blocks, width)  # keys, values
+        room = torch.zeros(size, dtype=kv_pool.shape.dtype, device=kv_pool.device)
+        self._keys, self._values = room
+        # A fill writes element by element: of eight bytes, it takes half as long as of two.
+        num_tokens = self.num_blocks * kv_pool.block_size
+        self._words = room.view(torch.int64).view(2, num_tokens, -1)
 
     def take(self, blocks: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of the blocks, each [len(blocks) * block_size, N, D]."""
@@ -123,6 +128,10 @@ class _Workspace:
             torch.index_select(cache.view(pool.num_blocks, -1), 0, blocks, out=out)
             taken.append(out.view(-1, *cache.shape[1:]))
         return taken[0], taken[1]
+
+    def clear(self, places: torch.Tensor) -> None:
+        """Zeroes keys and values at these places of what ``take`` returned."""
+        self._words.index_fill_(1, places, 0)
 
 
 class TorchAttention:
@@ -204,19 +213,27 @@ class TorchAttention:
         seq_lens: npt.NDArray[np.int64],
         kv_pool: KVPool,
     ) -> _DecodeGroup:
-        max_blocks = -(-int(seq_lens.max()) // kv_pool.block_size)
-        num_keys = max_blocks * kv_pool.block_size
+        block_size = kv_pool.block_size
+        max_blocks = -(-int(seq_lens.max()) // block_size)
+        num_keys = max_blocks * block_size
         mask = None
         if int(seq_lens.min()) < num_keys:
             hidden = torch.arange(num_keys) >= torch.from_numpy(seq_lens)[:, None]
             mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
             mask = mask[:, None, None, :].expand(-1, 1, self.group_size, -1).contiguous()
             mask = mask.to(kv_pool.device)
-        blocks = kv_pool.block_table_cpu.numpy()[rows, :max_blocks].reshape(-1)
+        # A mask hides neither NaN nor infinity, and a slot without a token of the sequence holds
+        # what another left there. Its first block is its own: in the padding it saves clearing.
+        columns = np.arange(max_blocks)
+        columns = np.where(columns * block_size < seq_lens[:, None], columns, 0)
+        blocks = kv_pool.block_table_cpu.numpy()[rows[:, None], columns]
+        positions = columns[:, :, None] * block_size + np.arange(block_size)
+        unwritten = np.flatnonzero(positions >= seq_lens[:, None, None])
         return _DecodeGroup(
             start=start,
             stop=start + len(rows),
-            blocks=torch.from_numpy(blocks.astype(np.int64)).to(kv_pool.device),
+            blocks=torch.from_numpy(blocks.ravel().astype(np.int64)).to(kv_pool.device),
+            unwritten=torch.from_numpy(unwritten).to(kv_pool.device),
             mask=mask,
         )
 
@@ -296,6 +313,8 @@ class TorchAttention:
         for group in groups:
             shape = (group.stop - group.start, -1, self.num_kv_heads, self.head_dim)
             k, v = (taken.view(shape) for taken in workspace.take(group.blocks, layer_id))
+            if len(group.unwritten):
+                workspace.clear(group.unwritten)
             grouped = (shape[0], self.num_kv_heads, self.group_size, self.head_dim)
             out = F.scaled_dot_product_attention(
                 q[group.start : group.stop].reshape(grouped),

@@ -21,6 +21,7 @@ MIXES = {
     "one decode": [(17, 1)],
     "first tokens": [(0, 1), (0, 1)],
     "ragged decodes": [(0, 1), (3, 1), (150, 1), (4, 1), (63, 1), (64, 1)],
+    "ragged decodes in one group": [(29, 1), (1, 1), (14, 1), (0, 1), (7, 1), (8, 1)],
     "one prompt": [(0, 9)],
     "prompts": [(0, 5), (0, 2), (0, 12)],
     "chunks": [(4, 5), (13, 7), (0, 3)],
@@ -101,9 +102,26 @@ def test_workers_change_no_bit(mix: list[tuple[int, int]]):
     assert torch.equal(Case(mix, garbage=0.0).run(num_workers=3), alone)
 
 
+@pytest.mark.parametrize("garbage", [1e30, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
-def test_what_unused_blocks_hold_does_not_matter(mix: list[tuple[int, int]]):
-    assert torch.equal(Case(mix, garbage=1e30).run(), Case(mix, garbage=0.0).run())
+def test_what_unused_slots_hold_does_not_matter(mix: list[tuple[int, int]], garbage: float):
+    assert torch.equal(Case(mix, garbage=garbage).run(), Case(mix, garbage=0.0).run())
+
+
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_a_sequence_that_overflowed_poisons_no_other(mix: list[tuple[int, int]], poison: float):
+    clean, poisoned = Case(mix, garbage=0.0), Case(mix, garbage=0.0)
+    first, *others = poisoned.rows
+    blocks = poisoned.pool.block_table_cpu[first, : poisoned.pool.row_num_blocks[first]]
+    for row in others:  # held one of its blocks before
+        num_blocks = poisoned.pool.row_num_blocks[row]
+        poisoned.pool.append_blocks([row], [num_blocks], [1], blocks[:1])
+        poisoned.pool.append_blocks([row], [num_blocks], [0], [])
+    for cache in (poisoned.pool.key_cache[1], poisoned.pool.value_cache[1]):
+        cache.view(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)[blocks] = poison
+    theirs = slice(mix[0][1], None)
+    assert torch.equal(poisoned.run()[theirs], clean.run()[theirs])
 
 
 def test_no_sequences_attend_to_nothing():
@@ -139,10 +157,10 @@ def test_padding_rows_write_to_the_scratch_block_only(mix: list[tuple[int, int]]
     batch.out_cache_loc = torch.cat((batch.out_cache_loc, torch.zeros(3, dtype=torch.int64)))
     attention = TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32)
     attention.init_forward_metadata_out_graph(batch, padded.pool)
-    poison = torch.full((3, KV_HEADS, HEAD_DIM), 1e30)
+    poison = torch.full((3, KV_HEADS, HEAD_DIM), torch.nan)
     new = list(zip(padded.keys, padded.values, prefixes, strict=True))
     out = attention.forward(
-        torch.cat((padded.q, torch.full((3, HEADS, HEAD_DIM), 1e30))),
+        torch.cat((padded.q, torch.full((3, HEADS, HEAD_DIM), torch.nan))),
         torch.cat([k[prefix:] for k, _, prefix in new] + [poison]),
         torch.cat([v[prefix:] for _, v, prefix in new] + [poison]),
         layer_id=1,
