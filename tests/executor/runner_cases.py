@@ -1,33 +1,43 @@
-"""A small random model behind runners, and random batches for them."""
+"""A small random model behind the executor's runners, and random batches for them.
+
+Imports no Transformers: the processes of a group start here.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.build import PADDED_SEQ_LEN, build_runners
+from executor.config import ExecutorConfig
+from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
 from executor.graph.backend import RunnerBackend
+from executor.graph.capture_sizes import GraphSizes
+from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,
-    build_eager_registry,
-    build_prefill_registry,
 )
 from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import stacked_kernels
-from executor.runners import GraphRunner
+from executor.moe.layer import Dispatched
+from executor.parallel import ExpertParallel, RankGroup, join_group
+from executor.runners import Runner
+from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
-from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from tests.executor.ranks import HOST, TIMEOUT_S
+from tests.executor.recording_backend import RecordingBackend
 
 BLOCK_SIZE = 4
 NUM_ROWS = 16
@@ -35,10 +45,8 @@ MAX_LEN = 64
 MAX_TOKENS = 64
 DECODE_SIZES = (1, 2, 4, 8, 16)
 PREFILL_SIZES = (4, 8, 16, 32, 64)
-PREFILL_RUNNERS: dict[str, Callable[..., GraphRunner]] = {
-    "piecewise": PiecewisePrefillRunner,
-    "breakable": BreakablePrefillRunner,
-}
+PREFILL_GRAPHS = ("piecewise", "breakable")
+R = TypeVar("R", DecodeRunner, RunnerByLayout)
 NewAttention = Callable[[ModelConfig], Attention]
 
 
@@ -58,6 +66,8 @@ class RunnerCase:
         path: Checkpoint.
         new_attention: Makes the attention backend.
         is_capturable: Whether layers do device work alone, as on CUDA.
+        dp_rank: This rank, which holds its share of the experts.
+        dp_size: Ranks. Above 1, ``communicator`` must join a group before the first run.
     """
 
     def __init__(
@@ -66,13 +76,29 @@ class RunnerCase:
         new_attention: NewAttention = torch_attention,
         *,
         is_capturable: bool = False,
+        dp_rank: int = 0,
+        dp_size: int = 1,
     ) -> None:
         config = ModelConfig.from_dir(path)
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
             kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=None)
-        model: Any = load_model(path, config, kernels=kernels)
+        self.communicator = DpCommunicator(
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            max_tokens_per_rank=MAX_TOKENS,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            top_k=config.num_experts_per_tok,
+        )
+        model: Any = load_model(
+            path,
+            config,
+            ep=ExpertParallel(dp_rank, dp_size),
+            communicator=self.communicator,
+            kernels=kernels,
+        )
         blocks_per_row = MAX_LEN // BLOCK_SIZE
         self.pool = KVPool(
             config.kv_shape(BLOCK_SIZE, config.dtype),
@@ -83,7 +109,17 @@ class RunnerCase:
         shuffled = np.random.default_rng(0).permutation(np.arange(1, self.pool.num_blocks))
         rows = range(NUM_ROWS)
         self.pool.append_blocks(rows, [0] * NUM_ROWS, [blocks_per_row] * NUM_ROWS, shuffled)
+        self.settings = ExecutorConfig(
+            model=path,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=NUM_ROWS,
+            max_num_batched_tokens=MAX_TOKENS,
+        )
         self.vocab_size = config.vocab_size
+        self.num_layers = config.num_hidden_layers
+        self.num_experts = config.num_experts
         self.model = model
         self.forward_pass = ForwardPass(
             stages=model.stages,
@@ -94,6 +130,8 @@ class RunnerCase:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             dtype=config.dtype,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
         )
         torch.manual_seed(1)
         for cache in self.caches:
@@ -103,61 +141,62 @@ class RunnerCase:
     def caches(self) -> list[torch.Tensor]:
         return [*self.pool.key_cache, *self.pool.value_cache]
 
-    def eager_registry(self) -> CudaGraphBufferRegistry:
-        return build_eager_registry(
-            device="cpu", max_bs=NUM_ROWS, max_num_token=MAX_TOKENS, cache_loc_dtype=torch.int64
-        )
+    def build(
+        self,
+        sizes: GraphSizes,
+        new_backend: Callable[[], RunnerBackend] = EagerBackend,
+        prefill_graphs: str = "breakable",
+    ) -> RunnerByLayout:
+        """Returns the executor's own runners, which have captured nothing yet."""
+        settings = replace(self.settings, prefill_graphs=prefill_graphs)
+        return build_runners(settings, self.forward_pass, sizes, new_backend)
 
-    def decode_registry(self, width: int = 1, **options: Any) -> CudaGraphBufferRegistry:
-        return build_decode_registry(
+    def decode(self, backend: RunnerBackend, width: int = 1) -> Runner:
+        """Returns a runner of decodes that has captured.
+
+        Args:
+            backend: Of the runner.
+            width: Tokens of each sequence. The executor builds no runner of more than one yet.
+        """
+        runner = self.build(GraphSizes(decode=DECODE_SIZES), lambda: backend)
+        if width == 1:
+            return _captured(runner)
+        registry = build_decode_registry(
             device="cpu",
             max_bs=DECODE_SIZES[-1],
             max_num_token=DECODE_SIZES[-1] * width,
-            seq_len_fill_value=width,
+            seq_len_fill_value=PADDED_SEQ_LEN,
             cache_loc_dtype=torch.int64,
             enable_num_token_non_padded=True,
             register_global_num_tokens=False,
-            **options,
+        )
+        return _captured(
+            DecodeRunner(
+                self.forward_pass, registry, backend, DECODE_SIZES, num_tokens_per_bs=width
+            )
         )
 
-    def prefill_registry(self, **options: Any) -> CudaGraphBufferRegistry:
-        return build_prefill_registry(
-            device="cpu",
-            max_bs=NUM_ROWS,
-            max_num_token=PREFILL_SIZES[-1],
-            cache_loc_dtype=torch.int64,
-            enable_num_token_non_padded=True,
-            **options,
-        )
+    def prefill(self, prefill_graphs: str, backend: RunnerBackend) -> Runner:
+        """Returns a runner of extends that has captured."""
+        sizes = GraphSizes(extend=PREFILL_SIZES)
+        return _captured(self.build(sizes, lambda: backend, prefill_graphs))
 
-    def decode(
-        self,
-        backend: RunnerBackend,
-        width: int = 1,
-        registry: CudaGraphBufferRegistry | None = None,
-    ) -> DecodeRunner:
-        """Returns a decode runner that has captured."""
-        runner = DecodeRunner(
-            self.forward_pass,
-            registry or self.decode_registry(width),
-            backend,
-            DECODE_SIZES,
-            num_tokens_per_bs=width,
-        )
-        with torch.inference_mode():
-            runner.capture()
-        return runner
+    def watch_experts(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+        """Returns a list that gets the expert ids [R, K] of each layer of each pass from now on.
 
-    def prefill(
-        self, kind: str, backend: RunnerBackend, registry: CudaGraphBufferRegistry | None = None
-    ) -> GraphRunner:
-        """Returns a prefill runner that has captured."""
-        runner = PREFILL_RUNNERS[kind](
-            self.forward_pass, registry or self.prefill_registry(), backend, PREFILL_SIZES
-        )
-        with torch.inference_mode():
-            runner.capture()
-        return runner
+        A recorded pass adds them once, at its capture; each replay puts its own there.
+        """
+        seen: list[torch.Tensor] = []
+        runner = type(self.model.layers[0].mlp.experts.runner)
+        run = runner.run
+
+        def watched(self: Any, dispatched: Dispatched) -> torch.Tensor:
+            seen.append(dispatched.topk_ids_RK.clone())
+            result: torch.Tensor = run(self, dispatched)
+            return result
+
+        monkeypatch.setattr(runner, "run", watched)
+        return seen
 
     def batch(
         self,
@@ -166,6 +205,7 @@ class RunnerCase:
         graph_size: int | None,
         *,
         has_extend: bool,
+        global_num_tokens: Sequence[int] | None = None,
     ) -> ForwardBatch:
         """Returns a batch of random rows, prefix lengths and tokens.
 
@@ -173,12 +213,15 @@ class RunnerCase:
             num_tokens: Tokens of each sequence.
             graph_size: Token rows of the graph that will run it; None if none will.
             has_extend: Whether it is a step with prompt tokens.
+            global_num_tokens: Tokens of each rank; None if there are no others.
         """
         new_lens = np.asarray(num_tokens, dtype=np.int64)
         rows = rng.permutation(NUM_ROWS)[: len(new_lens)]
         prefix_lens = rng.integers(0, MAX_LEN - new_lens + 1)
         total = int(new_lens.sum())
-        layout = DpLayout.single(total, graph_size, has_extend=has_extend)
+        counts = (total,) if global_num_tokens is None else tuple(global_num_tokens)
+        dp_rank = self.forward_pass.dp_rank
+        layout = DpLayout(counts, DpPaddingMode.MAX_LEN, dp_rank, graph_size, has_extend)
         return ForwardBatch.from_columns(
             rows=rows,
             num_computed=prefix_lens,
@@ -209,10 +252,9 @@ class RunnerCase:
     def run_eagerly(self, batch: ForwardBatch) -> list[torch.Tensor]:
         """Returns what ``run`` returns, without graph and padding."""
         layout = replace(batch.layout, graph_size=None)
-        runner = EagerRunner(self.forward_pass, self.eager_registry())
-        return self.run(runner, replace(batch, layout=layout))
+        return self.run(self.build(GraphSizes()), replace(batch, layout=layout))
 
-    def run(self, runner: Any, batch: ForwardBatch) -> list[torch.Tensor]:
+    def run(self, runner: Runner, batch: ForwardBatch) -> list[torch.Tensor]:
         """Returns the logits and all keys and values after a run, which leaves no trace."""
         before = [cache.clone() for cache in self.caches]
         with torch.inference_mode():
@@ -221,3 +263,125 @@ class RunnerCase:
         for cache, old in zip(self.caches, before, strict=True):
             cache.copy_(old)
         return [logits, *after]
+
+
+def registry_of(runner: Any) -> CudaGraphBufferRegistry:
+    """Returns the inputs of what ``RunnerCase.decode`` or ``prefill`` returned."""
+    if isinstance(runner, RunnerByLayout):
+        runner = runner._decode or runner._prefill
+    registry: CudaGraphBufferRegistry = runner._registry
+    return registry
+
+
+def _captured(runner: R) -> R:
+    with torch.inference_mode():
+        runner.capture()
+    return runner
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStep:
+    """A step of two ranks.
+
+    Attributes:
+        num_tokens: Of each rank, tokens of each sequence.
+        graph_size: Token rows that both run.
+        has_extend: Whether it is a step with prompt tokens.
+    """
+
+    num_tokens: tuple[Sequence[int], Sequence[int]]
+    graph_size: int
+    has_extend: bool
+
+    def batch(self, case: RunnerCase, rank: int) -> ForwardBatch:
+        """Returns a rank's part of it, for the rank itself or for a case that has no peers."""
+        is_alone = case.forward_pass.dp_size == 1
+        return case.batch(
+            np.random.default_rng(rank),
+            self.num_tokens[rank],
+            None if is_alone else self.graph_size,
+            has_extend=self.has_extend,
+            global_num_tokens=None if is_alone else [sum(x) for x in self.num_tokens],
+        )
+
+
+def replay_on_two_ranks(
+    rank: int, port: int, path: Path, steps: list[RanksStep]
+) -> dict[tuple[bool, str], list[list[list[Any]]]]:
+    """Runs steps in each of two epochs, on each backend and with each prefill runner.
+
+    Args:
+        rank: 0 or 1.
+        port: Of the ranks' store.
+        path: Checkpoint.
+        steps: To run.
+
+    Returns:
+        By whether graphs are recorded and by kind of prefill runner: what ``RunnerCase.run``
+        returns of each step of each epoch, as arrays.
+    """
+    results = {}
+    epochs = count()
+    for is_recorded in (False, True):
+        case = RunnerCase(path, is_capturable=is_recorded, dp_rank=rank, dp_size=2)
+        for prefill_graphs in PREFILL_GRAPHS:
+            new_backend = RecordingBackend if is_recorded else EagerBackend
+            backends: list[Any] = [new_backend(), new_backend()]
+            runner = case.build(GraphSizes((2, 4), (4, 8)), iter(backends).__next__, prefill_graphs)
+            results[is_recorded, prefill_graphs] = [
+                _replay_in_epoch(next(epochs), port, case, runner, backends, steps)
+                for _ in range(2)
+            ]
+    return results
+
+
+def _replay_in_epoch(
+    epoch: int,
+    port: int,
+    case: RunnerCase,
+    runner: RunnerByLayout,
+    backends: Sequence[Any],
+    steps: list[RanksStep],
+) -> list[list[Any]]:
+    rank = case.forward_pass.dp_rank
+    group: Any = join_group(
+        HOST, port, epoch=epoch, rank=rank, world_size=2, bind_host=HOST, timeout_s=TIMEOUT_S
+    )
+    if not backends[0].outlives_group:
+        group = _RecordedGroup(group, backends)
+    case.communicator.join(group)
+    _captured(runner)
+    outcomes = [case.run(runner, step.batch(case, rank)) for step in steps]
+    case.communicator.leave()
+    group.close()
+    return [[x.numpy() for x in outcome] for outcome in outcomes]
+
+
+class _RecordedGroup:
+    """A group whose collectives each of the backends records, as a GPU does NCCL's."""
+
+    def __init__(self, group: RankGroup, backends: Sequence[RecordingBackend]) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.all_gather = self._as_kernel(group.all_gather, backends)
+        self.all_reduce = self._as_kernel(group.all_reduce, backends)
+        self.all_to_all = self._as_kernel(group.all_to_all, backends)
+        self._group = group
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._group.close()
+
+    def _as_kernel(
+        self, launch: Callable[..., None], backends: Sequence[RecordingBackend]
+    ) -> Callable[..., None]:
+        def checked(*tensors: torch.Tensor) -> None:
+            # gloo would still answer, if all ranks call the closed group alike.
+            assert not self._is_closed, "a graph of an earlier group is replayed"
+            launch(*tensors)
+
+        kernel: Callable[..., None] = checked
+        for backend in backends:
+            kernel = backend.kernel(kernel)
+        return kernel

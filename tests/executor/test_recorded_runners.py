@@ -17,8 +17,8 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.lazy_attention import LazyAttention
 from tests.executor.recording_backend import CannotBeCaptured, RecordingBackend
-from tests.executor.runner_cases import DECODE_SIZES, PREFILL_RUNNERS, PREFILL_SIZES, RunnerCase
-from tests.executor.test_runners import assert_same
+from tests.executor.runner_cases import DECODE_SIZES, PREFILL_GRAPHS, PREFILL_SIZES, RunnerCase
+from tests.executor.test_runners import assert_padding_reaches_no_expert, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -69,13 +69,37 @@ def test_a_recorded_decode_that_breaks_at_attention_equals_eager(breaking: Runne
         assert_same(breaking.run(runner, batch), breaking.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("kind", PREFILL_RUNNERS)
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
 def test_a_recorded_prefill_equals_eager(breaking: RunnerCase, kind: str):
     rng = np.random.default_rng(0)
     runner = breaking.prefill(kind, RecordingBackend())
     for size in PREFILL_SIZES * 2:
         batch = breaking.prefill_batch(rng, size)
         assert_same(breaking.run(runner, batch), breaking.run_eagerly(batch))
+
+
+@pytest.mark.parametrize("num_seqs", [0, 1, 5, 8])
+def test_no_padded_row_of_a_recorded_decode_reaches_an_expert(
+    breaking: RunnerCase, monkeypatch: pytest.MonkeyPatch, num_seqs: int
+):
+    """A count that the capture had baked in would send padding to experts, unseen in results."""
+    seen = breaking.watch_experts(monkeypatch)
+    runner = breaking.decode(RecordingBackend())
+    breaking.run(runner, breaking.decode_batch(np.random.default_rng(0), 8, num_seqs=num_seqs))
+    recorded = [ids for ids in seen if len(ids) == 8][-breaking.num_layers :]
+    assert_padding_reaches_no_expert(breaking, recorded, num_real=num_seqs, num_rows=8)
+
+
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
+@pytest.mark.parametrize("num_tokens", [[1], [3, 2], [4, 1, 3]])
+def test_no_padded_row_of_a_recorded_prefill_reaches_an_expert(
+    breaking: RunnerCase, monkeypatch: pytest.MonkeyPatch, kind: str, num_tokens: list[int]
+):
+    seen = breaking.watch_experts(monkeypatch)
+    runner = breaking.prefill(kind, RecordingBackend())
+    breaking.run(runner, breaking.batch(np.random.default_rng(0), num_tokens, 8, has_extend=True))
+    recorded = [ids for ids in seen if len(ids) == 8][-breaking.num_layers :]
+    assert_padding_reaches_no_expert(breaking, recorded, num_real=sum(num_tokens), num_rows=8)
 
 
 def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(checkpoint: Path):

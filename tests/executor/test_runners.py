@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, PaddingPolicy
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.checkpoints import save_qwen3_moe
-from tests.executor.runner_cases import DECODE_SIZES, PREFILL_RUNNERS, PREFILL_SIZES, RunnerCase
+from tests.executor.ranks import run_ranks
+from tests.executor.runner_cases import (
+    DECODE_SIZES,
+    PREFILL_GRAPHS,
+    PREFILL_SIZES,
+    RanksStep,
+    RunnerCase,
+    registry_of,
+    replay_on_two_ranks,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,7 +66,7 @@ def test_a_replay_of_several_tokens_per_sequence_equals_eager(
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("kind", PREFILL_RUNNERS)
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
 @pytest.mark.parametrize("size", PREFILL_SIZES)
 def test_a_prefill_replay_equals_eager(case: RunnerCase, kind: str, size: int):
     rng = np.random.default_rng(size)
@@ -78,27 +88,25 @@ def test_an_idle_rank_replays_and_returns_nothing(case: RunnerCase):
 @pytest.mark.parametrize("width", [1, 3])
 def test_poisoned_tails_change_no_decode(case: RunnerCase, size: int, width: int):
     rng = np.random.default_rng(size)
-    registry = case.decode_registry(width)
-    runner = case.decode(EagerBackend(), width, registry)
+    runner = case.decode(EagerBackend(), width)
     batches = [
         case.decode_batch(rng, size, num_seqs=num_seqs, width=width)
         for num_seqs in (0, 1, size // 2, size)
     ]
     expected = [case.run(runner, batch) for batch in batches]
-    registry.poison_tails()
+    registry_of(runner).poison_tails()
     for batch, unpoisoned in zip(batches, expected, strict=True):
         assert_same(case.run(runner, batch), unpoisoned)
 
 
-@pytest.mark.parametrize("kind", PREFILL_RUNNERS)
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
 @pytest.mark.parametrize("size", PREFILL_SIZES)
 def test_poisoned_tails_change_no_prefill(case: RunnerCase, kind: str, size: int):
     rng = np.random.default_rng(size)
-    registry = case.prefill_registry()
-    runner = case.prefill(kind, EagerBackend(), registry)
+    runner = case.prefill(kind, EagerBackend())
     batches = [case.prefill_batch(rng, size) for _ in range(3)]
     expected = [case.run(runner, batch) for batch in batches]
-    registry.poison_tails()
+    registry_of(runner).poison_tails()
     for batch, unpoisoned in zip(batches, expected, strict=True):
         assert_same(case.run(runner, batch), unpoisoned)
 
@@ -106,32 +114,67 @@ def test_poisoned_tails_change_no_prefill(case: RunnerCase, kind: str, size: int
 @pytest.mark.parametrize("name", ["positions", "out_cache_loc", "req_pool_indices"])
 def test_a_decode_index_that_kept_its_padding_would_be_noticed(case: RunnerCase, name: str):
     """The check of the check above: the same poison, and one slot that no longer resets it."""
-    registry = _with_kept_padding(case.decode_registry(), name)
-    runner = case.decode(EagerBackend(), registry=registry)
+    runner = case.decode(EagerBackend())
+    _keep_padding(registry_of(runner), name)
     batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=5)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("kind", PREFILL_RUNNERS)
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
 @pytest.mark.parametrize("name", ["positions", "out_cache_loc"])
 def test_a_prefill_index_that_kept_its_padding_would_be_noticed(
     case: RunnerCase, name: str, kind: str
 ):
-    registry = _with_kept_padding(case.prefill_registry(), name)
-    runner = case.prefill(kind, EagerBackend(), registry)
+    runner = case.prefill(kind, EagerBackend())
+    _keep_padding(registry_of(runner), name)
     batch = case.batch(np.random.default_rng(0), [3, 4], 8, has_extend=True)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-def test_a_padded_row_that_reaches_an_expert_would_be_noticed(case: RunnerCase):
-    """Experts skip padding by num_token_non_padded; junk in it must show."""
-    registry = case.decode_registry()
-    runner = case.decode(EagerBackend(), registry=registry)
+@pytest.mark.parametrize("num_seqs", [0, 1, 5, 8])
+@pytest.mark.parametrize("width", [1, 3])
+def test_no_padded_row_of_a_decode_reaches_an_expert(
+    case: RunnerCase, monkeypatch: pytest.MonkeyPatch, width: int, num_seqs: int
+):
+    runner = case.decode(EagerBackend(), width)
+    batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=num_seqs, width=width)
+    seen = case.watch_experts(monkeypatch)
+    case.run(runner, batch)
+    assert_padding_reaches_no_expert(case, seen, num_real=num_seqs * width, num_rows=8 * width)
+
+
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
+@pytest.mark.parametrize("num_tokens", [[1], [3, 2], [4, 1, 3]])
+def test_no_padded_row_of_a_prefill_reaches_an_expert(
+    case: RunnerCase, monkeypatch: pytest.MonkeyPatch, kind: str, num_tokens: list[int]
+):
+    runner = case.prefill(kind, EagerBackend())
+    batch = case.batch(np.random.default_rng(0), num_tokens, 8, has_extend=True)
+    seen = case.watch_experts(monkeypatch)
+    case.run(runner, batch)
+    assert_padding_reaches_no_expert(case, seen, num_real=sum(num_tokens), num_rows=8)
+
+
+def assert_padding_reaches_no_expert(
+    case: RunnerCase, seen: list[torch.Tensor], *, num_real: int, num_rows: int
+) -> None:
+    """Each layer's experts got every real row, and no other."""
+    assert len(seen) == case.num_layers
+    for ids in seen:
+        assert len(ids) == num_rows
+        assert (ids[:num_real] < case.num_experts).all()
+        assert (ids[num_real:] == case.num_experts).all()
+
+
+def test_real_rows_that_no_expert_sees_would_be_noticed(case: RunnerCase):
+    """Experts skip the rows from num_token_non_padded on: too small a count drops real ones."""
+    runner = case.decode(EagerBackend())
     batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=5)
     expected = case.run_eagerly(batch)
     assert_same(case.run(runner, batch), expected)
+    registry = registry_of(runner)
     registry.get_slot("num_token_non_padded").enabled = False
     registry._plan.cache_clear()
     registry.get_slot("num_token_non_padded").allocated().fill_(3)
@@ -139,10 +182,40 @@ def test_a_padded_row_that_reaches_an_expert_would_be_noticed(case: RunnerCase):
         assert_same(case.run(runner, batch), expected)
 
 
-def _with_kept_padding(registry: CudaGraphBufferRegistry, name: str) -> CudaGraphBufferRegistry:
-    """Returns a poisoned registry in which one ZERO slot is KEEP_PAD."""
+RANKS_STEPS = [
+    RanksStep(([1, 1, 1], []), 4, has_extend=False),
+    RanksStep(([], [1]), 2, has_extend=False),
+    RanksStep(([1], [1, 1, 1, 1]), 4, has_extend=False),
+    RanksStep(([3, 4], [2]), 8, has_extend=True),
+    RanksStep(([1, 1], [4]), 4, has_extend=True),
+]
+
+
+@pytest.fixture(scope="module")
+def replayed(tiny_checkpoint: Path) -> list[Any]:
+    """Returns what each rank's ``replay_on_two_ranks`` does."""
+    return run_ranks(replay_on_two_ranks, 2, tiny_checkpoint, RANKS_STEPS)
+
+
+@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["called", "recorded"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_replays_of_two_ranks_equal_eager_runs_of_one(
+    tiny_checkpoint: Path, replayed: list[Any], rank: int, is_recorded: bool, kind: str
+):
+    """Also of a rank that is idle or has fewer tokens than the other, and in a second group."""
+    alone = RunnerCase(tiny_checkpoint)
+    expected = [alone.run_eagerly(step.batch(alone, rank)) for step in RANKS_STEPS]
+    for epoch in replayed[rank][is_recorded, kind]:
+        for ours, theirs in zip(epoch, expected, strict=True):
+            for got, wanted in zip(ours, theirs, strict=True):
+                # Ranks add up their experts' outputs in another order.
+                torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-4, atol=1e-4)
+
+
+def _keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
+    """Poisons a registry and makes one of its ZERO slots KEEP_PAD."""
     slot = registry.get_slot(name)
     assert slot.padding_policy is PaddingPolicy.ZERO
     slot.padding_policy = PaddingPolicy.KEEP_PAD
     registry.poison_tails({name: torch.iinfo(slot.dtype).max})
-    return registry
