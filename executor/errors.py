@@ -2,7 +2,7 @@
 
 ValueError
 ├── CheckpointError    the model's files are not what the model needs
-└── CaptureError       graphs do not fit into the device's memory
+└── CaptureError       a graph cannot be captured
 
 RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading

@@ -65,7 +65,7 @@ class RunnerBackend(Protocol):
         undone by the caller before it captures.
 
         Raises:
-            CaptureError: Memory ran out.
+            CaptureError: Memory ran out, or the device cannot record it.
         """
         ...
 
@@ -83,7 +83,7 @@ class RunnerBackend(Protocol):
             run: Warmed up before, alone or as part of a longer pass.
 
         Raises:
-            CaptureError: Memory ran out.
+            CaptureError: Memory ran out, or the device cannot record it.
         """
         ...
 

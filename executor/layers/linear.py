@@ -54,10 +54,6 @@ class Linear:
         self._workers = workers or WorkerPool(1)
         self._packed: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
-    @property
-    def is_packed(self) -> bool:
-        return bool(self._packed)
-
     def finish(self, weight: torch.Tensor | None = None) -> None:
         """Packs the weight if this device can, and drops the plain copy.
 
