@@ -113,6 +113,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 @_option("advertised_host", "Host at which the group's other executors reach this one.")
 @_option("dp_rank", "This executor's data-parallel rank.", int)
 @_option("dp_size", "Data-parallel ranks of the group.", int)
+@_option("attn_tp_rank", "This executor among those of its DP rank, from 0.", int)
 @_option("attn_tp_size", "Executors per DP rank; 1 today.", int)
 @_option("ep_size", "Executors that share the experts.  [default: all]", int)
 @_option("dtype", "Type of weights and KV.", click.Choice(DTYPES))

@@ -31,7 +31,7 @@ from executor.kv_pool import KVPool
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
-from executor.parallel import ExpertParallel, RankGroup, join_group
+from executor.parallel import RankGroup, join_group
 from executor.runners import GraphRunner
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
@@ -72,8 +72,7 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         config.max_model_len, model_config.max_position_embeddings
     )
     communicator = DpCommunicator(
-        dp_rank=config.dp_rank,
-        dp_size=config.dp_size,
+        topology=config.topology,
         max_tokens_per_rank=config.budget.max_num_batched_tokens,
         hidden_size=model_config.hidden_size,
         dtype=dtype,
@@ -85,7 +84,7 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         model_config,
         dtype=dtype,
         device=device.torch_device,
-        ep=ExpertParallel(config.dp_rank, config.world_size),
+        topology=config.topology,
         communicator=communicator,
         kernels=device.kernels(model_config, dtype),
         on_progress=_log_progress(),
@@ -109,12 +108,10 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
         dtype=dtype,
-        dp_rank=config.dp_rank,
-        dp_size=config.dp_size,
+        topology=config.topology,
     )
     limits = StepLimits(
-        dp_rank=config.dp_rank,
-        dp_size=config.dp_size,
+        topology=config.topology,
         budget=config.budget,
         num_rows=kv_pool.num_rows,
         num_kv_blocks=kv_pool.num_blocks,
@@ -247,7 +244,7 @@ def _form_group(config: ExecutorConfig) -> Callable[..., RankGroup]:
         host,
         port,
         epoch=epoch,
-        rank=config.dp_rank,
+        rank=config.topology.world_rank,
         world_size=config.world_size,
         bind_host=config.peer_host,
         timeout_s=config.peer_timeout_s,
@@ -273,7 +270,7 @@ def _describe(
         "max_model_len": limits.max_model_len,
         "dp_size": config.dp_size,
         "attn_tp_size": config.attn_tp_size,
-        "ep_size": config.world_size,
+        "ep_size": config.topology.num_expert_parts,
         "decode_graph_sizes": list(graph_sizes.decode),
         "extend_graph_sizes": list(graph_sizes.extend),
         "prefill_graphs": config.prefill_graphs,
@@ -283,10 +280,10 @@ def _describe(
         coordinates=pb.Coordinates(
             dp_rank=config.dp_rank,
             dp_size=config.dp_size,
-            attn_tp_rank=0,
+            attn_tp_rank=config.attn_tp_rank,
             attn_tp_size=config.attn_tp_size,
-            ep_rank=config.dp_rank,
-            ep_size=config.world_size,
+            ep_rank=config.topology.ep_rank,
+            ep_size=config.topology.num_expert_parts,
         ),
         model=model,
         num_kv_blocks=limits.num_kv_blocks,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.budget import TokenBudget
+from executor.topology import Topology
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,8 +27,9 @@ class ExecutorConfig:
             ``listen``.
         dp_rank: 0 to ``dp_size - 1``.
         dp_size: Data-parallel ranks of the group.
-        attn_tp_size: Executors that share the attention heads of one DP rank; 1 today.
-        ep_size: Executors over which the experts are split; None is all of the group.
+        attn_tp_rank: 0 to ``attn_tp_size - 1``.
+        attn_tp_size: Executors that share the attention of one DP rank.
+        ep_size: Parts that the experts fall into; None is one per executor of the group.
         dtype: Type of weights, activations and KV; ``auto`` is the checkpoint's.
         device: ``auto`` is CUDA where there is one that can run this.
         block_size: Tokens per KV block.
@@ -62,6 +64,7 @@ class ExecutorConfig:
     advertised_host: str | None = None
     dp_rank: int = 0
     dp_size: int = 1
+    attn_tp_rank: int = 0
     attn_tp_size: int = 1
     ep_size: int | None = None
     dtype: str = "auto"
@@ -106,23 +109,14 @@ class ExecutorConfig:
         _ = self.budget  # checks itself
 
     def _check_ranks(self) -> None:
-        if self.dp_size < 1:
-            raise ValueError(f"dp_size={self.dp_size}: need at least 1")
-        if not 0 <= self.dp_rank < self.dp_size:
+        topology = self.topology  # checks itself
+        if topology.attn_tp_size != 1 or topology.moe_tp_size != 1:
             raise ValueError(
-                f"dp_rank={self.dp_rank}: with dp_size={self.dp_size} it is 0 to {self.dp_size - 1}"
+                f"attn_tp_size={self.attn_tp_size}, ep_size={self.ep_size}: neither attention nor "
+                f"an expert can be split over executors yet: attn_tp_size must be 1, and ep_size "
+                f"dp_size={self.dp_size}"
             )
-        if self.attn_tp_size != 1:
-            raise ValueError(
-                f"attn_tp_size={self.attn_tp_size}: attention cannot be split over executors yet, "
-                f"so it must be 1; raise dp_size to use more of them"
-            )
-        if self.ep_size not in (None, self.world_size):
-            raise ValueError(
-                f"ep_size={self.ep_size}: experts are split over the whole group, so it must be "
-                f"dp_size * attn_tp_size = {self.world_size}"
-            )
-        is_rendezvous = self.dp_size > 1 and self.dp_rank == 0
+        is_rendezvous = self.world_size > 1 and self.topology.world_rank == 0
         if is_rendezvous and self.advertised_host is None and self.host in WILDCARD_HOSTS:
             raise ValueError(
                 f"advertised_host is not set and listen={self.listen} names no host: the first "
@@ -172,7 +166,18 @@ class ExecutorConfig:
     @property
     def world_size(self) -> int:
         """Executors of the group."""
-        return self.dp_size * self.attn_tp_size
+        return self.topology.world_size
+
+    @property
+    def topology(self) -> Topology:
+        """This executor's place in its group."""
+        return Topology(
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+            attn_tp_rank=self.attn_tp_rank,
+            attn_tp_size=self.attn_tp_size,
+            ep_size=self.ep_size,
+        )
 
     @property
     def num_rows(self) -> int:

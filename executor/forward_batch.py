@@ -1,4 +1,4 @@
-"""What one forward pass of one rank reads, and how tokens lie across the DP ranks.
+"""What one forward pass of one rank reads.
 
 Data only. The router decides every number in here; a layer gets tensors and a ``DpLayout``,
 never a request. Field names are the field's own (SGLang's), so that a buffer registry can refer
@@ -8,11 +8,12 @@ to them by name.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from executor.dp_layout import DpLayout
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,109 +31,6 @@ class ForwardMode(Enum):
         if not num_tokens:
             return cls.IDLE
         return cls.EXTEND if num_tokens > batch_size else cls.DECODE
-
-
-class DpPaddingMode(Enum):
-    """How the ranks' rows lie in the gathered buffer.
-
-    MAX_LEN: every rank has as many rows as the largest; an all-gather fills it.
-    SUM_LEN: ranks lie end to end without gaps; an all-reduce over zeros fills it.
-    """
-
-    MAX_LEN = auto()
-    SUM_LEN = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class DpLayout:
-    """Every DP rank's token count in this step, alike on all ranks but for ``dp_rank``.
-
-    Attributes:
-        global_num_tokens_cpu: Real tokens of each DP rank.
-        padding_mode: How the ranks lie in the gathered buffer.
-        dp_rank: This rank's place in ``global_num_tokens_cpu``.
-        graph_size: Rows that every rank runs when all replay one captured graph; None when
-            the step runs eagerly. Only with MAX_LEN, because a captured collective has one size.
-        has_extend: Whether any rank runs more than one token of a sequence.
-    """
-
-    global_num_tokens_cpu: tuple[int, ...]
-    padding_mode: DpPaddingMode
-    dp_rank: int
-    graph_size: int | None = None
-    has_extend: bool = False
-
-    def __post_init__(self) -> None:
-        counts = self.global_num_tokens_cpu
-        if not 0 <= self.dp_rank < len(counts):
-            raise ValueError(
-                f"dp_rank={self.dp_rank} with {len(counts)} token counts: "
-                f"need one count per DP rank, this one's included"
-            )
-        if min(counts) < 0:
-            raise ValueError(f"global_num_tokens_cpu={counts}: a count cannot be negative")
-        if self.graph_size is None:
-            return
-        if self.padding_mode is not DpPaddingMode.MAX_LEN:
-            raise ValueError(f"graph_size={self.graph_size} needs MAX_LEN, not SUM_LEN")
-        if self.graph_size < max(counts):
-            raise ValueError(
-                f"graph_size={self.graph_size} is below the {max(counts)} tokens given"
-            )
-
-    @classmethod
-    def single(
-        cls, num_tokens: int, graph_size: int | None = None, *, has_extend: bool = False
-    ) -> "DpLayout":
-        """Returns the layout of a rank that has no peers."""
-        return cls((num_tokens,), DpPaddingMode.MAX_LEN, 0, graph_size, has_extend)
-
-    @classmethod
-    def captured(cls, num_rows: int, dp_size: int, dp_rank: int, *, has_extend: bool) -> "DpLayout":
-        """Returns the layout that a graph is captured with: every rank runs all of its rows."""
-        counts = (num_rows,) * dp_size
-        return cls(counts, DpPaddingMode.MAX_LEN, dp_rank, num_rows, has_extend)
-
-    @property
-    def dp_size(self) -> int:
-        return len(self.global_num_tokens_cpu)
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens of this rank."""
-        return self.global_num_tokens_cpu[self.dp_rank]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of this rank's tensors: its real tokens, or the graph's size."""
-        return self.num_tokens if self.graph_size is None else self.graph_size
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Real tokens of the rank that has most."""
-        return max(self.global_num_tokens_cpu)
-
-    @property
-    def global_padded_num_tokens(self) -> tuple[int, ...]:
-        """Rows of each DP rank in the gathered buffer, padding included."""
-        if self.padding_mode is DpPaddingMode.SUM_LEN:
-            return self.global_num_tokens_cpu
-        return (max(self.graph_size or 0, self.max_num_tokens),) * self.dp_size
-
-    @property
-    def padded_num_tokens(self) -> int:
-        """Rows of this rank in the gathered buffer, padding included."""
-        return self.global_padded_num_tokens[self.dp_rank]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """First row of each DP rank in the gathered buffer."""
-        return tuple(accumulate(self.global_padded_num_tokens, initial=0))[:-1]
-
-    @property
-    def global_dp_buffer_len(self) -> int:
-        """Rows of the gathered buffer."""
-        return sum(self.global_padded_num_tokens)
 
 
 @dataclass(slots=True)

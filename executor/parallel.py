@@ -1,6 +1,6 @@
-"""Which rank holds what, and the process group through which ranks exchange hidden states.
+"""The process group through which ranks exchange hidden states.
 
-The arithmetic is pure. A process group belongs to one epoch: a new epoch closes it and makes
+A process group belongs to one epoch: a new epoch closes it and makes
 another in the same process, so nothing here registers itself anywhere.
 """
 
@@ -13,39 +13,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 _c10d: Any = dist  # its process groups, stores and options carry no types
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertParallel:
-    """This rank's share of every layer's experts.
-
-    Attributes:
-        ep_rank: From 0 to ``ep_size - 1``.
-        ep_size: Ranks that share the experts.
-    """
-
-    ep_rank: int = 0
-    ep_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ep_rank < self.ep_size:
-            raise ValueError(
-                f"ep_rank={self.ep_rank}, ep_size={self.ep_size}: ranks run from 0 to ep_size - 1"
-            )
-
-    def local_experts(self, num_experts: int) -> range:
-        """Returns the experts of this rank, a contiguous run.
-
-        Raises:
-            ValueError: The experts do not divide among the ranks.
-        """
-        if num_experts % self.ep_size:
-            raise ValueError(
-                f"{num_experts} experts do not divide among ep_size={self.ep_size} ranks: "
-                f"choose an ep_size that divides {num_experts}"
-            )
-        num_local = num_experts // self.ep_size
-        return range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
 
 
 @dataclass(frozen=True, slots=True)

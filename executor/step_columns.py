@@ -10,10 +10,11 @@ import numpy as np
 
 from executor.budget import TokenBudget
 from executor.columns import INT32, UINT64, BoolArray, ColumnReader, Int64Array
+from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
-from executor.forward_batch import DpLayout, DpPaddingMode
 from executor.graph.capture_sizes import GraphSizes
 from executor.sampler import RowStarts
+from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last
@@ -30,8 +31,7 @@ class StepLimits:
     """What a step of this executor must fit in.
 
     Attributes:
-        dp_rank: This executor's DP rank.
-        dp_size: DP ranks of the group.
+        topology: This executor's place in its group.
         budget: The most that one step may carry.
         num_rows: Lines of the block table.
         num_kv_blocks: Blocks of the KV pool, the scratch block included.
@@ -41,8 +41,7 @@ class StepLimits:
         graph_sizes: What is captured.
     """
 
-    dp_rank: int
-    dp_size: int
+    topology: Topology
     budget: TokenBudget
     num_rows: int
     num_kv_blocks: int
@@ -126,9 +125,9 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
             f"the step has {len(request.ranks)} parts: this executor takes exactly 1", field="ranks"
         )
     part = request.ranks[0]
-    if part.dp_rank != limits.dp_rank:
+    if part.dp_rank != limits.topology.dp_rank:
         raise InvalidStep(
-            f"dp_rank={part.dp_rank}: this executor is DP rank {limits.dp_rank}",
+            f"dp_rank={part.dp_rank}: this executor is DP rank {limits.topology.dp_rank}",
             field="ranks[0].dp_rank",
         )
     starts = read_starts(part.starts, limits) if part.HasField("starts") else None
@@ -286,8 +285,10 @@ def _check_agreement(
     ):
         counts = _counts_by_rank(agreement, field, limits)
         problem = None
-        if counts[limits.dp_rank] != mine:
-            problem = f"says {counts[limits.dp_rank]} for this executor's part, which has {mine}"
+        if counts[limits.topology.dp_rank] != mine:
+            problem = (
+                f"says {counts[limits.topology.dp_rank]} for this executor's part, which has {mine}"
+            )
         elif max(counts) > most:
             problem = f"has {max(counts)}; the budget is {most}"
         if problem is not None:
@@ -311,7 +312,16 @@ def _read_layout(agreement: pb.StepAgreement, limits: StepLimits) -> DpLayout:
         graph_size = agreement.graph_size
         _check_graph_size(agreement, counts, limits)
     mode = PADDING_MODES[agreement.padding_mode]
-    return DpLayout(counts, mode, limits.dp_rank, graph_size, agreement.has_extend)
+    topology = limits.topology
+    return DpLayout(
+        counts,
+        mode,
+        topology.dp_rank,
+        graph_size,
+        agreement.has_extend,
+        topology.attn_tp_rank,
+        topology.attn_tp_size,
+    )
 
 
 def _check_graph_size(
@@ -338,9 +348,9 @@ def _check_graph_size(
 
 def _counts_by_rank(agreement: pb.StepAgreement, field: str, limits: StepLimits) -> tuple[int, ...]:
     counts = tuple(getattr(agreement, field))
-    if len(counts) != limits.dp_size:
+    if len(counts) != limits.topology.dp_size:
         raise InvalidStep(
-            f"{field} has {len(counts)} entries; dp_size is {limits.dp_size}",
+            f"{field} has {len(counts)} entries; dp_size is {limits.topology.dp_size}",
             field=f"agreement.{field}",
         )
     return counts

@@ -89,7 +89,7 @@ class Worker:
         self._update_rows(columns, staged)
         logits = self._runner.run(self._build_batch(columns, staged))
         tokens = self._sample(staged, logits)
-        result = pb.RankResult(dp_rank=self._limits.dp_rank, next_token_ids=_int32(tokens))
+        result = pb.RankResult(dp_rank=self._limits.topology.dp_rank, next_token_ids=_int32(tokens))
         self._score(columns, logits, tokens, result)
         return pb.StepResponse(
             epoch=request.epoch,

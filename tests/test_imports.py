@@ -38,8 +38,8 @@ LAYERS = {
         {"moe", "sampling_fixed"},
         {"layers"},
         {"forward_batch", "staging", "kv_pool", "logits", "weights", "columns"},
-        {"config", "parallel"},
-        {"budget", "errors", "fingerprint", "flashinfer_ops"},
+        {"config", "parallel", "dp_layout"},
+        {"budget", "topology", "errors", "fingerprint", "flashinfer_ops"},
     ],
 }
 

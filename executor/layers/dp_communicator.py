@@ -16,8 +16,9 @@ from math import prod
 
 import torch
 
-from executor.forward_batch import DpLayout, DpPaddingMode
+from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.parallel import RankGroup
+from executor.topology import Topology
 
 _ALIGNMENT = 8  # bytes; each column of a packed row starts on a multiple
 
@@ -28,9 +29,8 @@ class DpCommunicator:
     A world of one moves nothing and needs no group.
 
     Args:
-        dp_rank: This rank.
-        dp_size: Ranks.
-        max_tokens_per_rank: Most rows that a rank has in a step.
+        topology: This executor's place in its group.
+        max_tokens_per_rank: Most rows that an executor has between attention calls.
         hidden_size: Width of the hidden states.
         dtype: Their type.
         top_k: Experts per token, whose ids and weights travel with the hidden states.
@@ -40,31 +40,31 @@ class DpCommunicator:
     def __init__(
         self,
         *,
-        dp_rank: int,
-        dp_size: int,
+        topology: Topology,
         max_tokens_per_rank: int,
         hidden_size: int,
         dtype: torch.dtype,
         top_k: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.topology = topology
         self.max_tokens_per_rank = max_tokens_per_rank
         self._group: RankGroup | None = None
-        num_rows = max_tokens_per_rank if dp_size > 1 else 0
+        num_rows = max_tokens_per_rank if self.world_size > 1 else 0
         row_bytes = _align(hidden_size * dtype.itemsize) + 2 * _align(top_k * 4)
         self._sent = torch.zeros(num_rows * row_bytes, dtype=torch.uint8, device=device)
         self._gathered = torch.zeros(
-            dp_size * num_rows * row_bytes, dtype=torch.uint8, device=device
+            self.world_size * num_rows * row_bytes, dtype=torch.uint8, device=device
         )
-        self._received = torch.zeros(dp_size * num_rows * hidden_size, dtype=dtype, device=device)
+        self._received = torch.zeros(
+            self.world_size * num_rows * hidden_size, dtype=dtype, device=device
+        )
         self._summed = torch.zeros(num_rows * hidden_size, dtype=dtype, device=device)
 
     @classmethod
     def single(cls) -> "DpCommunicator":
         """Returns the communicator of a rank that has no peers."""
-        return cls(dp_rank=0, dp_size=1, max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32)
+        return cls(topology=Topology(), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32)
 
     def join(self, group: RankGroup) -> None:
         """Uses ``group`` from now on. The caller closes the one before.
@@ -72,10 +72,10 @@ class DpCommunicator:
         Raises:
             ValueError: The group is not made of the ranks that the buffers were made for.
         """
-        if (group.rank, group.world_size) != (self.dp_rank, self.dp_size):
+        if (group.rank, group.world_size) != (self.topology.world_rank, self.world_size):
             raise ValueError(
                 f"the group has rank {group.rank} of {group.world_size}, "
-                f"but the model was loaded for rank {self.dp_rank} of {self.dp_size}"
+                f"but the model was loaded for rank {self.topology.world_rank} of {self.world_size}"
             )
         self._group = group
 
@@ -87,7 +87,7 @@ class DpCommunicator:
         """Collects every DP rank's rows.
 
         Args:
-            x: [layout.num_rows, D].
+            x: [layout.shard_num_rows, D].
             layout: This step's token counts.
 
         Returns:
@@ -105,13 +105,13 @@ class DpCommunicator:
         all-reduce adds bytes to zeros, which is exact for every dtype.
 
         Args:
-            columns: Each [layout.num_rows, width], any dtype.
+            columns: Each [layout.shard_num_rows, width], any dtype.
             layout: This step's token counts.
 
         Returns:
             Each [layout.global_dp_buffer_len, width], as ``gather`` does.
         """
-        if self.dp_size == 1:
+        if self.world_size == 1:
             return tuple(columns)
         self._check(layout)
         if layout.global_dp_buffer_len == 0:
@@ -125,7 +125,7 @@ class DpCommunicator:
             self._joined.all_gather(gathered, sent)
         else:
             gathered.zero_()
-            first = layout.offsets[self.dp_rank]
+            first = layout.offsets[layout.world_rank]
             for column, offset in zip(columns, offsets, strict=True):
                 _column(gathered, column, offset)[first : first + len(column)] = column
             self._joined.all_reduce(gathered)
@@ -142,9 +142,9 @@ class DpCommunicator:
             layout: This step's token counts.
 
         Returns:
-            [layout.num_rows, D]. Overwritten by the next call.
+            [layout.shard_num_rows, D]. Overwritten by the next call.
         """
-        if self.dp_size == 1:
+        if self.world_size == 1:
             return y
         self._check(layout)
         if layout.global_dp_buffer_len == 0:
@@ -152,12 +152,16 @@ class DpCommunicator:
         if layout.padding_mode is DpPaddingMode.MAX_LEN:
             size = (layout.padded_num_tokens, y.shape[1])
             summed = self._summed[: prod(size)].view(size)
-            received = self._received[: self.dp_size * prod(size)].view(self.dp_size, *size)
+            received = self._received[: self.world_size * prod(size)].view(self.world_size, *size)
             self._joined.all_to_all(received, y)
-            return torch.sum(received, dim=0, out=summed)[: layout.num_rows]
+            return torch.sum(received, dim=0, out=summed)[: layout.shard_num_rows]
         self._joined.all_reduce(y)
-        first = layout.offsets[self.dp_rank]
-        return y[first : first + layout.num_rows]
+        first = layout.offsets[layout.world_rank]
+        return y[first : first + layout.shard_num_rows]
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
 
     @property
     def _joined(self) -> RankGroup:
@@ -165,9 +169,9 @@ class DpCommunicator:
         return self._group
 
     def _check(self, layout: DpLayout) -> None:
-        assert (layout.dp_rank, layout.dp_size) == (self.dp_rank, self.dp_size)
-        assert max(layout.global_padded_num_tokens) <= self.max_tokens_per_rank, (
-            f"a rank has {max(layout.global_padded_num_tokens)} rows; "
+        assert len(layout.offsets) == self.world_size
+        assert max(layout.global_shard_num_rows) <= self.max_tokens_per_rank, (
+            f"a rank has {max(layout.global_shard_num_rows)} rows; "
             f"the buffers were made for {self.max_tokens_per_rank}"
         )
 

@@ -12,7 +12,7 @@ from executor.layers.attention import Stages
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels
-from executor.parallel import ExpertParallel
+from executor.topology import Topology
 from executor.weights import OnProgress, WeightGroup, load_weights
 
 _MODULES = {"Qwen3MoeForCausalLM": "executor.models.qwen3_moe"}
@@ -40,7 +40,7 @@ class _Loadable(Model, Protocol):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        ep: ExpertParallel,
+        topology: Topology,
         communicator: DpCommunicator,
         kernels: Kernels,
     ) -> None: ...
@@ -56,7 +56,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    ep: ExpertParallel | None = None,
+    topology: Topology | None = None,
     communicator: DpCommunicator | None = None,
     kernels: Kernels | None = None,
     on_progress: OnProgress | None = None,
@@ -68,29 +68,29 @@ def load_model(
         config: From the same directory.
         dtype: Type to run in; the saved one if None.
         device: Where to run.
-        ep: This rank's share of the experts; all of them if None.
+        topology: This executor's place in its group; a group of its own if None.
         communicator: Joins the EP ranks. It may join a group later, and others after that,
-            while the model stays loaded. Needed if ``ep.ep_size`` is above 1.
+            while the model stays loaded. Needed in a group of several.
         kernels: What the layers call; those of the CPU if None.
         on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
         CheckpointError: The architecture is not supported, or the weights do not fit it.
-        ValueError: The experts do not divide, or the communicator has other ranks.
+        ValueError: The experts do not divide, or the communicator is for another place.
     """
-    ep = ep or ExpertParallel()
+    topology = topology or Topology()
     communicator = communicator or DpCommunicator.single()
-    if (communicator.dp_rank, communicator.dp_size) != (ep.ep_rank, ep.ep_size):
+    if communicator.topology != topology:
         raise ValueError(
-            f"the communicator is rank {communicator.dp_rank} of {communicator.dp_size}, "
-            f"but the experts are for rank {ep.ep_rank} of {ep.ep_size}: they must be the same"
+            f"the communicator is for {communicator.topology}, the model for {topology}: they must "
+            f"be the same"
         )
     dtype = dtype or config.dtype
     model = _model_class(config.architecture)(
         config,
         dtype=dtype,
         device=torch.device(device),
-        ep=ep,
+        topology=topology,
         communicator=communicator,
         kernels=kernels or cpu_kernels(config, dtype=dtype),
     )

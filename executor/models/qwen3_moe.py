@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch
 from executor.layers.attention import AttentionCall, Stages
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.embedding import Embedding
@@ -20,7 +21,7 @@ from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.layer import MoELayer
-from executor.parallel import ExpertParallel
+from executor.topology import Topology
 from executor.weights import WeightGroup
 
 _EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -235,7 +236,7 @@ class Qwen3MoeForCausalLM:
         config: Sizes and switches.
         dtype: Type of weights and hidden states.
         device: Where everything lives.
-        ep: This rank's share of the experts. Everything else is on every rank.
+        topology: This executor's place in its group, which says what share of the experts it has.
         communicator: Joins the EP ranks.
         kernels: What the layers call.
 
@@ -249,7 +250,7 @@ class Qwen3MoeForCausalLM:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        ep: ExpertParallel,
+        topology: Topology,
         communicator: DpCommunicator,
         kernels: Kernels,
     ) -> None:
@@ -257,7 +258,7 @@ class Qwen3MoeForCausalLM:
         self._operators = kernels.operators
         self._workers = kernels.workers
         self._tied = config.tie_word_embeddings
-        self._local_experts = ep.local_experts(config.num_experts)
+        self._local_experts = topology.local_experts(config.num_experts)
         self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, device=device)
         self.layers = [
             Qwen3MoeDecoderLayer(

@@ -7,7 +7,7 @@ two machines whose gates round differently could then disagree about who compute
 
 import torch
 
-from executor.forward_batch import DpLayout
+from executor.dp_layout import DpLayout
 from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.layer import Dispatched
 
@@ -31,12 +31,14 @@ class AllGatherDispatcher:
         topk_weights_TK: torch.Tensor,
         layout: DpLayout,
     ) -> Dispatched:
-        assert len(x_TD) == layout.num_rows, f"{len(x_TD)} rows, {layout.num_rows} in the layout"
+        assert len(x_TD) == layout.shard_num_rows, (
+            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
+        )
         x_RD, ids_RK, weights_RK = self._communicator.gather_columns(
             (x_TD, topk_ids_TK, topk_weights_TK), layout
         )
         num_local = len(self._local_experts)
-        if self._communicator.dp_size > 1:
+        if self._communicator.world_size > 1:
             ids_RK = ids_RK - self._local_experts.start
             ids_RK.masked_fill_((ids_RK < 0) | (ids_RK >= num_local), num_local)
         for first, stop in _padding(layout):
@@ -50,6 +52,6 @@ class AllGatherDispatcher:
 def _padding(layout: DpLayout) -> list[tuple[int, int]]:
     """Returns the runs of gathered rows that are no token."""
     counts = zip(
-        layout.offsets, layout.global_num_tokens_cpu, layout.global_padded_num_tokens, strict=True
+        layout.offsets, layout.global_shard_num_tokens, layout.global_shard_num_rows, strict=True
     )
     return [(offset + real, offset + padded) for offset, real, padded in counts if real < padded]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.forward_batch import DpLayout
+from executor.dp_layout import DpLayout
 from executor.layers.linear import Linear
 
 

@@ -1,14 +1,16 @@
 """The pass that every runner runs: the model's stages, and attention between them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.kv_pool import KVPool
 from executor.layers.attention import Attend, Attention, Stages, run_stages
+from executor.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +26,7 @@ class ForwardPass:
         hidden_size: D.
         vocab_size: V.
         dtype: Type of hidden states.
-        dp_rank: This DP rank.
-        dp_size: DP ranks.
+        topology: This executor's place in its group.
     """
 
     stages: Callable[[ForwardBatch], Stages]
@@ -36,8 +37,7 @@ class ForwardPass:
     hidden_size: int
     vocab_size: int
     dtype: torch.dtype
-    dp_rank: int = 0
-    dp_size: int = 1
+    topology: Topology = field(default_factory=Topology)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention on the host: before each pass and each replay."""
@@ -54,7 +54,7 @@ class ForwardPass:
 
     def captured_layout(self, num_rows: int, *, has_extend: bool) -> DpLayout:
         """Returns the layout of a graph in which every rank runs ``num_rows`` rows."""
-        return DpLayout.captured(num_rows, self.dp_size, self.dp_rank, has_extend=has_extend)
+        return DpLayout.captured(num_rows, self.topology, has_extend=has_extend)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
         """Returns a buffer for hidden states [num_rows, D], zeros."""

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,

@@ -29,6 +29,7 @@ from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool, KVShape
 from executor.sampler import Sampler
 from executor.step_columns import StepColumns, StepLimits, read_step
+from executor.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step
@@ -64,8 +65,7 @@ def make_worker(size: int) -> Worker:
     model: Any = NoModel(size)
     worker = Worker(
         limits=StepLimits(
-            dp_rank=0,
-            dp_size=1,
+            topology=Topology(),
             budget=TokenBudget(
                 max_num_batched_tokens=4096, max_num_seqs=size, max_num_logits=size + 256
             ),

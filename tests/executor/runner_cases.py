@@ -15,7 +15,8 @@ import torch
 
 from executor.build import PADDED_SEQ_LEN, build_runners
 from executor.config import ExecutorConfig
-from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
+from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
@@ -31,11 +32,12 @@ from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import stacked_kernels
 from executor.moe.layer import Dispatched
-from executor.parallel import ExpertParallel, RankGroup, join_group
+from executor.parallel import RankGroup, join_group
 from executor.runners import Runner
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
+from executor.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.recording_backend import RecordingBackend
 
@@ -84,9 +86,9 @@ class RunnerCase:
         if is_capturable:
             cpu = torch.device("cpu")
             kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=None)
+        topology = Topology(dp_rank=dp_rank, dp_size=dp_size)
         self.communicator = DpCommunicator(
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            topology=topology,
             max_tokens_per_rank=MAX_TOKENS,
             hidden_size=config.hidden_size,
             dtype=config.dtype,
@@ -95,7 +97,7 @@ class RunnerCase:
         model: Any = load_model(
             path,
             config,
-            ep=ExpertParallel(dp_rank, dp_size),
+            topology=topology,
             communicator=self.communicator,
             kernels=kernels,
         )
@@ -130,8 +132,7 @@ class RunnerCase:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             dtype=config.dtype,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            topology=topology,
         )
         torch.manual_seed(1)
         for cache in self.caches:
@@ -220,7 +221,7 @@ class RunnerCase:
         prefix_lens = rng.integers(0, MAX_LEN - new_lens + 1)
         total = int(new_lens.sum())
         counts = (total,) if global_num_tokens is None else tuple(global_num_tokens)
-        dp_rank = self.forward_pass.dp_rank
+        dp_rank = self.forward_pass.topology.dp_rank
         layout = DpLayout(counts, DpPaddingMode.MAX_LEN, dp_rank, graph_size, has_extend)
         return ForwardBatch.from_columns(
             rows=rows,
@@ -295,7 +296,7 @@ class RanksStep:
 
     def batch(self, case: RunnerCase, rank: int) -> ForwardBatch:
         """Returns a rank's part of it, for the rank itself or for a case that has no peers."""
-        is_alone = case.forward_pass.dp_size == 1
+        is_alone = case.forward_pass.topology.dp_size == 1
         return case.batch(
             np.random.default_rng(rank),
             self.num_tokens[rank],
@@ -343,7 +344,7 @@ def _replay_in_epoch(
     backends: Sequence[Any],
     steps: list[RanksStep],
 ) -> list[list[Any]]:
-    rank = case.forward_pass.dp_rank
+    rank = case.forward_pass.topology.dp_rank
     group: Any = join_group(
         HOST, port, epoch=epoch, rank=rank, world_size=2, bind_host=HOST, timeout_s=TIMEOUT_S
     )

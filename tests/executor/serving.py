@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch
+from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
 from executor.layers.attention import run_stages
 from executor.layers.attention_torch import TorchAttention
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
-from executor.parallel import ExpertParallel
+from executor.topology import Topology
 
 BLOCK_SIZE = 4
 
@@ -25,13 +26,13 @@ class Rank:
         self,
         path: Path,
         *,
-        ep: ExpertParallel | None = None,
+        topology: Topology | None = None,
         communicator: DpCommunicator | None = None,
         num_rows: int = 6,
         max_len: int = 128,
     ) -> None:
         config = ModelConfig.from_dir(path)
-        self.model = load_model(path, config, ep=ep, communicator=communicator)
+        self.model = load_model(path, config, topology=topology, communicator=communicator)
         self.attention = TorchAttention(
             config.num_attention_heads,
             config.num_key_value_heads,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,

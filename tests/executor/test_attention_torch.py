@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool, KVShape
 from executor.layers.attention_torch import TorchAttention
 

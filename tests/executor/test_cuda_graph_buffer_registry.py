@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from executor.forward_batch import DpLayout, ForwardBatch, ForwardMode
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.graph.cuda_graph_buffer_registry import (
     FillContext,
     GraphSlot,

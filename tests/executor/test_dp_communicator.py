@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from executor.forward_batch import DpLayout, DpPaddingMode
+from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.parallel import RankGroup, join_group
+from executor.topology import Topology
 from tests.executor.ranks import HOST, run_ranks
 
 WIDTH, TOP_K, MAX_TOKENS, EXPERTS = 6, 2, 8, 4
@@ -16,8 +17,7 @@ MODES = list(DpPaddingMode)
 
 def make(rank: int, dtype: torch.dtype) -> DpCommunicator:
     return DpCommunicator(
-        dp_rank=rank,
-        dp_size=2,
+        topology=Topology(dp_rank=rank, dp_size=2),
         max_tokens_per_rank=MAX_TOKENS,
         hidden_size=WIDTH,
         dtype=dtype,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from executor.forward_batch import DpLayout, DpPaddingMode, ForwardBatch, ForwardMode
+from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.forward_batch import ForwardBatch, ForwardMode
 
 
 def build(num_computed: list[int], num_tokens: list[int]) -> ForwardBatch:

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from executor.budget import TokenBudget
+from executor.dp_layout import DpPaddingMode
 from executor.errors import InvalidStep
-from executor.forward_batch import DpPaddingMode
 from executor.graph.capture_sizes import GraphSizes
 from executor.step_columns import RowProgress, StepLimits, read_step
+from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step
 
 
 def limits(vocab_size: int = 100, num_rows: int = 8) -> StepLimits:
     return StepLimits(
-        dp_rank=1,
-        dp_size=2,
+        topology=Topology(dp_rank=1, dp_size=2),
         budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=4, max_num_logits=6),
         num_rows=num_rows,
         num_kv_blocks=10,

@@ -14,7 +14,7 @@ from executor.errors import CheckpointError
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
-from executor.parallel import ExpertParallel
+from executor.topology import Topology
 from tests.executor.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.serving import Rank
 
@@ -48,9 +48,13 @@ def load(path: Path, **options: Any) -> None:
 
 def rank_0_of_2() -> dict[str, Any]:
     communicator = DpCommunicator(
-        dp_rank=0, dp_size=2, max_tokens_per_rank=1, hidden_size=48, dtype=torch.float32, top_k=2
+        topology=Topology(dp_size=2),
+        max_tokens_per_rank=1,
+        hidden_size=48,
+        dtype=torch.float32,
+        top_k=2,
     )
-    return {"ep": ExpertParallel(0, 2), "communicator": communicator}
+    return {"topology": Topology(dp_size=2), "communicator": communicator}
 
 
 def test_a_missing_tensor_is_named(broken: Callable[..., Path]):
@@ -94,8 +98,11 @@ def test_experts_of_other_ranks_are_not_read(broken: Callable[..., Path]):
 
 
 def test_a_rank_of_several_needs_a_communicator_of_as_many(good: tuple[Path, Any]):
-    with pytest.raises(ValueError, match="rank 0 of 1, but the experts are for rank 1 of 2"):
-        load(good[0], ep=ExpertParallel(1, 2))
+    with pytest.raises(
+        ValueError,
+        match=r"communicator is for .*dp_size=1, .* the model for .*dp_rank=1, dp_size=2",
+    ):
+        load(good[0], topology=Topology(dp_rank=1, dp_size=2))
 
 
 def test_shards_load_like_one_file(good: tuple[Path, Any], tmp_path: Path):

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from executor.forward_batch import DpPaddingMode
+from executor.dp_layout import DpPaddingMode
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
-from executor.parallel import ExpertParallel, join_group
+from executor.parallel import join_group
+from executor.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.serving import Rank, layout_of
 
@@ -19,15 +20,15 @@ def decode_on_two_ranks(
     each rank is idle in some steps: rank 1 in the first, rank 0 in the last.
     """
     config = ModelConfig.from_dir(path)
+    topology = Topology(dp_rank=rank, dp_size=2)
     communicator = DpCommunicator(
-        dp_rank=rank,
-        dp_size=2,
+        topology=topology,
         max_tokens_per_rank=64,
         hidden_size=config.hidden_size,
         top_k=config.num_experts_per_tok,
         dtype=config.dtype,
     )
-    served = Rank(path, ep=ExpertParallel(rank, 2), communicator=communicator)
+    served = Rank(path, topology=topology, communicator=communicator)
     results = {}
     for epoch, mode in enumerate(DpPaddingMode):
         group = join_group(

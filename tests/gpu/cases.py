@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import DpLayout, ForwardBatch
+from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.capture_sizes import pick_graph_size
 from executor.graph.cuda_graph_buffer_registry import (
@@ -25,13 +26,13 @@ from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, stacked_kernels
 from executor.models.qwen3_moe import Qwen3MoeForCausalLM
-from executor.parallel import ExpertParallel
 from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.prefill_breakable import BreakablePrefillRunner
 from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from executor.topology import Topology
 from tests.gpu.shapes import Sizes
 from tests.gpu.weights import NewTensor, fill, random_tensor
 
@@ -151,7 +152,7 @@ class Case:
             config,
             dtype=config.dtype,
             device=device,
-            ep=ExpertParallel(),
+            topology=Topology(),
             communicator=DpCommunicator.single(),
             kernels=kernels,
         )

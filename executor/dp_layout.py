@@ -1,0 +1,191 @@
+"""How one step's tokens lie across all ranks: the only source of every per-step length.
+
+The router decides the counts, the padding mode and the graph; everything else here follows from
+them by arithmetic that is the same on every rank. Layers get it as an argument.
+
+Between attention calls, the executors of a DP rank (attention TP) hold its rows in equal shards:
+
+    DP rank 0, 5 tokens        attn_tp 0: x0 x1 x2       attn_tp 1: x3 x4 --
+    DP rank 1, 2 tokens        attn_tp 0: y0             attn_tp 1: y1
+
+    gathered, MAX_LEN          x0 x1 x2 │ x3 x4 -- │ y0 -- -- │ y1 -- --
+    gathered, SUM_LEN          x0 x1 x2 │ x3 x4 -- │ y0 │ y1
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from itertools import accumulate
+
+from executor.topology import Topology
+
+
+class DpPaddingMode(Enum):
+    """How the ranks' rows lie in the gathered buffer.
+
+    MAX_LEN: every rank has as many rows as the largest; an all-gather fills it.
+    SUM_LEN: ranks lie end to end; an all-reduce over zeros fills it.
+    """
+
+    MAX_LEN = auto()
+    SUM_LEN = auto()
+
+
+@dataclass(frozen=True)
+class DpLayout:
+    """Every DP rank's token count in this step, alike on all ranks but for this one's place.
+
+    Attributes:
+        global_num_tokens_cpu: Real tokens of each DP rank.
+        padding_mode: How the ranks lie in the gathered buffer.
+        dp_rank: This rank's place in ``global_num_tokens_cpu``.
+        graph_size: Rows that every DP rank runs when all replay one captured graph; None when
+            the step runs eagerly. Only with MAX_LEN, because a captured collective has one size.
+        has_extend: Whether any rank runs more than one token of a sequence.
+        attn_tp_rank: This executor's place among those of its DP rank.
+        attn_tp_size: Executors of each DP rank.
+    """
+
+    global_num_tokens_cpu: tuple[int, ...]
+    padding_mode: DpPaddingMode
+    dp_rank: int
+    graph_size: int | None = None
+    has_extend: bool = False
+    attn_tp_rank: int = 0
+    attn_tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        counts = self.global_num_tokens_cpu
+        if not 0 <= self.dp_rank < len(counts):
+            raise ValueError(
+                f"dp_rank={self.dp_rank} with {len(counts)} token counts: "
+                f"need one count per DP rank, this one's included"
+            )
+        if min(counts) < 0:
+            raise ValueError(f"global_num_tokens_cpu={counts}: a count cannot be negative")
+        if not 0 <= self.attn_tp_rank < self.attn_tp_size:
+            raise ValueError(
+                f"attn_tp_rank={self.attn_tp_rank}: with attn_tp_size={self.attn_tp_size} it is "
+                f"0 to {self.attn_tp_size - 1}"
+            )
+        if self.graph_size is None:
+            return
+        if self.padding_mode is not DpPaddingMode.MAX_LEN:
+            raise ValueError(f"graph_size={self.graph_size} needs MAX_LEN, not SUM_LEN")
+        if self.graph_size < max(counts):
+            raise ValueError(
+                f"graph_size={self.graph_size} is below the {max(counts)} tokens given"
+            )
+        if self.graph_size % self.attn_tp_size:
+            raise ValueError(
+                f"graph_size={self.graph_size} does not divide by attn_tp_size="
+                f"{self.attn_tp_size}: attention-TP ranks share its rows evenly"
+            )
+
+    @classmethod
+    def single(
+        cls, num_tokens: int, graph_size: int | None = None, *, has_extend: bool = False
+    ) -> "DpLayout":
+        """Returns the layout of a rank that has no peers."""
+        return cls((num_tokens,), DpPaddingMode.MAX_LEN, 0, graph_size, has_extend)
+
+    @classmethod
+    def captured(cls, num_rows: int, topology: Topology, *, has_extend: bool) -> "DpLayout":
+        """Returns the layout that a graph is captured with: every rank runs all of its rows."""
+        return cls(
+            (num_rows,) * topology.dp_size,
+            DpPaddingMode.MAX_LEN,
+            topology.dp_rank,
+            num_rows,
+            has_extend,
+            topology.attn_tp_rank,
+            topology.attn_tp_size,
+        )
+
+    # This executor
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.global_num_tokens_cpu)
+
+    @property
+    def world_rank(self) -> int:
+        return self.dp_rank * self.attn_tp_size + self.attn_tp_rank
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of this DP rank."""
+        return self.global_num_tokens_cpu[self.dp_rank]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this DP rank's tensors: its real tokens, or the graph's size."""
+        return self.num_tokens if self.graph_size is None else self.graph_size
+
+    @cached_property
+    def shard_num_rows(self) -> int:
+        """Rows that this executor holds between attention calls, padding included."""
+        return -(-self.num_rows // self.attn_tp_size)
+
+    @cached_property
+    def shard_num_tokens(self) -> int:
+        """Real tokens among them."""
+        return self.global_shard_num_tokens[self.world_rank]
+
+    # Every executor, in order of world rank
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Real tokens of the DP rank that has most."""
+        return max(self.global_num_tokens_cpu)
+
+    @cached_property
+    def global_shard_num_tokens(self) -> tuple[int, ...]:
+        """Real tokens of each executor's shard."""
+        counts = []
+        for num_tokens, rows in zip(self.global_num_tokens_cpu, self._shard_rows, strict=True):
+            starts = range(0, rows * self.attn_tp_size, rows) if rows else (0,) * self.attn_tp_size
+            counts += [min(max(num_tokens - start, 0), rows) for start in starts]
+        return tuple(counts)
+
+    @cached_property
+    def global_shard_num_rows(self) -> tuple[int, ...]:
+        """Rows of each executor in the gathered buffer, padding included."""
+        rows = self._shard_rows
+        if self.padding_mode is DpPaddingMode.MAX_LEN:
+            rows = (max(rows),) * len(rows)
+        return tuple(count for count in rows for _ in range(self.attn_tp_size))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First row of each executor in the gathered buffer."""
+        return tuple(accumulate(self.global_shard_num_rows, initial=0))[:-1]
+
+    @property
+    def padded_num_tokens(self) -> int:
+        """Rows of this executor in the gathered buffer, padding included."""
+        return self.global_shard_num_rows[self.world_rank]
+
+    @cached_property
+    def runtime_max_tokens_per_rank(self) -> int:
+        """Rows of the executor that holds most: the same on all of them."""
+        return max(self._shard_rows)
+
+    @cached_property
+    def global_padded_num_tokens(self) -> tuple[int, ...]:
+        """Rows of each DP rank in the gathered buffer, a multiple of ``attn_tp_size``."""
+        return tuple(
+            rows * self.attn_tp_size for rows in self.global_shard_num_rows[:: self.attn_tp_size]
+        )
+
+    @cached_property
+    def global_dp_buffer_len(self) -> int:
+        """Rows of the gathered buffer."""
+        return sum(self.global_shard_num_rows)
+
+    @cached_property
+    def _shard_rows(self) -> tuple[int, ...]:
+        """Rows of a shard of each DP rank."""
+        counts = self.global_num_tokens_cpu
+        rows = counts if self.graph_size is None else (self.graph_size,) * len(counts)
+        return tuple(-(-count // self.attn_tp_size) for count in rows)

@@ -1,0 +1,67 @@
+"""If this fails, an expert or a share of one is on two executors or on none."""
+
+import pytest
+
+from executor.topology import Topology, share_of
+
+
+def places(dp_size: int, attn_tp_size: int, ep_size: int | None = None) -> list[Topology]:
+    """Every place of a group, by world rank."""
+    return [
+        Topology(
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=attn_tp_size,
+            ep_size=ep_size,
+        )
+        for dp_rank in range(dp_size)
+        for attn_tp_rank in range(attn_tp_size)
+    ]
+
+
+def test_world_ranks_count_up_through_attention_tp_first():
+    assert [place.world_rank for place in places(3, 2)] == list(range(6))
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 3, 4, 6, 12, None])
+def test_every_share_of_every_expert_is_on_exactly_one_executor(ep_size: int | None):
+    group = places(4, 3, ep_size)
+    held = [(expert, place.moe_tp_rank) for place in group for expert in place.local_experts(24)]
+    assert sorted(held) == [
+        (expert, share) for expert in range(24) for share in range(group[0].moe_tp_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"dp_size": 0}, "dp_size=0: need at least 1"),
+        ({"attn_tp_size": 0}, "attn_tp_size=0: need at least 1"),
+        ({"dp_rank": 4, "dp_size": 4}, "dp_rank=4: with dp_size=4 it is 0 to 3"),
+        ({"attn_tp_rank": -1, "attn_tp_size": 2}, "attn_tp_rank=-1: with attn_tp_size=2"),
+        ({"dp_size": 6, "ep_size": 4}, "ep_size=4 .* = 6 executors: use 3 or 6"),
+        ({"dp_size": 6, "ep_size": 0}, "ep_size=0 .* use 1$"),
+        ({"dp_size": 6, "ep_size": 9}, "ep_size=9 .* use 6$"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_with_what_could(sizes: dict[str, int], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        Topology(**sizes)
+
+
+def test_experts_that_do_not_divide_are_refused_with_sizes_that_do():
+    with pytest.raises(ValueError, match=r"ep_size=4: 6 experts do not divide .* use 2$"):
+        Topology(dp_size=4).local_experts(6)
+    with pytest.raises(ValueError, match=r"ep_size=8: 4 experts .* use 4$"):
+        Topology(dp_size=8).local_experts(4)
+
+
+def test_shares_are_equal_runs_and_an_uneven_size_is_named():
+    assert [share_of("heads", 6, rank, 3) for rank in range(3)] == [
+        range(2),
+        range(2, 4),
+        range(4, 6),
+    ]
+    with pytest.raises(ValueError, match=r"num_attention_heads=6 .* 4 executors: use 3 or 6"):
+        share_of("num_attention_heads", 6, 0, 4)
