@@ -27,7 +27,7 @@ from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy, Siz
 from executor.graph.input_buffers import share_input_buffer
 from executor.graph.side_by_side import SideBySide
 
-MAX_CACHED_SIZES = 1024  # 19 KB each with every slot; a decode registry of 512 sequences has 512
+MAX_CACHED_SIZES = 1024  # 21 KB each with every slot; a decode registry of 512 sequences has 512
 
 Batch = TypeVar("Batch")
 _NO_SLOTS: frozenset[str] = frozenset()

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.graph import buffer_registry
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
+    GraphSlot,
+    PaddingPolicy,
 )
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.registry_cases import (
@@ -24,6 +26,7 @@ from tests.executor.registry_cases import (
     fill,
     full_batch,
     full_decode_registry,
+    make_registry,
     numbers,
     prefill_registry,
 )
@@ -73,7 +76,7 @@ def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_ta
     names = operations_of(registry, on_device(full_batch(3)), 3, 4)
     # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
     of_the_device = ["_foreach_copy_"] * (3 + 1) + ["_foreach_zero_"] * (2 + 1)
-    assert names == [*of_the_device, "copy_", "fill_"]  # and the host mirror's
+    assert names == [*of_the_device, "copy_"]  # the host mirror's head; its tail needs none
 
 
 def test_an_exact_fill_is_one_operation_per_pair_of_types():
@@ -111,8 +114,45 @@ def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
 def test_an_idle_ranks_fill_copies_its_sentinels_and_counts_only():
     registry = full_decode_registry(device="meta")
     names = operations_of(registry, on_device(full_batch(0)), 0, 4)
-    # Sentinels and counts; tails as above; the host mirror's.
-    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3 + ["fill_"]
+    # Sentinels and counts; tails as above. The host mirror's tail needs none.
+    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3
+
+
+def test_on_the_host_constants_need_no_operation():
+    registry = full_decode_registry()
+    assert operations_of(registry, full_batch(0), 0, 4) == ["_foreach_zero_"]
+    assert content(registry, "seq_lens")[:4] == content(registry, "seq_lens_cpu")[:4] == [1] * 4
+    counts = [content(registry, name) for name in COUNT_SLOTS]
+    assert counts == [[0], [4] * 4, [4] * 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.bfloat16, -2.5), (torch.float64, float("inf")), (torch.int16, -7), (torch.bool, True)],
+)
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_constant_is_written_whatever_its_type_and_layout(
+    dtype: torch.dtype, value: float, is_strided: bool
+):
+    registry = make_registry()
+    registry.register_slot(
+        GraphSlot(
+            "x",
+            (lambda _, most: (2, most)) if is_strided else (lambda _, most: (most, 2)),
+            dtype,
+            padding_policy=PaddingPolicy.FILL_SENTINEL,
+            pad_value=value,
+            slice_fn=(lambda buffer, n: buffer[:, :n]) if is_strided else None,
+        )
+    )
+    buffer = registry.get_slot("x").allocated()
+    for _ in range(2):
+        buffer.zero_()
+        fill(registry, SimpleNamespace(), 3, 5)
+        rows = buffer.T if is_strided else buffer
+        assert rows[3:5].tolist() == [[value] * 2] * 2
+        assert not rows[:3].any()
+        assert not rows[5:].any()
 
 
 def test_sources_of_another_type_get_a_group_of_their_own():
@@ -123,12 +163,16 @@ def test_sources_of_another_type_get_a_group_of_their_own():
 
 
 def test_counts_that_touch_in_memory_are_copied_as_one_and_others_are_left_alone():
-    registry = full_decode_registry(num_dp_ranks=2)
     copied: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
-        fill(registry, SimpleNamespace(), 4, 4)
+        fill(full_decode_registry(num_dp_ranks=2, device="meta"), SimpleNamespace(), 4, 4)
     assert [tensor.numel() for tensor in copied] == [1 + 2 + 2]
+
+    registry = full_decode_registry(num_dp_ranks=2)
+    fill(registry, SimpleNamespace(), 4, 4)
+    plan = registry._plan(4, 4, 4, 4, frozenset())
+    assert [memory.nbytes for memory, _ in plan.host_constants] == [(1 + 2 + 2) * 4]
 
     fill(registry, full_batch(3), 3, 4)
     counts = [content(registry, name) for name in COUNT_SLOTS]
@@ -195,6 +239,39 @@ def test_a_fill_of_a_seen_size_makes_no_tensor(raw: int, inference: bool):
     assert "aten::copy_" in names
     assert not names & {"aten::empty", "aten::slice", "aten::as_strided", "aten::empty_strided"}
     assert [event.name for event in events if event.self_cpu_memory_usage] == []
+
+
+def test_a_seen_size_is_filled_in_and_out_of_inference_mode():
+    registry = full_decode_registry()
+    for first, inference in enumerate([True, False, True], start=1):
+        batch = full_batch(3, first=first)
+        with torch.inference_mode(inference):
+            fill(registry, batch, 3, 4)
+        assert content(registry, "input_ids")[:3] == [first, first + 1, first + 2]
+        assert content(registry, "seq_lens")[:4] == [first, first + 1, first + 2, 1]
+
+
+def test_what_a_steady_batchs_tensors_become_is_noticed():
+    """A fill may remember sizes of sources, never which tensors they were or what these held."""
+    registry = full_decode_registry()
+    batch = full_batch(3)
+    for _ in range(2):
+        fill(registry, batch, 3, 4)
+    batch.positions = numbers(3, first=7)  # another tensor of the same size
+    assert batch.input_ids is not None
+    batch.input_ids.add_(10)  # the same tensor, written to
+    fill(registry, batch, 3, 4)
+    assert content(registry, "positions")[:4] == [7, 8, 9, 0]
+    assert content(registry, "input_ids")[:3] == [11, 12, 13]
+
+    batch.positions = numbers(1, first=5)  # would be broadcast
+    with pytest.raises(ValueError, match=r"'positions'.*\(1,\).*\(3,\)"):
+        fill(registry, batch, 3, 4)
+    batch.positions = numbers(3)
+    batch.input_ids.resize_(1)  # the same tensor, of another size
+    with pytest.raises(ValueError, match=r"'input_ids'.*\(1,\).*\(3,\)"):
+        fill(registry, batch, 3, 4)
+    assert content(registry, "positions")[:4] == [7, 8, 9, 0]
 
 
 def test_a_second_fill_of_a_seen_size_allocates_nothing_lasting():
