@@ -96,6 +96,7 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             max_num_batched_tokens=budget.max_num_batched_tokens,
             max_num_logits=budget.max_num_logits,
             max_model_len=max_model_len,
+            attn_tp_size=descriptions[0].coordinates.attn_tp_size,
             graph_sizes=GraphSizes(
                 tuple(graph_sizes.decode), tuple(graph_sizes.extend), graph_sizes.extend_runner
             ),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from router.model import ServedModel
+from router.step import Agreement
 from router.step_builder import NO_GRAPHS, GraphSizes
 
 
@@ -18,6 +19,7 @@ class GroupShape:
         max_num_batched_tokens: Tokens of a rank in one step.
         max_num_logits: Rows of logits of a rank in one step.
         max_model_len: Tokens of one sequence.
+        attn_tp_size: Executors that share one DP rank's attention, and its rows between.
         graph_sizes: What the executors have captured.
     """
 
@@ -28,6 +30,7 @@ class GroupShape:
     max_num_batched_tokens: int
     max_num_logits: int
     max_model_len: int
+    attn_tp_size: int = 1
     graph_sizes: GraphSizes = NO_GRAPHS
 
     def __post_init__(self) -> None:
@@ -47,6 +50,17 @@ class GroupShape:
                     f"{name}={getattr(self, name)} is below max_num_seqs={self.rows_per_rank}: "
                     f"a step of decodes would not fit"
                 )
+
+    def check(self, agreement: Agreement) -> None:
+        """Checks that a step is within what the executors have room for. They would refuse it."""
+        num_tokens = max(agreement.global_num_tokens)
+        num_logits = max(agreement.global_num_tokens_for_logprob)
+        assert num_tokens <= self.max_num_batched_tokens, (
+            f"planned {num_tokens} tokens on a rank; the budget is {self.max_num_batched_tokens}"
+        )
+        assert num_logits <= self.max_num_logits, (
+            f"planned {num_logits} rows of logits on a rank; the budget is {self.max_num_logits}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

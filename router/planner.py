@@ -38,6 +38,7 @@ def agree(
     *,
     has_extend: bool,
     num_sequences: Sequence[int],
+    attn_tp_size: int = 1,
     decode_graph_sizes: Sequence[int] = (),
     extend_graph_sizes: Sequence[int] = (),
 ) -> Agreement:
@@ -47,10 +48,12 @@ def agree(
     waiting in a collective. Only the router sees every rank, so it decides and nobody votes.
 
     Args:
-        num_tokens: [dp_size] tokens of each rank; at least one is not 0.
+        num_tokens: [dp_size] tokens of each rank; at least one is not 0. They are sent as they
+            are: rounding up for attention TP is every executor's own arithmetic.
         num_logits: [dp_size] rows of logits of each rank.
         has_extend: Whether any rank runs prompt tokens.
         num_sequences: [dp_size] sequences of each rank.
+        attn_tp_size: Executors that share a rank's rows.
         decode_graph_sizes: Captured sizes in sequences, ascending; may be empty.
         extend_graph_sizes: Captured sizes in tokens, ascending; may be empty.
     """
@@ -63,7 +66,9 @@ def agree(
     if graph_size is not None:
         padding_mode = DpPaddingMode.MAX_LEN  # a captured collective has one size
     else:
-        padding_mode = pick_padding_mode(num_tokens, has_extend=has_extend)
+        padding_mode = pick_padding_mode(
+            num_tokens, has_extend=has_extend, attn_tp_size=attn_tp_size
+        )
     return Agreement(
         tuple(num_tokens), tuple(num_logits), has_extend, padding_mode, graph_size, graph_miss
     )
@@ -91,16 +96,23 @@ def pick_extend_graph_size(num_tokens: Sequence[int], captured: Sequence[int]) -
     return GraphMiss.MOSTLY_PADDING if picked > 2 * max(num_tokens) else picked
 
 
-def pick_padding_mode(num_tokens: Sequence[int], *, has_extend: bool) -> DpPaddingMode:
+def pick_padding_mode(
+    num_tokens: Sequence[int], *, has_extend: bool, attn_tp_size: int = 1
+) -> DpPaddingMode:
     """Picks the gather that moves fewer bytes.
 
     An all-reduce sends each row twice and an all-gather once, so MAX_LEN wins until more than
-    half of its rows are padding. Prompts are too uneven to bet on that.
+    half of its rows are padding. Prompts are too uneven to bet on that. What is gathered are the
+    equal shards of ``attn_tp_size`` executors, so a rank's rows count as their next multiple.
 
     Source: SGLang, srt/layers/dp_attention.py, DpPaddingMode.get_dp_padding_mode.
     """
-    if len(num_tokens) > 1 and has_extend:
+    if len(num_tokens) == 1:
+        return DpPaddingMode.MAX_LEN
+    if has_extend:
         return DpPaddingMode.SUM_LEN
+    if attn_tp_size > 1:
+        num_tokens = [-(-count // attn_tp_size) for count in num_tokens]  # a common factor less
     if 2 * sum(num_tokens) < max(num_tokens) * len(num_tokens):
         return DpPaddingMode.SUM_LEN
     return DpPaddingMode.MAX_LEN

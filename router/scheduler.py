@@ -85,7 +85,9 @@ class Scheduler:
             # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
             has_place = sum(self.num_preemptions) > num_preemptions and not self._leaving
             return self.schedule() if has_place else None
-        plan = build_plan(table, decodes, runs, chunks, self._shape.graph_sizes)
+        shape = self._shape
+        plan = build_plan(table, decodes, runs, chunks, shape.graph_sizes, shape.attn_tp_size)
+        shape.check(plan.agreement)
         for chunk in chain.from_iterable(chunks):
             self._name_blocks(chunk.row)
         return plan

@@ -46,6 +46,7 @@ def build_plan(
     runs: npt.NDArray[np.bool_],
     chunks: Sequence[Sequence[Chunk]],
     graph_sizes: GraphSizes,
+    attn_tp_size: int = 1,
 ) -> StepPlan:
     """Builds the step that runs the next token of each decode and all of each chunk.
 
@@ -54,6 +55,7 @@ def build_plan(
         runs: bool [R], the same rows. The plan keeps it, with the rows of the chunks added.
         chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
         graph_sizes: What the executors have captured.
+        attn_tp_size: Executors that share a rank's rows.
     """
     batches = _decode_batches(table, decodes, runs)
     sampled = decodes.rows
@@ -86,6 +88,7 @@ def build_plan(
         num_logits,
         has_extend=has_extend,
         num_sequences=num_sequences,
+        attn_tp_size=attn_tp_size,
         decode_graph_sizes=graph_sizes.decode,
         extend_graph_sizes=graph_sizes.extend,
     )

@@ -97,7 +97,7 @@ def test_a_group_is_as_large_as_its_smallest_members_allow() -> None:
     info = describe_group(members, epoch=7, model_name="moe")
     assert info.epoch == 7
     assert info.addresses == ("host00:9000", "host10:9000")
-    assert info.shape.dp_size == 2
+    assert (info.shape.dp_size, info.shape.attn_tp_size) == (2, 2)
     assert info.shape.num_blocks == (40, 11)
     assert info.shape.rows_per_rank == 5
     assert info.shape.max_model_len == info.model.max_model_len == 160  # 10 blocks of 16

@@ -15,6 +15,27 @@ from router.planner import (
 from router.step import DpPaddingMode, GraphMiss
 
 SIZES = (1, 2, 4, 8, 16)
+NUM_CASES = 300  # for each seed of the random steps
+
+
+def naive_padding_mode(num_tokens: list[int], has_extend: bool, attn_tp_size: int) -> DpPaddingMode:
+    """The rule by rows that are really laid out: is more than half of a MAX_LEN gather padding?"""
+    rows_of_ranks = [["real"] * count for count in num_tokens]
+    for rows in rows_of_ranks:
+        while len(rows) % attn_tp_size:
+            rows.append("padding of a shard, which either way is gathered")
+    if len(num_tokens) > 1 and has_extend:
+        return DpPaddingMode.SUM_LEN
+    longest = max(len(rows) for rows in rows_of_ranks)
+    num_gathered = sum(longest for _ in rows_of_ranks)
+    num_held = sum(len(rows) for rows in rows_of_ranks)
+    return DpPaddingMode.MAX_LEN if num_held >= num_gathered / 2 else DpPaddingMode.SUM_LEN
+
+
+def naive_graph_size(num_tokens: list[int], captured: tuple[int, ...]) -> int | None:
+    """The smallest captured size into which every rank's tokens fit."""
+    fitting = [size for size in captured if all(count <= size for count in num_tokens)]
+    return min(fitting, default=None)
 
 
 def fill(num_decodes: list[int], num_prompts: list[int], level: int) -> list[int]:
@@ -94,6 +115,41 @@ def test_an_agreement_fits_every_rank(seed: int) -> None:
     assert not has_extend or min(num_tokens) > 0
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
+    rng = random.Random(500 + seed)
+    for _ in range(NUM_CASES):
+        attn_tp_size, has_extend = rng.randint(1, 5), rng.random() < 0.5
+        most = rng.choice([1, 4, 30])
+        num_tokens = [rng.choice([0, rng.randint(0, most)]) for _ in range(rng.randint(1, 6))]
+        num_tokens[rng.randrange(len(num_tokens))] += 1
+        num_logits = [rng.randint(0, 9) for _ in num_tokens]
+        multiples = [attn_tp_size * size for size in range(1, 21)]
+        captured = tuple(sorted(rng.sample(multiples, rng.choice([0, 3, 8]))))
+        agreement = agree(
+            num_tokens,
+            num_logits,
+            has_extend=has_extend,
+            num_sequences=num_tokens,
+            attn_tp_size=attn_tp_size,
+            decode_graph_sizes=() if has_extend else captured,
+            extend_graph_sizes=captured if has_extend else (),
+        )
+        # What travels is what there is: neither count is rounded up.
+        assert agreement.global_num_tokens == tuple(num_tokens)
+        assert agreement.global_num_tokens_for_logprob == tuple(num_logits)
+        size = naive_graph_size(num_tokens, captured)
+        if has_extend and size is not None and (0 in num_tokens or size > 2 * max(num_tokens)):
+            size = None
+        assert agreement.graph_size == size
+        assert (agreement.graph_miss is None) == (size is not None)
+        if size is not None:
+            assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+        else:
+            expected = naive_padding_mode(num_tokens, has_extend, attn_tp_size)
+            assert agreement.padding_mode is expected, (num_tokens, attn_tp_size)
+
+
 def test_a_step_without_tokens_is_never_planned() -> None:
     with pytest.raises(AssertionError, match="idle"):
         agree([0, 0], [0, 0], has_extend=False, num_sequences=[0, 0])
@@ -118,6 +174,19 @@ def test_padding_is_avoided_where_it_would_be_most_of_the_gather() -> None:
     assert pick_padding_mode([8, 0, 0], has_extend=False) is DpPaddingMode.SUM_LEN
     assert pick_padding_mode([8, 8], has_extend=True) is DpPaddingMode.SUM_LEN
     assert pick_padding_mode([8], has_extend=True) is DpPaddingMode.MAX_LEN
+
+
+def test_rows_count_as_the_equal_shards_in_which_attention_tp_gathers_them() -> None:
+    assert pick_padding_mode([5, 1, 1], has_extend=False) is DpPaddingMode.SUM_LEN
+    # 6, 2 and 2 rows: 10 of 18 are held.
+    assert pick_padding_mode([5, 1, 1], has_extend=False, attn_tp_size=2) is DpPaddingMode.MAX_LEN
+    assert pick_padding_mode([5, 1, 0], has_extend=False, attn_tp_size=2) is DpPaddingMode.SUM_LEN
+
+
+def test_a_single_rank_pads_to_itself_whatever_its_attention_tp_is() -> None:
+    for has_extend in (False, True):
+        mode = pick_padding_mode([3], has_extend=has_extend, attn_tp_size=2)
+        assert mode is DpPaddingMode.MAX_LEN
 
 
 def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:

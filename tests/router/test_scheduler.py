@@ -1,6 +1,7 @@
 """If these fail, a client waits too long, gets a wrong token, or blocks of the KV cache leak."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from protos.errors import RpcError
 from router.errors import Cancelled
 from router.request import FinishReason, OutputOptions, Request
-from router.step import StepPlan
+from router.step import DpPaddingMode, StepPlan
 from tests.router.stepper import Stepper, make_shape
 from tests.sim.fake_executors import EOS, expected_output
 
@@ -50,6 +51,36 @@ def test_a_long_prompt_runs_in_chunks_of_the_token_budget() -> None:
     assert [token_counts(plan) for plan in plans] == [(10,), (10,), (7,), (1,)]
     assert [len(plan.sampled_rows) for plan in plans] == [0, 0, 1, 1]
     assert_right(request)
+
+
+def test_no_step_over_the_budget_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executors would refuse it, and their epoch would end for all requests."""
+    world = Stepper(make_shape(max_num_batched_tokens=10))
+    world.submit(list(range(1, 28)))
+    monkeypatch.setattr("router.scheduler.fill_level", lambda *counts, **limits: 11)
+    with pytest.raises(AssertionError, match="planned 11 tokens on a rank; the budget is 10"):
+        world.plan()
+
+    other = Stepper(make_shape())
+    other.submit([1, 2, 3])
+    agreement = replace(other.step().agreement, global_num_tokens_for_logprob=(17,))
+    with pytest.raises(AssertionError, match=r"planned 17 rows of logits on a rank; .* is 16"):
+        make_shape().check(agreement)
+
+
+def test_padding_is_planned_for_the_shards_of_the_groups_attention_tp() -> None:
+    modes = []
+    for attn_tp_size in (1, 2):
+        world = Stepper(make_shape(dp_size=3, attn_tp_size=attn_tp_size))
+        # Sequences go to the ranks in turn: of three on each, 3, 1 and 0 have a second token.
+        for max_tokens in (2, 2, 1, 2, 1, 1, 2, 1, 1):
+            world.submit([1, 2, 3], max_tokens, min_tokens=max_tokens)
+        world.step()
+        plan = world.step()
+        assert token_counts(plan) == (3, 1, 0)
+        modes.append(plan.agreement.padding_mode)
+    # Half of 3 x 3 rows is more than 4; of 3 x 4 rows, 6 are held.
+    assert modes == [DpPaddingMode.SUM_LEN, DpPaddingMode.MAX_LEN]
 
 
 def test_prompts_that_fit_one_step_start_together() -> None:

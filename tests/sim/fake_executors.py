@@ -8,6 +8,7 @@ place changes the output, as it would on a real executor.
 """
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -215,11 +216,24 @@ class FakeExecutors:
         size, counts = agreement.graph_size, agreement.global_num_tokens
         assert (size is None) == (agreement.graph_miss is not None)
         if size is None:
+            self._check_padding_mode(agreement)
             return
         sizes = self.shape.graph_sizes
         assert size in (sizes.extend if agreement.has_extend else sizes.decode)
         assert size >= max(counts)
+        assert size % self.shape.attn_tp_size == 0
         assert agreement.padding_mode is DpPaddingMode.MAX_LEN
         if agreement.has_extend:
             assert min(counts) > 0
             assert size <= 2 * max(counts)
+
+    def _check_padding_mode(self, agreement: Agreement) -> None:
+        """An eager step gathers fewer bytes: by rows as attention TP holds them, in equal shards."""
+        attn_tp_size, counts = self.shape.attn_tp_size, agreement.global_num_tokens
+        rows = [math.ceil(count / attn_tp_size) * attn_tp_size for count in counts]
+        is_mostly_padding = sum(rows) < max(rows) * len(rows) / 2
+        is_uneven = len(counts) > 1 and agreement.has_extend
+        expected = (
+            DpPaddingMode.SUM_LEN if is_mostly_padding or is_uneven else DpPaddingMode.MAX_LEN
+        )
+        assert agreement.padding_mode is expected

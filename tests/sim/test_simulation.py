@@ -25,7 +25,8 @@ class World:
 
     def __init__(self, rng: random.Random, **faults: float) -> None:
         self.rng = rng
-        dp_size = rng.choice([1, 2, 3])
+        dp_size, attn_tp_size = rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
+        graph_sizes = GraphSizes((2, 4) if attn_tp_size == 2 else (1, 2, 4), (4, 8, 16), "prefill")
         self.shape = GroupShape(
             dp_size=dp_size,
             num_blocks=tuple(rng.randint(14, 40) for _ in range(dp_size)),
@@ -34,7 +35,8 @@ class World:
             max_num_batched_tokens=rng.choice([8, 16, 40]),
             max_num_logits=rng.choice([8, 16]),
             max_model_len=48,
-            graph_sizes=rng.choice([NO_GRAPHS, GraphSizes((1, 2, 4), (4, 8, 16), "prefill")]),
+            attn_tp_size=attn_tp_size,
+            graph_sizes=rng.choice([NO_GRAPHS, graph_sizes]),
         )
         self.executors = FakeExecutors(self.shape, rng, **faults)
         self.admission = Admission(max_sequences=60, max_tokens=1200)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/executor/v1/executor.proto\x12\x14lockstep.executor.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xc7\x03\n\x10\x44\x65scribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63oordinates\x18\x02 \x01(\x0b\x32!.lockstep.executor.v1.Coordinates\x12.\n\x05model\x18\x03 \x01(\x0b\x32\x1f.lockstep.executor.v1.ModelInfo\x12\x15\n\rnum_kv_blocks\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x31\n\x06\x62udget\x18\x06 \x01(\x0b\x32!.lockstep.executor.v1.TokenBudget\x12\x35\n\x0bgraph_sizes\x18\x07 \x01(\x0b\x32 .lockstep.executor.v1.GraphSizes\x12H\n\tagreement\x18\x08 \x03(\x0b\x32\x35.lockstep.executor.v1.DescribeResponse.AgreementEntry\x12\x18\n\x10\x61greement_digest\x18\t \x01(\x0c\x12\r\n\x05\x65poch\x18\n \x01(\x04\x1a\x30\n\x0e\x41greementEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"}\n\x0b\x43oordinates\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x14\n\x0c\x61ttn_tp_rank\x18\x03 \x01(\r\x12\x14\n\x0c\x61ttn_tp_size\x18\x04 \x01(\r\x12\x0f\n\x07\x65p_rank\x18\x05 \x01(\r\x12\x0f\n\x07\x65p_size\x18\x06 \x01(\r\"\x8c\x01\n\tModelInfo\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\"[\n\x0bTokenBudget\x12\x1e\n\x16max_num_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\x16\n\x0emax_num_logits\x18\x03 \x01(\r\"C\n\nGraphSizes\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x03(\r\x12\x0e\n\x06\x65xtend\x18\x02 \x03(\r\x12\x15\n\rextend_runner\x18\x03 \x01(\t\"\x1f\n\x0ePrepareRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"(\n\x0fPrepareResponse\x12\x15\n\rstore_address\x18\x01 \x01(\t\"3\n\x0bJoinRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rstore_address\x18\x02 \x01(\t\"\x0e\n\x0cJoinResponse\"\x94\x01\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x36\n\tagreement\x18\x03 \x01(\x0b\x32#.lockstep.executor.v1.StepAgreement\x12-\n\x05ranks\x18\x04 \x03(\x0b\x32\x1e.lockstep.executor.v1.RankStep\"\xc8\x01\n\rStepAgreement\x12\x19\n\x11global_num_tokens\x18\x01 \x03(\r\x12%\n\x1dglobal_num_tokens_for_logprob\x18\x02 \x03(\r\x12\x12\n\nhas_extend\x18\x03 \x01(\x08\x12\x39\n\x0cpadding_mode\x18\x04 \x01(\x0e\x32#.lockstep.executor.v1.DpPaddingMode\x12\x17\n\ngraph_size\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_graph_size\"\xbf\x01\n\x08RankStep\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x37\n\x0c\x66orward_mode\x18\x02 \x01(\x0e\x32!.lockstep.executor.v1.ForwardMode\x12/\n\x06starts\x18\x03 \x01(\x0b\x32\x1f.lockstep.executor.v1.RowStarts\x12\x38\n\tsequences\x18\x04 \x01(\x0b\x32%.lockstep.executor.v1.SequenceColumns\"\xc7\x03\n\tRowStarts\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x13\n\x0btemperature\x18\x02 \x01(\x0c\x12\r\n\x05top_k\x18\x03 \x01(\x0c\x12\r\n\x05top_p\x18\x04 \x01(\x0c\x12\r\n\x05min_p\x18\x05 \x01(\x0c\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x0c\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x0c\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x0c\x12\x15\n\rscores_output\x18\n \x01(\x0c\x12\x18\n\x10num_top_logprobs\x18\x0b \x01(\x0c\x12\x18\n\x10suppressed_until\x18\x0c \x01(\x0c\x12\x1a\n\x12num_suppressed_ids\x18\r \x01(\x0c\x12\x16\n\x0esuppressed_ids\x18\x0e \x01(\x0c\x12\x12\n\nnum_biases\x18\x0f \x01(\x0c\x12\x10\n\x08\x62ias_ids\x18\x10 \x01(\x0c\x12\x0e\n\x06\x62iases\x18\x11 \x01(\x0c\x12\x16\n\x0enum_prompt_ids\x18\x12 \x01(\x0c\x12\x12\n\nprompt_ids\x18\x13 \x01(\x0c\x12\x16\n\x0enum_output_ids\x18\x14 \x01(\x0c\x12\x12\n\noutput_ids\x18\x15 \x01(\x0c\"\xcb\x01\n\x0fSequenceColumns\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x16\n\x0enum_new_blocks\x18\x05 \x01(\x0c\x12\x15\n\rnew_block_ids\x18\x06 \x01(\x0c\x12\x0f\n\x07samples\x18\x07 \x01(\x0c\x12\x12\n\nnum_scored\x18\x08 \x01(\x0c\x12\x12\n\nscored_ids\x18\t \x01(\x0c\"\x86\x01\n\x0cStepResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12/\n\x05ranks\x18\x03 \x03(\x0b\x32 .lockstep.executor.v1.RankResult\x12\x11\n\tqueued_ns\x18\x04 \x01(\x04\x12\x12\n\nforward_ns\x18\x05 \x01(\x04\"\x87\x01\n\nRankResult\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x17\n\x0fnum_next_tokens\x18\x02 \x01(\x0c\x12\x16\n\x0enext_token_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c*t\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ORWARD_MODE_IDLE\x10\x01\x12\x17\n\x13\x46ORWARD_MODE_DECODE\x10\x02\x12\x17\n\x13\x46ORWARD_MODE_EXTEND\x10\x03*j\n\rDpPaddingMode\x12\x1f\n\x1b\x44P_PADDING_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44P_PADDING_MODE_MAX_LEN\x10\x01\x12\x1b\n\x17\x44P_PADDING_MODE_SUM_LEN\x10\x02\x32\xe6\x02\n\x0f\x45xecutorService\x12Y\n\x08\x44\x65scribe\x12%.lockstep.executor.v1.DescribeRequest\x1a&.lockstep.executor.v1.DescribeResponse\x12V\n\x07Prepare\x12$.lockstep.executor.v1.PrepareRequest\x1a%.lockstep.executor.v1.PrepareResponse\x12M\n\x04Join\x12!.lockstep.executor.v1.JoinRequest\x1a\".lockstep.executor.v1.JoinResponse\x12Q\n\x04Step\x12!.lockstep.executor.v1.StepRequest\x1a\".lockstep.executor.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/executor/v1/executor.proto\x12\x14lockstep.executor.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xc7\x03\n\x10\x44\x65scribeResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63oordinates\x18\x02 \x01(\x0b\x32!.lockstep.executor.v1.Coordinates\x12.\n\x05model\x18\x03 \x01(\x0b\x32\x1f.lockstep.executor.v1.ModelInfo\x12\x15\n\rnum_kv_blocks\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x31\n\x06\x62udget\x18\x06 \x01(\x0b\x32!.lockstep.executor.v1.TokenBudget\x12\x35\n\x0bgraph_sizes\x18\x07 \x01(\x0b\x32 .lockstep.executor.v1.GraphSizes\x12H\n\tagreement\x18\x08 \x03(\x0b\x32\x35.lockstep.executor.v1.DescribeResponse.AgreementEntry\x12\x18\n\x10\x61greement_digest\x18\t \x01(\x0c\x12\r\n\x05\x65poch\x18\n \x01(\x04\x1a\x30\n\x0e\x41greementEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"}\n\x0b\x43oordinates\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_size\x18\x02 \x01(\r\x12\x14\n\x0c\x61ttn_tp_rank\x18\x03 \x01(\r\x12\x14\n\x0c\x61ttn_tp_size\x18\x04 \x01(\r\x12\x0f\n\x07\x65p_rank\x18\x05 \x01(\r\x12\x0f\n\x07\x65p_size\x18\x06 \x01(\r\"\x8c\x01\n\tModelInfo\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\"\x8c\x01\n\x0bTokenBudget\x12\x1e\n\x16max_num_batched_tokens\x18\x01 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x02 \x01(\r\x12\x16\n\x0emax_num_logits\x18\x03 \x01(\r\x12/\n\x05lines\x18\x04 \x03(\x0b\x32 .lockstep.executor.v1.BudgetLine\"H\n\nBudgetLine\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\r\n\x05\x62ound\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"C\n\nGraphSizes\x12\x0e\n\x06\x64\x65\x63ode\x18\x01 \x03(\r\x12\x0e\n\x06\x65xtend\x18\x02 \x03(\r\x12\x15\n\rextend_runner\x18\x03 \x01(\t\"\x1f\n\x0ePrepareRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"(\n\x0fPrepareResponse\x12\x15\n\rstore_address\x18\x01 \x01(\t\"3\n\x0bJoinRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\rstore_address\x18\x02 \x01(\t\"\x0e\n\x0cJoinResponse\"\x94\x01\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x36\n\tagreement\x18\x03 \x01(\x0b\x32#.lockstep.executor.v1.StepAgreement\x12-\n\x05ranks\x18\x04 \x03(\x0b\x32\x1e.lockstep.executor.v1.RankStep\"\xc8\x01\n\rStepAgreement\x12\x19\n\x11global_num_tokens\x18\x01 \x03(\r\x12%\n\x1dglobal_num_tokens_for_logprob\x18\x02 \x03(\r\x12\x12\n\nhas_extend\x18\x03 \x01(\x08\x12\x39\n\x0cpadding_mode\x18\x04 \x01(\x0e\x32#.lockstep.executor.v1.DpPaddingMode\x12\x17\n\ngraph_size\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_graph_size\"\xbf\x01\n\x08RankStep\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x37\n\x0c\x66orward_mode\x18\x02 \x01(\x0e\x32!.lockstep.executor.v1.ForwardMode\x12/\n\x06starts\x18\x03 \x01(\x0b\x32\x1f.lockstep.executor.v1.RowStarts\x12\x38\n\tsequences\x18\x04 \x01(\x0b\x32%.lockstep.executor.v1.SequenceColumns\"\xc7\x03\n\tRowStarts\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x13\n\x0btemperature\x18\x02 \x01(\x0c\x12\r\n\x05top_k\x18\x03 \x01(\x0c\x12\r\n\x05top_p\x18\x04 \x01(\x0c\x12\r\n\x05min_p\x18\x05 \x01(\x0c\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x0c\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x0c\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x0c\x12\x15\n\rscores_output\x18\n \x01(\x0c\x12\x18\n\x10num_top_logprobs\x18\x0b \x01(\x0c\x12\x18\n\x10suppressed_until\x18\x0c \x01(\x0c\x12\x1a\n\x12num_suppressed_ids\x18\r \x01(\x0c\x12\x16\n\x0esuppressed_ids\x18\x0e \x01(\x0c\x12\x12\n\nnum_biases\x18\x0f \x01(\x0c\x12\x10\n\x08\x62ias_ids\x18\x10 \x01(\x0c\x12\x0e\n\x06\x62iases\x18\x11 \x01(\x0c\x12\x16\n\x0enum_prompt_ids\x18\x12 \x01(\x0c\x12\x12\n\nprompt_ids\x18\x13 \x01(\x0c\x12\x16\n\x0enum_output_ids\x18\x14 \x01(\x0c\x12\x12\n\noutput_ids\x18\x15 \x01(\x0c\"\xcb\x01\n\x0fSequenceColumns\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x02 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x16\n\x0enum_new_blocks\x18\x05 \x01(\x0c\x12\x15\n\rnew_block_ids\x18\x06 \x01(\x0c\x12\x0f\n\x07samples\x18\x07 \x01(\x0c\x12\x12\n\nnum_scored\x18\x08 \x01(\x0c\x12\x12\n\nscored_ids\x18\t \x01(\x0c\"\x86\x01\n\x0cStepResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12/\n\x05ranks\x18\x03 \x03(\x0b\x32 .lockstep.executor.v1.RankResult\x12\x11\n\tqueued_ns\x18\x04 \x01(\x04\x12\x12\n\nforward_ns\x18\x05 \x01(\x04\"\x87\x01\n\nRankResult\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x17\n\x0fnum_next_tokens\x18\x02 \x01(\x0c\x12\x16\n\x0enext_token_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c*t\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ORWARD_MODE_IDLE\x10\x01\x12\x17\n\x13\x46ORWARD_MODE_DECODE\x10\x02\x12\x17\n\x13\x46ORWARD_MODE_EXTEND\x10\x03*j\n\rDpPaddingMode\x12\x1f\n\x1b\x44P_PADDING_MODE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44P_PADDING_MODE_MAX_LEN\x10\x01\x12\x1b\n\x17\x44P_PADDING_MODE_SUM_LEN\x10\x02\x32\xe6\x02\n\x0f\x45xecutorService\x12Y\n\x08\x44\x65scribe\x12%.lockstep.executor.v1.DescribeRequest\x1a&.lockstep.executor.v1.DescribeResponse\x12V\n\x07Prepare\x12$.lockstep.executor.v1.PrepareRequest\x1a%.lockstep.executor.v1.PrepareResponse\x12M\n\x04Join\x12!.lockstep.executor.v1.JoinRequest\x1a\".lockstep.executor.v1.JoinResponse\x12Q\n\x04Step\x12!.lockstep.executor.v1.StepRequest\x1a\".lockstep.executor.v1.StepResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIBERESPONSE_AGREEMENTENTRY']._loaded_options = None
   _globals['_DESCRIBERESPONSE_AGREEMENTENTRY']._serialized_options = b'8\001'
-  _globals['_FORWARDMODE']._serialized_start=2599
-  _globals['_FORWARDMODE']._serialized_end=2715
-  _globals['_DPPADDINGMODE']._serialized_start=2717
-  _globals['_DPPADDINGMODE']._serialized_end=2823
+  _globals['_FORWARDMODE']._serialized_start=2723
+  _globals['_FORWARDMODE']._serialized_end=2839
+  _globals['_DPPADDINGMODE']._serialized_start=2841
+  _globals['_DPPADDINGMODE']._serialized_end=2947
   _globals['_DESCRIBEREQUEST']._serialized_start=59
   _globals['_DESCRIBEREQUEST']._serialized_end=76
   _globals['_DESCRIBERESPONSE']._serialized_start=79
@@ -47,32 +47,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COORDINATES']._serialized_end=661
   _globals['_MODELINFO']._serialized_start=664
   _globals['_MODELINFO']._serialized_end=804
-  _globals['_TOKENBUDGET']._serialized_start=806
-  _globals['_TOKENBUDGET']._serialized_end=897
-  _globals['_GRAPHSIZES']._serialized_start=899
-  _globals['_GRAPHSIZES']._serialized_end=966
-  _globals['_PREPAREREQUEST']._serialized_start=968
-  _globals['_PREPAREREQUEST']._serialized_end=999
-  _globals['_PREPARERESPONSE']._serialized_start=1001
-  _globals['_PREPARERESPONSE']._serialized_end=1041
-  _globals['_JOINREQUEST']._serialized_start=1043
-  _globals['_JOINREQUEST']._serialized_end=1094
-  _globals['_JOINRESPONSE']._serialized_start=1096
-  _globals['_JOINRESPONSE']._serialized_end=1110
-  _globals['_STEPREQUEST']._serialized_start=1113
-  _globals['_STEPREQUEST']._serialized_end=1261
-  _globals['_STEPAGREEMENT']._serialized_start=1264
-  _globals['_STEPAGREEMENT']._serialized_end=1464
-  _globals['_RANKSTEP']._serialized_start=1467
-  _globals['_RANKSTEP']._serialized_end=1658
-  _globals['_ROWSTARTS']._serialized_start=1661
-  _globals['_ROWSTARTS']._serialized_end=2116
-  _globals['_SEQUENCECOLUMNS']._serialized_start=2119
-  _globals['_SEQUENCECOLUMNS']._serialized_end=2322
-  _globals['_STEPRESPONSE']._serialized_start=2325
-  _globals['_STEPRESPONSE']._serialized_end=2459
-  _globals['_RANKRESULT']._serialized_start=2462
-  _globals['_RANKRESULT']._serialized_end=2597
-  _globals['_EXECUTORSERVICE']._serialized_start=2826
-  _globals['_EXECUTORSERVICE']._serialized_end=3184
+  _globals['_TOKENBUDGET']._serialized_start=807
+  _globals['_TOKENBUDGET']._serialized_end=947
+  _globals['_BUDGETLINE']._serialized_start=949
+  _globals['_BUDGETLINE']._serialized_end=1021
+  _globals['_GRAPHSIZES']._serialized_start=1023
+  _globals['_GRAPHSIZES']._serialized_end=1090
+  _globals['_PREPAREREQUEST']._serialized_start=1092
+  _globals['_PREPAREREQUEST']._serialized_end=1123
+  _globals['_PREPARERESPONSE']._serialized_start=1125
+  _globals['_PREPARERESPONSE']._serialized_end=1165
+  _globals['_JOINREQUEST']._serialized_start=1167
+  _globals['_JOINREQUEST']._serialized_end=1218
+  _globals['_JOINRESPONSE']._serialized_start=1220
+  _globals['_JOINRESPONSE']._serialized_end=1234
+  _globals['_STEPREQUEST']._serialized_start=1237
+  _globals['_STEPREQUEST']._serialized_end=1385
+  _globals['_STEPAGREEMENT']._serialized_start=1388
+  _globals['_STEPAGREEMENT']._serialized_end=1588
+  _globals['_RANKSTEP']._serialized_start=1591
+  _globals['_RANKSTEP']._serialized_end=1782
+  _globals['_ROWSTARTS']._serialized_start=1785
+  _globals['_ROWSTARTS']._serialized_end=2240
+  _globals['_SEQUENCECOLUMNS']._serialized_start=2243
+  _globals['_SEQUENCECOLUMNS']._serialized_end=2446
+  _globals['_STEPRESPONSE']._serialized_start=2449
+  _globals['_STEPRESPONSE']._serialized_end=2583
+  _globals['_RANKRESULT']._serialized_start=2586
+  _globals['_RANKRESULT']._serialized_end=2721
+  _globals['_EXECUTORSERVICE']._serialized_start=2950
+  _globals['_EXECUTORSERVICE']._serialized_end=3308
 # @@protoc_insertion_point(module_scope)

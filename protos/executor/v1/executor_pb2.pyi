@@ -303,26 +303,66 @@ class TokenBudget(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_LOGITS_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     max_num_batched_tokens: _builtins.int
     """Tokens, before padding."""
     max_num_seqs: _builtins.int
     """Sequences."""
     max_num_logits: _builtins.int
     """Rows of logits: sampled tokens and scored prompt tokens together."""
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___BudgetLine]:
+        """What this executor has sized by them. For display."""
+
     def __init__(
         self,
         *,
         max_num_batched_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_logits: _builtins.int = ...,
+        lines: _abc.Iterable[Global___BudgetLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_num_batched_tokens", b"max_num_batched_tokens", "max_num_logits", b"max_num_logits", "max_num_seqs", b"max_num_seqs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_logits", b"max_num_logits", "max_num_seqs", b"max_num_seqs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenBudget: _TypeAlias = TokenBudget  # noqa: Y015
+
+@_typing.final
+class BudgetLine(_message.Message):
+    """One size that follows from the budget: padding, graphs and parallel sizes included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """What is sized, such as "hidden states of a DP rank"."""
+    bound: _builtins.str
+    """The setting or size that it follows from, such as "max_num_batched_tokens"."""
+    tokens: _builtins.int
+    """Rows at most, one per token."""
+    bytes: _builtins.int
+    """What they take."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        bound: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "bytes", b"bytes", "tokens", b"tokens", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BudgetLine: _TypeAlias = BudgetLine  # noqa: Y015
 
 @_typing.final
 class GraphSizes(_message.Message):
@@ -487,7 +527,9 @@ Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
 class StepAgreement(_message.Message):
-    """What every DP rank must do alike, or the collectives inside MoE layers hang."""
+    """What every DP rank must do alike, or the collectives inside MoE layers hang. Members of a group
+    compare it, with the epoch and step_id, before any of them acts on it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -82,7 +82,10 @@ class ExecutorServiceStub:
     Step: _grpc.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
     be sent before earlier ones are answered. One stream is open at a time; the executor ends
-    it at the first step that it cannot run, before it has changed anything for that step.
+    it at the first step that it cannot run. If it is the only one of its group and refuses the
+    step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
+    the step and would wait, it leaves the group after any failed step of the group's epoch, and
+    their step fails at once: Join again.
 
     Errors:
       FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -91,7 +94,10 @@ class ExecutorServiceStub:
       FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
       INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                               range, or a count is over the budget.
-      INTERNAL             STEP_FAILED        the forward pass failed; Join again.
+      INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
+                                              about the step; says who was told what.
+      INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
+                                              group; Join again.
     """
 
 @_typing.type_check_only
@@ -125,7 +131,10 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     Step: _aio.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]  # type: ignore[assignment]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
     be sent before earlier ones are answered. One stream is open at a time; the executor ends
-    it at the first step that it cannot run, before it has changed anything for that step.
+    it at the first step that it cannot run. If it is the only one of its group and refuses the
+    step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
+    the step and would wait, it leaves the group after any failed step of the group's epoch, and
+    their step fails at once: Join again.
 
     Errors:
       FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -134,7 +143,10 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
       INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                               range, or a count is over the budget.
-      INTERNAL             STEP_FAILED        the forward pass failed; Join again.
+      INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
+                                              about the step; says who was told what.
+      INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
+                                              group; Join again.
     """
 
 class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -189,7 +201,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.StepResponse], _abc.AsyncIterator[_executor_pb2.StepResponse]]:
         """Runs steps in the order sent and answers each exactly once, in that order. Requests may
         be sent before earlier ones are answered. One stream is open at a time; the executor ends
-        it at the first step that it cannot run, before it has changed anything for that step.
+        it at the first step that it cannot run. If it is the only one of its group and refuses the
+        step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
+        the step and would wait, it leaves the group after any failed step of the group's epoch, and
+        their step fails at once: Join again.
 
         Errors:
           FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -198,7 +213,10 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
           INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                                   range, or a count is over the budget.
-          INTERNAL             STEP_FAILED        the forward pass failed; Join again.
+          INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
+                                                  about the step; says who was told what.
+          INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
+                                                  group; Join again.
         """
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
