@@ -1,12 +1,16 @@
-# `make help` lists the targets; ARGS="..." passes flags on to what they run. The virtual
-# environment is made on first use, in .venv, and brought up to date when pyproject.toml or
-# constraints.txt changed.
+# `make help` lists the targets; ARGS="..." passes flags on to what they run, and DP, TP, EP and
+# A2A say what demo and serve start. The virtual environment is made on first use, in .venv, and
+# brought up to date when pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOS := $(wildcard protos/*/v1/*.proto)
+
+# make demo DP=2 TP=2 EP=1 A2A=torch
+TOPOLOGY = $(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
+	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A))
 
 # What is installed: to run Lockstep, and besides to work on it.
 RUN := $(VENV)/.installed-run
@@ -17,8 +21,9 @@ DEV := $(VENV)/.installed-dev
 .PHONY: help demo serve test check bench gpu protos venv clean
 
 help:
-	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers"
-	@echo "make serve   start them and leave them running until Ctrl-C"
+	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
+	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (README.md)"
+	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A likewise"
 	@echo "make test    every check and test"
 	@echo "make check   ruff, mypy and buf alone"
 	@echo "make bench   benchmarks on this machine"
@@ -28,10 +33,10 @@ help:
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(RUN)
-	@$(BIN)/python -m deploy.demo $(ARGS)
+	@$(BIN)/python -m deploy.demo $(TOPOLOGY) $(ARGS)
 
 serve: $(RUN)
-	@$(BIN)/python -m deploy.serve $(ARGS)
+	@$(BIN)/python -m deploy.serve $(TOPOLOGY) $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,8 +1,9 @@
 """``python -m deploy.demo``: a whole Lockstep on this machine, asked what can be checked.
 
-Starts two executors and a router with the model in deploy/demo_model, sends sums, reversals and
-sortings in all the ways there are, and compares every answer with the right one. Exits with 1 if
-one is wrong or if a process is left running.
+Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
+sortings in all the ways there are, and compares every answer with the right one. With --compare
+one executor alone answers first, and every token must be the same. Exits with 1 if one is wrong or
+if a process is left running.
 """
 
 import argparse
@@ -16,19 +17,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from deploy import flags
 from deploy.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
 from deploy.launch import DEMO_MODEL, LocalStack, num_cores
 from deploy.processes import ProcessEnded
 from router.client import CallFailed, Client, Finish, Many, Options, Prompt
 from router.status import GroupStatus
 
-NUM_RANKS = 2
 NUM_SHOWN = 6  # requests that the terminal shows token by token
 NUM_CONTEXTS = 12  # each opens many prompts, so that its KV blocks are used again
 CONTEXT_LENS = (200, 300)
 MAX_ANSWER_TOKENS = 16
 OPTIONS: Options = {"max_tokens": MAX_ANSWER_TOKENS, "stop_token_ids": (STOP_ID,)}
-KV_CACHE_BYTES = 128 << 20  # per rank; the default is more than the demo needs
+EXECUTOR_ARGS = ("--kv-cache-bytes", str(128 << 20))  # the default is more than the demo needs
 
 NAMES = {
     Kind.ADD: "sums that it was not trained on",
@@ -102,8 +103,12 @@ class Answer:
     """What came of a request."""
 
     request: DemoRequest
-    text: str
+    token_ids: list[int]
     finish: Finish
+
+    @property
+    def text(self) -> str:
+        return text_of(self.token_ids)
 
     @property
     def is_right(self) -> bool:
@@ -113,19 +118,21 @@ class Answer:
 async def ask(client: Client | Many, request: DemoRequest) -> Answer:
     """Sends a request and waits for the whole answer."""
     completion = await client.complete(request.prompt, **OPTIONS)
-    return Answer(request, text_of(completion.token_ids), completion.finish)
+    return Answer(request, completion.token_ids, completion.finish)
 
 
 async def show(client: Client, request: DemoRequest) -> Answer:
     """Sends a request as text and prints each token when it comes."""
     print(f"  {request.problem.prompt.strip()}", end="", flush=True)
-    text, finish = "", None
+    ids: list[int] = []
+    finish = None
     async for delta in client.generate(request.text, **OPTIONS):
         print(delta.text.strip(), end="", flush=True)
-        text, finish = text + delta.text, delta.finish
+        ids += delta.token_ids
+        finish = delta.finish
     assert finish is not None, "the last delta says how it ended"
     print(f"   (behind {len(request.context)} tokens of others)" if request.context else "")
-    return Answer(request, text, finish)
+    return Answer(request, ids, finish)
 
 
 async def ask_all(client: Client, requests: Sequence[DemoRequest]) -> list[Answer]:
@@ -138,6 +145,30 @@ async def ask_all(client: Client, requests: Sequence[DemoRequest]) -> list[Answe
         shown = [await show(client, request) for request in requests[:NUM_SHOWN]]
         print(f"  ... and {len(asked)} more at the same time", flush=True)
     return shown + [task.result() for task in asked]
+
+
+async def ask_one_executor(requests: Sequence[DemoRequest], dtype: str) -> list[list[int]]:
+    """Returns the tokens that a single executor answers with."""
+    args = (*EXECUTOR_ARGS, "--dtype", dtype)
+    async with (
+        LocalStack(DEMO_MODEL, dp_size=1, executor_args=args) as stack,
+        stack.client() as client,
+        client.many() as many,
+    ):
+        answers = await asyncio.gather(*(ask(many, request) for request in requests))
+    return [answer.token_ids for answer in answers]
+
+
+def print_differences(answers: Sequence[Answer], alone: Sequence[list[int]]) -> bool:
+    """Prints which answers are other than a single executor's. Returns whether none is."""
+    pairs = list(zip(answers, alone, strict=True))
+    num_equal = sum(answer.token_ids == ids for answer, ids in pairs)
+    print(f"  {num_equal} of {len(pairs)} token for token as a single executor answers them")
+    for answer, ids in pairs:
+        if answer.token_ids != ids:
+            prompt = answer.request.problem.prompt.strip()
+            print(f"  DIFFERENT: {prompt} was answered {answer.token_ids}, by one alone {ids}")
+    return num_equal == len(pairs)
 
 
 def print_score(answers: Sequence[Answer], elapsed_s: float) -> None:
@@ -198,12 +229,18 @@ async def idle_group(client: Client) -> GroupStatus:
 async def run(args: argparse.Namespace) -> bool:
     """Runs the demo. Returns whether every answer was right and every process ended."""
     requests = draw_requests(args.seed, args.requests)
-    print(f"Starting {NUM_RANKS} executors and a router ... ", end="", flush=True)
+    alone = None
+    if args.compare:
+        args.dtype = args.dtype or "float32"
+        print(f"Asking a single executor, in {args.dtype}, for the tokens", flush=True)
+        alone = await ask_one_executor(requests, args.dtype)
+    print(f"Starting {flags.describe(args)} and a router ... ", end="", flush=True)
     start_time = time.perf_counter()
     stack = LocalStack(
         DEMO_MODEL,
-        dp_size=NUM_RANKS,
-        executor_args=("--kv-cache-bytes", str(KV_CACHE_BYTES)),
+        dp_size=args.dp_size,
+        attn_tp_size=args.attn_tp_size,
+        executor_args=(*EXECUTOR_ARGS, *flags.executor_args(args)),
         log_dir=args.log_dir,
     )
     async with stack:
@@ -212,6 +249,7 @@ async def run(args: argparse.Namespace) -> bool:
             start_time = time.perf_counter()
             answers = await ask_all(client, requests)
             print_score(answers, time.perf_counter() - start_time)
+            is_same = alone is None or print_differences(answers, alone)
             group = await idle_group(client)
             print_ranks(group, answers)
             print_graphs(group)
@@ -221,7 +259,7 @@ async def run(args: argparse.Namespace) -> bool:
         print(f"LEFT RUNNING: {', '.join(stack.left_running)}")
     else:
         print("All processes have ended.")
-    return num_right == len(answers) and not stack.left_running
+    return num_right == len(answers) and is_same and not stack.left_running
 
 
 async def run_until_told(args: argparse.Namespace) -> bool:
@@ -249,6 +287,12 @@ def main() -> int:
     parser.add_argument(
         "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="compare each token with what one executor alone answers, in float32 unless said",
+    )
+    flags.add_flags(parser)
     args = parser.parse_args()
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: need at least 1")

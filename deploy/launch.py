@@ -30,14 +30,16 @@ STOP_TIMEOUT_S = 10.0  # for each process, before it is killed
 
 
 class LocalStack:
-    """A router and `dp_size` executors on loopback, running within `async with`.
+    """A router and `dp_size * attn_tp_size` executors on loopback, running within `async with`.
 
     Args:
         model: Folder of a Hugging Face checkpoint. Its tokenizer.json, if there is one, is the
             router's.
-        dp_size: Number of executors.
+        dp_size: DP ranks.
+        attn_tp_size: Executors of each.
         executor_args: Flags for every executor.
-        rank_args: Further flags for the executor of one DP rank.
+        rank_args: Further flags for one executor, by world rank: dp_rank * attn_tp_size +
+            attn_tp_rank.
         router_args: Flags for the router.
         listen: host:port of the router; port 0 takes a free one.
         log_dir: Where each process's log goes; None is a folder that goes with the stack.
@@ -47,7 +49,7 @@ class LocalStack:
     Attributes:
         address: Where the router listens.
         router: Its process.
-        executors: Their processes, by DP rank.
+        executors: Their processes, by world rank.
     """
 
     address: str
@@ -58,6 +60,7 @@ class LocalStack:
         model: Path = DEMO_MODEL,
         *,
         dp_size: int = 2,
+        attn_tp_size: int = 1,
         executor_args: Sequence[str] = (),
         rank_args: Mapping[int, Sequence[str]] | None = None,
         router_args: Sequence[str] = (),
@@ -68,6 +71,7 @@ class LocalStack:
     ) -> None:
         self._model = model.resolve()
         self._dp_size = dp_size
+        self._attn_tp_size = attn_tp_size
         self._executor_args = executor_args
         self._rank_args = rank_args or {}
         self._router_args = router_args
@@ -100,15 +104,21 @@ class LocalStack:
         """Returns a client of the router, to be opened by `async with`."""
         return Client(self.address)
 
-    async def kill_executor(self, dp_rank: int) -> None:
-        """Ends an executor without warning; returns when it is gone."""
-        await self.executors[dp_rank].kill()
+    @property
+    def num_executors(self) -> int:
+        return self._dp_size * self._attn_tp_size
 
-    async def restart_executor(self, dp_rank: int) -> None:
+    async def kill_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
+        """Ends an executor without warning; returns when it is gone."""
+        await self.executors[dp_rank * self._attn_tp_size + attn_tp_rank].kill()
+
+    async def restart_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
         """Kills an executor and starts it again at the same address; returns when it listens."""
-        await self.kill_executor(dp_rank)
-        self.executors[dp_rank] = self._start_executor(dp_rank, self.executor_addresses[dp_rank])
-        await self.executors[dp_rank].event("listening")
+        await self.kill_executor(dp_rank, attn_tp_rank)
+        world_rank = dp_rank * self._attn_tp_size + attn_tp_rank
+        executor = self._start_executor(world_rank, self.executor_addresses[world_rank])
+        self.executors[world_rank] = executor
+        await executor.event("listening")
 
     async def wait_until_ready(self) -> None:
         """Returns when the router takes requests.
@@ -164,8 +174,8 @@ class LocalStack:
             folder = tempfile.TemporaryDirectory(prefix="lockstep-")
             self._log_dir = Path(self._cleanup.enter_context(folder))
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        for dp_rank in range(self._dp_size):
-            self.executors.append(self._start_executor(dp_rank, "127.0.0.1:0"))
+        for world_rank in range(self.num_executors):
+            self.executors.append(self._start_executor(world_rank, "127.0.0.1:0"))
         for executor in self.executors:
             self.executor_addresses.append((await executor.event("listening"))["address"])
         self.router = self._start_router()
@@ -173,14 +183,19 @@ class LocalStack:
         if self._waits_for_ready:
             await self.wait_until_ready()
 
-    def _start_executor(self, dp_rank: int, listen: str) -> Process:
+    def _start_executor(self, world_rank: int, listen: str) -> Process:
+        dp_rank, attn_tp_rank = divmod(world_rank, self._attn_tp_size)
+        name = f"executor-{dp_rank}"
         args = [
             *("-m", "executor", "--model", str(self._model), "--listen", listen),
             *("--dp-rank", str(dp_rank), "--dp-size", str(self._dp_size)),
-            *self._executor_args,
-            *self._rank_args.get(dp_rank, ()),
         ]
-        return self._start_process(f"executor-{dp_rank}", args)
+        if self._attn_tp_size > 1:
+            name += f".{attn_tp_rank}"
+            args += ["--attn-tp-rank", str(attn_tp_rank)]
+            args += ["--attn-tp-size", str(self._attn_tp_size)]
+        args += [*self._executor_args, *self._rank_args.get(world_rank, ())]
+        return self._start_process(name, args)
 
     def _start_router(self) -> Process:
         args = [
@@ -193,7 +208,7 @@ class LocalStack:
 
     def _start_process(self, name: str, args: Sequence[str]) -> Process:
         log_path = self.log_dir / f"{name}.log"
-        process = Process(name, args, log_path=log_path, env=_thread_settings(self._dp_size))
+        process = Process(name, args, log_path=log_path, env=_thread_settings(self.num_executors))
         self._started.append(process)
         return process
 
@@ -236,10 +251,10 @@ class LocalStack:
                 )
 
 
-def _thread_settings(num_ranks: int) -> dict[str, str]:
+def _thread_settings(num_executors: int) -> dict[str, str]:
     """Shares the cores out. OpenMP threads that spin while they wait would starve the others."""
     settings = {
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_executors)),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     return {name: os.environ.get(name, value) for name, value in settings.items()}

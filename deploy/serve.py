@@ -6,11 +6,12 @@ import signal
 import sys
 from pathlib import Path
 
+from deploy import flags
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.processes import ProcessEnded
 
 HOW_TO_CALL = """\
-Lockstep serves {model} at {address} on {dp_size} executors. Logs: {log_dir}
+Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}
 
 With grpcurl:
 
@@ -42,14 +43,21 @@ async def serve(args: argparse.Namespace) -> None:
     # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    print(f"Starting {args.dp_size} executors and a router ...", flush=True)
-    stack = LocalStack(args.model, dp_size=args.dp_size, listen=args.listen, log_dir=args.log_dir)
+    print(f"Starting {flags.describe(args)} and a router ...", flush=True)
+    stack = LocalStack(
+        args.model,
+        dp_size=args.dp_size,
+        attn_tp_size=args.attn_tp_size,
+        executor_args=flags.executor_args(args),
+        listen=args.listen,
+        log_dir=args.log_dir,
+    )
     async with stack:
         print(
             HOW_TO_CALL.format(
                 model=args.model.resolve().name,
                 address=stack.address,
-                dp_size=args.dp_size,
+                executors=flags.describe(args),
                 log_dir=stack.log_dir,
             ),
             flush=True,
@@ -63,13 +71,13 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, default=DEMO_MODEL, help="a Hugging Face checkpoint [default: demo]"
     )
-    parser.add_argument("--dp-size", type=int, default=2, help="executors [default: 2]")
     parser.add_argument(
         "--listen", default="127.0.0.1:50051", help="router's host:port [default: 127.0.0.1:50051]"
     )
     parser.add_argument(
         "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
     )
+    flags.add_flags(parser)
     args = parser.parse_args()
     try:
         asyncio.run(serve(args))

@@ -17,8 +17,9 @@ import click
 import structlog
 
 from executor.config import (
-    DEVICES,
     DTYPES,
+    MOE_A2A,
+    MOE_A2A_EXTEND,
     MOE_RUNNERS,
     ON_OFF,
     PREFILL_GRAPHS,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger(__name__)
 
 BAD_CONFIGURATION = 2
+ENVIRONMENT = "LOCKSTEP_EXECUTOR"
 
 
 async def serve(config: ExecutorConfig) -> int:
@@ -44,7 +46,7 @@ async def serve(config: ExecutorConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     host = config.peer_host or "127.0.0.1"
     servicer = ExecutorServicer(
-        is_first=config.dp_rank == 0,
+        is_first=config.topology.world_rank == 0,
         store_host=host,
         open_store=lambda: open_store(host, timeout_s=config.peer_timeout_s),
     )
@@ -88,13 +90,23 @@ async def _stop(servicer: "ExecutorServicer", server: Any, timeout_s: float) -> 
     await server.stop(grace=1.0)
 
 
-def _option(field: str, help_text: str, type_: Any = str) -> Callable[[Any], Any]:
-    """Declares the flag of a field of ExecutorConfig, with the field's default."""
+def _option(
+    field: str, help_text: str, type_: Any = str, *, variable: str | None = None
+) -> Callable[[Any], Any]:
+    """Declares the flag of a field of ExecutorConfig, with the field's default.
+
+    Args:
+        field: Names the flag and, behind LOCKSTEP_EXECUTOR_, its environment variable.
+        help_text: What it sets.
+        type_: What its text is read as.
+        variable: Another environment variable that sets it, where the first does not.
+    """
     default = ExecutorConfig.__dataclass_fields__[field].default
     return click.option(
         "--" + field.replace("_", "-"),
         help=help_text,
         type=type_,
+        envvar=variable and [f"{ENVIRONMENT}_{field.upper()}", variable],
         required=default is MISSING,
         default=None if default is MISSING else default,
         show_default=default is not None,
@@ -107,17 +119,34 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split(","))
 
 
-@click.command(context_settings={"auto_envvar_prefix": "LOCKSTEP_EXECUTOR"})
+@click.command(context_settings={"auto_envvar_prefix": ENVIRONMENT})
 @_option("model", "Folder of a Hugging Face checkpoint.", Path)
 @_option("listen", "host:port to listen on; port 0 takes a free one.")
 @_option("advertised_host", "Host at which the group's other executors reach this one.")
 @_option("dp_rank", "This executor's data-parallel rank.", int)
 @_option("dp_size", "Data-parallel ranks of the group.", int)
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    show_envvar=True,
+    help="Of this executor's node; --dp-rank then counts within the node.",
+)
+@click.option(
+    "--dp-ranks-per-node",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    show_envvar=True,
+    help="What each node before this one adds to --dp-rank.",
+)
 @_option("attn_tp_rank", "This executor among those of its DP rank, from 0.", int)
-@_option("attn_tp_size", "Executors per DP rank; 1 today.", int)
-@_option("ep_size", "Executors that share the experts.  [default: all]", int)
+@_option("attn_tp_size", "Executors per DP rank.", int)
+@_option("ep_size", "Parts that the experts fall into.  [default: one per executor]", int)
+@_option("moe_dense_tp_size", "1: dense MLPs whole everywhere.  [default: split over all]", int)
 @_option("dtype", "Type of weights and KV.", click.Choice(DTYPES))
-@_option("device", "Where to run.", click.Choice(DEVICES))
+@_option("device", "Where to run: auto, cpu, cuda or cuda:N.")
 @_option("block_size", "Tokens per KV block.", int)
 @_option("max_num_seqs", "Sequences in one step.", int)
 @_option("max_num_batched_tokens", "Tokens in one step.", int)
@@ -129,18 +158,27 @@ def _sizes(text: str) -> tuple[int, ...]:
 @_option("decode_graph_sizes", "Sequences to capture, such as 1,2,4,8.", _sizes)
 @_option("prefill_graphs", "Replay graphs in prefill steps.", click.Choice(PREFILL_GRAPHS))
 @_option("prefill_graph_sizes", "Tokens to capture, such as 64,256,1024.", _sizes)
+@_option("moe_a2a", "How tokens reach experts in decode steps.", click.Choice(MOE_A2A))
+@_option("moe_a2a_extend", "The same in the other steps.", click.Choice(MOE_A2A_EXTEND))
+@_option(
+    "max_dispatch_tokens_per_rank",
+    "Tokens that an EP rank sends at most.  [default: what a step may bring, at least 4096]",
+    int,
+    variable="LOCKSTEP_MAX_DISPATCH_TOKENS_PER_RANK",
+)
 @_option("moe_runner", "What runs the experts on CUDA.", click.Choice(MOE_RUNNERS))
 @_option("flashinfer_pdl", "Let kernels start early on CUDA.", click.Choice(ON_OFF))
 @_option("num_threads", "Threads of one CPU operator.", int)
 @_option("peer_timeout_s", "Longest wait for another executor.", float)
 @_option("stop_timeout_s", "Longest wait for the step in flight.", float)
 @click.option("--log-level", default="info", show_default=True, show_envvar=True)
-def main(log_level: str, **settings: Any) -> None:
+def main(log_level: str, node_rank: int, dp_ranks_per_node: int, **settings: Any) -> None:
     """Runs one executor of a Lockstep group: one model on one accelerator, driven by a router."""
     configure_logging(log_level)
     # A waiting OpenMP thread that spins starves the other processes of a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        settings["dp_rank"] += _first_dp_rank(node_rank, dp_ranks_per_node, settings["dp_rank"])
         config = ExecutorConfig(**settings)
     except ValueError as error:
         log.error("cannot_start", problem=str(error))
@@ -157,6 +195,24 @@ def main(log_level: str, **settings: Any) -> None:
     sys.stderr.flush()
     # Not sys.exit, which would wait for a compute thread that loads or waits for lost peers.
     os._exit(exit_code)
+
+
+def _first_dp_rank(node_rank: int, dp_ranks_per_node: int, rank_in_node: int) -> int:
+    """Returns the first DP rank of a node.
+
+    A manifest can give each pod its number and each container its own, but cannot calculate.
+
+    Raises:
+        ValueError: The node has fewer ranks than that.
+    """
+    if node_rank and not dp_ranks_per_node:
+        raise ValueError(f"node_rank={node_rank}: need dp_ranks_per_node, which is not set")
+    if dp_ranks_per_node and rank_in_node >= dp_ranks_per_node:
+        raise ValueError(
+            f"dp_rank={rank_in_node} with dp_ranks_per_node={dp_ranks_per_node}: dp_rank counts "
+            f"within the node, from 0 to {dp_ranks_per_node - 1}"
+        )
+    return node_rank * dp_ranks_per_node
 
 
 def _plain(value: Any) -> Any:

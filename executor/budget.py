@@ -1,34 +1,446 @@
-"""The most that one step may carry. Every buffer is sized from this, once, at start."""
+"""The most that a step may carry, and every size that follows from it: one object, made at start.
 
+    limits of a step ─┐            / attn_tp_size                * executors
+    graph sizes ──────┴▶ rows of a DP rank ─▶ rows of an executor ─▶ gathered rows ─▶ experts
+    speculative width      (padding included)          └─▶ all-to-all: tokens per EP rank, bytes
+
+Nothing is sized by a batch that happens to come first: a small one would pass, and the first large
+one after it would not fit.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+A2A_DEFAULT_TOKENS = 4096  # per EP rank, unless a step can bring more
+A2A_MAX_EP_SIZE = 64
+A2A_TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # the kernels that FlashInfer compiles
+FLOAT32_BYTES = 4
+
+_A2A_ALIGNMENT = 128  # bytes
+_A2A_AUX_TOP_K = 22  # what its bookkeeping is sized for, whatever top_k is
+_ROUTING_BYTES = 8  # per expert of a token: its id, int32, and its weight, float32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenBudget:
-    """Upper bounds of one step on one DP rank, before padding.
+    """The most that one step may carry, and what is sized by it. The same on all executors.
 
-    The router plans within it; the executor refuses a step that exceeds it.
+    The router plans within the first three; the executor refuses a step that exceeds them.
 
     Attributes:
-        max_num_batched_tokens: Tokens.
-        max_num_seqs: Sequences.
-        max_num_logits: Rows of logits: sampled tokens and scored prompt tokens together.
+        max_num_batched_tokens: Tokens of a DP rank in a step, before padding.
+        max_num_seqs: Its sequences.
+        max_num_logits: Its rows of logits: sampled tokens and scored prompt tokens together.
+        num_tokens_per_bs: Tokens that a sequence runs where no rank extends: ``num_draft_tokens``
+            with speculation, else 1.
+        decode_graph_size: Sequences of the largest decode graph, 0 without. Alignment may have
+            brought it above ``max_num_seqs``.
+        extend_graph_size: Tokens of the largest prefill graph, 0 without.
+        dp_size: DP ranks.
+        attn_tp_size: Executors of each DP rank.
+        ep_size: Parts that the experts fall into.
+        hidden_size: Width of hidden states.
+        itemsize: Bytes of an element of them.
+        top_k: Experts per token.
+        vocab_size: Width of logits.
+        moe_a2a: How tokens reach their experts where no rank extends: ``none`` (an all-gather),
+            ``torch`` or ``flashinfer``.
+        quantized_dispatch: ``nvfp4`` or ``mxfp8`` if the all-to-all may send hidden states so.
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in an all-to-all; None
+            derives it.
+
+    Raises:
+        ValueError: The sizes do not fit one another. Says which to set, and to what.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_num_logits: int
+    num_tokens_per_bs: int = 1
+    decode_graph_size: int = 0
+    extend_graph_size: int = 0
+    dp_size: int = 1
+    attn_tp_size: int = 1
+    ep_size: int = 1
+    hidden_size: int = 1
+    itemsize: int = FLOAT32_BYTES
+    top_k: int = 0
+    vocab_size: int = 1
+    moe_a2a: str = "none"
+    quantized_dispatch: str | None = None
+    max_dispatch_tokens_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs={self.max_num_seqs}: need at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_logits)
+        sizes = (
+            "num_tokens_per_bs",
+            "dp_size",
+            "attn_tp_size",
+            "ep_size",
+            "hidden_size",
+            "itemsize",
+        )
+        _check_least(1, vocab_size=self.vocab_size, **{size: getattr(self, size) for size in sizes})
+        graph_sizes = ("decode_graph_size", "extend_graph_size")
+        _check_least(0, top_k=self.top_k, **{size: getattr(self, size) for size in graph_sizes})
+        if self.moe_a2a == "none":
+            return
+        if self.ep_size != self.world_size:
             raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below "
-                f"max_num_seqs={self.max_num_seqs}: a full decode step would not fit"
+                f"moe_a2a={self.moe_a2a} with ep_size={self.ep_size}: every executor of an "
+                f"all-to-all is an EP rank, so set ep_size={self.world_size} or moe_a2a=none"
             )
-        if self.max_num_logits < self.max_num_seqs:
+        if self.moe_a2a == "flashinfer":
+            check_flashinfer_a2a(self.ep_size, self.top_k)
+        validate_a2a_token_budget(
+            max_dispatch_tokens_per_rank=self.a2a_max_num_tokens,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            attn_tp_size=self.attn_tp_size,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Executors of the group."""
+        return self.dp_size * self.attn_tp_size
+
+    # Rows of hidden states and logits
+
+    @cached_property
+    def max_step_tokens(self) -> int:
+        """Real tokens of a DP rank in any step."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs * self.num_tokens_per_bs)
+
+    @cached_property
+    def decode_graph_tokens(self) -> int:
+        """Rows of the largest decode graph, 0 without."""
+        return self.decode_graph_size * self.num_tokens_per_bs
+
+    @cached_property
+    def max_tokens_per_rank(self) -> int:
+        """Rows of a DP rank in any step, padding included: a multiple of ``attn_tp_size``."""
+        return _round_up(max(self.row_bounds.values()), self.attn_tp_size)
+
+    @cached_property
+    def max_shard_tokens_per_rank(self) -> int:
+        """Rows of an executor between attention calls in any step, padding included."""
+        return self.max_tokens_per_rank // self.attn_tp_size
+
+    @cached_property
+    def max_gathered_tokens(self) -> int:
+        """Rows of all executors together in any step, padding included."""
+        return self.world_size * self.max_shard_tokens_per_rank
+
+    @cached_property
+    def max_logits_rows(self) -> int:
+        """Rows of logits of a DP rank in any step: a decode graph computes its padding's too."""
+        return max(self.max_num_logits, self.decode_graph_tokens)
+
+    # Experts
+
+    @cached_property
+    def gather_bytes_per_token(self) -> int:
+        """Bytes of a token in an all-gather, with its experts' ids and weights."""
+        return dispatch_bytes_per_token(self.hidden_size, self.top_k, itemsize=self.itemsize)
+
+    @cached_property
+    def a2a_max_num_tokens(self) -> int:
+        """Tokens that one EP rank can send in an all-to-all.
+
+        Never times ``ep_size``: the workspace already has a place per source for as many.
+        """
+        if self.max_dispatch_tokens_per_rank is not None:
+            return self.max_dispatch_tokens_per_rank
+        return max(self.max_tokens_per_rank, A2A_DEFAULT_TOKENS)
+
+    @cached_property
+    def a2a_dispatch_bytes_per_token(self) -> int:
+        """Bytes of a token on its way to its experts, with their ids and weights."""
+        return dispatch_bytes_per_token(
+            self.hidden_size, self.top_k, itemsize=self.itemsize, quantized=self.quantized_dispatch
+        )
+
+    @cached_property
+    def a2a_combine_bytes_per_token(self) -> int:
+        """Bytes of a token on its way back."""
+        return self.hidden_size * self.itemsize
+
+    @cached_property
+    def a2a_workspace_bytes(self) -> int:
+        """Memory of each EP rank for FlashInfer's all-to-all."""
+        return a2a_workspace_size_per_rank(
+            ep_size=self.ep_size,
+            max_num_tokens=self.a2a_max_num_tokens,
+            dispatch_payload_size_per_token=self.a2a_dispatch_bytes_per_token,
+            combine_payload_size_per_token=self.a2a_combine_bytes_per_token,
+        )
+
+    @cached_property
+    def cutedsl_all_gather_tokens(self) -> int:
+        """Rows that CuteDSL's wrapper must hold where experts get their rows by all-gather."""
+        return self.dp_size * cutedsl_moe_max_num_tokens(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            num_tokens_per_bs=self.num_tokens_per_bs,
+            decode_graph_size=self.decode_graph_size,
+            extend_graph_size=self.extend_graph_size,
+            alignment=self.attn_tp_size,
+        )
+
+    @cached_property
+    def cutedsl_all_to_all_tokens(self) -> int:
+        """Rows that CuteDSL's wrapper must hold where experts get theirs by all-to-all."""
+        return self.a2a_max_num_tokens * self.ep_size
+
+    @cached_property
+    def max_moe_rows(self) -> int:
+        """Rows that the experts of a layer see in one pass, whichever way they come.
+
+        By FlashInfer's all-to-all they are as many as its workspace has places, one for every token
+        that any rank could send; otherwise as many as all executors have together.
+        """
+        if self.moe_a2a == "flashinfer":
+            return max(self.max_gathered_tokens, self.cutedsl_all_to_all_tokens)
+        return self.max_gathered_tokens
+
+    @property
+    def row_bounds(self) -> dict[str, int]:
+        """What each setting alone would make of ``max_tokens_per_rank``, before alignment."""
+        return {
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs * num_tokens_per_bs": self.max_num_seqs * self.num_tokens_per_bs,
+            "largest decode graph * num_tokens_per_bs": self.decode_graph_tokens,
+            "largest prefill graph": self.extend_graph_size,
+        }
+
+
+def check_step_limits(max_num_batched_tokens: int, max_num_seqs: int, max_num_logits: int) -> None:
+    """Checks that a step in which every sequence decodes fits.
+
+    Raises:
+        ValueError: Names the setting that is too small.
+    """
+    _check_least(1, max_num_seqs=max_num_seqs)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is below "
+            f"max_num_seqs={max_num_seqs}: a full decode step would not fit"
+        )
+    if max_num_logits < max_num_seqs:
+        raise ValueError(
+            f"max_num_logits={max_num_logits} is below max_num_seqs="
+            f"{max_num_seqs}: a step in which every sequence samples would not fit"
+        )
+
+
+def dispatch_bytes_per_token(
+    hidden_size: int, top_k: int, *, itemsize: int, quantized: str | None = None
+) -> int:
+    """Returns the most bytes that a dispatched token takes: hidden state, expert ids and weights.
+
+    Args:
+        hidden_size: H.
+        top_k: K.
+        itemsize: Bytes of an element, 2 in bfloat16: 2H + 8K.
+        quantized: Format in which the hidden state may travel as well, so that the larger of both
+            counts: ``nvfp4`` takes H/2 and a scale byte per 16, ``mxfp8`` H and one per 32.
+
+    Raises:
+        ValueError: A size is too small, or the format is unknown or does not divide H.
+    """
+    _check_least(1, hidden_size=hidden_size, itemsize=itemsize)
+    _check_least(0, top_k=top_k)
+    hidden_bytes = [hidden_size * itemsize]
+    if quantized is not None:
+        formats = {"nvfp4": (16, hidden_size // 2), "mxfp8": (32, hidden_size)}
+        if quantized not in formats:
             raise ValueError(
-                f"max_num_logits={self.max_num_logits} is below max_num_seqs="
-                f"{self.max_num_seqs}: a step in which every sequence samples would not fit"
+                f"quantized_dispatch={quantized}: need one of {', '.join(formats)}, or none"
             )
+        per_scale, value_bytes = formats[quantized]
+        if hidden_size % per_scale:
+            raise ValueError(
+                f"quantized_dispatch={quantized} has a scale per {per_scale} values, which do not "
+                f"divide hidden_size={hidden_size}"
+            )
+        hidden_bytes.append(value_bytes + hidden_size // per_scale)
+    return max(hidden_bytes) + _ROUTING_BYTES * top_k
+
+
+def a2a_workspace_size_per_rank(
+    *,
+    ep_size: int,
+    max_num_tokens: int,
+    dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+    eplb_num_experts: int = 0,
+) -> int:
+    """Returns the bytes that FlashInfer's all-to-all takes of each EP rank's memory.
+
+    Args:
+        ep_size: EP ranks. The size has a place per source, so it grows with them by itself.
+        max_num_tokens: Tokens that **one** EP rank sends at most.
+        dispatch_payload_size_per_token: Bytes of a token on its way to its experts.
+        combine_payload_size_per_token: Bytes of a token on its way back.
+        eplb_num_experts: Experts whose load it gathers; 0 for none.
+
+    Raises:
+        ValueError: A size is too small.
+
+    Source: FlashInfer 0.7.2, moe_a2a_get_workspace_size_per_rank, with which
+    tests/executor/test_budget.py compares it where the library's module is there.
+    """
+    _check_least(
+        1,
+        ep_size=ep_size,
+        max_num_tokens=max_num_tokens,
+        dispatch_payload_size_per_token=dispatch_payload_size_per_token,
+        combine_payload_size_per_token=combine_payload_size_per_token,
+    )
+    _check_least(0, eplb_num_experts=eplb_num_experts)
+    aux_bytes = 0
+    for part in (
+        8 + 8 * ep_size,
+        4 * ep_size,
+        4 * ep_size,
+        max_num_tokens * _A2A_AUX_TOP_K * 4,
+        max_num_tokens * _A2A_AUX_TOP_K * 4,
+        ep_size * eplb_num_experts * 4,
+    ):
+        aux_bytes = _round_up(aux_bytes + part, _A2A_ALIGNMENT)
+    num_places = ep_size * max_num_tokens
+    return (
+        aux_bytes
+        + _round_up(num_places * dispatch_payload_size_per_token, _A2A_ALIGNMENT)
+        + _round_up(num_places * combine_payload_size_per_token, _A2A_ALIGNMENT)
+    )
+
+
+def check_flashinfer_a2a(ep_size: int, top_k: int) -> None:
+    """Checks that FlashInfer's all-to-all has a kernel for these sizes.
+
+    Raises:
+        ValueError: Names the nearest sizes that it has one for.
+    """
+    if ep_size > A2A_MAX_EP_SIZE:
+        raise ValueError(
+            f"moe_a2a=flashinfer takes at most {A2A_MAX_EP_SIZE} EP ranks, not ep_size={ep_size}: "
+            f"use {A2A_MAX_EP_SIZE} executors, or moe_a2a=none or torch"
+        )
+    if top_k not in A2A_TOP_KS:
+        raise ValueError(
+            f"moe_a2a=flashinfer has no kernel for num_experts_per_tok={top_k}, only for "
+            f"{_nearest(A2A_TOP_KS, top_k)} nearest to it: use moe_a2a=none or torch"
+        )
+
+
+def validate_a2a_token_budget(
+    *, max_dispatch_tokens_per_rank: int, max_tokens_per_rank: int, attn_tp_size: int
+) -> None:
+    """Checks that an EP rank can send all that a step may bring it.
+
+    Args:
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send.
+        max_tokens_per_rank: Rows of a DP rank in any step.
+        attn_tp_size: EP ranks that share them.
+
+    Raises:
+        ValueError: It cannot. Says to what to raise the setting.
+    """
+    _check_least(1, max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank)
+    needed = -(-max_tokens_per_rank // attn_tp_size)
+    if max_dispatch_tokens_per_rank < needed:
+        raise ValueError(
+            f"max_dispatch_tokens_per_rank={max_dispatch_tokens_per_rank}, but a step may bring "
+            f"{needed} tokens to an EP rank ({max_tokens_per_rank} per DP rank, attn_tp_size="
+            f"{attn_tp_size}): raise max_dispatch_tokens_per_rank to {needed}, or lower "
+            f"max_num_batched_tokens, max_num_seqs or the graph sizes"
+        )
+
+
+def cutedsl_moe_max_num_tokens(
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    num_tokens_per_bs: int = 1,
+    decode_graph_size: int = 0,
+    extend_graph_size: int = 0,
+    alignment: int = 1,
+) -> int:
+    """Returns the most rows that a DP rank brings to the experts in any step.
+
+    Args:
+        max_num_batched_tokens: Tokens of a step with prompts.
+        max_num_seqs: Sequences of a step.
+        num_tokens_per_bs: Tokens of each sequence where no rank extends.
+        decode_graph_size: Sequences of the largest decode graph, 0 without.
+        extend_graph_size: Tokens of the largest prefill graph, 0 without.
+        alignment: What the rows of a DP rank are a multiple of.
+
+    Raises:
+        ValueError: A size is too small.
+    """
+    _check_least(
+        1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        num_tokens_per_bs=num_tokens_per_bs,
+        alignment=alignment,
+    )
+    _check_least(0, decode_graph_size=decode_graph_size, extend_graph_size=extend_graph_size)
+    num_decoding = max(decode_graph_size, max_num_seqs) * num_tokens_per_bs
+    return _round_up(max(max_num_batched_tokens, extend_graph_size, num_decoding), alignment)
+
+
+def validate_cutedsl_a2a_token_budget(
+    *,
+    max_dispatch_tokens_per_rank: int,
+    max_tokens_per_rank: int,
+    dp_size: int,
+    attn_tp_size: int,
+    ep_size: int,
+) -> None:
+    """Checks that CuteDSL's wrapper, sized by the all-to-all, holds every step there can be.
+
+    Steps in which a rank extends reach the same wrapper by all-gather, from all DP ranks.
+
+    Args:
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send.
+        max_tokens_per_rank: From ``cutedsl_moe_max_num_tokens``.
+        dp_size: DP ranks.
+        attn_tp_size: Executors of each.
+        ep_size: EP ranks.
+
+    Raises:
+        ValueError: It does not. Says to what to raise the setting.
+    """
+    _check_least(1, dp_size=dp_size, attn_tp_size=attn_tp_size, ep_size=ep_size)
+    validate_a2a_token_budget(
+        max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
+        max_tokens_per_rank=max_tokens_per_rank,
+        attn_tp_size=attn_tp_size,
+    )
+    gathered, held = dp_size * max_tokens_per_rank, max_dispatch_tokens_per_rank * ep_size
+    if held < gathered:
+        raise ValueError(
+            f"max_dispatch_tokens_per_rank={max_dispatch_tokens_per_rank} makes a wrapper of {held} "
+            f"tokens at ep_size={ep_size}, but a step may gather {gathered} ({max_tokens_per_rank} "
+            f"per DP rank, dp_size={dp_size}): raise max_dispatch_tokens_per_rank to "
+            f"{-(-gathered // ep_size)}"
+        )
+
+
+def _check_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value}: need at least {least}")
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _nearest(sizes: Sequence[int], given: int) -> str:
+    below = [size for size in sizes if size < given][-1:]
+    above = [size for size in sizes if size > given][:1]
+    return " and ".join(str(size) for size in below + above)

@@ -4,14 +4,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.budget import TokenBudget
+from executor.budget import check_step_limits
 from executor.topology import Topology
 
 DTYPES = ("auto", "float32", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 ON_OFF = ("on", "off")
 PREFILL_GRAPHS = ("breakable", "piecewise", "off")
-MOE_RUNNERS = ("grouped", "cutlass")
+MOE_RUNNERS = ("grouped", "cutlass", "cutedsl")
+MOE_A2A = ("none", "torch", "flashinfer")
+MOE_A2A_EXTEND = ("all-gather", "all-to-all")
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -29,9 +31,13 @@ class ExecutorConfig:
         dp_size: Data-parallel ranks of the group.
         attn_tp_rank: 0 to ``attn_tp_size - 1``.
         attn_tp_size: Executors that share the attention of one DP rank.
-        ep_size: Parts that the experts fall into; None is one per executor of the group.
+        ep_size: Parts that the experts fall into, a divisor of the group's executors; None is one
+            per executor. Executors with the same part share each of its experts; 1 turns expert
+            parallelism off.
+        moe_dense_tp_size: 1 holds dense MLPs whole on every executor; None splits them over the
+            group.
         dtype: Type of weights, activations and KV; ``auto`` is the checkpoint's.
-        device: ``auto`` is CUDA where there is one that can run this.
+        device: ``auto`` is CUDA where there is one that can run this; ``cuda:1`` is the second.
         block_size: Tokens per KV block.
         max_num_seqs: Sequences in one step, and lines of the block table.
         max_num_batched_tokens: Tokens in one step.
@@ -51,8 +57,14 @@ class ExecutorConfig:
             GPU nobody has measured yet (tests/gpu).
         prefill_graph_sizes: Numbers of tokens to capture; None is by 4, then coarser, to
             ``max_num_batched_tokens``.
-        moe_runner: What runs the experts on CUDA: PyTorch's grouped products, or FlashInfer's fused
-            CUTLASS kernels.
+        moe_a2a: How tokens reach their experts in steps in which no rank extends: ``none`` gathers
+            all of them on every executor; ``torch`` and ``flashinfer`` send each to the executors
+            of its experts alone, which takes ``ep_size`` of all executors.
+        moe_a2a_extend: The same for the other steps: ``all-to-all`` only with ``torch``.
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in an all-to-all, which sizes
+            its workspace; None is what a step may bring, at least A2A_DEFAULT_TOKENS.
+        moe_runner: What runs the experts on CUDA: PyTorch's grouped products, FlashInfer's fused
+            CUTLASS kernels, or those that it writes in CuTe's DSL.
         flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
@@ -67,6 +79,7 @@ class ExecutorConfig:
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
     ep_size: int | None = None
+    moe_dense_tp_size: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = 16
@@ -80,6 +93,9 @@ class ExecutorConfig:
     decode_graph_sizes: tuple[int, ...] | None = None
     prefill_graphs: str = "breakable"
     prefill_graph_sizes: tuple[int, ...] | None = None
+    moe_a2a: str = "none"
+    moe_a2a_extend: str = "all-gather"
+    max_dispatch_tokens_per_rank: int | None = None
     moe_runner: str = "grouped"
     flashinfer_pdl: str = "off"
     num_threads: int | None = None
@@ -93,9 +109,10 @@ class ExecutorConfig:
         self._check_ranks()
         for field, choices in (
             ("dtype", DTYPES),
-            ("device", DEVICES),
             ("decode_graphs", ON_OFF),
             ("prefill_graphs", PREFILL_GRAPHS),
+            ("moe_a2a", MOE_A2A),
+            ("moe_a2a_extend", MOE_A2A_EXTEND),
             ("moe_runner", MOE_RUNNERS),
             ("flashinfer_pdl", ON_OFF),
         ):
@@ -103,24 +120,38 @@ class ExecutorConfig:
                 raise ValueError(
                     f"{field}={getattr(self, field)}: need one of {', '.join(choices)}"
                 )
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
+            raise ValueError(f"device={self.device}: need one of {', '.join(DEVICES)}")
+        self._check_experts()
         self._check_sizes()
         self._check_graph_sizes("decode_graph_sizes", "max_num_seqs")
         self._check_graph_sizes("prefill_graph_sizes", "max_num_batched_tokens")
-        _ = self.budget  # checks itself
+        check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.num_logits)
 
     def _check_ranks(self) -> None:
         topology = self.topology  # checks itself
-        if topology.attn_tp_size != 1 or topology.moe_tp_size != 1:
-            raise ValueError(
-                f"attn_tp_size={self.attn_tp_size}, ep_size={self.ep_size}: neither attention nor "
-                f"an expert can be split over executors yet: attn_tp_size must be 1, and ep_size "
-                f"dp_size={self.dp_size}"
-            )
-        is_rendezvous = self.world_size > 1 and self.topology.world_rank == 0
+        is_rendezvous = topology.world_size > 1 and topology.world_rank == 0
         if is_rendezvous and self.advertised_host is None and self.host in WILDCARD_HOSTS:
             raise ValueError(
                 f"advertised_host is not set and listen={self.listen} names no host: the first "
                 f"executor of a group needs one that the others can reach"
+            )
+
+    def _check_experts(self) -> None:
+        if self.moe_dense_tp_size not in (None, 1):
+            raise ValueError(
+                f"moe_dense_tp_size={self.moe_dense_tp_size}: need 1, to hold dense MLPs whole on "
+                f"every executor, or nothing, to split them over all {self.world_size}"
+            )
+        if self.moe_a2a_extend == "all-to-all" and self.moe_a2a != "torch":
+            raise ValueError(
+                f"moe_a2a_extend=all-to-all with moe_a2a={self.moe_a2a}: only moe_a2a=torch can "
+                f"send what prompts bring; set that, or moe_a2a_extend=all-gather"
+            )
+        if self.moe_a2a != "none" and self.topology.num_expert_parts != self.world_size:
+            raise ValueError(
+                f"moe_a2a={self.moe_a2a} with ep_size={self.ep_size}: every executor of an "
+                f"all-to-all is an EP rank, so set ep_size={self.world_size} or moe_a2a=none"
             )
 
     def _check_sizes(self) -> None:
@@ -129,6 +160,7 @@ class ExecutorConfig:
             "max_model_len": 2,  # a prompt token and an output token
             "num_kv_blocks": 2,  # the scratch block and one more
             "kv_cache_bytes": 1,
+            "max_dispatch_tokens_per_rank": 1,
             "num_threads": 1,
         }
         for field, least in smallest.items():
@@ -185,14 +217,14 @@ class ExecutorConfig:
         return self.max_num_seqs
 
     @property
-    def budget(self) -> TokenBudget:
-        return TokenBudget(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_num_logits=(
-                self.max_num_seqs + 256 if self.max_num_logits is None else self.max_num_logits
-            ),
-        )
+    def num_logits(self) -> int:
+        """``max_num_logits``, resolved."""
+        return self.max_num_seqs + 256 if self.max_num_logits is None else self.max_num_logits
+
+    @property
+    def gathers_experts(self) -> bool:
+        """Whether routed experts get their rows by an all-gather, in any phase."""
+        return self.moe_a2a == "none" or self.moe_a2a_extend == "all-gather"
 
 
 def resolve_max_model_len(asked: int | None, model_max_len: int) -> int:

@@ -15,7 +15,9 @@ from typing import Protocol
 import structlog
 import torch
 
+from executor.budget import TokenBudget
 from executor.config import ExecutorConfig
+from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
@@ -27,7 +29,9 @@ from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.sampling_fixed import Filters, FlashInferFilters
+from executor.topology import Topology
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -43,18 +47,35 @@ class Device(Protocol):
         """How sampling drops unlikely tokens, if all rows go through every stage."""
         ...
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
-        """Returns what the model's layers call."""
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
+        """Returns what the model's layers call, for as many rows as the budget has."""
         ...
 
     def attention(
-        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
     ) -> Attention:
-        """Returns the attention backend, ready for graphs of these sizes."""
+        """Returns the attention backend, ready for graphs of these sizes.
+
+        Args:
+            num_heads: Query heads of this executor.
+            kv_pool: Keys and values of its KV heads, and the block table.
+            decode_sizes: Sequences.
+            budget: Token rows of the largest pass.
+        """
         ...
 
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
+        ...
+
+    def all_to_all(
+        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
+    ) -> FlashInferDispatcher | None:
+        """Returns FlashInfer's all-to-all; None where it does not run. Called at most once.
+
+        Raises:
+            ValueError: It cannot do these sizes.
+        """
         ...
 
 
@@ -72,8 +93,8 @@ def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
         problem = _why_not_cuda(config, dtype)
         if problem is None:
             return Cuda(config)
-        if config.device == "cuda":
-            raise ValueError(f"device=cuda: {problem}; or set device=cpu")
+        if config.device != "auto":
+            raise ValueError(f"device={config.device}: {problem}; or set device=cpu")
         log.info("runs_on_cpu", reason=problem)
     return Cpu(os.environ.get("OMP_WAIT_POLICY", ""))
 
@@ -81,15 +102,19 @@ def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
 def _why_not_cuda(config: ExecutorConfig, dtype: torch.dtype) -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch finds no CUDA device here"
-    if config.world_size > 1:
-        return (
-            f"dp_size={config.dp_size}, but executors on GPUs cannot exchange hidden states yet: "
-            f"need dp_size=1"
-        )
+    number, count = _cuda_number(config.device), torch.cuda.device_count()
+    if number is not None and number >= count:
+        return f"PyTorch finds {count} CUDA devices here: they are cuda:0 to cuda:{count - 1}"
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return f"dtype={name}, but the kernels for experts take bfloat16: need dtype=bfloat16"
     return None
+
+
+def _cuda_number(device: str) -> int | None:
+    """Returns N of ``cuda:N``; None where the setting names no device."""
+    _, _, number = device.partition(":")
+    return int(number) if number else None
 
 
 class Cpu:
@@ -106,48 +131,57 @@ class Cpu:
     def __init__(self, omp_wait_policy: str) -> None:
         self._num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
         return cpu_kernels(model, dtype=dtype, num_workers=self._num_workers)
 
     def attention(
-        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
     ) -> Attention:
-        return _torch_attention(model, kv_pool, self._num_workers)
+        return _torch_attention(num_heads, kv_pool, self._num_workers)
 
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
 
+    def all_to_all(
+        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
+    ) -> FlashInferDispatcher | None:
+        return None
+
 
 class Cuda:
-    """One GPU."""
+    """One GPU: the one that the settings name, else the first that this process sees."""
 
     def __init__(self, config: ExecutorConfig) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        number = _cuda_number(config.device)
+        self.torch_device = torch.device(
+            "cuda", torch.cuda.current_device() if number is None else number
+        )
+        torch.cuda.set_device(self.torch_device)  # NCCL and FlashInfer launch on the current one
         self._config = config
         self._resources = CaptureResources(CudaDevice(self.torch_device))
         self._ops = _flashinfer(config)
         self.filters = None if self._ops is None else FlashInferFilters(self._ops)
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype) -> Kernels:
-        is_fused = self._config.moe_runner == "cutlass"
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
         return stacked_kernels(
             model,
             dtype=dtype,
             device=self.torch_device,
             ops=self._ops,
-            fused_moe_rows=self._config.max_num_batched_tokens if is_fused else None,
+            moe_runner=self._config.moe_runner,
+            max_moe_rows=budget.max_moe_rows,
         )
 
     def attention(
-        self, model: ModelConfig, kv_pool: KVPool, decode_sizes: Sequence[int]
+        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
     ) -> Attention:
         if self._ops is None:
-            return _torch_attention(model, kv_pool, num_workers=1)
+            return _torch_attention(num_heads, kv_pool, num_workers=1)
         attention = FlashInferAttention(
             self._ops,
             kv_pool,
-            model.num_attention_heads,
-            max_num_tokens=self._config.max_num_batched_tokens,
+            num_heads,
+            max_num_tokens=budget.max_tokens_per_rank,
         )
         if decode_sizes:
             attention.init_cuda_graph_state(decode_sizes)
@@ -156,14 +190,29 @@ class Cuda:
     def new_backend(self) -> RunnerBackend:
         return CUDAGraphBackend(self._resources)
 
+    def all_to_all(
+        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
+    ) -> FlashInferDispatcher | None:
+        if self._ops is None:
+            return None
+        sizes = AllToAllSizes(
+            ep_size=topology.num_expert_parts,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            hidden_size=model.hidden_size,
+            dtype=dtype,
+            max_num_tokens=budget.a2a_max_num_tokens,
+            bytes_per_rank=budget.a2a_workspace_bytes,
+        )
+        all_to_all = AllToAll(self._ops, sizes, ep_rank=topology.ep_rank)
+        return FlashInferDispatcher(all_to_all, device=self.torch_device)
 
-def _torch_attention(
-    model: ModelConfig, kv_pool: KVPool, num_workers: int | None
-) -> TorchAttention:
+
+def _torch_attention(num_heads: int, kv_pool: KVPool, num_workers: int | None) -> TorchAttention:
     return TorchAttention(
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.head_dim,
+        num_heads,
+        kv_pool.shape.num_kv_heads,
+        kv_pool.shape.head_dim,
         dtype=kv_pool.shape.dtype,
         num_workers=num_workers,
     )

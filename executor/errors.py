@@ -4,6 +4,9 @@ ValueError
 ├── CheckpointError    the model's files are not what the model needs
 └── CaptureError       a graph cannot be captured
 
+RuntimeError
+└── PeerLost           another member of the group left it in the middle of a step
+
 RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
 ├── ShuttingDown       UNAVAILABLE          this process is about to end
@@ -14,6 +17,7 @@ RpcError               what the router sees
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
 ├── InvalidStep        INVALID_ARGUMENT     the step contradicts itself or what is here
+├── StepDisagreement   INVALID_ARGUMENT     members were told different things about the step
 └── StepFailed         INTERNAL             the forward pass failed
 """
 
@@ -28,6 +32,10 @@ class CheckpointError(ValueError):
 
 class CaptureError(ValueError):
     """A graph cannot be captured. The message names its size, and the settings to lower."""
+
+
+class PeerLost(RuntimeError):
+    """Another member of the group left it, or did not begin a step in time."""
 
 
 class NotLoaded(RpcError):
@@ -73,6 +81,11 @@ class StepOutOfOrder(RpcError):
 class InvalidStep(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_STEP"
+
+
+class StepDisagreement(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "STEP_DISAGREEMENT"
 
 
 class StepFailed(RpcError):

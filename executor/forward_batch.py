@@ -55,8 +55,12 @@ class ForwardBatch:
         extend_prefix_lens_cpu: int64 [B], tokens in the KV pool before this pass. None in
             DECODE, where it is ``seq_lens_cpu - 1``.
         extend_seq_lens_cpu: int64 [B], tokens in this pass, at least 1. None in DECODE.
-        num_token_non_padded: int32 [1] on the device, how many of the T rows are real; None if
-            all are.
+        num_token_non_padded: int32 [1] on the device, how many rows of this executor's shard
+            (``layout.shard_num_rows``) are real; None if the layout says it.
+        global_num_tokens_gpu: int32 on the device, rows of each DP rank in a graph: [dp_size] if
+            some layer gathers every DP rank's rows, else [1]. None outside graphs, and where
+            nothing is gathered.
+        global_num_tokens_for_logprob_gpu: The same for rows of logits.
     """
 
     forward_mode: ForwardMode
@@ -72,12 +76,17 @@ class ForwardBatch:
     extend_prefix_lens_cpu: Int64Array | None = None
     extend_seq_lens_cpu: Int64Array | None = None
     num_token_non_padded: torch.Tensor | None = None
+    global_num_tokens_gpu: torch.Tensor | None = None
+    global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
 
     def is_padding(self) -> torch.Tensor | None:
-        """Returns which rows are padding, bool [T, 1]; None if none can be. No host read."""
+        """Returns which rows of this executor's shard are padding, bool [S, 1]. No host read.
+
+        None if there are none but those that the layout tells of.
+        """
         if self.num_token_non_padded is None:
             return None
-        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)
+        rows = torch.arange(self.layout.shard_num_rows, device=self.input_ids.device)
         return (rows >= self.num_token_non_padded).unsqueeze(1)
 
     @classmethod

@@ -1,54 +1,218 @@
-"""The process group through which ranks exchange hidden states.
+"""The process groups through which executors exchange rows: gloo on the CPU, NCCL between GPUs.
 
-A process group belongs to one epoch: a new epoch closes it and makes
-another in the same process, so nothing here registers itself anywhere.
+              joins                       for                              CUDA      CPU
+    world     every executor              experts, split dense MLPs        NCCL      gloo
+    attn_tp   executors of one DP rank    attention heads, logits          NCCL      gloo
+    host      every executor              set-up, and the check of a step  gloo      is world
+
+Groups belong to one epoch: a new epoch closes them and makes others in the same process, so nothing
+here registers itself anywhere.
 """
 
+import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-_c10d: Any = dist  # its process groups, stores and options carry no types
+from executor.topology import Topology
+
+_c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
+CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """The process group of one epoch. Its collectives block, and every rank must call them.
+class RankGroup(Protocol):
+    """Some executors of one epoch.
 
-    Attributes:
-        epoch: The epoch it was formed for.
-        rank: This process's rank in it.
+    Every one must make the same calls, in the same order, with tensors of the same sizes. All
+    tensors are contiguous. A call returns when the result is there for what this thread, or the
+    current CUDA stream, runs next; over NCCL it may be captured.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in it."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in it."""
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Lays every rank's ``x`` end to end in ``out``, [world_size * len(x), ...]."""
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Adds up the ranks' ``x`` and puts this rank's part of the sum, [n, ...], in ``out``.
+
+        Args:
+            out: [n, ...].
+            x: [world_size * n, ...]; part r goes to rank r.
+            scratch: [at least x.numel()] of the same dtype, which gloo overwrites.
+        """
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Replaces ``x`` by its sum over the ranks."""
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        """Sends the r-th part of ``x`` to rank r; ``out`` gets this rank's parts, in rank order.
+
+        Args:
+            out: Rows received.
+            x: Rows sent.
+            out_splits: Rows from each rank, any of which may be 0. None: equal parts.
+            in_splits: Rows to each rank. None: equal parts.
+        """
+
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        """Replaces ``x`` by what rank ``root`` has."""
+
+    def close(self) -> None:
+        """Drops the connections. A peer that is in a collective gets an error, not a hang."""
+
+
+class GlooGroup:
+    """A group over TCP. Its collectives block.
+
+    Args:
+        rank: This process's rank.
+        world_size: Ranks in it.
+        backend: Runs the collectives. PyTorch publishes no types for it. Nobody else may refer to
+            it, since its connections stay open for as long as it lives: its abort() leaves them.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend: list[Any] = [backend]  # empty after close()
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self.start_all_gather(out, x).wait()
+
+    def start_all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        """Starts an all-gather. Returns what has a ``wait()``.
+
+        The group's other collectives may run meanwhile, if all ranks start all of them in the same
+        order.
+        """
+        return _live(self._backend)._allgather_base(out, x, _c10d.AllgatherOptions())
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
+        # Half the time of gloo's own. Adds in rank order, and rounds once.
+        received = scratch[: x.numel()].view(self.world_size, *out.shape)
+        self.all_to_all(received, x)
+        torch.sum(received, dim=0, out=out)
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        _live(self._backend).allreduce([x], _c10d.AllreduceOptions()).wait()
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        options = _c10d.AllToAllOptions()
+        _live(self._backend).alltoall_base(
+            out, x, out_splits or [], in_splits or [], options
+        ).wait()
+
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = root
+        _live(self._backend).broadcast([x], options).wait()
+
+    def close(self) -> None:
+        """Drops the connections, in a thread: a collective that this process began ends first.
+
+        It ends when peers have done their part of it or have left. So whoever waits for this
+        process in another one is freed, but a thread of this process only by its peers.
+        """
+        _end(self._backend, exit_waits=True)
+
+
+class NcclGroup:
+    """A group between GPUs. Its collectives run on the current stream and never stop the host.
+
+    Args:
+        rank: This process's rank.
         world_size: Ranks in it.
         backend: Runs the collectives. PyTorch publishes no types for it.
     """
 
-    epoch: int
-    rank: int
-    world_size: int
-    backend: Any
+    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend: list[Any] = [backend]  # empty after close()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Lays every rank's ``x`` end to end in ``out``, [world_size * len(x), ...]."""
-        self.backend._allgather_base(out, x).wait()
+        options = _on_current_stream(_c10d.AllgatherOptions())
+        _live(self._backend)._allgather_base(out, x, options).wait()
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
+        options = _on_current_stream(_c10d.ReduceScatterOptions())
+        _live(self._backend)._reduce_scatter_base(out, x, options).wait()
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Replaces ``x`` by its sum over the ranks."""
-        self.backend.allreduce([x], _c10d.AllreduceOptions()).wait()
+        options = _on_current_stream(_c10d.AllreduceOptions())
+        _live(self._backend).allreduce([x], options).wait()
 
-    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Sends the n-th of ``world_size`` equal parts of ``x`` to rank n.
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        options = _on_current_stream(_c10d.AllToAllOptions())
+        _live(self._backend).alltoall_base(
+            out, x, out_splits or [], in_splits or [], options
+        ).wait()
 
-        ``out``, of the same size, gets this rank's part of every rank's ``x``, in rank order.
-        """
-        self.backend.alltoall_base(out, x, [], []).wait()
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        options = _on_current_stream(_c10d.BroadcastOptions())
+        options.rootRank = root
+        _live(self._backend).broadcast([x], options).wait()
 
     def close(self) -> None:
-        """Drops the connections. A peer that is in a collective gets an error, not a hang."""
-        self.backend.abort()
+        """Stops kernels that wait for peers. Returns before the connections are gone.
+
+        NCCL's abort first tells its kernels to stop, and then waits until no captured graph holds
+        one of them. The thread that would let go of those graphs may be the one that calls this.
+
+        Source: NCCL, init.cc, commDestroySync, which waits for persistentRefs.
+        """
+        _end(self._backend, exit_waits=False)  # it may wait for graphs that live until then
+
+
+@dataclass(frozen=True, slots=True)
+class EpochGroups:
+    """The groups of one executor in one epoch.
+
+    Attributes:
+        epoch: The epoch they were formed for.
+        world: Every executor, by world rank.
+        attn_tp: The executors of this DP rank; None if there is one.
+        host: Every executor, through tensors on the host.
+    """
+
+    epoch: int
+    world: RankGroup
+    attn_tp: RankGroup | None
+    host: GlooGroup
+
+    def close(self) -> None:
+        """Leaves all of them. A peer that is in a collective of any gets an error."""
+        for group in _distinct(self.host, self.attn_tp, self.world):
+            group.close()
 
 
 def open_store(host: str, *, port: int = 0, timeout_s: float = 60.0) -> TCPStore:
@@ -75,34 +239,126 @@ def join_group(
     port: int,
     *,
     epoch: int,
-    rank: int,
-    world_size: int,
+    topology: Topology,
+    device: torch.device = CPU,
     bind_host: str | None = None,
     timeout_s: float = 60.0,
-) -> RankGroup:
-    """Forms the group of an epoch over gloo. Returns when every rank has joined.
+) -> EpochGroups:
+    """Forms the groups of an epoch. Returns when every executor has joined.
 
     Args:
         host: Where the store of ``open_store`` listens.
         port: Its port.
-        epoch: Keeps this group's keys apart from those of a store's earlier groups.
-        rank: This process's rank.
-        world_size: Ranks that must join.
-        bind_host: This rank's own address as peers see it; the host name's if None.
+        epoch: Keeps these groups' keys apart from those of a store's earlier ones.
+        topology: This executor's place.
+        device: Where the tensors live that the groups move: the CPU, or one GPU by its index.
+        bind_host: This executor's own address as peers see it; the host name's if None.
         timeout_s: How long to wait for peers, now and in every collective.
 
     Raises:
-        RuntimeError: The store or a peer did not answer in time.
+        RuntimeError: The store or a peer did not answer in time. No group is left.
     """
-    gloo = _c10d.ProcessGroupGloo
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = PrefixStore(
+        f"epoch-{epoch}",
+        TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False),
+    )
+    everyone = range(topology.world_size)
+    first = topology.dp_rank * topology.attn_tp_size
+    same_dp_rank = range(first, first + topology.attn_tp_size)
+    with ExitStack() as formed:
+
+        def form(name: str, members: range) -> RankGroup:
+            keys, rank = PrefixStore(name, store), topology.world_rank - members.start
+            group: RankGroup
+            if device.type == "cpu":
+                group = _gloo_group(keys, rank, len(members), bind_host, timeout)
+            else:
+                group = _nccl_group(keys, rank, members, device, timeout, f"{name}-{epoch}")
+            formed.callback(group.close)
+            return group
+
+        keys = PrefixStore("host", store)
+        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout)
+        formed.callback(on_host.close)
+        world = on_host if device.type == "cpu" else form("world", everyone)
+        attn_tp: RankGroup | None = None
+        if same_dp_rank == everyone:
+            attn_tp = world
+        elif len(same_dp_rank) > 1:
+            attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank)
+        formed.pop_all()
+    return EpochGroups(epoch, world, attn_tp, on_host)
+
+
+def _gloo_group(
+    store: PrefixStore, rank: int, world_size: int, bind_host: str | None, timeout: timedelta
+) -> GlooGroup:
+    gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
     if bind_host is None:
         options._devices = [gloo.create_default_device()]
     else:
         options._devices = [gloo.create_device(hostname=bind_host)]
-    prefixed = PrefixStore(f"epoch-{epoch}", store)
-    backend = gloo(prefixed, rank, world_size, options)
-    return RankGroup(epoch, rank, world_size, backend)
+    return GlooGroup(rank, world_size, gloo(store, rank, world_size, options))
+
+
+def _nccl_group(
+    store: PrefixStore,
+    rank: int,
+    members: range,
+    device: torch.device,
+    timeout: timedelta,
+    name: str,
+) -> NcclGroup:
+    """Forms an NCCL group now, not at its first collective, which may be in a capture.
+
+    Args:
+        members: World ranks, for PyTorch's own reports.
+        name: For those reports.
+
+    Source: torch.distributed.distributed_c10d, _new_process_group_helper.
+    """
+    nccl = _c10d.ProcessGroupNCCL  # CPU builds of PyTorch do not have it
+    options = nccl.Options()
+    options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = list(members)
+    options.group_name = name
+    backend = nccl(store, rank, len(members), options)
+    backend.eager_connect_single_device(device)
+    return NcclGroup(rank, len(members), backend)
+
+
+def _on_current_stream(options: Any) -> Any:
+    """Spares the detour over NCCL's own stream, which is for collectives that are not awaited."""
+    options.asyncOp = False
+    return options
+
+
+def _live(backend: list[Any]) -> Any:
+    if not backend:
+        raise RuntimeError("this executor has left the group")
+    return backend[0]
+
+
+def _end(backend: list[Any], *, exit_waits: bool) -> None:
+    """Empties the list, and aborts and destroys what it held. Does not wait for either.
+
+    Args:
+        exit_waits: Whether the process may not exit before. A thread that comes out of PyTorch
+            while the interpreter ends takes the process down with SIGABRT.
+    """
+
+    def end(held: list[Any]) -> None:
+        held.pop().abort()
+
+    held = backend[:]
+    backend.clear()
+    if held:
+        threading.Thread(target=end, args=(held,), daemon=not exit_waits).start()
+
+
+def _distinct(*groups: RankGroup | None) -> list[RankGroup]:
+    return list({id(group): group for group in groups if group is not None}.values())

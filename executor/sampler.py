@@ -83,6 +83,9 @@ class Sampler:
         num_rows: R, lines of the block table.
         vocab_size: V.
         device: Where logits come from.
+        agree: Replaces tokens, int64 [S], by those of one executor among all that sample the same
+            rows, in place, before they are remembered; None if there are no others. Called at each
+            ``sample``, by all of them.
         filters: How unlikely tokens are dropped if all rows that do not just take the likeliest
             token go through the same stages, as few kernels want; None sends each row only through
             what it asks for.
@@ -99,9 +102,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str = "cpu",
         *,
+        agree: Callable[[torch.Tensor], None] | None = None,
         filters: Filters | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self._agree = agree
         self._filters = filters
         self.vocab_size = vocab_size
 
@@ -219,9 +224,7 @@ class Sampler:
         """
         at = self._index(rows) if at is None else at
         if not self._is_special[rows].any():
-            tokens = logits.argmax(dim=-1)
-            self.last_tokens.index_copy_(0, at, tokens)
-            return tokens
+            return self._remember(logits.argmax(dim=-1), at)
         positions = self._index(seq_lens) if positions is None else positions
         is_suppressed = seq_lens < self._suppressed_until[rows]
         is_edited = self._is_penalized[rows] | self._is_biased[rows] | is_suppressed
@@ -236,8 +239,15 @@ class Sampler:
                 at_special, x = at[members], logits[members].float()
                 edited = self._edit(x, special, is_suppressed[is_special], at_special)
                 tokens[members] = self._choose(edited, special, at_special, positions[members])
-        self.last_tokens.index_copy_(0, at, tokens)
+        tokens = self._remember(tokens, at)
         self._count(rows, tokens)
+        return tokens
+
+    def _remember(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Stores the tokens that all agree on, and returns them."""
+        if self._agree is not None:
+            self._agree(tokens)
+        self.last_tokens.index_copy_(0, at, tokens)
         return tokens
 
     def _count(self, rows: Int64Array, tokens: torch.Tensor) -> None:

@@ -64,6 +64,9 @@ SERVER_OPTIONS = [
 class Worker(Protocol):
     """What the servicer asks of ``executor.worker.Worker``."""
 
+    @property
+    def has_peers(self) -> bool: ...
+
     def execute(self, request: pb.StepRequest) -> pb.StepResponse: ...
 
     def join(self, epoch: int, store_address: str) -> None: ...
@@ -277,7 +280,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     def _step(
         self, stream: StepStream, worker: Worker, request: pb.StepRequest, arrival_ns: int
     ) -> Answer:
-        """Runs a step unless its stream has ended. After an error the stream has."""
+        """Runs a step unless its stream has ended. After an error the stream has.
+
+        An executor that does not run a step of its group leaves it: the others have begun it, and
+        would wait. One without peers stays as it was before a step that it refused.
+        """
         if stream.has_ended:
             return None
         queued_ns = time.perf_counter_ns() - arrival_ns
@@ -286,6 +293,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             response = worker.execute(request)
         except RpcError as error:
             stream.has_ended = True
+            if worker.has_peers and request.epoch == self._epoch:
+                self._leave()
             return error
         except Exception as error:
             stream.has_ended = True

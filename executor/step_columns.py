@@ -50,6 +50,14 @@ class StepLimits:
     max_model_len: int
     graph_sizes: GraphSizes = NO_GRAPHS
 
+    def __post_init__(self) -> None:
+        sizes = (self.topology.dp_size, self.topology.attn_tp_size)
+        if sizes != (self.budget.dp_size, self.budget.attn_tp_size):
+            raise ValueError(
+                f"the budget is for dp_size={self.budget.dp_size} and attn_tp_size="
+                f"{self.budget.attn_tp_size}, the executor's place for {sizes[0]} and {sizes[1]}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class RowProgress:
@@ -293,10 +301,26 @@ def _check_agreement(
             problem = f"has {max(counts)}; the budget is {most}"
         if problem is not None:
             raise InvalidStep(f"{field} {problem}", field=f"agreement.{field}")
+    _check_padded(columns.layout, budget)
     if part.forward_mode == pb.FORWARD_MODE_EXTEND and not agreement.has_extend:
         raise InvalidStep(
             "has_extend is not set, but this part's forward_mode is EXTEND",
             field="agreement.has_extend",
+        )
+
+
+def _check_padded(layout: DpLayout, budget: TokenBudget) -> None:
+    """Checks that the step fits every buffer, with what padding and a graph add to its tokens.
+
+    The rows of the DP rank that has most bound the others: those of executors, those gathered.
+    """
+    rows = layout.max_num_tokens if layout.graph_size is None else layout.graph_size
+    most = budget.max_tokens_per_rank
+    if rows > most:
+        graph = "" if layout.graph_size is None else f" of graph_size={layout.graph_size}"
+        raise InvalidStep(
+            f"the step{graph} has {rows} rows on a DP rank; the budget is {most}",
+            field="agreement",
         )
 
 

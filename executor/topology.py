@@ -93,6 +93,31 @@ class Topology:
         return share_of("num_experts", num_experts, self.ep_rank, parts)
 
 
+def require_attn_tp_gather(topology: Topology) -> bool:
+    """Whether attention's input is gathered from the executors of its DP rank."""
+    return topology.attn_tp_size > 1
+
+
+def require_mlp_tp_gather(topology: Topology, *, gathers_experts: bool, splits_dense: bool) -> bool:
+    """Whether some layer's input is gathered from every DP rank.
+
+    Args:
+        topology: Of any executor.
+        gathers_experts: Whether routed experts get their rows by an all-gather, in any phase.
+        splits_dense: Whether the model has dense MLPs that are split over the group.
+    """
+    return topology.dp_size > 1 and (gathers_experts or splits_dense)
+
+
+def require_gathered_buffer(
+    topology: Topology, *, gathers_experts: bool, splits_dense: bool
+) -> bool:
+    """Whether some layer's input is gathered at all, so that rows must divide by attention TP."""
+    return require_attn_tp_gather(topology) or require_mlp_tp_gather(
+        topology, gathers_experts=gathers_experts, splits_dense=splits_dense
+    )
+
+
 def share_of(name: str, size: int, rank: int, count: int) -> range:
     """Returns which of ``size`` things rank ``rank`` of ``count`` holds, a contiguous run.
 

@@ -2,11 +2,11 @@
 
 A model says which tensors it needs and where each goes; this file finds and copies them, one
 group at a time, so that a group can be packed and its plain copy dropped before the next is
-read. Tensors of experts on other ranks are never read.
+read. What other ranks hold, whole tensors or parts of one, is never read.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,34 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Where one part of a checkpoint's tensor goes; the rest of it is not read.
+
+    Attributes:
+        target: The parameter, or the view of one, that it fills.
+        dim: Dimension along which the tensor is cut.
+        at: Indices along it that this executor holds, as many as ``target`` has there.
+        size: All of its indices, which the tensor must have.
+    """
+
+    target: torch.Tensor
+    dim: int
+    at: range
+    size: int
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have."""
+        shape = self.target.shape
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What to index that tensor with."""
+        return (*(slice(None),) * self.dim, slice(self.at.start, self.at.stop))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightGroup:
     """Tensors that are loaded together and then finished.
 
@@ -33,7 +61,7 @@ class WeightGroup:
         finish: Called once all of them are filled.
     """
 
-    targets: dict[str, torch.Tensor]
+    targets: Mapping[str, torch.Tensor | Part]
     finish: Callable[[], None] = field(default=lambda: None)
 
 
@@ -130,15 +158,19 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def _copy(file: Path, handle: Any, name: str, target: torch.Tensor) -> None:
+def _copy(file: Path, handle: Any, name: str, target: torch.Tensor | Part) -> None:
     source = handle.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
-    if shape != target.shape:
+    needed = target.whole_shape if isinstance(target, Part) else tuple(target.shape)
+    if shape != needed:
         raise CheckpointError(
-            f"{name} in {file} has shape {list(shape)}; this model needs {list(target.shape)}"
+            f"{name} in {file} has shape {list(shape)}; this model needs {list(needed)}"
         )
     if dtype not in _FLOATS:
         raise CheckpointError(
             f"{name} in {file} has type {dtype}; {', '.join(_FLOATS)} can be loaded"
         )
-    target.copy_(handle.get_tensor(name))
+    if not isinstance(target, Part):
+        target.copy_(handle.get_tensor(name))
+    elif target.at:
+        target.target.copy_(source[target.index])

@@ -5,18 +5,19 @@ ends when its tokens are on the host, so the device waits while the next step is
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from executor.columns import Int64Array
-from executor.errors import JoinFailed
+from executor.errors import JoinFailed, PeerLost
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.kv_pool import KVPool
-from executor.layers.dp_communicator import DpCommunicator
 from executor.logits import score
-from executor.parallel import RankGroup
+from executor.parallel import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
 from executor.sampler import PARAMETER_WIDTH, Sampler
 from executor.staging import (
@@ -28,22 +29,33 @@ from executor.staging import (
     copier_for,
     to_device,
 )
+from executor.step_check import StepCheck
 from executor.step_columns import RowProgress, StepColumns, StepLimits, read_step
 from protos.executor.v1 import executor_pb2 as pb
 
 NUM_SLOTS = 3  # the router's steps in flight, 2, and one
 
 
+class GroupMember(Protocol):
+    """What talks to other executors, through groups that come and go with epochs."""
+
+    def join(self, groups: EpochGroups) -> None:
+        """Uses these groups from now on. Every executor's member must be called."""
+
+    def leave(self) -> None:
+        """Forgets them. They are closed already; another thread may be inside a call."""
+
+
 class Worker:
-    """Runs the steps of one DP rank.
+    """Runs the steps of one executor.
 
     Args:
         limits: What a step must fit in.
         kv_pool: Keys, values and block table.
         sampler: Sampling state of each row.
         runner: Takes a batch to logits, once it has captured.
-        communicator: The model's collectives, which join a group here.
-        form_group: Forms the group of an epoch, given the epoch and the store's host and port;
+        members: What talks to the other executors. It joins in this order, and leaves here.
+        form_group: Forms the groups of an epoch, given the epoch and the store's host and port;
             raises RuntimeError if a member does not come. None for a world of one.
         device: Where the model runs.
         copier: How columns get there; the device's own way if None.
@@ -56,8 +68,8 @@ class Worker:
         kv_pool: KVPool,
         sampler: Sampler,
         runner: RunnerByLayout,
-        communicator: DpCommunicator,
-        form_group: Callable[[int, str, int], RankGroup] | None,
+        members: Sequence[GroupMember],
+        form_group: Callable[[int, str, int], EpochGroups] | None,
         device: torch.device,
         copier: Copier | None = None,
     ) -> None:
@@ -65,9 +77,10 @@ class Worker:
         self._kv_pool = kv_pool
         self._sampler = sampler
         self._runner = runner
-        self._communicator = communicator
+        self._members = members
         self._form_group = form_group
-        self._group: RankGroup | None = None
+        self._groups: EpochGroups | None = None
+        self._check: StepCheck | None = None
         self._device = device
         copier = copier or copier_for(device)
         self._capacity = _capacity(limits)
@@ -75,26 +88,43 @@ class Worker:
         self._sampled = ReadBack(limits.budget.max_num_seqs, copier)
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether a step takes other executors, which would wait for this one."""
+        return self._form_group is not None
+
     @torch.inference_mode()
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         """Runs one step.
 
         Raises:
             InvalidStep: The step does not fit; nothing has changed.
-            Exception: The forward pass failed. Rows are in no known state until the next join.
+            StepDisagreement: Another executor was told otherwise. So is every other error: rows
+                are in no known state until the next join.
+            PeerLost: Another executor left the group, or did not begin the step.
+            Exception: The forward pass failed.
         """
         start_ns = time.perf_counter_ns()
+        groups, check = self._groups, self._check
         columns = read_step(request, self._limits, self._rows)
+        if check is not None:  # after all that may refuse the step: peers then learn of that too
+            check.begin(_told(request))
         staged = self._stage(columns)
         self._update_rows(columns, staged)
-        logits = self._runner.run(self._build_batch(columns, staged))
+        batch = self._build_batch(columns, staged)
+        checks_late = groups is not None and _may_launch_unchecked(groups, columns)
+        if check is not None and not checks_late:
+            check.finish(partial(_describe_told, request))
+        logits = self._runner.run(batch)
+        if check is not None and checks_late:
+            check.finish(partial(_describe_told, request))
         tokens = self._sample(staged, logits)
-        result = pb.RankResult(dp_rank=self._limits.topology.dp_rank, next_token_ids=_int32(tokens))
-        self._score(columns, logits, tokens, result)
+        if self._groups is not groups:  # NCCL ends the collectives of a group that is left
+            raise PeerLost("this executor left its group during the step")
         return pb.StepResponse(
             epoch=request.epoch,
             step_id=request.step_id,
-            ranks=[result],
+            ranks=self._results(columns, logits, tokens),
             forward_ns=time.perf_counter_ns() - start_ns,
         )
 
@@ -111,18 +141,22 @@ class Worker:
         self.leave()
         self._rows.reset()
         if self._form_group is not None:
-            group = self._form(self._form_group, epoch, store_address)
-            self._communicator.join(group)
-            self._group = group
+            groups = self._form(self._form_group, epoch, store_address)
+            self._groups, self._check = groups, StepCheck(groups.host)
+        problem = "its group cannot be used"
         try:
+            if self._groups is not None:
+                for member in self._members:
+                    member.join(self._groups)
+            problem = "graphs were not captured"
             self._runner.capture()
         except Exception as error:
             self.leave()  # or the others would wait for this one in their next collective
-            raise JoinFailed(f"epoch {epoch}: graphs were not captured: {error}") from error
+            raise JoinFailed(f"epoch {epoch}: {problem}: {error}") from error
 
     def _form(
-        self, form_group: Callable[[int, str, int], RankGroup], epoch: int, store_address: str
-    ) -> RankGroup:
+        self, form_group: Callable[[int, str, int], EpochGroups], epoch: int, store_address: str
+    ) -> EpochGroups:
         host, _, port = store_address.rpartition(":")
         if not host or not port.isdecimal():
             raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
@@ -138,10 +172,11 @@ class Worker:
 
         May be called from another thread; a step that waits for peers then fails too.
         """
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
-            self._communicator.leave()
+        groups, self._groups, self._check = self._groups, None, None
+        if groups is not None:
+            groups.close()
+            for member in self._members:
+                member.leave()
 
     def _stage(self, columns: StepColumns) -> Staged:
         """Writes the host's block table, then all columns to a slot, and sends it."""
@@ -257,6 +292,17 @@ class Worker:
         self._rows.has_sampled[rows] = True
         return tokens
 
+    def _results(
+        self, columns: StepColumns, logits: torch.Tensor, tokens: Int64Array
+    ) -> list[pb.RankResult]:
+        """Returns what this executor answers: one of its DP rank's executors does, for all."""
+        topology = self._limits.topology
+        if topology.attn_tp_rank > 0:
+            return []
+        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(tokens))
+        self._score(columns, logits, tokens, result)
+        return [result]
+
     def _score(
         self,
         columns: StepColumns,
@@ -285,10 +331,38 @@ class Worker:
         return to_device(values, self._device)
 
 
+def _told(request: pb.StepRequest) -> bytes:
+    """Returns what every executor must have been told, as bytes that are the same everywhere."""
+    agreement = request.agreement.SerializeToString(deterministic=True)
+    return b"%d %d " % (request.epoch, request.step_id) + agreement
+
+
+def _describe_told(request: pb.StepRequest) -> str:
+    agreement = request.agreement
+    parts = [
+        f"step_id={request.step_id}",
+        f"global_num_tokens={list(agreement.global_num_tokens)}",
+        f"global_num_tokens_for_logprob={list(agreement.global_num_tokens_for_logprob)}",
+        f"has_extend={agreement.has_extend}",
+        f"padding_mode={pb.DpPaddingMode.Name(agreement.padding_mode)}",
+        f"graph_size={agreement.graph_size if agreement.HasField('graph_size') else None}",
+    ]
+    return " ".join(parts)
+
+
+def _may_launch_unchecked(groups: EpochGroups, columns: StepColumns) -> bool:
+    """Whether the forward pass may be launched before the step is found to be the same everywhere.
+
+    A graph is launched in a few calls, none of which waits for peers: only reading its results
+    does. An eager pass over a GPU can fill the launch queue, and gloo's collectives block.
+    """
+    return groups.host is not groups.world and columns.layout.graph_size is not None
+
+
 def _capacity(limits: StepLimits) -> StepInputs[int]:
     """Returns the most entries of each column of a step."""
     budget = limits.budget
-    num_tokens, num_seqs = budget.max_num_batched_tokens, budget.max_num_seqs
+    num_tokens, num_seqs = budget.max_step_tokens, budget.max_num_seqs
     # Blocks for all of a step's tokens, and one each. Prefixes found in the cache bring more; a
     # step with that many goes another way.
     num_blocks = num_tokens // limits.block_size + 2 * num_seqs

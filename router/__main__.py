@@ -56,11 +56,11 @@ def _options(command: Any) -> Any:
     "groups",
     multiple=True,
     required=True,
-    metavar="HOST:PORT,...",
+    metavar="HOST:PORT,...|dns:NAME:PORT?size=N",
     envvar="LOCKSTEP_ROUTER_GROUPS",
     show_envvar=True,
-    help="The executors of one group. Repeat it for each group; in the environment, "
-    "groups are separated by spaces.",
+    help="The executors of one group: their addresses, or a DNS name and how many executors it "
+    "stands for. Repeat it for each group; in the environment, groups are separated by spaces.",
 )
 @_options
 @click.option(

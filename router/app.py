@@ -11,6 +11,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from router.admission import Admission
 from router.cell import Cell
 from router.config import RouterConfig
+from router.discovery import find_addresses
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
 from router.frontend import SERVER_OPTIONS, GenerationServicer
@@ -57,7 +58,7 @@ async def run(config: RouterConfig) -> None:
 
 def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
     return ExecutorGroup(
-        addresses,
+        find_addresses(addresses),
         config.model_name,
         form_timeout_s=config.form_timeout_s,
         step_timeout_s=config.step_timeout_s,

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.discovery import check_address, check_group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
     """Every setting of a router; python -m router has a flag for each.
 
     Attributes:
-        groups: The addresses ("host:port") of each group's executors, in any order.
+        groups: The addresses ("host:port") of each group's executors, in any order, or one DNS
+            form that resolves to them (router/discovery.py).
         listen: Where to serve, "host:port"; port 0 takes a free one.
         model_name: What clients may call the model.
         tokenizer: The model's tokenizer.json, or a directory that has one; None: clients send
@@ -47,8 +50,8 @@ class RouterConfig:
         if not self.groups:
             raise ValueError("groups: none was given; give the addresses of at least one group")
         for group in self.groups:
-            _check_addresses("group", group)
-        _check_addresses("listen", (self.listen,))
+            check_group(group)
+        check_address("listen", self.listen)
         addresses = [address for group in self.groups for address in group]
         for address in addresses:
             if addresses.count(address) > 1:
@@ -80,10 +83,3 @@ class RouterConfig:
         if self.tokenizer is not None and self.tokenizer.is_dir():
             return self.tokenizer / "tokenizer.json"
         return self.tokenizer
-
-
-def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{name}: {address!r} is no host:port, such as 10.0.0.7:50061")

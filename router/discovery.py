@@ -48,14 +48,14 @@ class DnsGroup:
         """
         match = re.fullmatch(r"dns:([^\s:/?,]+):(\d{1,5})(?:-(\d{1,5}))?\?size=(\d{1,6})", text)
         if match is None:
-            raise ValueError(f"{text!r} is no group behind a DNS name: need {DNS_FORM}")
+            raise ValueError(f"group: {text!r} is no group behind a DNS name: need {DNS_FORM}")
         first, last, size = int(match[2]), int(match[3] or match[2]), int(match[4])
         if not 1 <= first <= last <= 65535:
-            raise ValueError(f"{text!r}: ports go up from 1 to 65535 at most")
+            raise ValueError(f"group: {text!r}: ports go up from 1 to 65535 at most")
         ports = range(first, last + 1)
         if size < 1 or size % len(ports):
             raise ValueError(
-                f"{text!r}: size={size} executors cannot be shared out evenly over hosts with "
+                f"group: {text!r}: size={size} executors cannot be shared out evenly over hosts with "
                 f"{len(ports)} each; size counts the executors of the group, not its hosts"
             )
         return cls(match[1], ports, size)
@@ -108,25 +108,25 @@ def check_group(addresses: Sequence[str]) -> None:
     """
     for address in addresses:
         if not address.startswith(DNS):
-            check_address(address)
+            check_address("group", address)
             continue
         DnsGroup.parse(address)
         if len(addresses) > 1:
             raise ValueError(
-                f"{address!r} is a whole group, and stands with {len(addresses) - 1} more "
+                f"group: {address!r} is a whole group, and stands with {len(addresses) - 1} more "
                 f"addresses: give it a --group of its own"
             )
 
 
-def check_address(address: str) -> None:
-    """Checks a host:port.
+def check_address(name: str, address: str) -> None:
+    """Checks the host:port that the setting ``name`` gave.
 
     Raises:
         ValueError: It is none.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no host:port, such as 10.0.0.7:50061")
+        raise ValueError(f"{name}: {address!r} is no host:port, such as 10.0.0.7:50061")
 
 
 def find_addresses(addresses: Sequence[str], resolve: Resolve = resolve_hosts) -> FindAddresses:

@@ -10,6 +10,7 @@ import grpc
 from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+from router.discovery import FindAddresses
 from router.errors import ExecutorLost
 from router.formation import Member, check_group, describe_group
 from router.group import GroupInfo
@@ -35,10 +36,11 @@ CHANNEL_OPTIONS = (
 
 
 class ExecutorGroup:
-    """Drives the executors behind a list of addresses. Implements engine.Executors.
+    """Drives the executors of one group. Implements engine.Executors.
 
     Args:
-        addresses: "host:port" of every executor of the group, in any order.
+        find_addresses: Returns "host:port" of every executor of the group, in any order; asked at
+            each forming.
         model_name: What clients may call the model; the router names it, not the executor.
         form_timeout_s: For each of Describe, Prepare and Join.
         step_timeout_s: From a step's sending, or the answer before it, to its answer.
@@ -46,7 +48,7 @@ class ExecutorGroup:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        find_addresses: FindAddresses,
         model_name: str,
         *,
         form_timeout_s: float,
@@ -55,13 +57,9 @@ class ExecutorGroup:
         self._model_name = model_name
         self._form_timeout_s = form_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._channels = {
-            address: grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            for address in addresses
-        }
-        self._stubs: dict[str, ExecutorServiceAsyncStub] = {
-            address: ExecutorServiceStub(channel) for address, channel in self._channels.items()
-        }
+        self._find_addresses = find_addresses
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, ExecutorServiceAsyncStub] = {}
         self._epoch = 0
         self._last_step_id = 0
         self._unanswered: deque[StepPlan] = deque()
@@ -72,6 +70,7 @@ class ExecutorGroup:
     async def form(self) -> GroupInfo:
         """Brings all executors into a new epoch. See engine.Executors."""
         self._leave_epoch()
+        await self._connect(await self._find_addresses())
         members = await _all([self._describe(address) for address in self._stubs])
         members.sort(key=lambda member: (member.dp_rank, member.attn_tp_rank))
         check_group(members)
@@ -132,6 +131,17 @@ class ExecutorGroup:
         self._streams, self._last_step_id = [], 0
         self._unanswered.clear()
         self._loss = asyncio.get_running_loop().create_future()
+
+    async def _connect(self, addresses: Sequence[str]) -> None:
+        """Keeps one channel to each address, and closes those to others."""
+        for address in self._channels.keys() - set(addresses):
+            del self._stubs[address]
+            await self._channels.pop(address).close()
+        for address in addresses:
+            if address not in self._channels:
+                channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = channel
+                self._stubs[address] = ExecutorServiceStub(channel)
 
     async def _describe(self, address: str) -> Member:
         call = self._stubs[address].Describe(pb.DescribeRequest(), timeout=self._form_timeout_s)

@@ -124,8 +124,11 @@ def build_prefill_registry(
     enable_mamba_track: bool = False,
     enable_num_token_non_padded: bool = False,
     require_gathered_buffer: bool = False,
+    require_mlp_tp_gather: bool = False,
     attn_tp_size: int = 1,
     attn_tp_rank: int = 0,
+    num_dp_ranks: int = 1,
+    register_global_num_tokens: bool = False,
     share_pool: bool = True,
     source: Any = None,
     structured_fields: Sequence[str] = (),
@@ -155,6 +158,12 @@ def build_prefill_registry(
                 attn_tp_size=attn_tp_size,
                 attn_tp_rank=attn_tp_rank,
             )
+        )
+    if register_global_num_tokens:
+        slots += global_num_tokens_slots(
+            require_gathered_buffer=require_gathered_buffer,
+            require_mlp_tp_gather=require_mlp_tp_gather,
+            num_dp_ranks=num_dp_ranks,
         )
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool

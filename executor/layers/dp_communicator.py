@@ -1,30 +1,28 @@
-"""Gathers hidden states of all DP ranks before the experts, and sums them back after.
+"""Gathers every executor's rows before the experts, and sums them back after.
 
-    rank 0  x0 [3]  ─┐  MAX_LEN   x0 x0 x0 │ x1 x1 -- │ -- -- --    all-gather; padded
-    rank 1  x1 [2]  ─┼▶
-    rank 2  (idle)  ─┘  SUM_LEN   x0 x0 x0 x1 x1                    all-reduce over zeros
+    executor 0  x0 [3]  ─┐  MAX_LEN   x0 x0 x0 │ x1 x1 -- │ -- -- --    all-gather; padded
+    executor 1  x1 [2]  ─┼▶
+    executor 2  (idle)  ─┘  SUM_LEN   x0 x0 x0 x1 x1                    all-reduce over zeros
 
-and back: MAX_LEN reduce-scatters, as an all-to-all and a sum over ranks in rank order, which over
-gloo takes half the time of its own reduce-scatter and rounds once; SUM_LEN all-reduces.
+and back: MAX_LEN reduce-scatters, SUM_LEN all-reduces. An executor's rows are those that it has
+between attention calls: a shard of its DP rank's, whose last one or more may be padding.
 
-Buffers are made once, for the most tokens that a rank may have. The group comes and goes with
+Buffers are made once, for the most rows that an executor may have. The group comes and goes with
 epochs while they stay.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.parallel import RankGroup
+from executor.layers.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
+from executor.parallel import EpochGroups, RankGroup
 from executor.topology import Topology
-
-_ALIGNMENT = 8  # bytes; each column of a packed row starts on a multiple
 
 
 class DpCommunicator:
-    """Collectives over one row per token. All ranks must make the same calls, idle ones too.
+    """Collectives over one row per token. All executors make the same calls, idle ones too.
 
     A world of one moves nothing and needs no group.
 
@@ -51,13 +49,14 @@ class DpCommunicator:
         self.max_tokens_per_rank = max_tokens_per_rank
         self._group: RankGroup | None = None
         num_rows = max_tokens_per_rank if self.world_size > 1 else 0
-        row_bytes = _align(hidden_size * dtype.itemsize) + 2 * _align(top_k * 4)
-        self._sent = torch.zeros(num_rows * row_bytes, dtype=torch.uint8, device=device)
+        num_words = moe_words(hidden_size, dtype, top_k)
+        self._sent = torch.zeros(num_rows * num_words, dtype=WORD, device=device)
         self._gathered = torch.zeros(
-            self.world_size * num_rows * row_bytes, dtype=torch.uint8, device=device
+            self.world_size * num_rows * num_words, dtype=WORD, device=device
         )
-        self._received = torch.zeros(
-            self.world_size * num_rows * hidden_size, dtype=dtype, device=device
+        is_on_cpu = torch.device(device).type == "cpu"
+        self._scratch = torch.zeros(
+            self.world_size * num_rows * hidden_size if is_on_cpu else 0, dtype=dtype, device=device
         )
         self._summed = torch.zeros(num_rows * hidden_size, dtype=dtype, device=device)
 
@@ -66,12 +65,13 @@ class DpCommunicator:
         """Returns the communicator of a rank that has no peers."""
         return cls(topology=Topology(), max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32)
 
-    def join(self, group: RankGroup) -> None:
-        """Uses ``group`` from now on. The caller closes the one before.
+    def join(self, groups: EpochGroups) -> None:
+        """Uses the group of every executor from now on. The caller closes the one before.
 
         Raises:
-            ValueError: The group is not made of the ranks that the buffers were made for.
+            ValueError: It is not made of the ranks that the buffers were made for.
         """
+        group = groups.world
         if (group.rank, group.world_size) != (self.topology.world_rank, self.world_size):
             raise ValueError(
                 f"the group has rank {group.rank} of {group.world_size}, "
@@ -84,14 +84,14 @@ class DpCommunicator:
         self._group = None
 
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        """Collects every DP rank's rows.
+        """Collects every executor's rows.
 
         Args:
             x: [layout.shard_num_rows, D].
             layout: This step's token counts.
 
         Returns:
-            [layout.global_dp_buffer_len, D], ranks at ``layout.offsets``. Padding rows hold
+            [layout.global_dp_buffer_len, D], executors at ``layout.offsets``. Padding rows hold
             leftovers. Overwritten by the next gather.
         """
         return self.gather_columns((x,), layout)[0]
@@ -101,8 +101,8 @@ class DpCommunicator:
     ) -> tuple[torch.Tensor, ...]:
         """Collects several tensors of one row per token in one collective.
 
-        They are laid side by side as bytes: a collective costs more to start than to fill. The
-        all-reduce adds bytes to zeros, which is exact for every dtype.
+        They are laid side by side as words: a collective costs more to start than to fill. The
+        all-reduce adds words to zeros, which is exact for every dtype.
 
         Args:
             columns: Each [layout.shard_num_rows, width], any dtype.
@@ -116,33 +116,29 @@ class DpCommunicator:
         self._check(layout)
         if layout.global_dp_buffer_len == 0:
             return tuple(columns)
-        offsets, row_bytes = _column_offsets(columns)
-        gathered = _rows(self._gathered, layout.global_dp_buffer_len, row_bytes)
+        num_words = sum(words_of(column.shape[1], column.dtype) for column in columns)
+        gathered = view_rows(self._gathered, layout.global_dp_buffer_len, num_words)
+        num_rows = len(columns[0])
         if layout.padding_mode is DpPaddingMode.MAX_LEN:
-            sent = _rows(self._sent, layout.padded_num_tokens, row_bytes)
-            for column, offset in zip(columns, offsets, strict=True):
-                _column(sent, column, offset)[: len(column)] = column
-            self._joined.all_gather(gathered, sent)
+            sent = view_rows(self._sent, layout.padded_num_tokens, num_words)
+            pack(columns, out=sent[:num_rows])
+            self.group.all_gather(gathered, sent)
         else:
             gathered.zero_()
             first = layout.offsets[layout.world_rank]
-            for column, offset in zip(columns, offsets, strict=True):
-                _column(gathered, column, offset)[first : first + len(column)] = column
-            self._joined.all_reduce(gathered)
-        return tuple(
-            _column(gathered, column, offset)
-            for column, offset in zip(columns, offsets, strict=True)
-        )
+            pack(columns, out=gathered[first : first + num_rows])
+            self.group.all_reduce(gathered)
+        return unpack(gathered, columns)
 
     def scatter_sum(self, y: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        """Sums every row over the ranks and returns this rank's rows.
+        """Sums every row over the executors and returns this one's rows.
 
         Args:
             y: [layout.global_dp_buffer_len, D], contiguous. SUM_LEN overwrites it.
             layout: This step's token counts.
 
         Returns:
-            [layout.shard_num_rows, D]. Overwritten by the next call.
+            [layout.shard_num_rows, D]. Overwritten by the next call. Padding rows hold leftovers.
         """
         if self.world_size == 1:
             return y
@@ -150,12 +146,11 @@ class DpCommunicator:
         if layout.global_dp_buffer_len == 0:
             return y
         if layout.padding_mode is DpPaddingMode.MAX_LEN:
-            size = (layout.padded_num_tokens, y.shape[1])
-            summed = self._summed[: prod(size)].view(size)
-            received = self._received[: self.world_size * prod(size)].view(self.world_size, *size)
-            self._joined.all_to_all(received, y)
-            return torch.sum(received, dim=0, out=summed)[: layout.shard_num_rows]
-        self._joined.all_reduce(y)
+            width = y.shape[1]
+            summed = self._summed[: layout.padded_num_tokens * width].view(-1, width)
+            self.group.reduce_scatter(summed, y, self._scratch)
+            return summed[: layout.shard_num_rows]
+        self.group.all_reduce(y)
         first = layout.offsets[layout.world_rank]
         return y[first : first + layout.shard_num_rows]
 
@@ -164,7 +159,8 @@ class DpCommunicator:
         return self.topology.world_size
 
     @property
-    def _joined(self) -> RankGroup:
+    def group(self) -> RankGroup:
+        """The group joined."""
         assert self._group is not None, "join a group before the first step"
         return self._group
 
@@ -174,28 +170,3 @@ class DpCommunicator:
             f"a rank has {max(layout.global_shard_num_rows)} rows; "
             f"the buffers were made for {self.max_tokens_per_rank}"
         )
-
-
-def _align(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _column_offsets(columns: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Returns each column's first byte in a row, and the bytes of a row."""
-    offsets, row_bytes = [], 0
-    for column in columns:
-        offsets.append(row_bytes)
-        row_bytes += _align(column.shape[1] * column.element_size())
-    return offsets, row_bytes
-
-
-def _rows(storage: torch.Tensor, num_rows: int, row_bytes: int) -> torch.Tensor:
-    """Returns the start of ``storage`` as uint8 [num_rows, row_bytes]."""
-    assert num_rows * row_bytes <= storage.numel(), "a row is wider than the buffers were made for"
-    return storage[: num_rows * row_bytes].view(num_rows, row_bytes)
-
-
-def _column(rows: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """Returns the bytes of one column of ``rows`` in its own dtype, [num_rows, width]."""
-    num_bytes = like.shape[1] * like.element_size()
-    return rows[:, offset : offset + num_bytes].view(like.dtype)

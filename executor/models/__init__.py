@@ -9,9 +9,13 @@ import torch
 from executor.errors import CheckpointError
 from executor.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
+from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels
+from executor.models.peers import Peers
+from executor.moe.dispatch_all_gather import AllGatherDispatcher
+from executor.moe.layer import Dispatcher
 from executor.topology import Topology
 from executor.weights import OnProgress, WeightGroup, load_weights
 
@@ -24,12 +28,16 @@ class Model(Protocol):
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass up to each attention call; returns the hidden states [T, D].
 
-        Every EP rank must run it, also with T = 0.
+        Every executor must run it, also with T = 0.
         """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of hidden states [L, D]."""
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D].
+
+        Every executor of the DP rank must call it, with the same rows. The next call may overwrite
+        what this one returned.
+        """
         ...
 
 
@@ -40,8 +48,7 @@ class _Loadable(Model, Protocol):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        topology: Topology,
-        communicator: DpCommunicator,
+        peers: Peers,
         kernels: Kernels,
     ) -> None: ...
 
@@ -58,6 +65,9 @@ def load_model(
     device: torch.device | str = "cpu",
     topology: Topology | None = None,
     communicator: DpCommunicator | None = None,
+    attn_tp_communicator: AttnTpCommunicator | None = None,
+    dispatcher: Dispatcher | None = None,
+    moe_dense_tp_size: int | None = None,
     kernels: Kernels | None = None,
     on_progress: OnProgress | None = None,
 ) -> Model:
@@ -69,29 +79,47 @@ def load_model(
         dtype: Type to run in; the saved one if None.
         device: Where to run.
         topology: This executor's place in its group; a group of its own if None.
-        communicator: Joins the EP ranks. It may join a group later, and others after that,
-            while the model stays loaded. Needed in a group of several.
+        communicator: Joins all executors. It may join a group later, and others after that, while
+            the model stays loaded. Needed in a group of several.
+        attn_tp_communicator: Joins the executors of this DP rank in the same way. Needed if there
+            are several.
+        dispatcher: Takes rows to their experts; gathers all of them if None.
+        moe_dense_tp_size: 1 runs dense MLPs whole on each executor; None splits them over the
+            group.
         kernels: What the layers call; those of the CPU if None.
         on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
         CheckpointError: The architecture is not supported, or the weights do not fit it.
-        ValueError: The experts do not divide, or the communicator is for another place.
+        ValueError: Heads, experts or dense MLPs do not divide, or a communicator is for another
+            place.
     """
     topology = topology or Topology()
     communicator = communicator or DpCommunicator.single()
+    attn_tp_communicator = attn_tp_communicator or AttnTpCommunicator.single()
     if communicator.topology != topology:
         raise ValueError(
             f"the communicator is for {communicator.topology}, the model for {topology}: they must "
             f"be the same"
         )
+    if attn_tp_communicator.size != topology.attn_tp_size:
+        raise ValueError(
+            f"the attention-TP communicator joins {attn_tp_communicator.size} executors, the "
+            f"model's attention is shared by attn_tp_size={topology.attn_tp_size}"
+        )
+    local_experts = topology.local_experts(config.num_experts)
     dtype = dtype or config.dtype
     model = _model_class(config.architecture)(
         config,
         dtype=dtype,
         device=torch.device(device),
-        topology=topology,
-        communicator=communicator,
+        peers=Peers(
+            topology=topology,
+            communicator=communicator,
+            attn_tp=attn_tp_communicator,
+            dispatcher=dispatcher or AllGatherDispatcher(communicator, local_experts),
+            moe_dense_tp_size=moe_dense_tp_size,
+        ),
         kernels=kernels or cpu_kernels(config, dtype=dtype),
     )
     load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)

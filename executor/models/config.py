@@ -15,8 +15,23 @@ import torch
 
 from executor.errors import CheckpointError
 from executor.kv_pool import KVShape
+from executor.topology import Topology, divisors, share_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The attention heads of one executor.
+
+    Attributes:
+        q_heads: Its query heads.
+        kv_heads: The KV heads that these read. Where there are fewer KV heads than executors that
+            share a DP rank's attention, several hold the same one.
+    """
+
+    q_heads: range
+    kv_heads: range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +127,47 @@ class ModelConfig:
             return False
         return (layer_id + 1) % self.decoder_sparse_step == 0
 
-    def kv_shape(self, block_size: int, dtype: torch.dtype) -> KVShape:
-        """Returns the sizes of the keys and values that this model keeps."""
+    def attention_share(self, topology: Topology) -> HeadShare:
+        """Returns the heads that an executor holds.
+
+        Raises:
+            ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
+        """
+        q, kv = self.num_attention_heads, self.num_key_value_heads
+        rank, size = topology.attn_tp_rank, topology.attn_tp_size
+        problem = None
+        if q % size:
+            problem = f"num_attention_heads={q} does not divide by it"
+        elif kv % size and size % kv:
+            problem = f"it neither divides num_key_value_heads={kv} nor is a multiple of it"
+        if problem is not None:
+            sizes = [n for n in divisors(q) if kv % n == 0 or n % kv == 0]
+            raise ValueError(
+                f"attn_tp_size={size}: {problem}; use one of {', '.join(map(str, sizes))}"
+            )
+        if kv % size:
+            kv_head = rank * kv // size
+            kv_heads = range(kv_head, kv_head + 1)
+        else:
+            kv_heads = share_of("num_key_value_heads", kv, rank, size)
+        return HeadShare(share_of("num_attention_heads", q, rank, size), kv_heads)
+
+    def kv_shape(
+        self, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+    ) -> KVShape:
+        """Returns the sizes of the keys and values that an executor keeps of this model.
+
+        Args:
+            block_size: Tokens per block.
+            dtype: Type of keys and values.
+            topology: The executor's place in its group; a group of its own if None.
+
+        Raises:
+            ValueError: As ``attention_share``.
+        """
         return KVShape(
             num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
+            num_kv_heads=len(self.attention_share(topology or Topology()).kv_heads),
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=dtype,

@@ -1,13 +1,14 @@
 """Which implementation of each part a model is built from, by device.
 
-CPU     PyTorch, experts packed one by one
+CPU     PyTorch, experts packed one by one, small ones side by side
 CUDA    FlashInfer's norms, rotation and activation where it is installed, PyTorch's elsewhere;
-        experts as PyTorch's grouped products, or as FlashInfer's fused kernels
+        experts as PyTorch's grouped products, or as FlashInfer's kernels, CUTLASS or CuTe-DSL
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,10 +17,12 @@ from executor.layers.operators import FlashInferOperators, Operators, TorchOpera
 from executor.layers.rotary import RotaryEmbedding
 from executor.layers.workers import WorkerPool
 from executor.models.config import ModelConfig
-from executor.moe.experts import Experts, PackedExperts, StackedExperts
+from executor.moe.experts import Experts, ExpertShare, PackedExperts, StackedExperts
 from executor.moe.layer import MoERunner
+from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.moe.runner_grouped import GroupedMMRunner
+from executor.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +31,12 @@ class Kernels:
 
     Attributes:
         operators: Norms, rotation and activation.
-        new_experts: Makes the experts of one layer, given their numbers on this rank.
+        new_experts: Makes an executor's share of one layer's experts, given its place in the group.
         workers: Threads that share a layer on the CPU.
     """
 
     operators: Operators
-    new_experts: Callable[[range], Experts]
+    new_experts: Callable[[Topology], Experts]
     workers: WorkerPool
 
 
@@ -52,13 +55,8 @@ def cpu_kernels(
     workers = WorkerPool(num_workers)
     return Kernels(
         operators=_torch_operators(config, dtype, device),
-        new_experts=lambda experts: PackedExperts(
-            experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            workers,
-            dtype=dtype,
-            device=device,
+        new_experts=lambda topology: PackedExperts(
+            _share(config, topology), config.hidden_size, workers, dtype=dtype, device=device
         ),
         workers=workers,
     )
@@ -70,7 +68,8 @@ def stacked_kernels(
     dtype: torch.dtype,
     device: torch.device,
     ops: FlashInferOps | None,
-    fused_moe_rows: int | None = None,
+    moe_runner: str = "grouped",
+    max_moe_rows: int | None = None,
 ) -> Kernels:
     """Returns what CUDA runs: nothing in it reads a result on the host, so graphs can capture it.
 
@@ -79,11 +78,13 @@ def stacked_kernels(
         dtype: Type of weights and hidden states.
         device: Where the model lives.
         ops: FlashInfer; None runs PyTorch's operators.
-        fused_moe_rows: Most rows that the experts of a layer see in a pass, if FlashInfer's fused
-            kernels run them; None runs grouped products.
+        moe_runner: What runs the experts: ``grouped``, or FlashInfer's ``cutlass`` or ``cutedsl``.
+        max_moe_rows: Most rows that the experts of a layer see in a pass, from the token budget;
+            FlashInfer's kernels need it.
 
     Raises:
-        ValueError: Fused kernels are asked for without FlashInfer.
+        ValueError: FlashInfer's kernels for experts are asked for without FlashInfer. When experts
+            are made: they do not divide, or the kernels do not run here or take their sizes.
     """
     operators: Operators = _torch_operators(config, dtype, device)
     if ops is not None:
@@ -94,28 +95,33 @@ def stacked_kernels(
             theta=config.rope_theta,
             device=device,
         )
-    new_runner: Callable[[torch.Tensor, torch.Tensor], MoERunner]
-    if fused_moe_rows is None:
-        gate_first = GroupedMMRunner.gate_first
-        new_runner = partial(GroupedMMRunner, silu_and_mul=operators.silu_and_mul)
+    stacked = partial(StackedExperts, hidden_size=config.hidden_size, dtype=dtype, device=device)
+    if moe_runner == "grouped":
+        stacked = partial(
+            stacked,
+            new_runner=partial(GroupedMMRunner, silu_and_mul=operators.silu_and_mul),
+            gate_first=GroupedMMRunner.gate_first,
+        )
     elif ops is None:
-        raise ValueError("fused MoE kernels are FlashInfer's, which is not installed")
+        raise ValueError(
+            f"moe_runner={moe_runner} needs FlashInfer, which is not installed: pip install "
+            f"flashinfer-python, or set moe_runner=grouped"
+        )
     else:
-        gate_first = CutlassMoERunner.gate_first
-        new_runner = _fused_runner(ops, fused_moe_rows, config.num_experts_per_tok)
+        assert max_moe_rows is not None, f"how many rows {moe_runner} may see is not said"
+        stacked = partial(
+            stacked,
+            **_FLASHINFER_EXPERTS[moe_runner](ops, max_moe_rows, config.num_experts_per_tok),
+        )
     return Kernels(
         operators=operators,
-        new_experts=lambda experts: StackedExperts(
-            experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            new_runner,
-            gate_first=gate_first,
-            dtype=dtype,
-            device=device,
-        ),
+        new_experts=lambda topology: stacked(_share(config, topology)),
         workers=WorkerPool(1),
     )
+
+
+def _share(config: ModelConfig, topology: Topology) -> ExpertShare:
+    return ExpertShare.of(topology, config.num_experts, config.moe_intermediate_size)
 
 
 def _torch_operators(
@@ -131,10 +137,8 @@ def _torch_operators(
     return TorchOperators(rotary)
 
 
-def _fused_runner(
-    ops: FlashInferOps, max_num_rows: int, top_k: int
-) -> Callable[[torch.Tensor, torch.Tensor], MoERunner]:
-    """Returns what makes each layer's runner; all share one workspace."""
+def _cutlass(ops: FlashInferOps, max_num_rows: int, top_k: int) -> dict[str, Any]:
+    """Returns how experts for CUTLASS are laid out and run; all layers share one workspace."""
     workspaces: list[CutlassWorkspace] = []
 
     def new_runner(w31: torch.Tensor, w2: torch.Tensor) -> MoERunner:
@@ -142,4 +146,17 @@ def _fused_runner(
             workspaces.append(CutlassWorkspace(ops, max_num_rows=max_num_rows, top_k=top_k, w2=w2))
         return CutlassMoERunner(ops, w31, w2, workspaces[0])
 
-    return new_runner
+    return {"new_runner": new_runner, "gate_first": CutlassMoERunner.gate_first}
+
+
+def _cutedsl(ops: FlashInferOps, max_num_rows: int, top_k: int) -> dict[str, Any]:
+    """Returns how experts for CuTe-DSL are laid out and run; all layers share one wrapper."""
+    sizing = CuteDslSizing(ops, max_num_rows=max_num_rows, top_k=top_k)
+    return {
+        "new_runner": partial(CuteDslMoERunner, sizing=sizing),
+        "gate_first": CuteDslMoERunner.gate_first,
+        "arrange": CuteDslMoERunner.arrange,
+    }
+
+
+_FLASHINFER_EXPERTS = {"cutlass": _cutlass, "cutedsl": _cutedsl}

@@ -1,9 +1,18 @@
 """Qwen3-MoE: grouped-query attention with normalised queries and keys, routed experts.
 
+Where several executors share a DP rank's attention (attention TP), each has some of the heads for
+all of its T rows, and some of its rows, S = layout.shard_num_rows, of everything else:
+
+    ids [S] ─▶ embed ─▶ norm ─▶ gather [T] ─▶ heads ─▶ sum, scatter [S] ─▶ + ─▶ norm ─▶ experts ─▶ + ─▶
+                         └──────────────────────── once per layer ───────────────────────────┘
+
+Alone, an executor has all heads and all rows, and nothing moves.
+
 Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,27 +22,29 @@ import torch
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch
 from executor.layers.attention import AttentionCall, Stages
-from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.embedding import Embedding
 from executor.layers.linear import Linear
+from executor.layers.lm_head import LMHead, vocab_slice
 from executor.layers.norm import RMSNorm
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels
-from executor.moe.dispatch_all_gather import AllGatherDispatcher
+from executor.models.peers import Peers
 from executor.moe.layer import MoELayer
-from executor.topology import Topology
-from executor.weights import WeightGroup
+from executor.topology import share_of
+from executor.weights import Part, WeightGroup
 
 _EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_O_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.bias")
 
 
 class Qwen3MoeAttention:
-    """Projections, norms and rotation around the attention backend."""
+    """Projections, norms and rotation around the attention backend, for this executor's heads."""
 
     def __init__(
         self,
         config: ModelConfig,
         layer_id: int,
+        peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
@@ -42,9 +53,17 @@ class Qwen3MoeAttention:
         self.layer_id = layer_id
         self.operators = kernels.operators
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.eps = config.rms_norm_eps
+        share = config.attention_share(peers.topology)
+        self.num_heads, self.num_kv_heads = len(share.q_heads), len(share.kv_heads)
+        # By the letter of its projection: what this executor has of the checkpoint's rows.
+        self._parts = {
+            "q": (self._rows(share.q_heads), config.num_attention_heads * self.head_dim),
+            **dict.fromkeys(
+                "kv", (self._rows(share.kv_heads), config.num_key_value_heads * self.head_dim)
+            ),
+        }
+        self._attn_tp = peers.attn_tp
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = Linear(
             config.hidden_size,
@@ -54,10 +73,11 @@ class Qwen3MoeAttention:
             device=device,
             workers=kernels.workers,
         )
+        # The executors' products are summed, so the first one adds the bias.
         self.o_proj = Linear(
             q_size,
             config.hidden_size,
-            has_bias=config.attention_bias,
+            has_bias=config.attention_bias and peers.topology.attn_tp_rank == 0,
             dtype=dtype,
             device=device,
             workers=kernels.workers,
@@ -68,8 +88,9 @@ class Qwen3MoeAttention:
         )
         self.sizes = (q_size, kv_size, kv_size)
 
-    def project(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
-        """Returns the rotated queries, keys and values of x [T, D]."""
+    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
+        """Returns the rotated queries, keys and values [T, heads, D] of x [S, D]."""
+        x = self._attn_tp.gather(x, layout)
         heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
         qk = self.operators.norm_heads(
@@ -78,14 +99,21 @@ class Qwen3MoeAttention:
         q, k = self.operators.rotate(qk, self.num_heads, rotation)
         return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
 
+    def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * D]."""
+        return self._attn_tp.scatter_sum(self.o_proj(attended), layout)
+
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         qkv, o = self.qkv_proj, self.o_proj
-        parts = zip("qkv", torch.split_with_sizes(qkv.weight, self.sizes), strict=True)
-        qkv_targets = {f"{prefix}{name}_proj.weight": part for name, part in parts}
-        o_targets = {f"{prefix}o_proj.weight": o.weight}
-        if qkv.bias is not None and o.bias is not None:
-            biases = zip("qkv", torch.split_with_sizes(qkv.bias, self.sizes), strict=True)
-            qkv_targets |= {f"{prefix}{name}_proj.bias": part for name, part in biases}
+        weights = torch.split_with_sizes(qkv.weight, self.sizes)
+        qkv_targets = self._qkv_parts(f"{prefix}{{}}_proj.weight", weights)
+        o_targets: dict[str, torch.Tensor | Part] = {
+            f"{prefix}o_proj.weight": Part(o.weight, 1, *self._parts["q"])
+        }
+        if qkv.bias is not None:
+            biases = torch.split_with_sizes(qkv.bias, self.sizes)
+            qkv_targets |= self._qkv_parts(f"{prefix}{{}}_proj.bias", biases)
+        if o.bias is not None:
             o_targets[f"{prefix}o_proj.bias"] = o.bias
         q_norm = torch.empty_like(self.qk_norm_weight[0])
         k_norm = torch.empty_like(q_norm)
@@ -101,60 +129,85 @@ class Qwen3MoeAttention:
             WeightGroup(norms, spread_norms),
         ]
 
+    def _qkv_parts(self, name: str, targets: Sequence[torch.Tensor]) -> dict[str, Part]:
+        return {
+            name.format(letter): Part(target, 0, *self._parts[letter])
+            for letter, target in zip("qkv", targets, strict=True)
+        }
+
+    def _rows(self, heads: range) -> range:
+        """Returns the rows of a projection that belong to these heads."""
+        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
+
 
 class Qwen3MoeMLP:
-    """A dense gated MLP."""
+    """A dense gated MLP: whole on each executor for its own rows, or split for everybody's."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
+        peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.operators = kernels.operators
+        self._size = intermediate_size
+        self._at = range(intermediate_size)
+        self._communicator = peers.communicator if peers.splits_dense else None
+        if peers.splits_dense:
+            rank, count = peers.topology.world_rank, peers.topology.world_size
+            try:
+                self._at = share_of("intermediate_size", intermediate_size, rank, count)
+            except ValueError as error:
+                raise ValueError(f"{error}, or set moe_dense_tp_size=1") from error
         linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
-        self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
+        self.gate_up_proj = linear(hidden_size, 2 * len(self._at))
+        self.down_proj = linear(len(self._at), hidden_size)
 
     def __call__(
         self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
     ) -> torch.Tensor:
+        if self._communicator is None:
+            return self._run(x)
+        y = self._run(self._communicator.gather(x, layout))
+        return self._communicator.scatter_sum(y, layout)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.operators.silu_and_mul(self.gate_up_proj(x)))
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        gate, up = self.gate_up_proj.weight.chunk(2)
+        gate, up = (Part(x, 0, self._at, self._size) for x in self.gate_up_proj.weight.chunk(2))
+        down = Part(self.down_proj.weight, 1, self._at, self._size)
         targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        down = self.down_proj
         return [
             WeightGroup(targets, self.gate_up_proj.finish),
-            WeightGroup({f"{prefix}down_proj.weight": down.weight}, down.finish),
+            WeightGroup({f"{prefix}down_proj.weight": down}, self.down_proj.finish),
         ]
 
 
 class Qwen3MoeSparseBlock:
-    """Routed experts, of which this rank holds a part."""
+    """Routed experts, of which this executor holds a part."""
 
     def __init__(
         self,
         config: ModelConfig,
-        local_experts: range,
-        communicator: DpCommunicator,
+        peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.gate = Linear(config.hidden_size, config.num_experts, dtype=dtype, device=device)
-        self.experts = kernels.new_experts(local_experts)
+        self.experts = kernels.new_experts(peers.topology)
         self._layer = MoELayer(
             self.gate,
             config.num_experts_per_tok,
             num_experts=config.num_experts,
             renormalize=config.norm_topk_prob,
-            dispatcher=AllGatherDispatcher(communicator, local_experts),
+            dispatcher=peers.dispatcher,
             runner=self.experts.runner,
         )
 
@@ -175,8 +228,7 @@ class Qwen3MoeDecoderLayer:
         self,
         config: ModelConfig,
         layer_id: int,
-        local_experts: range,
-        communicator: DpCommunicator,
+        peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
@@ -187,27 +239,27 @@ class Qwen3MoeDecoderLayer:
             RMSNorm, hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
         )
         self.input_layernorm = norm()
-        self.self_attn = Qwen3MoeAttention(config, layer_id, kernels, dtype=dtype, device=device)
+        self.self_attn = Qwen3MoeAttention(
+            config, layer_id, peers, kernels, dtype=dtype, device=device
+        )
         self.post_attention_layernorm = norm()
         self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
         if config.is_moe_layer(layer_id):
-            self.mlp = Qwen3MoeSparseBlock(
-                config, local_experts, communicator, kernels, dtype=dtype, device=device
-            )
+            self.mlp = Qwen3MoeSparseBlock(config, peers, kernels, dtype=dtype, device=device)
         else:
             self.mlp = Qwen3MoeMLP(
-                hidden, config.intermediate_size, kernels, dtype=dtype, device=device
+                hidden, config.intermediate_size, peers, kernels, dtype=dtype, device=device
             )
 
     def before_attention(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, layout: DpLayout
     ) -> tuple[AttentionCall, torch.Tensor]:
         """Takes what the layer before added, and the sum up to it; returns the whole sum, too."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        return self.self_attn.project(x, rotation), residual
+        return self.self_attn.project(x, rotation, layout), residual
 
     def after_attention(
         self,
@@ -216,8 +268,9 @@ class Qwen3MoeDecoderLayer:
         layout: DpLayout,
         is_padding: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what this layer's experts add, [T, D], and the sum without it."""
-        x, residual = self.post_attention_layernorm.add(self.self_attn.o_proj(attended), residual)
+        """Returns what this layer's experts add, [S, D], and the sum without it."""
+        x = self.self_attn.merge(attended, layout)
+        x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, layout, is_padding), residual
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
@@ -230,18 +283,17 @@ class Qwen3MoeDecoderLayer:
 
 
 class Qwen3MoeForCausalLM:
-    """The whole model, on one EP rank.
+    """One executor's share of the model.
 
     Args:
         config: Sizes and switches.
         dtype: Type of weights and hidden states.
         device: Where everything lives.
-        topology: This executor's place in its group, which says what share of the experts it has.
-        communicator: Joins the EP ranks.
+        peers: Says what share that is, and joins it to the others.
         kernels: What the layers call.
 
     Raises:
-        ValueError: The experts do not divide among the ranks.
+        ValueError: Heads, experts or dense MLPs do not divide among the executors.
     """
 
     def __init__(
@@ -250,75 +302,92 @@ class Qwen3MoeForCausalLM:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        topology: Topology,
-        communicator: DpCommunicator,
+        peers: Peers,
         kernels: Kernels,
     ) -> None:
         hidden = config.hidden_size
+        topology = peers.topology
+        self._attn_tp = peers.attn_tp
         self._operators = kernels.operators
         self._workers = kernels.workers
         self._tied = config.tie_word_embeddings
         self._local_experts = topology.local_experts(config.num_experts)
-        self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, device=device)
+        self._leaves_o_bias = config.attention_bias and topology.attn_tp_rank > 0
+        self._vocab_size = config.vocab_size
+        self.embed_tokens = Embedding(
+            vocab_slice(config.vocab_size, topology.attn_tp_size) * topology.attn_tp_size,
+            hidden,
+            dtype=dtype,
+            device=device,
+        )
         self.layers = [
-            Qwen3MoeDecoderLayer(
-                config,
-                layer_id,
-                self._local_experts,
-                communicator,
-                kernels,
-                dtype=dtype,
-                device=device,
-            )
+            Qwen3MoeDecoderLayer(config, layer_id, peers, kernels, dtype=dtype, device=device)
             for layer_id in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(
             hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
         )
-        self.lm_head = Linear(
-            hidden, config.vocab_size, dtype=dtype, device=device, workers=self._workers
+        self.lm_head = LMHead(
+            hidden,
+            config.vocab_size,
+            topology=topology,
+            communicator=peers.attn_tp,
+            dtype=dtype,
+            device=device,
+            workers=self._workers,
         )
 
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass that stops at each attention call.
 
-        Every EP rank must run it, also with T = 0.
+        Every executor must run it, also with T = 0.
         """
-        with self._workers.sharing(batch.layout.global_dp_buffer_len):
+        layout = batch.layout
+        with self._workers.sharing(layout.global_dp_buffer_len):
             rotation = self._operators.rotation(batch.positions)
             is_padding = batch.is_padding()
-            x, residual = self.embed_tokens(batch.input_ids), None
+            x = self.embed_tokens(self._attn_tp.shard(batch.input_ids, layout))
+            residual = None
             for layer in self.layers:
-                call, residual = layer.before_attention(x, residual, rotation)
+                call, residual = layer.before_attention(x, residual, rotation, layout)
                 attended = yield call
-                x, residual = layer.after_attention(attended, residual, batch.layout, is_padding)
+                x, residual = layer.after_attention(attended, residual, layout, is_padding)
             assert residual is not None, "a model has layers"
-            return self.norm.add(x, residual)[0]
+            return self._attn_tp.gather(self.norm.add(x, residual)[0], layout)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of hidden states [L, D]."""
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D].
+
+        Every executor of the DP rank must call it, with the same rows.
+        """
         with self._workers.sharing(len(hidden)):
-            return self.lm_head(hidden).float()
+            return self.lm_head(hidden)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""
         embedding = self.embed_tokens.weight
-        head = {"lm_head.weight": self.lm_head.weight}
-        finish_tied = lambda: self.lm_head.finish(embedding)  # noqa: E731
+        embedding[self._vocab_size :].zero_()
+        head = (
+            self.lm_head.tied_weight_group(embedding)
+            if self._tied
+            else self.lm_head.weight_group("lm_head.weight")
+        )
         layers = (
             layer.weight_groups(f"model.layers.{layer_id}.")
             for layer_id, layer in enumerate(self.layers)
         )
         return [
-            WeightGroup({"model.embed_tokens.weight": embedding}),
+            WeightGroup({"model.embed_tokens.weight": embedding[: self._vocab_size]}),
             *chain.from_iterable(layers),
             WeightGroup({"model.norm.weight": self.norm.weight}),
-            WeightGroup({}, finish_tied) if self._tied else WeightGroup(head, self.lm_head.finish),
+            head,
         ]
 
     def skips(self, name: str) -> bool:
-        """Whether a tensor may be left unread: another rank's expert, or a tied copy."""
+        """Whether a tensor may be left unread: another executor's to use, or a tied copy."""
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             return int(expert[1]) not in self._local_experts
+        if _O_BIAS.fullmatch(name):
+            return self._leaves_o_bias
         return self._tied and name == "lm_head.weight"

@@ -3,7 +3,13 @@
 Each rank routes its own tokens and sends the choice along with the hidden states, in the same
 collective. Routing gathered tokens again on every rank would spare 8 bytes per expert choice, but
 two machines whose gates round differently could then disagree about who computes a token.
+
+A rank here is an executor of the world: it sends the rows that it holds between attention calls.
+Where several hold slices of the same experts (MoE TP), their partial results are among those that
+the combine sums.
 """
+
+from typing import ClassVar
 
 import torch
 
@@ -13,12 +19,14 @@ from executor.moe.layer import Dispatched
 
 
 class AllGatherDispatcher:
-    """Gathers rows from all EP ranks, and sums results over them.
+    """Gathers rows from all ranks, and sums results over them.
 
     Args:
-        communicator: Its ranks are the EP ranks.
-        local_experts: The experts of this rank.
+        communicator: Joins all ranks that hold experts or slices of them.
+        local_experts: The experts of this rank, whole or in part.
     """
+
+    is_capturable: ClassVar[bool] = True
 
     def __init__(self, communicator: DpCommunicator, local_experts: range) -> None:
         self._communicator = communicator

@@ -31,16 +31,35 @@ class Dispatched:
             the row is padding.
         topk_weights_RK: float32 routing weights.
         handle: The dispatcher's own note to ``combine``.
+        out_RD: Where results should go, dense, if the dispatcher has a place for them. A runner that
+            cannot write there returns another tensor, and ``combine`` copies it.
     """
 
     x_RD: torch.Tensor
     topk_ids_RK: torch.Tensor
     topk_weights_RK: torch.Tensor
     handle: Any = None
+    out_RD: torch.Tensor | None = None
+
+    def place_for_results(self) -> torch.Tensor:
+        """Returns dense memory [R, D] for results: ``out_RD``, or new memory if there is none."""
+        if self.out_RD is not None:
+            assert self.out_RD.shape == self.x_RD.shape, "out_RD is for other rows"
+            assert self.out_RD.is_contiguous(), "out_RD is not dense"
+            return self.out_RD
+        return self.x_RD.new_empty(self.x_RD.shape)
 
 
 class Dispatcher(Protocol):
-    """Moves rows to the ranks of their experts, and results back."""
+    """Moves rows to the ranks of their experts, and results back.
+
+    One dispatch is open at a time: all layers share a dispatcher and its buffers.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can record it: it never waits for the device on the host."""
+        ...
 
     def dispatch(
         self,
@@ -51,12 +70,25 @@ class Dispatcher(Protocol):
     ) -> Dispatched:
         """Sends each token to the ranks that hold its experts. Every rank must call it.
 
-        A token whose expert ids are E is padding: it goes to no expert.
+        A token whose expert ids are E is padding: it goes to no expert, and nor does a row past
+        ``layout.shard_num_tokens``.
+
+        Args:
+            x_TD: Hidden states. T is ``layout.shard_num_rows``, and may be 0.
+            topk_ids_TK: int32 expert numbers, 0 to E.
+            topk_weights_TK: float32 routing weights.
+            layout: This pass's token counts.
+
+        Returns:
+            Rows that are overwritten by the next dispatch.
         """
         ...
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Returns [T, D], each token's rows summed over ranks."""
+        """Returns [T, D], each token's rows summed over ranks. Every rank must call it.
+
+        Rows of padding are undefined. Overwritten by the next combine.
+        """
         ...
 
 

@@ -13,7 +13,9 @@ class CutlassWorkspace:
 
     Args:
         ops: The library.
-        max_num_rows: R at most, all passes considered; the capture sizes too.
+        max_num_rows: R at most, all passes and captures considered, from the token budget: every
+            executor's rows where they are all-gathered, what an EP rank may send times the EP ranks
+            where an all-to-all brings them.
         top_k: K.
         w2: [L, D, F] of any layer, for sizes, dtype and device.
     """
@@ -66,11 +68,11 @@ class CutlassMoERunner:
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         num_rows, top_k = dispatched.topk_ids_RK.shape
         workspace = self._workspace
-        assert top_k == workspace.top_k, f"{top_k} experts; workspace for {workspace.top_k}"
+        assert top_k == workspace.top_k, f"{top_k} experts; the workspace is for {workspace.top_k}"
         assert num_rows <= workspace.max_num_rows, (
             f"{num_rows} rows; the workspace is for {workspace.max_num_rows}"
         )
-        out = dispatched.x_RD.new_empty(dispatched.x_RD.shape)
+        out = dispatched.place_for_results()
         self._ops.fused_moe(
             dispatched.x_RD.contiguous(),
             dispatched.topk_ids_RK,

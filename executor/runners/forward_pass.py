@@ -10,7 +10,7 @@ from executor.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.kv_pool import KVPool
 from executor.layers.attention import Attend, Attention, Stages, run_stages
-from executor.topology import Topology
+from executor.topology import Topology, require_attn_tp_gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +22,12 @@ class ForwardPass:
         compute_logits: Takes hidden states [L, D] to float32 logits [L, V].
         attention: The attention backend.
         kv_pool: Keys, values and block table.
-        num_heads: H, query heads.
+        num_heads: H, query heads of this executor.
         hidden_size: D.
         vocab_size: V.
         dtype: Type of hidden states.
         topology: This executor's place in its group.
+        require_mlp_tp_gather: Whether some layer gathers the rows of every DP rank.
     """
 
     stages: Callable[[ForwardBatch], Stages]
@@ -38,6 +39,12 @@ class ForwardPass:
     vocab_size: int
     dtype: torch.dtype
     topology: Topology = field(default_factory=Topology)
+    require_mlp_tp_gather: bool = False
+
+    @property
+    def require_gathered_buffer(self) -> bool:
+        """Whether some layer gathers rows of other executors."""
+        return self.require_mlp_tp_gather or require_attn_tp_gather(self.topology)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plans attention on the host: before each pass and each replay."""

@@ -42,7 +42,7 @@ NUM_EXECUTED = 300  # steps of a round of the whole worker
 
 
 class NoModel:
-    """A runner that answers at once, and a communicator without a group."""
+    """A runner that answers at once."""
 
     def __init__(self, most: int) -> None:
         self._logits = torch.zeros(most, VOCAB_SIZE)
@@ -51,9 +51,6 @@ class NoModel:
         return self._logits[: batch.batch_size]
 
     def capture(self) -> None:
-        pass
-
-    def leave(self) -> None:
         pass
 
 
@@ -80,7 +77,7 @@ def make_worker(size: int) -> Worker:
         ),
         sampler=Sampler(size, VOCAB_SIZE),
         runner=model,
-        communicator=model,
+        members=[],
         form_group=None,
         device=torch.device("cpu"),
     )

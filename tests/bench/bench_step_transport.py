@@ -26,6 +26,7 @@ import uvloop
 
 from router.admission import Admission
 from router.cell import Cell
+from router.discovery import find_addresses
 from router.executor_client import ExecutorGroup
 from router.readers import Reader, Readers
 from router.request import OutputOptions, Request, SamplingParams, StopConditions
@@ -80,7 +81,9 @@ async def measure_periods(
 async def measure_rtt() -> list[float]:
     """Returns round trips of a step of one sequence, in microseconds."""
     async with simulated_executor(0.0, 1) as executor:
-        group = ExecutorGroup([executor.address], "simulated", form_timeout_s=30, step_timeout_s=30)
+        group = ExecutorGroup(
+            find_addresses([executor.address]), "simulated", form_timeout_s=30, step_timeout_s=30
+        )
         info = await group.form()
         readers = Readers(max_readers=1)
         admission = Admission(max_sequences=1, max_tokens=100)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from router.admission import Admission
 from router.cell import Cell
+from router.discovery import find_addresses
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
 from router.readers import Readers
@@ -46,7 +47,9 @@ async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[Exe
 @asynccontextmanager
 async def running_cell(address: str, depth: int) -> AsyncIterator[Cell]:
     """A cell whose one group has formed and steps."""
-    group = ExecutorGroup([address], "simulated", form_timeout_s=30, step_timeout_s=30)
+    group = ExecutorGroup(
+        find_addresses([address]), "simulated", form_timeout_s=30, step_timeout_s=30
+    )
     cell = Cell(Readers(max_readers=4096))
     engine = Engine(
         0,

@@ -1,23 +1,30 @@
 """`make demo` is the first thing that a newcomer runs, and it fails if one answer is wrong."""
 
+import argparse
 import asyncio
 import subprocess
 import sys
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from deploy import flags
 from deploy.demo import (
     MAX_ANSWER_TOKENS,
     NUM_REQUESTS,
     SEED,
+    Answer,
     DemoRequest,
     draw_requests,
+    print_differences,
     text_of,
     token_ids,
 )
 from deploy.launch import DEMO_MODEL
 from deploy.processes import ROOT
+from executor.__main__ import main as executor_main
+from router.client import Finish
 
 BATCH_SIZE = 50
 PAD_ID, EOS_ID, STOP_ID = 0, 2, 13
@@ -54,14 +61,81 @@ def test_the_demos_problems_are_ones_that_transformers_answers_right():
         torch.set_num_threads(num_threads)
 
 
-async def test_the_demo_exits_with_0_when_all_answers_are_right():
+async def run_demo(*args: str) -> tuple[int | None, str]:
+    """Returns the demo's exit code and all that it printed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.demo", "--requests", "40"),
+        *(sys.executable, "-m", "deploy.demo", *args),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     output, _ = await process.communicate()
+    return process.returncode, output.decode()
 
-    assert process.returncode == 0, output.decode()
-    assert "40 of 40 right. All processes have ended." in output.decode()
+
+async def test_the_demo_exits_with_0_when_all_answers_are_right():
+    exit_code, output = await run_demo("--requests", "40")
+
+    assert exit_code == 0, output
+    assert "40 of 40 right. All processes have ended." in output
+
+
+async def test_the_demo_shares_the_model_as_told_and_compares_with_one_executor():
+    exit_code, output = await run_demo(
+        *("--requests", "12", "--compare", "--dp-size", "1", "--attn-tp-size", "2"),
+        *("--moe-a2a", "torch", "--moe-a2a-extend", "all-to-all"),
+    )
+
+    assert exit_code == 0, output
+    assert "Starting 2 executors (DP 1 x attention TP 2) and a router" in output
+    assert "12 of 12 token for token as a single executor answers them" in output
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [(["--ep-size", "0"], "need at least 1"), (["--attn-tp-size", "none"], "--attn-tp-size")],
+)
+def test_a_size_that_cannot_be_is_refused_before_anything_starts(
+    args: list[str], named: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+
+    with pytest.raises(SystemExit):
+        parser.parse_args(args)
+    assert named in capsys.readouterr().err
+
+
+def test_what_is_given_goes_to_the_executors_and_nothing_else():
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+
+    assert flags.executor_args(parser.parse_args([])) == []
+    given = ["--ep-size", "1", "--moe-a2a", "none", "--dtype", "float32"]
+    assert flags.executor_args(parser.parse_args(["--dp-size", "4", *given])) == given
+    known = {option for parameter in executor_main.params for option in parameter.opts}
+    assert {f"--{name.replace('_', '-')}" for name in flags.NAMES} <= known
+
+
+def test_a_token_that_differs_is_shown_and_fails_the_demo(capsys: pytest.CaptureFixture[str]):
+    [request] = draw_requests(SEED, 1)
+    finish = Finish(
+        reason="stop",
+        stop_token_id=STOP_ID,
+        stop_string=None,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_completion_tokens=2,
+        num_preemptions=0,
+        queue_s=0.0,
+        first_token_s=0.0,
+        total_s=0.0,
+        group=0,
+        dp_rank=0,
+    )
+    answers = [Answer(request, [52, STOP_ID], finish)] * 2
+
+    assert not print_differences(answers, [[52, STOP_ID], [53, STOP_ID]])
+    output = capsys.readouterr().out
+    assert "1 of 2 token for token" in output
+    assert f"was answered [52, {STOP_ID}], by one alone [53, {STOP_ID}]" in output

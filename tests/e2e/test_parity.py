@@ -1,8 +1,9 @@
 """If this fails, a Qwen3-MoE answers otherwise through Lockstep than through Transformers.
 
-Every shape of checkpoint goes through the real stack, on one and on two DP ranks, in a KV pool
-that is too small for all requests: prompts run in chunks beside decodes, later requests find the
-blocks of earlier ones, and sequences lose their blocks and are computed again.
+Every shape of checkpoint goes through the real stack, on one and on two DP ranks and shared out
+over attention TP as well, in a KV pool that is too small for all requests: prompts run in chunks
+beside decodes, later requests find the blocks of earlier ones, and sequences lose their blocks and
+are computed again.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 
 from deploy.launch import LocalStack
@@ -30,6 +32,16 @@ EXECUTOR_ARGS = (
     *("--max-num-seqs", "6", "--max-num-batched-tokens", "24"),
 )
 
+# dp_size, attn_tp_size and flags with which each shape is shared out over attention TP.
+SHARED: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "plain": (2, 2, ("--moe-a2a", "torch")),
+    "tied": (2, 2, ("--ep-size", "1")),
+    "sparse_step": (2, 2, ()),  # its dense layers are split over all four
+    "mlp_only": (2, 2, ("--moe-dense-tp-size", "1")),  # its one KV head is on both peers
+    "biased": (1, 3, ("--ep-size", "1")),  # a KV head each
+    "wide": (2, 2, ("--moe-a2a", "torch", "--moe-a2a-extend", "all-to-all")),
+}
+
 
 def make_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
@@ -44,21 +56,34 @@ def make_prompts() -> list[list[int]]:
 @pytest.fixture(scope="module", params=SHAPES)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any]:
+) -> tuple[str, Path, Any]:
     path = tmp_path_factory.mktemp(request.param)
-    return path, save_qwen3_moe(path, request.param)
+    return request.param, path, save_qwen3_moe(path, request.param)
 
 
-@pytest.fixture(params=[1, 2], ids=["dp1", "dp2"])
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["dp1", "dp2", "attn_tp"])
+async def stack(
+    request: pytest.FixtureRequest, checkpoint: tuple[str, Path, Any]
+) -> AsyncIterator[LocalStack]:
+    shape, path, _ = checkpoint
+    topologies = {"dp1": (1, 1, ()), "dp2": (2, 1, ()), "attn_tp": SHARED[shape]}
+    dp_size, attn_tp_size, flags = topologies[request.param]
+    stack = LocalStack(
+        path,
+        dp_size=dp_size,
+        attn_tp_size=attn_tp_size,
+        executor_args=(*EXECUTOR_ARGS, *flags),
+    )
+    async with stack:
+        yield stack
+
+
+@pytest.fixture
 async def served(
-    request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]
+    stack: LocalStack, checkpoint: tuple[str, Path, Any]
 ) -> AsyncIterator[tuple[Client, Any]]:
-    path, model = checkpoint
-    async with (
-        LocalStack(path, dp_size=request.param, executor_args=EXECUTOR_ARGS) as stack,
-        stack.client() as client,
-    ):
-        yield client, model
+    async with stack.client() as client:
+        yield client, checkpoint[2]
 
 
 async def test_tokens_and_logits_are_those_of_transformers(served: tuple[Client, Any]) -> None:

@@ -18,8 +18,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_qwen3_moe(path: Path, shape: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def save_qwen3_moe(
+    path: Path, shape: str, *, dtype: torch.dtype = torch.float32, **changed: Any
+) -> Any:
     """Saves a random model of one of ``SHAPES`` and returns it, ready to run.
+
+    ``changed`` are fields of its configuration that this one has otherwise.
 
     Weights have a standard deviation of fan_in^-0.5: at the usual 0.02 logits are nearly flat,
     and greedy tokens would hang on the last bit.
@@ -40,7 +44,7 @@ def save_qwen3_moe(path: Path, shape: str, *, dtype: torch.dtype = torch.float32
         "dtype": dtype,
     }
     torch.manual_seed(7)
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | SHAPES[shape])))
+    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | SHAPES[shape] | changed)))
     model = model.to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

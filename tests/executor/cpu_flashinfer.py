@@ -21,6 +21,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.executor import cpu_all_to_all
+from tests.executor.cpu_cutedsl import cpu_wrapper
+
 WORKSPACE = (4096, 512)  # bytes of float and of int workspace that every plan needs
 
 
@@ -72,7 +75,11 @@ class CpuFlashInfer:
                 moe.cutlass_fused_moe_workspace_size,
                 lambda **sizes: sizes["max_num_tokens"] * sizes["top_k"],
             ),
+            CuteDslBf16MoEWrapper=cpu_wrapper(
+                real, self._bound, lambda kernel: self.launch(kernel)
+            ),
         )
+        self.comm = cpu_all_to_all.stand_in(import_module("flashinfer.comm"), self._bound)
         self.BatchDecodeWithPagedKVCacheWrapper = self._wrapper(
             real.BatchDecodeWithPagedKVCacheWrapper, _DecodeWrapper, plan="_plan_impl"
         )

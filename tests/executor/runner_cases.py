@@ -4,8 +4,7 @@ Imports no Transformers: the processes of a group start here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,19 +26,17 @@ from executor.graph.cuda_graph_buffer_registry import (
 from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_torch import TorchAttention
-from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import stacked_kernels
 from executor.moe.layer import Dispatched
-from executor.parallel import RankGroup, join_group
 from executor.runners import Runner
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
+from executor.sizes import plan_budget
 from executor.topology import Topology
-from tests.executor.ranks import HOST, TIMEOUT_S
-from tests.executor.recording_backend import RecordingBackend
+from tests.executor.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4
 NUM_ROWS = 16
@@ -66,10 +63,10 @@ class RunnerCase:
 
     Args:
         path: Checkpoint.
-        new_attention: Makes the attention backend.
+        new_attention: Makes the attention backend, given a model with this executor's heads.
         is_capturable: Whether layers do device work alone, as on CUDA.
-        dp_rank: This rank, which holds its share of the experts.
-        dp_size: Ranks. Above 1, ``communicator`` must join a group before the first run.
+        topology: This executor's place in its group. In one of several, ``members`` must join a
+            group before the first run.
     """
 
     def __init__(
@@ -78,32 +75,28 @@ class RunnerCase:
         new_attention: NewAttention = torch_attention,
         *,
         is_capturable: bool = False,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        topology: Topology | None = None,
     ) -> None:
+        topology = topology or Topology()
         config = ModelConfig.from_dir(path)
+        self.heads = config.attention_share(topology)
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
             kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=None)
-        topology = Topology(dp_rank=dp_rank, dp_size=dp_size)
-        self.communicator = DpCommunicator(
-            topology=topology,
-            max_tokens_per_rank=MAX_TOKENS,
-            hidden_size=config.hidden_size,
-            dtype=config.dtype,
-            top_k=config.num_experts_per_tok,
-        )
+        communicator, attn_tp_communicator = communicators(config, topology, MAX_TOKENS)
+        self.members = (communicator, attn_tp_communicator)
         model: Any = load_model(
             path,
             config,
             topology=topology,
-            communicator=self.communicator,
+            communicator=communicator,
+            attn_tp_communicator=attn_tp_communicator,
             kernels=kernels,
         )
         blocks_per_row = MAX_LEN // BLOCK_SIZE
         self.pool = KVPool(
-            config.kv_shape(BLOCK_SIZE, config.dtype),
+            config.kv_shape(BLOCK_SIZE, config.dtype, topology),
             num_blocks=1 + NUM_ROWS * blocks_per_row,
             num_rows=NUM_ROWS,
             max_blocks_per_row=blocks_per_row,
@@ -113,8 +106,10 @@ class RunnerCase:
         self.pool.append_blocks(rows, [0] * NUM_ROWS, [blocks_per_row] * NUM_ROWS, shuffled)
         self.settings = ExecutorConfig(
             model=path,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size,
+            attn_tp_rank=topology.attn_tp_rank,
+            attn_tp_size=topology.attn_tp_size,
             block_size=BLOCK_SIZE,
             max_num_seqs=NUM_ROWS,
             max_num_batched_tokens=MAX_TOKENS,
@@ -123,20 +118,30 @@ class RunnerCase:
         self.num_layers = config.num_hidden_layers
         self.num_experts = config.num_experts
         self.model = model
+        self.model_config = config
         self.forward_pass = ForwardPass(
             stages=model.stages,
             compute_logits=model.compute_logits,
-            attention=new_attention(config),
+            attention=new_attention(
+                replace(
+                    config,
+                    num_attention_heads=len(self.heads.q_heads),
+                    num_key_value_heads=len(self.heads.kv_heads),
+                )
+            ),
             kv_pool=self.pool,
-            num_heads=config.num_attention_heads,
+            num_heads=len(self.heads.q_heads),
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             dtype=config.dtype,
             topology=topology,
+            require_mlp_tp_gather=topology.dp_size > 1,
         )
         torch.manual_seed(1)
         for cache in self.caches:
-            cache.normal_()
+            size = (len(cache), config.num_key_value_heads, config.head_dim)
+            at = self.heads.kv_heads
+            cache.copy_(torch.randn(size, dtype=config.dtype)[:, at.start : at.stop])
 
     @property
     def caches(self) -> list[torch.Tensor]:
@@ -150,7 +155,8 @@ class RunnerCase:
     ) -> RunnerByLayout:
         """Returns the executor's own runners, which have captured nothing yet."""
         settings = replace(self.settings, prefill_graphs=prefill_graphs)
-        return build_runners(settings, self.forward_pass, sizes, new_backend)
+        budget = plan_budget(settings, self.model_config, self.forward_pass.dtype, sizes)
+        return build_runners(settings, budget, self.forward_pass, sizes, new_backend)
 
     def decode(self, backend: RunnerBackend, width: int = 1) -> Runner:
         """Returns a runner of decodes that has captured.
@@ -161,7 +167,7 @@ class RunnerCase:
         """
         runner = self.build(GraphSizes(decode=DECODE_SIZES), lambda: backend)
         if width == 1:
-            return _captured(runner)
+            return captured(runner)
         registry = build_decode_registry(
             device="cpu",
             max_bs=DECODE_SIZES[-1],
@@ -171,7 +177,7 @@ class RunnerCase:
             enable_num_token_non_padded=True,
             register_global_num_tokens=False,
         )
-        return _captured(
+        return captured(
             DecodeRunner(
                 self.forward_pass, registry, backend, DECODE_SIZES, num_tokens_per_bs=width
             )
@@ -180,7 +186,7 @@ class RunnerCase:
     def prefill(self, prefill_graphs: str, backend: RunnerBackend) -> Runner:
         """Returns a runner of extends that has captured."""
         sizes = GraphSizes(extend=PREFILL_SIZES)
-        return _captured(self.build(sizes, lambda: backend, prefill_graphs))
+        return captured(self.build(sizes, lambda: backend, prefill_graphs))
 
     def watch_experts(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         """Returns a list that gets the expert ids [R, K] of each layer of each pass from now on.
@@ -214,15 +220,23 @@ class RunnerCase:
             num_tokens: Tokens of each sequence.
             graph_size: Token rows of the graph that will run it; None if none will.
             has_extend: Whether it is a step with prompt tokens.
-            global_num_tokens: Tokens of each rank; None if there are no others.
+            global_num_tokens: Tokens of each DP rank; None if there are no others.
         """
         new_lens = np.asarray(num_tokens, dtype=np.int64)
         rows = rng.permutation(NUM_ROWS)[: len(new_lens)]
         prefix_lens = rng.integers(0, MAX_LEN - new_lens + 1)
         total = int(new_lens.sum())
         counts = (total,) if global_num_tokens is None else tuple(global_num_tokens)
-        dp_rank = self.forward_pass.topology.dp_rank
-        layout = DpLayout(counts, DpPaddingMode.MAX_LEN, dp_rank, graph_size, has_extend)
+        topology = self.forward_pass.topology
+        layout = DpLayout(
+            counts,
+            DpPaddingMode.MAX_LEN,
+            topology.dp_rank,
+            graph_size,
+            has_extend,
+            topology.attn_tp_rank,
+            topology.attn_tp_size,
+        )
         return ForwardBatch.from_columns(
             rows=rows,
             num_computed=prefix_lens,
@@ -274,115 +288,8 @@ def registry_of(runner: Any) -> CudaGraphBufferRegistry:
     return registry
 
 
-def _captured(runner: R) -> R:
+def captured(runner: R) -> R:
+    """Returns the runner once it has captured."""
     with torch.inference_mode():
         runner.capture()
     return runner
-
-
-@dataclass(frozen=True, slots=True)
-class RanksStep:
-    """A step of two ranks.
-
-    Attributes:
-        num_tokens: Of each rank, tokens of each sequence.
-        graph_size: Token rows that both run.
-        has_extend: Whether it is a step with prompt tokens.
-    """
-
-    num_tokens: tuple[Sequence[int], Sequence[int]]
-    graph_size: int
-    has_extend: bool
-
-    def batch(self, case: RunnerCase, rank: int) -> ForwardBatch:
-        """Returns a rank's part of it, for the rank itself or for a case that has no peers."""
-        is_alone = case.forward_pass.topology.dp_size == 1
-        return case.batch(
-            np.random.default_rng(rank),
-            self.num_tokens[rank],
-            None if is_alone else self.graph_size,
-            has_extend=self.has_extend,
-            global_num_tokens=None if is_alone else [sum(x) for x in self.num_tokens],
-        )
-
-
-def replay_on_two_ranks(
-    rank: int, port: int, path: Path, steps: list[RanksStep]
-) -> dict[tuple[bool, str], list[list[list[Any]]]]:
-    """Runs steps in each of two epochs, on each backend and with each prefill runner.
-
-    Args:
-        rank: 0 or 1.
-        port: Of the ranks' store.
-        path: Checkpoint.
-        steps: To run.
-
-    Returns:
-        By whether graphs are recorded and by kind of prefill runner: what ``RunnerCase.run``
-        returns of each step of each epoch, as arrays.
-    """
-    results = {}
-    epochs = count()
-    for is_recorded in (False, True):
-        case = RunnerCase(path, is_capturable=is_recorded, dp_rank=rank, dp_size=2)
-        for prefill_graphs in PREFILL_GRAPHS:
-            new_backend = RecordingBackend if is_recorded else EagerBackend
-            backends: list[Any] = [new_backend(), new_backend()]
-            runner = case.build(GraphSizes((2, 4), (4, 8)), iter(backends).__next__, prefill_graphs)
-            results[is_recorded, prefill_graphs] = [
-                _replay_in_epoch(next(epochs), port, case, runner, backends, steps)
-                for _ in range(2)
-            ]
-    return results
-
-
-def _replay_in_epoch(
-    epoch: int,
-    port: int,
-    case: RunnerCase,
-    runner: RunnerByLayout,
-    backends: Sequence[Any],
-    steps: list[RanksStep],
-) -> list[list[Any]]:
-    rank = case.forward_pass.topology.dp_rank
-    group: Any = join_group(
-        HOST, port, epoch=epoch, rank=rank, world_size=2, bind_host=HOST, timeout_s=TIMEOUT_S
-    )
-    if not backends[0].outlives_group:
-        group = _RecordedGroup(group, backends)
-    case.communicator.join(group)
-    _captured(runner)
-    outcomes = [case.run(runner, step.batch(case, rank)) for step in steps]
-    case.communicator.leave()
-    group.close()
-    return [[x.numpy() for x in outcome] for outcome in outcomes]
-
-
-class _RecordedGroup:
-    """A group whose collectives each of the backends records, as a GPU does NCCL's."""
-
-    def __init__(self, group: RankGroup, backends: Sequence[RecordingBackend]) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self.all_gather = self._as_kernel(group.all_gather, backends)
-        self.all_reduce = self._as_kernel(group.all_reduce, backends)
-        self.all_to_all = self._as_kernel(group.all_to_all, backends)
-        self._group = group
-        self._is_closed = False
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._group.close()
-
-    def _as_kernel(
-        self, launch: Callable[..., None], backends: Sequence[RecordingBackend]
-    ) -> Callable[..., None]:
-        def checked(*tensors: torch.Tensor) -> None:
-            # gloo would still answer, if all ranks call the closed group alike.
-            assert not self._is_closed, "a graph of an earlier group is replayed"
-            launch(*tensors)
-
-        kernel: Callable[..., None] = checked
-        for backend in backends:
-            kernel = backend.kernel(kernel)
-        return kernel

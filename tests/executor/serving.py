@@ -11,6 +11,7 @@ from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
 from executor.layers.attention import run_stages
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
@@ -28,20 +29,28 @@ class Rank:
         *,
         topology: Topology | None = None,
         communicator: DpCommunicator | None = None,
+        attn_tp_communicator: AttnTpCommunicator | None = None,
+        moe_dense_tp_size: int | None = None,
         num_rows: int = 6,
         max_len: int = 128,
     ) -> None:
         config = ModelConfig.from_dir(path)
-        self.model = load_model(path, config, topology=topology, communicator=communicator)
+        topology = topology or Topology()
+        self.model = load_model(
+            path,
+            config,
+            topology=topology,
+            communicator=communicator,
+            attn_tp_communicator=attn_tp_communicator,
+            moe_dense_tp_size=moe_dense_tp_size,
+        )
+        heads = config.attention_share(topology)
         self.attention = TorchAttention(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            dtype=config.dtype,
+            len(heads.q_heads), len(heads.kv_heads), config.head_dim, dtype=config.dtype
         )
         max_blocks = max_len // BLOCK_SIZE
         self.pool = KVPool(
-            config.kv_shape(BLOCK_SIZE, config.dtype),
+            config.kv_shape(BLOCK_SIZE, config.dtype, topology),
             num_blocks=1 + num_rows * max_blocks,
             num_rows=num_rows,
             max_blocks_per_row=max_blocks,

@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
         ({"dp_size": 0}, "dp_size=0: need at least 1"),
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: with dp_size=2 it is 0 to 1"),
         ({"dp_rank": -1}, "dp_rank=-1"),
-        ({"attn_tp_size": 2}, "attn_tp_size=2, ep_size=None: neither attention nor"),
+        ({"attn_tp_rank": 2, "attn_tp_size": 2}, "attn_tp_rank=2: with attn_tp_size=2 it is 0"),
         ({"dp_size": 4, "ep_size": 3}, "ep_size=3 does not divide .* = 4 executors: use 2 or 4"),
         ({"dp_size": 2, "listen": "0.0.0.0:1"}, "advertised_host is not set"),
         ({"dtype": "int8"}, "dtype=int8: need one of auto, float32, bfloat16"),
@@ -46,7 +46,16 @@ def model(tmp_path: Path) -> Path:
         ({"decode_graph_sizes": (8, 65)}, "has 65: a size is 1 to max_num_seqs=64"),
         ({"prefill_graphs": "on"}, "prefill_graphs=on: need one of breakable, piecewise, off"),
         ({"prefill_graph_sizes": (0,)}, "has 0: a size is 1 to max_num_batched_tokens=2048"),
-        ({"moe_runner": "torch"}, "moe_runner=torch: need one of grouped, cutlass"),
+        ({"moe_runner": "torch"}, "moe_runner=torch: need one of grouped, cutlass, cutedsl"),
+        ({"device": "cuda:x"}, "device=cuda:x: need one of auto, cpu, cuda, cuda:N"),
+        ({"moe_dense_tp_size": 2, "dp_size": 4}, "moe_dense_tp_size=2: need 1, .* over all 4"),
+        ({"moe_a2a": "nccl"}, "moe_a2a=nccl: need one of none, torch, flashinfer"),
+        ({"moe_a2a_extend": "none"}, "moe_a2a_extend=none: need one of all-gather, all-to-all"),
+        (
+            {"moe_a2a": "flashinfer", "moe_a2a_extend": "all-to-all"},
+            "moe_a2a_extend=all-to-all with moe_a2a=flashinfer: only moe_a2a=torch can",
+        ),
+        ({"max_dispatch_tokens_per_rank": 0}, "max_dispatch_tokens_per_rank=0: need at least 1"),
         ({"num_threads": 0}, "num_threads=0"),
         ({"peer_timeout_s": 0.0}, "peer_timeout_s=0.0: need seconds above 0"),
         ({"stop_timeout_s": float("nan")}, "stop_timeout_s=nan"),
@@ -61,9 +70,96 @@ def test_a_setting_that_does_not_fit_is_named_with_what_does(
 
 def test_the_defaults_fit_and_cannot_be_changed(model: Path):
     config = ExecutorConfig(model=model)
-    assert config.budget.max_num_logits == config.max_num_seqs + 256
+    assert config.num_logits == config.max_num_seqs + 256
     with pytest.raises(FrozenInstanceError):
         config.dp_rank = 1  # type: ignore[misc]
+
+
+def test_an_all_to_all_needs_every_executor_to_be_an_ep_rank(model: Path):
+    for moe_a2a in ("torch", "flashinfer"):
+        ExecutorConfig(model=model, dp_size=4, moe_a2a=moe_a2a)
+        problem = f"moe_a2a={moe_a2a} with ep_size=2: .* so set ep_size=4 or moe_a2a=none"
+        with pytest.raises(ValueError, match=problem):
+            ExecutorConfig(model=model, dp_size=4, ep_size=2, moe_a2a=moe_a2a)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gathers"),
+    [
+        ({}, True),
+        ({"moe_a2a": "flashinfer"}, True),
+        ({"moe_a2a": "torch"}, True),
+        ({"moe_a2a": "torch", "moe_a2a_extend": "all-to-all"}, False),
+    ],
+)
+def test_experts_gather_unless_every_step_takes_the_all_to_all(
+    model: Path, settings: dict[str, Any], gathers: bool
+):
+    assert ExecutorConfig(model=model, **settings).gathers_experts is gathers
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"LOCKSTEP_MAX_DISPATCH_TOKENS_PER_RANK": "77"}, "77"),
+        ({"LOCKSTEP_EXECUTOR_MAX_DISPATCH_TOKENS_PER_RANK": "78"}, "78"),
+        (
+            {
+                "LOCKSTEP_MAX_DISPATCH_TOKENS_PER_RANK": "77",
+                "LOCKSTEP_EXECUTOR_MAX_DISPATCH_TOKENS_PER_RANK": "78",
+            },
+            "78",
+        ),
+    ],
+)
+def test_the_dispatch_cap_has_a_short_variable_besides_its_twin(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[str] = []
+
+    def stop(**settings: Any) -> None:
+        seen.append(str(settings["max_dispatch_tokens_per_rank"]))
+        raise ValueError("seen")
+
+    monkeypatch.setattr("executor.__main__.ExecutorConfig", stop)
+    monkeypatch.setattr("executor.__main__.configure_logging", lambda level: None)
+    CliRunner().invoke(
+        main, ["--model", "m"], env=environment, auto_envvar_prefix="LOCKSTEP_EXECUTOR"
+    )
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"DP_RANK": "3"}, "dp_rank=3"),
+        ({"DP_RANK": "3", "NODE_RANK": "2", "DP_RANKS_PER_NODE": "8"}, "dp_rank=19"),
+        ({"DP_RANK": "0", "NODE_RANK": "0", "DP_RANKS_PER_NODE": "8"}, "dp_rank=0"),
+        ({"DP_RANK": "0", "NODE_RANK": "1"}, "node_rank=1: need dp_ranks_per_node"),
+        ({"DP_RANK": "8", "NODE_RANK": "1", "DP_RANKS_PER_NODE": "8"}, "from 0 to 7"),
+    ],
+)
+def test_a_pod_and_a_container_together_name_a_rank(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[str] = []
+
+    def stop(**settings: Any) -> None:
+        raise ValueError(f"dp_rank={settings['dp_rank']}")
+
+    monkeypatch.setattr("executor.__main__.ExecutorConfig", stop)
+    monkeypatch.setattr("executor.__main__.configure_logging", lambda level: None)
+    monkeypatch.setattr(
+        "executor.__main__.log.error", lambda event, problem: seen.append(problem), raising=False
+    )
+    CliRunner().invoke(
+        main,
+        ["--model", "m"],
+        env={f"LOCKSTEP_EXECUTOR_{name}": value for name, value in environment.items()},
+        auto_envvar_prefix="LOCKSTEP_EXECUTOR",
+    )
+    [problem] = seen
+    assert problem.endswith(expected) if expected.startswith("dp_rank") else expected in problem
 
 
 def test_peers_are_told_the_advertised_host_first(model: Path):
@@ -82,7 +178,9 @@ def test_the_longest_sequence_is_the_checkpoints_unless_that_is_huge():
 
 
 def test_help_shows_the_environment_twin_of_each_flag():
-    result = CliRunner().invoke(main, ["--help"], auto_envvar_prefix="LOCKSTEP_EXECUTOR")
+    result = CliRunner().invoke(
+        main, ["--help"], auto_envvar_prefix="LOCKSTEP_EXECUTOR", terminal_width=200
+    )
     assert result.exit_code == 0
     for flag in ExecutorConfig.__dataclass_fields__:
         assert f"--{flag.replace('_', '-')} " in result.output

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from executor import devices
 from executor.config import ExecutorConfig
 from executor.devices import Cpu, open_device
 
@@ -26,11 +27,10 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(
 @pytest.mark.parametrize(
     ("settings", "dtype", "problem"),
     [
-        ({"dp_size": 2}, torch.bfloat16, "dp_size=2, but executors on GPUs cannot exchange"),
         ({}, torch.float32, "dtype=float32, but the kernels for experts take bfloat16"),
     ],
 )
-def test_what_a_gpu_cannot_do_yet_runs_on_the_cpu_unless_cuda_was_asked_for(
+def test_what_a_gpu_cannot_do_runs_on_the_cpu_unless_cuda_was_asked_for(
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -41,3 +41,28 @@ def test_what_a_gpu_cannot_do_yet_runs_on_the_cpu_unless_cuda_was_asked_for(
     assert isinstance(open_device(config(tiny_checkpoint, **settings), dtype), Cpu)
     with pytest.raises(ValueError, match=problem):
         open_device(config(tiny_checkpoint, device="cuda", **settings), dtype)
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_its_number(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"device=cuda:2: .* 2 CUDA devices here: .* cuda:1; or"):
+        open_device(config(tiny_checkpoint, device="cuda:2"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
+def test_executors_of_one_machine_each_run_on_the_gpu_that_their_settings_name(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, number: int
+):
+    made_current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(devices, "CudaDevice", lambda device: device)
+    monkeypatch.setattr(devices, "CaptureResources", lambda device: device)
+    monkeypatch.setattr(devices, "_flashinfer", lambda config: None)
+    opened = open_device(config(tiny_checkpoint, device=device, attn_tp_size=2), torch.bfloat16)
+    assert [opened.torch_device] == made_current == [torch.device("cuda", number)]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
+from executor.flashinfer_ops.cutedsl import CuteDslExperts, scratch_rows
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.flashinfer_ops.paged import (
     PagedAttention,
@@ -67,6 +69,36 @@ def call_experts(ops: FlashInferOps) -> None:
     )
 
 
+def call_cutedsl_experts(ops: FlashInferOps) -> None:
+    w31, w2 = half(2, 64, 8), half(2, 8, 32)
+    CuteDslExperts(ops, w2, top_k=2).run(
+        half(3, 8),
+        int32(0, 1, 1, 2, 2, 0).view(3, 2),
+        torch.ones(3, 2),
+        w31,
+        w2,
+        out=half(3, 8),
+        scratch=half(scratch_rows(3, 2, 2), 32),
+    )
+
+
+def call_all_to_all(ops: FlashInferOps) -> None:
+    sizes = AllToAllSizes(
+        ep_size=1,
+        num_experts=2,
+        top_k=2,
+        hidden_size=4,
+        dtype=torch.bfloat16,
+        max_num_tokens=3,
+        bytes_per_rank=1 << 12,
+    )
+    all_to_all = AllToAll(ops, sizes, ep_rank=0)
+    all_to_all.attach(torch.zeros(1, 1 << 12, dtype=torch.uint8))
+    ids = int32(0, 1, 1, 0, 0, 1).view(3, 2)
+    received = all_to_all.dispatch(half(3, 4), ids, torch.ones(3, 2), routes_TK=ids, capacity=3)
+    all_to_all.combine(received.out, received)
+
+
 def call_attention(ops: FlashInferOps) -> None:
     workspace = torch.zeros(WORKSPACE[0], dtype=torch.uint8)
     pages = (torch.zeros(6, 4, 2, 64, dtype=torch.bfloat16),) * 2
@@ -114,6 +146,15 @@ CALLS = {
         "top_p_renorm_probs",
     },
     call_experts: {"cutlass_fused_moe", "cutlass_fused_moe_workspace_size"},
+    call_cutedsl_experts: {"cutedsl.__init__", "cutedsl.run"},
+    call_all_to_all: {
+        "moe_a2a_get_workspace_size_per_rank",
+        "moe_a2a_initialize",
+        "moe_a2a_dispatch",
+        "moe_a2a_sanitize_expert_ids",
+        "moe_a2a_wrap_payload_tensor_in_workspace",
+        "moe_a2a_combine",
+    },
     call_attention: {
         "append_paged_kv_cache",
         *(
@@ -156,6 +197,14 @@ def misspell(library: Any, path: str, keyword: str) -> None:
         (call_small_operators, "top_p_renorm_probs", "top_p"),
         (call_experts, "fused_moe.cutlass_fused_moe", "use_fused_finalize"),
         (call_experts, "fused_moe.cutlass_fused_moe_workspace_size", "top_k"),
+        (call_cutedsl_experts, "fused_moe.CuteDslBf16MoEWrapper", "use_fused_finalize"),
+        (call_cutedsl_experts, "fused_moe.CuteDslBf16MoEWrapper.run", "intermediate_buffer"),
+        (call_all_to_all, "comm.moe_a2a_get_workspace_size_per_rank", "max_num_tokens"),
+        (call_all_to_all, "comm.moe_a2a_initialize", "ep_rank"),
+        (call_all_to_all, "comm.moe_a2a_dispatch", "runtime_max_tokens_per_rank"),
+        (call_all_to_all, "comm.moe_a2a_sanitize_expert_ids", "invalid_expert_id"),
+        (call_all_to_all, "comm.moe_a2a_wrap_payload_tensor_in_workspace", "slice_start"),
+        (call_all_to_all, "comm.moe_a2a_combine", "payload_in_workspace"),
         (call_attention, "append_paged_kv_cache", "kv_layout"),
         (call_attention, "BatchDecodeWithPagedKVCacheWrapper", "use_tensor_cores"),
         (call_attention, "BatchDecodeWithPagedKVCacheWrapper.plan", "kv_data_type"),
@@ -182,7 +231,7 @@ def test_one_switch_decides_about_dependent_launches(
     for call in CALLS:
         call(ops)
     said = {name: kwargs["enable_pdl"] for name, kwargs in library.calls if "enable_pdl" in kwargs}
-    assert len(said) == 6
+    assert len(said) == 10
     assert set(said.values()) == {enable_pdl}
 
 
@@ -210,6 +259,17 @@ def test_no_rows_are_never_handed_to_a_kernel(library: CpuFlashInfer) -> None:
         out=half(0, 4),
         workspace=torch.zeros(1, dtype=torch.uint8),
         max_num_rows=7,
+    )
+    experts = CuteDslExperts(ops, half(2, 8, 32), top_k=2)
+    assert library.names() == ["cutedsl.__init__"]
+    experts.run(
+        half(0, 8),
+        int32().view(0, 2),
+        torch.ones(0, 2),
+        half(2, 64, 8),
+        half(2, 8, 32),
+        out=half(0, 8),
+        scratch=half(0, 32),
     )
     assert library.names() == []
 

@@ -1,5 +1,7 @@
 """If this fails, ranks disagree about where tokens lie, and hang or mix up answers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,3 +74,14 @@ def test_columns_that_do_not_fit_are_refused():
         build([4], [1, 1])
     with pytest.raises(ValueError, match="has a 0"):
         build([4, 2], [1, 0])
+
+
+@pytest.mark.parametrize(("attn_tp_rank", "num_real"), [(0, 4), (1, 1)])
+def test_padding_is_told_for_the_rows_of_this_executors_shard(attn_tp_rank: int, num_real: int):
+    batch = build([0], [5])
+    assert batch.is_padding() is None
+    batch.layout = replace(batch.layout, graph_size=8, attn_tp_rank=attn_tp_rank, attn_tp_size=2)
+    batch.num_token_non_padded = torch.tensor([num_real], dtype=torch.int32)
+    is_padding = batch.is_padding()
+    assert is_padding is not None
+    assert is_padding.tolist() == [[row >= num_real] for row in range(4)]

@@ -10,6 +10,7 @@ import torch
 from executor.errors import CheckpointError
 from executor.models import load_model
 from executor.models.config import ModelConfig
+from executor.topology import Topology
 
 BEFORE_5: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -111,3 +112,61 @@ def test_a_directory_without_a_model_says_so(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         ModelConfig.from_dir(tmp_path)
+
+
+def shares(
+    tmp_path: Path, heads: int, kv_heads: int, size: int
+) -> list[tuple[list[int], list[int]]]:
+    config = read(tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    found = []
+    for rank in range(size):
+        share = config.attention_share(Topology(attn_tp_rank=rank, attn_tp_size=size))
+        found.append((list(share.q_heads), list(share.kv_heads)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"),
+    [(4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 1, 2), (8, 2, 4), (12, 3, 6), (6, 3, 3), (32, 4, 16)],
+)
+def test_every_query_head_is_on_one_executor_with_the_kv_head_that_it_reads(
+    tmp_path: Path, heads: int, kv_heads: int, size: int
+):
+    found = shares(tmp_path, heads, kv_heads, size)
+    assert [head for q_heads, _ in found for head in q_heads] == list(range(heads))
+    for q_heads, held in found:
+        assert sorted({head // (heads // kv_heads) for head in q_heads}) == held
+        assert len(q_heads) % len(held) == 0
+
+
+def test_kv_heads_that_are_fewer_than_the_executors_are_on_several(tmp_path: Path):
+    assert shares(tmp_path, 8, 2, 4) == [
+        ([0, 1], [0]),
+        ([2, 3], [0]),
+        ([4, 5], [1]),
+        ([6, 7], [1]),
+    ]
+
+
+def test_what_each_executor_keeps_is_its_share_of_the_kv_heads(tmp_path: Path):
+    config = read(tmp_path, num_attention_heads=8, num_key_value_heads=2)
+    sizes = [
+        config.kv_shape(4, torch.float32, Topology(attn_tp_size=size)).num_kv_heads
+        for size in (1, 2, 4)
+    ]
+    assert sizes == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "problem"),
+    [
+        (6, 3, 2, r"attn_tp_size=2: .*num_key_value_heads=3 .*; use one of 1, 3, 6"),
+        (6, 3, 4, r"attn_tp_size=4: num_attention_heads=6 does not .*; use one of 1, 3, 6"),
+        (12, 4, 3, r"attn_tp_size=3: .*num_key_value_heads=4 .*; use one of 1, 2, 4, 12"),
+    ],
+)
+def test_heads_that_cannot_be_shared_name_the_sizes_that_can(
+    tmp_path: Path, heads: int, kv_heads: int, size: int, problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        shares(tmp_path, heads, kv_heads, size)

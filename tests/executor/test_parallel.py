@@ -1,51 +1,295 @@
-"""If this fails, a group cannot form again, or a lost peer is waited for."""
+"""If this fails, a group cannot form again, or a lost peer is waited for.
+
+Each rank of gloo's groups is a thread here, with connections of its own.
+"""
 
 import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
-from executor.parallel import join_group, open_store
+from executor import parallel
+from executor.parallel import EpochGroups, NcclGroup, RankGroup, join_group, open_store
+from executor.topology import Topology
 
 HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
 
 
-def on_both_ranks(seen: list[str], port: int, epoch: int, action: str) -> None:
-    def run(rank: int) -> None:
-        group = join_group(
-            HOST, port, epoch=epoch, rank=rank, world_size=2, bind_host=HOST, timeout_s=30
+def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
+    """Returns every executor's place, in order of world rank."""
+    return [
+        Topology(
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=attn_tp_size,
+        )
+        for dp_rank in range(dp_size)
+        for attn_tp_rank in range(attn_tp_size)
+    ]
+
+
+def on_every_rank(
+    port: int,
+    epoch: int,
+    places: list[Topology],
+    act: Callable[[Topology, EpochGroups], Any],
+) -> list[Any]:
+    """Returns what ``act`` gave on each rank, or the error it raised."""
+    results: list[Any] = [None] * len(places)
+
+    def run(place: Topology) -> None:
+        groups = join_group(
+            HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
         )
         try:
-            if action == "leave" and rank == 1:
-                return
-            for _ in range(2):
-                x = torch.full((3,), rank + 1)
-                group.all_reduce(x)
-                seen.append(str(x.tolist()))
-        except RuntimeError:
-            seen.append("error")
+            results[place.world_rank] = act(place, groups)
+        except RuntimeError as error:
+            results[place.world_rank] = error
         finally:
-            group.close()
+            groups.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return results
 
 
-def test_a_group_forms_again_under_every_epoch_in_one_process():
-    store = open_store(HOST, timeout_s=30)
-    for epoch in range(3):
-        seen: list[str] = []
-        on_both_ranks(seen, store.port, epoch, "stay")
-        assert seen == ["[3, 3, 3]"] * 4
+def sums(place: Topology, groups: EpochGroups) -> list[int]:
+    """Returns sums over the world and, if there is one, over the attention-TP group."""
+    found = []
+    for group in (groups.world, groups.attn_tp):
+        if group is not None:
+            x = torch.tensor([10**place.world_rank])
+            group.all_reduce(x)
+            found.append(int(x))
+    return found
 
 
-def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch():
-    store = open_store(HOST, timeout_s=30)
-    seen: list[str] = []
-    on_both_ranks(seen, store.port, 1, "leave")
-    assert seen == ["error"]
-    seen.clear()
-    on_both_ranks(seen, store.port, 2, "stay")
-    assert seen == ["[3, 3, 3]"] * 4
+def test_groups_form_again_under_every_epoch_in_one_process():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    for epoch, places in enumerate((topologies(2, 1), topologies(1, 2), topologies(2, 1))):
+        seen = on_every_rank(store.port, epoch, places, sums)
+        assert seen == [[11] * (1 + (places[0].attn_tp_size > 1))] * 2
+
+
+def test_an_attention_tp_group_has_the_executors_of_one_dp_rank():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), sums)
+    assert seen == [[1111, 11]] * 2 + [[1111, 1100]] * 2
+
+
+@pytest.mark.parametrize("waits_in", ["world", "attn_tp", "host"])
+def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_in: str):
+    """Also while what failed is still referred to, as by an error that is on its way."""
+    held = []
+
+    def act(place: Topology, groups: EpochGroups) -> None:
+        held.append(groups)
+        if place.world_rank == 1:
+            return
+        group: RankGroup = getattr(groups, waits_in)
+        if group is groups.attn_tp and place.dp_rank == 1:
+            return  # no executor of its DP rank has left
+        group.all_reduce(torch.zeros(3))
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), act)
+    for result in (result for result in seen if result is not None):
+        assert "closed by peer" in str(result) or "reset by peer" in str(result), result
+    waited = [True, False, False, False] if waits_in == "attn_tp" else [True, False, True, True]
+    assert [isinstance(result, RuntimeError) for result in seen] == waited
+    assert on_every_rank(store.port, 2, topologies(2, 2), sums)[0] == [1111, 11]
+
+
+def test_a_group_that_was_left_collects_nothing():
+    def act(place: Topology, groups: EpochGroups) -> None:
+        groups.close()
+        groups.close()
+        groups.world.all_reduce(torch.zeros(1))
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    [result] = on_every_rank(store.port, 1, topologies(1, 1), act)
+    assert "has left the group" in str(result)
+
+
+def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    """Peers that did form it would else wait for this executor until their timeout."""
+    closed = []
+    host = SimpleNamespace(close=lambda: closed.append("host"))
+    monkeypatch.setattr(parallel, "_gloo_group", lambda *args: host)
+
+    def fail(*args: Any) -> NcclGroup:
+        raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(parallel, "_nccl_group", fail)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        join_group(
+            HOST,
+            store.port,
+            epoch=1,
+            topology=Topology(dp_size=2),
+            device=torch.device("cuda", 0),
+        )
+    assert closed == ["host"]
+
+
+# NCCL, whose calls are checked against the signatures that every backend shares
+
+
+class RecordingNccl:
+    """Stands in for ProcessGroupNCCL. Takes only what gloo's binding of each method takes too."""
+
+    class Options:
+        pass
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.place = (rank, size)
+        self.options = options
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.num_waits = 0
+        self.aborted_in: list[threading.Thread] = []
+        self.is_aborted = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert hasattr(distributed_c10d.ProcessGroup, "eager_connect_single_device") or hasattr(
+            distributed_c10d.ProcessGroupGloo, "eager_connect_single_device"
+        )
+        self.calls.append(("eager_connect_single_device", (device,)))
+
+    def abort(self) -> None:
+        self.aborted_in.append(threading.current_thread())
+        self.is_aborted.set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert hasattr(distributed_c10d.ProcessGroupGloo, name), f"no process group has {name}"
+
+        def call(*args: Any) -> Any:
+            self.calls.append((name, args))
+            return SimpleNamespace(wait=self._wait)
+
+        return call
+
+    def _wait(self) -> None:
+        self.num_waits += 1
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclGroup:
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", RecordingNccl, raising=False)
+    store = PrefixStore("a", HashStore())
+    device = torch.device("cuda", 3)
+    return parallel._nccl_group(store, 1, range(2, 4), device, timedelta(seconds=7), "attn-tp-1")
+
+
+@pytest.fixture
+def backend(nccl: NcclGroup) -> RecordingNccl:
+    [backend] = nccl._backend
+    return backend
+
+
+def test_an_nccl_group_connects_before_its_first_collective(
+    nccl: NcclGroup, backend: RecordingNccl
+):
+    assert (nccl.rank, nccl.world_size) == backend.place == (1, 2)
+    assert backend.options._timeout == timedelta(seconds=7)
+    assert backend.options.global_ranks_in_group == [2, 3]
+    assert backend.calls == [("eager_connect_single_device", (torch.device("cuda", 3),))]
+
+
+COLLECTIVES: list[tuple[Callable[[RankGroup], None], str, list[Any], str]] = [
+    (lambda g: g.all_gather(OUT, IN), "_allgather_base", ["out", "in"], "AllgatherOptions"),
+    (
+        lambda g: g.reduce_scatter(IN, OUT, SCRATCH),
+        "_reduce_scatter_base",
+        ["in", "out"],
+        "ReduceScatterOptions",
+    ),
+    (lambda g: g.all_reduce(IN), "allreduce", [["in"]], "AllreduceOptions"),
+    (
+        lambda g: g.all_to_all(OUT, IN),
+        "alltoall_base",
+        ["out", "in", [], []],
+        "AllToAllOptions",
+    ),
+    (
+        lambda g: g.all_to_all(OUT, IN, [4, 0], [1, 1]),
+        "alltoall_base",
+        ["out", "in", [4, 0], [1, 1]],
+        "AllToAllOptions",
+    ),
+    (lambda g: g.broadcast(IN, 1), "broadcast", [["in"]], "BroadcastOptions"),
+]
+IN, OUT, SCRATCH = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(12)
+NAMES = {id(IN): "in", id(OUT): "out"}
+
+
+def named(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [named(item) for item in argument]
+    return NAMES.get(id(argument), argument)
+
+
+@pytest.mark.parametrize(("collect", "method", "arguments", "options"), COLLECTIVES)
+def test_nccl_collectives_run_on_the_current_stream(
+    nccl: NcclGroup,
+    backend: RecordingNccl,
+    collect: Any,
+    method: str,
+    arguments: list[Any],
+    options: str,
+):
+    backend.calls.clear()
+    collect(nccl)
+    [(called, (*given, last))] = backend.calls
+    assert (called, named(given), type(last).__name__) == (method, arguments, options)
+    assert last.asyncOp is False
+    assert backend.num_waits == 1
+    if options == "BroadcastOptions":
+        assert last.rootRank == 1
+    if options in ("ReduceScatterOptions", "AllreduceOptions"):
+        assert last.reduceOp == distributed_c10d.ReduceOp.SUM
+
+
+@pytest.mark.parametrize(("collect", "method", "arguments", "options"), COLLECTIVES)
+def test_what_nccl_is_called_with_every_backend_takes(
+    collect: Any, method: str, arguments: list[Any], options: str
+):
+    """Gloo's binding raises TypeError for arguments that ProcessGroupNCCL, too, would refuse."""
+    store = PrefixStore(method, HashStore())
+    kind = distributed_c10d.ProcessGroupGloo
+    gloo_options = kind._Options()
+    gloo_options._devices = [kind.create_device(hostname=HOST)]
+    alone = kind(store, 0, 1, gloo_options)
+    x = torch.zeros(2, 3)
+    out = torch.zeros(2, 3)
+    group = NcclGroup(0, 1, alone)
+    calls: dict[str, Callable[[], None]] = {
+        "_allgather_base": lambda: group.all_gather(out, x),
+        "_reduce_scatter_base": lambda: group.reduce_scatter(out, x, SCRATCH),
+        "allreduce": lambda: group.all_reduce(x),
+        "alltoall_base": lambda: group.all_to_all(out, x, [2], [2]),
+        "broadcast": lambda: group.broadcast(x, 0),
+    }
+    calls[method]()
+
+
+def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
+    nccl: NcclGroup, backend: RecordingNccl
+):
+    """NCCL's abort waits until captured graphs are gone, which the caller holds."""
+    nccl.close()
+    nccl.close()
+    assert backend.is_aborted.wait(TIMEOUT_S)
+    [thread] = backend.aborted_in
+    assert thread is not threading.current_thread()
+    assert thread.daemon, "the process would wait for it while it holds the graphs"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.moe import experts
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.lazy_attention import LazyAttention
 from tests.executor.recording_backend import CannotBeCaptured, RecordingBackend
@@ -111,7 +112,10 @@ def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(checkpoint:
     assert not torch.allclose(got, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_layers_that_read_results_on_the_host_are_refused(checkpoint: Path):
-    case = RunnerCase(checkpoint, LazyAttention)  # experts of the CPU
+def test_layers_that_read_results_on_the_host_are_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(experts, "are_small", lambda *sizes: False)
+    case = RunnerCase(checkpoint, LazyAttention)  # experts of the CPU, one by one
     with pytest.raises(CannotBeCaptured):
         case.decode(RecordingBackend())

@@ -170,6 +170,20 @@ def test_slots_that_were_not_asked_for_are_not_there():
     assert "input_embeds" not in text_embeds.slot_names()
 
 
+def test_extends_count_the_rows_of_every_dp_rank_if_asked():
+    registry = prefill_registry(
+        register_global_num_tokens=True,
+        require_gathered_buffer=True,
+        require_mlp_tp_gather=True,
+        num_dp_ranks=3,
+    )
+    registry.fill_from(
+        full_batch(1, num_tokens=3), raw_bs=1, padded_bs=1, raw_num_tokens=3, padded_num_tokens=8
+    )
+    for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"):
+        assert content(registry, name) == [8] * 3
+
+
 @pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
 def test_everything_used_as_an_index_is_zeroed(build: Any):
     registry = build(enable_mamba_track=True)

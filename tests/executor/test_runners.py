@@ -17,11 +17,10 @@ from tests.executor.runner_cases import (
     DECODE_SIZES,
     PREFILL_GRAPHS,
     PREFILL_SIZES,
-    RanksStep,
     RunnerCase,
     registry_of,
-    replay_on_two_ranks,
 )
+from tests.executor.runner_ranks import GRAPH_SIZES, RanksStep, replay_on_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -188,29 +187,95 @@ RANKS_STEPS = [
     RanksStep(([1], [1, 1, 1, 1]), 4, has_extend=False),
     RanksStep(([3, 4], [2]), 8, has_extend=True),
     RanksStep(([1, 1], [4]), 4, has_extend=True),
+    RanksStep(([3, 2], [1]), None, has_extend=True),
 ]
 
 
+# Executors of each DP rank, and groups formed one after the other.
+@pytest.fixture(scope="module", params=[(1, 2), (2, 1)], ids=["attn_tp_1", "attn_tp_2"])
+def replayed(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> list[Any]:
+    """Returns what each executor of two DP ranks saw."""
+    attn_tp_size, num_epochs = request.param
+    sizes = (attn_tp_size, num_epochs)
+    return run_ranks(replay_on_ranks, 2 * attn_tp_size, tiny_checkpoint, *sizes, RANKS_STEPS)
+
+
 @pytest.fixture(scope="module")
-def replayed(tiny_checkpoint: Path) -> list[Any]:
-    """Returns what each rank's ``replay_on_two_ranks`` does."""
-    return run_ranks(replay_on_two_ranks, 2, tiny_checkpoint, RANKS_STEPS)
+def expected(tiny_checkpoint: Path) -> list[list[list[torch.Tensor]]]:
+    """Returns, by DP rank, what an executor without peers makes of its part of each step."""
+    alone = RunnerCase(tiny_checkpoint)
+    return [
+        [alone.run_eagerly(step.batch(alone, dp_rank)) for step in RANKS_STEPS]
+        for dp_rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("kind", PREFILL_GRAPHS)
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["called", "recorded"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_replays_of_two_ranks_equal_eager_runs_of_one(
-    tiny_checkpoint: Path, replayed: list[Any], rank: int, is_recorded: bool, kind: str
+def test_replays_of_two_dp_ranks_equal_eager_runs_of_one(
+    replayed: list[Any], expected: list[list[list[torch.Tensor]]], is_recorded: bool, kind: str
 ):
     """Also of a rank that is idle or has fewer tokens than the other, and in a second group."""
-    alone = RunnerCase(tiny_checkpoint)
-    expected = [alone.run_eagerly(step.batch(alone, rank)) for step in RANKS_STEPS]
-    for epoch in replayed[rank][is_recorded, kind]:
-        for ours, theirs in zip(epoch, expected, strict=True):
-            for got, wanted in zip(ours, theirs, strict=True):
-                # Ranks add up their experts' outputs in another order.
-                torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-4, atol=1e-4)
+    attn_tp_size = len(replayed) // 2
+    for rank, of_rank in enumerate(replayed):
+        for epoch in of_rank[is_recorded, kind]:
+            for ours, theirs in zip(epoch.outcomes, expected[rank // attn_tp_size], strict=True):
+                assert_shares(ours, theirs, rank % attn_tp_size, attn_tp_size)
+
+
+def assert_shares(
+    ours: list[Any], theirs: list[torch.Tensor], attn_tp_rank: int, attn_tp_size: int
+) -> None:
+    """The logits are the same, and keys and values those of this executor's heads."""
+    shares = [theirs[0]] + [cache.chunk(attn_tp_size, dim=1)[attn_tp_rank] for cache in theirs[1:]]
+    for got, wanted in zip(ours, shares, strict=True):
+        # Executors add up their experts' and heads' outputs in another order.
+        torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_executors_that_share_attention_compute_the_same_bits_of_logits(replayed: list[Any]):
+    attn_tp_size = len(replayed) // 2
+    for rank, of_rank in enumerate(replayed):
+        first = replayed[rank - rank % attn_tp_size]
+        for way, epochs in of_rank.items():
+            for ours, theirs in zip(epochs, first[way], strict=True):
+                for (mine, *_), (its, *_) in zip(ours.outcomes, theirs.outcomes, strict=True):
+                    assert mine.tobytes() == its.tobytes()
+
+
+def test_every_graph_sees_its_size_of_all_dp_ranks_and_the_real_rows_of_its_own_shard(
+    replayed: list[Any],
+):
+    """At the capture, which runs padding alone, and at every replay, of an idle rank too."""
+    attn_tp_size = len(replayed) // 2
+    for rank, of_rank in enumerate(replayed):
+        dp_rank, attn_tp_rank = divmod(rank, attn_tp_size)
+
+        def counts(size: int, num_tokens: int, attn_tp_rank: int = attn_tp_rank) -> dict[str, Any]:
+            shard = size // attn_tp_size
+            num_real = min(max(num_tokens - shard * attn_tp_rank, 0), shard)
+            return {
+                "num_token_non_padded": [num_real],
+                "global_num_tokens_gpu": [size] * 2,
+                "global_num_tokens_for_logprob_gpu": [size] * 2,
+            }
+
+        wanted = [
+            {}
+            if step.graph_size is None
+            else counts(step.graph_size, sum(step.num_tokens[dp_rank]))
+            for step in RANKS_STEPS
+        ]
+        at_capture = [
+            counts(min(sizes), min(sizes)) for sizes in (GRAPH_SIZES.extend, GRAPH_SIZES.decode)
+        ]
+        for (is_recorded, _), (first, *later) in of_rank.items():
+            assert first.counts_at_capture == at_capture
+            assert first.counts == wanted
+            for epoch in later:
+                # What is called and not recorded outlives its group.
+                assert epoch.counts_at_capture == (at_capture if is_recorded else [])
+                assert epoch.counts == wanted
 
 
 def _keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:

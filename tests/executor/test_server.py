@@ -6,26 +6,30 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
-from executor.build import build_worker
-from executor.config import ExecutorConfig
-from executor.errors import InvalidStep, JoinFailed
-from executor.parallel import open_store
-from executor.server import SERVICE, ExecutorServicer, agreement_digest
+from executor.errors import InvalidStep, JoinFailed, StepDisagreement
+from executor.server import SERVICE, agreement_digest
 from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
-from protos.executor.v1 import executor_pb2_grpc
+from tests.executor.servers import (
+    HOST,
+    Client,
+    connected,
+    form_group,
+    group_of,
+    reason_of,
+    request,
+    serving,
+)
 from tests.executor.steps import decode_part, idle_part, prompt_part, step, tokens_of
 
-HOST = "127.0.0.1"
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60]
 
 
@@ -37,6 +41,7 @@ class FakeWorker:
         self.gate.set()
         self.begun: list[int] = []
         self.num_joins = self.num_leaves = 0
+        self.has_peers = False
         self.failure: Exception | None = None
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
@@ -55,67 +60,12 @@ class FakeWorker:
         self.num_leaves += 1
 
 
-class Client:
-    """A router's view of one executor."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.executor = executor_pb2_grpc.ExecutorServiceStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-        self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-
-    async def join(self, epoch: int, store_address: str = "") -> None:
-        await self.executor.Join(pb.JoinRequest(epoch=epoch, store_address=store_address))
-
-    async def status(self, name: str) -> int:
-        request = health_pb2.HealthCheckRequest(service=name)
-        return (await self.health.Check(request)).status
-
-    def steps(self, *step_ids: int, epoch: int = 1) -> Any:
-        """Opens a stream that sends these steps and then half-closes."""
-        return self.executor.Step(iter([request(step_id, epoch) for step_id in step_ids]))
-
-
-def request(step_id: int, epoch: int = 1) -> pb.StepRequest:
-    return step(step_id, idle_part(), num_tokens=[0], epoch=epoch)
-
-
-@asynccontextmanager
-async def connected(port: int) -> AsyncIterator[Client]:
-    async with grpc.aio.insecure_channel(f"{HOST}:{port}") as channel:
-        yield Client(channel)
-
-
-@asynccontextmanager
-async def serving(
-    build: Callable[[], Any] | None, *, dp_rank: int = 0
-) -> AsyncIterator[tuple[ExecutorServicer, Client]]:
-    servicer = ExecutorServicer(
-        is_first=dp_rank == 0, store_host=HOST, open_store=lambda: open_store(HOST)
-    )
-    server, port = await servicer.start(f"{HOST}:0")
-    if build is not None:
-        await servicer.load(build)
-    try:
-        async with connected(port) as client:
-            yield servicer, client
-    finally:
-        await servicer.stop()
-        await server.stop(None)
-
-
 @pytest.fixture
 async def fake() -> AsyncIterator[tuple[FakeWorker, Client]]:
     worker = FakeWorker()
     async with serving(lambda: (worker, pb.DescribeResponse())) as (_, client):
         yield worker, client
         worker.gate.set()
-
-
-async def reason_of(call: Any) -> str:
-    """Returns the reason with which a call, or the next answer of a stream, fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if isinstance(call, grpc.aio.StreamStreamCall) else call)
-    return error_details(caught.value).reason
 
 
 async def read_ids(call: Any, count: int) -> list[int]:
@@ -250,6 +200,40 @@ async def test_a_refused_step_ends_the_stream_and_the_epoch_goes_on(fake: Any):
     assert [r.step_id async for r in client.steps(1)] == [1]
 
 
+@pytest.mark.parametrize(
+    ("step_id", "failure", "reason"),
+    [
+        (1, InvalidStep("rows: has 9"), "INVALID_STEP"),
+        (1, StepDisagreement("rank 1 was told"), "STEP_DISAGREEMENT"),
+        (2, None, "STEP_OUT_OF_ORDER"),
+    ],
+)
+async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
+    fake: Any, step_id: int, failure: Exception | None, reason: str
+):
+    """The others have begun the step and would wait for it."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    num_leaves, worker.failure = worker.num_leaves, failure
+    assert await reason_of(client.steps(step_id)) == reason
+    assert worker.num_leaves == num_leaves + 1
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    worker.failure = None
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
+    """It comes from a router that has been replaced."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(2)
+    assert await reason_of(client.steps(1, epoch=1)) == "STALE_EPOCH"
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
 async def test_a_failed_step_needs_a_new_join(fake: Any, caplog: pytest.LogCaptureFixture):
     worker, client = fake
     await client.join(1)
@@ -376,25 +360,6 @@ def test_equal_agreements_have_equal_digests_in_any_order():
 # Real models
 
 
-def config_of(path: Path, dp_rank: int, dp_size: int, **settings: Any) -> ExecutorConfig:
-    return ExecutorConfig(
-        model=path,
-        listen=f"{HOST}:0",
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        block_size=4,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        num_kv_blocks=64,
-        **settings,
-    )
-
-
-async def form_group(clients: list[Client], epoch: int) -> None:
-    address = (await clients[0].executor.Prepare(pb.PrepareRequest(epoch=epoch))).store_address
-    await asyncio.gather(*(client.join(epoch, address) for client in clients))
-
-
 async def generate(
     clients: list[Client], prompts: list[list[int]], count: int, epoch: int
 ) -> list[list[int]]:
@@ -440,20 +405,6 @@ def part_of(rank: int, prompt: list[int], own_step: int, count: int) -> pb.RankS
 
 def sum_of_tokens(part: pb.RankStep) -> int:
     return len(part.sequences.token_ids) // 4
-
-
-@asynccontextmanager
-async def group_of(path: Path, dp_size: int, **settings: Any) -> AsyncIterator[list[Client]]:
-    """Runs executors in this process, each with its own server and compute thread."""
-    async with AsyncExitStack() as stack:
-        clients = []
-        for rank in range(dp_size):
-            config = config_of(path, rank, dp_size, **settings)
-            _, client = await stack.enter_async_context(
-                serving(lambda config=config: build_worker(config), dp_rank=rank)
-            )
-            clients.append(client)
-        yield clients
 
 
 async def generate_alone(path: Path, prompts: Iterable[list[int]]) -> list[list[int]]:

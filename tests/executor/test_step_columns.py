@@ -22,7 +22,7 @@ from tests.executor.steps import row_starts, sequences, step
 def limits(vocab_size: int = 100, num_rows: int = 8) -> StepLimits:
     return StepLimits(
         topology=Topology(dp_rank=1, dp_size=2),
-        budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=4, max_num_logits=6),
+        budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=4, max_num_logits=6, dp_size=2),
         num_rows=num_rows,
         num_kv_blocks=10,
         block_size=4,

@@ -2,7 +2,13 @@
 
 import pytest
 
-from executor.topology import Topology, share_of
+from executor.topology import (
+    Topology,
+    require_attn_tp_gather,
+    require_gathered_buffer,
+    require_mlp_tp_gather,
+    share_of,
+)
 
 
 def places(dp_size: int, attn_tp_size: int, ep_size: int | None = None) -> list[Topology]:
@@ -65,3 +71,35 @@ def test_shares_are_equal_runs_and_an_uneven_size_is_named():
     ]
     with pytest.raises(ValueError, match=r"num_attention_heads=6 .* 4 executors: use 3 or 6"):
         share_of("num_attention_heads", 6, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "attn_tp_size", "gathers_experts", "splits_dense", "mlp", "attention"),
+    [
+        (1, 1, False, False, False, False),
+        (1, 1, True, True, False, False),
+        (2, 1, False, False, False, False),
+        (2, 1, True, False, True, False),
+        (2, 1, False, True, True, False),
+        (2, 1, True, True, True, False),
+        (1, 2, False, False, False, True),
+        (1, 2, True, True, False, True),
+        (2, 2, False, False, False, True),
+        (2, 2, True, False, True, True),
+        (2, 2, False, True, True, True),
+        (2, 2, True, True, True, True),
+    ],
+)
+def test_rows_are_gathered_from_dp_ranks_for_mlps_and_from_attention_tp_for_attention(
+    dp_size: int,
+    attn_tp_size: int,
+    gathers_experts: bool,
+    splits_dense: bool,
+    mlp: bool,
+    attention: bool,
+):
+    layers = {"gathers_experts": gathers_experts, "splits_dense": splits_dense}
+    for place in places(dp_size, attn_tp_size):
+        assert require_mlp_tp_gather(place, **layers) is mlp
+        assert require_attn_tp_gather(place) is attention
+        assert require_gathered_buffer(place, **layers) is (mlp or attention)

@@ -15,6 +15,7 @@ from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.topology import Topology
+from executor.weights import Part, WeightGroup, load_weights
 from tests.executor.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.serving import Rank
 
@@ -46,15 +47,15 @@ def load(path: Path, **options: Any) -> None:
     load_model(path, ModelConfig.from_dir(path), **options)
 
 
-def rank_0_of_2() -> dict[str, Any]:
+def rank_0_of(topology: Topology) -> dict[str, Any]:
     communicator = DpCommunicator(
-        topology=Topology(dp_size=2),
+        topology=topology,
         max_tokens_per_rank=1,
         hidden_size=48,
         dtype=torch.float32,
         top_k=2,
     )
-    return {"topology": Topology(dp_size=2), "communicator": communicator}
+    return {"topology": topology, "communicator": communicator}
 
 
 def test_a_missing_tensor_is_named(broken: Callable[..., Path]):
@@ -92,7 +93,7 @@ def test_a_file_that_is_no_safetensors_is_named(good: tuple[Path, Any], tmp_path
 
 def test_experts_of_other_ranks_are_not_read(broken: Callable[..., Path]):
     path = broken(**{EXPERT_3: torch.zeros(1)})
-    load(path, **rank_0_of_2())
+    load(path, **rank_0_of(Topology(dp_size=2)))
     with pytest.raises(CheckpointError, match=EXPERT_3):
         load(path)
 
@@ -129,3 +130,38 @@ def test_progress_counts_every_tensor_that_is_needed(good: tuple[Path, Any]):
     load(good[0], on_progress=lambda done, total: seen.append((done, total)))
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
     assert len(seen) == len(load_file(good[0] / "model.safetensors"))
+
+
+def test_only_the_part_that_a_target_stands_for_is_read(tmp_path: Path):
+    saved = torch.arange(24.0).view(4, 6)
+    save_file({"w": saved}, tmp_path / "model.safetensors")
+    rows, columns = torch.zeros(2, 6, dtype=torch.bfloat16), torch.zeros(4, 3)
+    load_weights(tmp_path, [WeightGroup({"w": Part(rows, 0, range(1, 3), 4)})])
+    load_weights(tmp_path, [WeightGroup({"w": Part(columns, 1, range(3, 6), 6)})])
+    assert rows.tolist() == saved[1:3].tolist()
+    assert columns.tolist() == saved[:, 3:].tolist()
+    nothing = torch.zeros(0, 6)
+    load_weights(tmp_path, [WeightGroup({"w": Part(nothing, 0, range(4, 4), 4)})])
+
+
+@pytest.mark.parametrize(("dim", "size"), [(0, 5), (1, 6)])
+def test_a_tensor_of_which_a_part_is_wanted_must_have_the_whole_shape(
+    tmp_path: Path, dim: int, size: int
+):
+    save_file({"w": torch.zeros(4, 6)}, tmp_path / "model.safetensors")
+    part = Part(torch.zeros(2, 2), dim, range(2), size)
+    with pytest.raises(CheckpointError, match=r"w in .* has shape \[4, 6\]; this model needs"):
+        load_weights(tmp_path, [WeightGroup({"w": part})])
+
+
+def test_an_executor_that_shares_attention_needs_a_communicator_for_it(good: tuple[Path, Any]):
+    with pytest.raises(ValueError, match=r"joins 1 executors, .* attn_tp_size=2"):
+        load(good[0], **rank_0_of(Topology(attn_tp_size=2)))
+
+
+def test_a_dense_mlp_that_cannot_be_split_names_the_setting_that_keeps_it_whole(tmp_path: Path):
+    save_qwen3_moe(tmp_path, "mlp_only", num_experts=3)
+    three = rank_0_of(Topology(dp_size=3))
+    with pytest.raises(ValueError, match=r"intermediate_size=40 .*, or set moe_dense_tp_size=1"):
+        load(tmp_path, **three)
+    load(tmp_path, **three, moe_dense_tp_size=1)

@@ -12,7 +12,7 @@ import transformers
 from executor.build import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep, JoinFailed
-from executor.parallel import RankGroup
+from executor.parallel import EpochGroups
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import reference_logits
@@ -224,7 +224,7 @@ def apart(worker: Worker) -> Worker:
         kv_pool=pool,
         sampler=worker._sampler,
         runner=worker._runner,
-        communicator=worker._communicator,
+        members=[],
         form_group=None,
         device=worker._device,
         copier=SeparateMemory(),
@@ -352,9 +352,9 @@ def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
 ):
     """Else the others would wait for it in their next collective."""
     closed = []
-    connections = SimpleNamespace(abort=lambda: closed.append(True))
+    group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: closed.append(True))
     monkeypatch.setattr(
-        worker, "_form_group", lambda epoch, host, port: RankGroup(epoch, 0, 1, connections)
+        worker, "_form_group", lambda epoch, host, port: EpochGroups(epoch, group, None, group)
     )
 
     def fail() -> None:

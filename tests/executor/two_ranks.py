@@ -31,19 +31,13 @@ def decode_on_two_ranks(
     served = Rank(path, topology=topology, communicator=communicator)
     results = {}
     for epoch, mode in enumerate(DpPaddingMode):
-        group = join_group(
-            HOST,
-            port,
-            epoch=epoch,
-            rank=rank,
-            world_size=2,
-            bind_host=HOST,
-            timeout_s=TIMEOUT_S,
+        groups = join_group(
+            HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
         )
-        communicator.join(group)
+        communicator.join(groups)
         results[mode.name] = _decode(served, rank, prompts, num_tokens, mode)
         communicator.leave()
-        group.close()
+        groups.close()
         served.pool.row_num_blocks[:] = 0
         served.num_computed = [0] * len(served.num_computed)
     return results

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from executor.dp_layout import DpLayout
+from executor.flashinfer_ops.cutedsl import why_not
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
@@ -22,10 +24,13 @@ from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, stacked_kernels
+from executor.models.peers import Peers
 from executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
@@ -81,11 +86,24 @@ def device_kernels(
     device: torch.device,
     ops: FlashInferOps | None,
     *,
-    is_fused: bool = False,
+    moe_runner: str = "grouped",
 ) -> Kernels:
     """Returns what a GPU executor's layers call."""
-    rows = sizes.max_num_tokens if is_fused else None
-    return stacked_kernels(config, dtype=config.dtype, device=device, ops=ops, fused_moe_rows=rows)
+    return stacked_kernels(
+        config,
+        dtype=config.dtype,
+        device=device,
+        ops=ops,
+        moe_runner=moe_runner,
+        max_moe_rows=sizes.max_num_tokens,
+    )
+
+
+def skip_without_cutedsl(ops: FlashInferOps, device: torch.device) -> None:
+    """Skips the test if FlashInfer's CuTe-DSL kernels cannot run here."""
+    problem = why_not(ops, torch.empty(1, 8, 32, dtype=torch.bfloat16, device=device))
+    if problem is not None:
+        pytest.skip(f"needs experts in CuTe-DSL: {problem}")
 
 
 def new_pool(config: ModelConfig, sizes: Sizes, device: torch.device) -> KVPool:
@@ -148,12 +166,17 @@ class Case:
         self.config = config
         self.sizes = sizes
         self.device = device
+        communicator = DpCommunicator.single()
         self.model = Qwen3MoeForCausalLM(
             config,
             dtype=config.dtype,
             device=device,
-            topology=Topology(),
-            communicator=DpCommunicator.single(),
+            peers=Peers(
+                topology=Topology(),
+                communicator=communicator,
+                attn_tp=AttnTpCommunicator.single(),
+                dispatcher=AllGatherDispatcher(communicator, range(config.num_experts)),
+            ),
             kernels=kernels,
         )
         with torch.no_grad():

@@ -75,7 +75,7 @@ if IS_STAND_IN:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=16,
-        moe_intermediate_size=24,
+        moe_intermediate_size=32,
         num_experts=6,
         num_experts_per_tok=2,
         max_position_embeddings=64,

@@ -16,6 +16,7 @@ from executor.layers.linear import Linear
 from executor.layers.operators import FlashInferOperators, Operators, TorchOperators
 from executor.layers.rotary import RotaryEmbedding
 from executor.moe.layer import Dispatched, MoERunner
+from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.moe.runner_grouped import GroupedMMRunner
 from executor.moe.runner_torch import TorchMoERunner
@@ -26,7 +27,7 @@ from executor.sampling_fixed import (
     TorchFilters,
     sample_rows,
 )
-from tests.gpu.cases import largest_error
+from tests.gpu.cases import largest_error, skip_without_cutedsl
 from tests.gpu.machine import IS_STAND_IN, Machine
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ class Dims:
     positions: int
 
 
-DIMS = {"tiny": Dims(48, 6, 2, 16, 24, 5, 3, 200)}
+DIMS = {"tiny": Dims(48, 6, 2, 16, 32, 5, 3, 200)}
 if not IS_STAND_IN:
     DIMS = {
         "small": Dims(256, 4, 2, 128, 128, 8, 4, 4096),
@@ -207,6 +208,14 @@ def fused(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -
     return CutlassMoERunner(ops, torch.cat((up, gate), dim=1), w2, workspace)
 
 
+def cutedsl(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:
+    skip_without_cutedsl(ops, w2.device)
+    gate, up = w13.chunk(2, dim=1)
+    w31 = [CuteDslMoERunner.arrange(expert) for expert in torch.cat((up, gate), dim=1)]
+    sizing = CuteDslSizing(ops, max_num_rows=max(ROWS), top_k=dims.top_k)
+    return CuteDslMoERunner(torch.stack(w31), w2, sizing)
+
+
 def routed(dims: Dims, num_rows: int, low: int, high: int) -> Dispatched:
     """Returns rows with different experts each, from ``low`` up to ``high``, then elsewhere."""
     generator = torch.Generator().manual_seed(num_rows)
@@ -227,7 +236,7 @@ ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["grouped", "fused"])
+@pytest.mark.parametrize("kind", ["grouped", "fused", "cutedsl"])
 def test_experts_equal_the_authority(
     machine: Machine, dims: Dims, kind: str, routing: str, request: pytest.FixtureRequest
 ) -> None:
@@ -236,7 +245,8 @@ def test_experts_equal_the_authority(
     if kind == "grouped":
         runner = grouped(machine, dims, *on_device)
     else:
-        runner = fused(request.getfixturevalue("ops"), dims, *on_device)
+        build = fused if kind == "fused" else cutedsl
+        runner = build(request.getfixturevalue("ops"), dims, *on_device)
     expected_of = one_by_one(weights)
     for num_rows in ROWS:
         dispatched = routed(dims, num_rows, *ROUTINGS[routing](dims.experts))
@@ -245,6 +255,9 @@ def test_experts_equal_the_authority(
                 dispatched.x_RD.to(machine.device, torch.bfloat16),
                 dispatched.topk_ids_RK.to(machine.device),
                 dispatched.topk_weights_RK.to(machine.device),
+                out_RD=torch.full_like(dispatched.x_RD, torch.nan, dtype=torch.bfloat16).to(
+                    machine.device
+                ),
             )
         )
         assert y.dtype == torch.bfloat16

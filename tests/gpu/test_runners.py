@@ -28,6 +28,7 @@ from tests.gpu.cases import (
     flashinfer_attention,
     largest_error,
     lazily,
+    skip_without_cutedsl,
     torch_attention,
 )
 from tests.gpu.machine import IS_STAND_IN, Machine
@@ -46,36 +47,39 @@ class Kind:
     Attributes:
         model: A key of SMALL_MODELS.
         has_flashinfer: Whether FlashInfer runs what it can, else PyTorch does.
-        is_fused: Whether FlashInfer runs the experts.
+        moe_runner: What runs the experts.
     """
 
     model: str
     has_flashinfer: bool = True
-    is_fused: bool = False
+    moe_runner: str = "grouped"
 
 
 KINDS = {
     "flashinfer": Kind("4 heads per KV head"),
     "flashinfer without tensor cores": Kind("2 heads per KV head"),
-    "flashinfer with fused experts": Kind("4 heads per KV head", is_fused=True),
+    "flashinfer with fused experts": Kind("4 heads per KV head", moe_runner="cutlass"),
+    "flashinfer with experts in CuTe-DSL": Kind("4 heads per KV head", moe_runner="cutedsl"),
     "torch": Kind("4 heads per KV head", has_flashinfer=False),
 }
 
 
 def new_case(machine: Machine, kind: Kind, new_attention: NewAttention | None = None) -> Case:
     """Returns a case on the device; skips the test if the device cannot run it."""
-    if machine.no_grouped_graphs and not kind.is_fused:
+    if machine.no_grouped_graphs and kind.moe_runner == "grouped":
         pytest.skip(machine.no_grouped_graphs)
     ops = machine.ops if kind.has_flashinfer else None
     if kind.has_flashinfer and ops is None:
         pytest.skip("needs FlashInfer: it is not installed")
+    if ops is not None and kind.moe_runner == "cutedsl":
+        skip_without_cutedsl(ops, machine.device)
     config = SMALL_MODELS[kind.model]
     if new_attention is None:
         new_attention = torch_attention if ops is None else flashinfer_attention(ops)
     return Case(
         config,
         SMALL,
-        device_kernels(config, SMALL, machine.device, ops, is_fused=kind.is_fused),
+        device_kernels(config, SMALL, machine.device, ops, moe_runner=kind.moe_runner),
         new_attention,
         decided_weights(config),
         device=machine.device,

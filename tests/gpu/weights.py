@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from executor.models.config import ModelConfig
+from executor.weights import Part
 
 # Takes a checkpoint's name and a shape to a tensor.
 NewTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
@@ -78,7 +79,11 @@ def fill(model: Any, new_tensor: NewTensor) -> None:
     """Fills a model in place of the loader."""
     for group in model.weight_groups():
         for name, target in group.targets.items():
-            target.copy_(new_tensor(name, tuple(target.shape)))
+            if isinstance(target, Part):
+                whole = new_tensor(name, target.whole_shape)
+                target.target.copy_(whole[target.index])
+            else:
+                target.copy_(new_tensor(name, tuple(target.shape)))
         group.finish()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from protos.executor.v1 import executor_pb2 as pb
+from router.discovery import find_addresses
 from router.errors import ExecutorLost
 from router.executor_client import ExecutorGroup
 from router.step import StepPlan
@@ -131,7 +132,10 @@ async def run_group(dp_size: int, attn_tp_size: int) -> AsyncIterator[tuple[Exec
             await server.start()
             stack.push_async_callback(server.stop, None)
         group = ExecutorGroup(
-            addresses[::-1], "moe", form_timeout_s=STEP_TIMEOUT_S, step_timeout_s=STEP_TIMEOUT_S
+            find_addresses(addresses[::-1]),
+            "moe",
+            form_timeout_s=STEP_TIMEOUT_S,
+            step_timeout_s=STEP_TIMEOUT_S,
         )
         stack.push_async_callback(group.close)
         yield group, peers

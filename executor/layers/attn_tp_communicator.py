@@ -1,0 +1,210 @@
+"""Moves rows between the executors that share one DP rank's attention.
+
+    5 tokens, attn_tp_size 2       attn_tp 0     attn_tp 1
+    between attention calls        x0 x1 x2      x3 x4 --        shards; -- is padding
+    attention's input              x0 x1 x2 x3 x4, on both       gather
+    attention's output             partial sums of all 5 rows
+    between attention calls        y0 y1 y2      y3 y4 --        scatter_sum
+
+Padding rows are this file's own: tensors of whole sequences never have them. Buffers are made once,
+for the longest step, so that a captured graph finds them where they were.
+"""
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from executor.dp_layout import DpLayout
+from executor.parallel import EpochGroups, RankGroup
+from executor.topology import Topology
+
+
+class AttnTpCommunicator:
+    """Collectives inside one DP rank. All of its executors must make the same calls.
+
+    With an ``attn_tp_size`` of 1 every method returns its argument, and no group is needed.
+
+    Args:
+        topology: This executor's place.
+        max_shard_tokens_per_rank: Most rows that an executor has between attention calls.
+        hidden_size: Width of the hidden states.
+        dtype: Their type, and that of logits before they are gathered.
+        max_logits_rows: Most rows of logits.
+        vocab_slice: Columns of logits that each executor computes.
+        device: Where the tensors live.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        max_shard_tokens_per_rank: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_logits_rows: int = 0,
+        vocab_slice: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.topology = topology
+        self.size = topology.attn_tp_size
+        self.max_shard_tokens_per_rank = max_shard_tokens_per_rank
+        self.max_logits_rows = max_logits_rows
+        self._group: RankGroup | None = None
+        shards = max_shard_tokens_per_rank if self.size > 1 else 0
+        logits = max_logits_rows * vocab_slice * self.size if self.size > 1 else 0
+        rows = shards * self.size * hidden_size
+
+        def buffer(count: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        self._gathered = buffer(rows)
+        self._padded = buffer(rows)
+        self._scratch = buffer(rows if torch.device(device).type == "cpu" else 0)
+        self._summed = buffer(shards * hidden_size)
+        self._logits_by_rank = buffer(logits)
+        self._logits = buffer(logits, torch.float32)
+
+    @classmethod
+    def single(cls) -> "AttnTpCommunicator":
+        """Returns the communicator of an executor that has a DP rank to itself."""
+        return cls(
+            topology=Topology(), max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+        )
+
+    def join(self, groups: EpochGroups) -> None:
+        """Uses the attention-TP group from now on. The caller closes the one before.
+
+        Raises:
+            ValueError: It is not made of the ranks that the buffers were made for.
+        """
+        group = groups.attn_tp
+        if self.size == 1 and group is None:
+            return
+        place = (self.topology.attn_tp_rank, self.size)
+        if group is None or (group.rank, group.world_size) != place:
+            found = "none" if group is None else f"rank {group.rank} of {group.world_size}"
+            raise ValueError(
+                f"the attention-TP group has {found}, but the model was loaded for rank "
+                f"{place[0]} of {place[1]}"
+            )
+        self._group = group
+
+    def leave(self) -> None:
+        """Forgets the group. A collective before the next ``join`` is a bug."""
+        self._group = None
+
+    def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Collects the DP rank's rows.
+
+        Args:
+            x: [layout.shard_num_rows, D], contiguous.
+            layout: This step's token counts.
+
+        Returns:
+            [layout.num_rows, D]. Overwritten by the next gather.
+        """
+        if self.size == 1:
+            return x
+        self._check(x, layout.shard_num_rows, layout)
+        if layout.num_rows == 0:
+            return x
+        width = x.shape[1]
+        gathered = _front(self._gathered, layout.shard_num_rows * self.size, width)
+        self._joined.all_gather(gathered, x)
+        return gathered[: layout.num_rows]
+
+    def scatter_sum(self, y: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Sums every row over the executors and returns this one's shard.
+
+        Args:
+            y: [layout.num_rows, D], contiguous: this executor's part of the sum.
+            layout: This step's token counts.
+
+        Returns:
+            [layout.shard_num_rows, D]; padding rows are zeros. Overwritten by the next call.
+        """
+        if self.size == 1:
+            return y
+        self._check(y, layout.num_rows, layout)
+        if layout.num_rows == 0:
+            return y
+        width = y.shape[1]
+        num_rows = layout.shard_num_rows * self.size
+        if num_rows > layout.num_rows:
+            padded = _front(self._padded, num_rows, width)
+            padded[: layout.num_rows] = y
+            padded[layout.num_rows :] = 0
+            y = padded
+        summed = _front(self._summed, layout.shard_num_rows, width)
+        self._joined.reduce_scatter(summed, y, self._scratch)
+        return summed
+
+    def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """Lays the executors' columns of logits side by side.
+
+        Args:
+            local: [L, vocab_slice], contiguous: the logits of this executor's part of the
+                vocabulary.
+
+        Returns:
+            float32 [L, attn_tp_size * vocab_slice], the same bits on every executor. Overwritten
+            by the next call.
+        """
+        if self.size == 1:
+            return local
+        count, width = local.shape
+        assert count <= self.max_logits_rows, (
+            f"{count} rows of logits; the buffers were made for {self.max_logits_rows}"
+        )
+        logits = _front(self._logits, count, self.size * width)
+        if count == 0:
+            return logits
+        gathered = _front(self._logits_by_rank, self.size * count, width)
+        self._joined.all_gather(gathered, local)
+        by_rank = gathered.view(self.size, count, width)
+        logits.view(count, self.size, width).copy_(by_rank.transpose(0, 1))
+        return logits
+
+    def agree(self, tokens: torch.Tensor) -> None:
+        """Replaces ``tokens``, contiguous, by those of attn_tp_rank 0."""
+        if self.size > 1 and tokens.numel():
+            self._joined.broadcast(tokens, 0)
+
+    def shard(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Returns this executor's rows of what all executors of the DP rank have. Moves nothing.
+
+        Args:
+            x: [layout.num_rows, ...], any dtype.
+            layout: This step's token counts.
+
+        Returns:
+            [layout.shard_num_rows, ...], padded with zeros: a view of ``x`` where it needs none.
+        """
+        if self.size == 1:
+            return x
+        assert len(x) == layout.num_rows, f"{len(x)} rows, {layout.num_rows} in the layout"
+        count = layout.shard_num_rows
+        own = x[count * self.topology.attn_tp_rank :][:count]
+        if len(own) == count:
+            return own
+        return F.pad(own, (0, 0) * (x.dim() - 1) + (0, count - len(own)))
+
+    @property
+    def _joined(self) -> RankGroup:
+        assert self._group is not None, "join a group before the first step"
+        return self._group
+
+    def _check(self, x: torch.Tensor, num_rows: int, layout: DpLayout) -> None:
+        assert len(x) == num_rows, f"{len(x)} rows, {num_rows} in the layout"
+        assert layout.shard_num_rows <= self.max_shard_tokens_per_rank, (
+            f"a shard has {layout.shard_num_rows} rows; "
+            f"the buffers were made for {self.max_shard_tokens_per_rank}"
+        )
+
+
+def _front(storage: torch.Tensor, *size: int) -> torch.Tensor:
+    """Returns the start of ``storage`` in the given size."""
+    count = prod(size)
+    assert count <= storage.numel(), "a row is wider than the buffers were made for"
+    return storage[:count].view(size)

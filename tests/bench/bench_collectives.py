@@ -1,0 +1,214 @@
+"""Times what keeps two executors in step: the check of each step, and the collectives of a pass.
+
+    python -m tests.bench.bench_collectives [--batches 1,8] [--steps 600]
+
+Two processes of one thread each run the demo model as executors do, over gloo on loopback. Every
+other decode step is checked, so that steps with and without meet the same neighbours; each kind is
+shown by its fastest quarter's slowest, since a neighbour that takes a core makes both ranks wait.
+Neither router nor gRPC takes part, so a step here is shorter than any that a client sees.
+
+Below, single collectives on rows of the same model, by themselves: the time from the call to its
+result, and next to each the check's exchange of 16 bytes a rank.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from executor.build import build_worker
+from executor.config import ExecutorConfig
+from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.layers.attn_tp_communicator import AttnTpCommunicator
+from executor.layers.dp_communicator import DpCommunicator
+from executor.parallel import EpochGroups, join_group
+from executor.step_check import StepCheck
+from executor.topology import Topology
+from protos.executor.v1 import executor_pb2 as pb
+from tests.bench.quiet import quiet
+from tests.executor.ranks import HOST, run_ranks
+from tests.executor.steps import row_starts, sequences, step
+
+DEMO_MODEL = Path("deploy/demo_model")
+BLOCK_SIZE = 64
+PROMPT_LEN = 16
+HIDDEN_SIZE = 128  # of the demo model
+ROUNDS = 400
+
+
+def decode(rank: int, port: int, batch_size: int, num_steps: int) -> dict[bool, list[float]]:
+    """Returns the seconds of decode steps, by whether they were checked."""
+    quiet()
+    worker, _ = build_worker(
+        ExecutorConfig(
+            model=DEMO_MODEL,
+            dp_rank=rank,
+            dp_size=2,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=batch_size,
+            num_kv_blocks=1 + batch_size * (1024 // BLOCK_SIZE),
+            num_threads=1,
+            listen=f"{HOST}:0",
+        )
+    )
+    worker.join(1, f"{HOST}:{port}")
+    check = worker._check
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    worker.execute(prompts(rank, batch_size))
+    for number in range(num_steps):
+        is_checked = number % 2 == 0
+        worker._check = check if is_checked else None
+        request = decodes(rank, batch_size, number)
+        started_s = time.perf_counter()
+        worker.execute(request)
+        seconds[is_checked].append(time.perf_counter() - started_s)
+    worker.leave()
+    return seconds
+
+
+def prompts(rank: int, batch_size: int) -> pb.StepRequest:
+    rows = range(batch_size)
+    part = pb.RankStep(
+        dp_rank=rank,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=rows),
+        sequences=sequences(
+            rows=rows,
+            num_tokens=[PROMPT_LEN] * batch_size,
+            num_computed_tokens=[0] * batch_size,
+            token_ids=[3 + i % 200 for i in range(PROMPT_LEN * batch_size)],
+            num_new_blocks=[1] * batch_size,
+            new_block_ids=[1 + row for row in rows],
+        ),
+    )
+    counts = [PROMPT_LEN * batch_size] * 2
+    return step(1, part, num_tokens=counts, num_logits=[batch_size] * 2)
+
+
+def decodes(rank: int, batch_size: int, number: int) -> pb.StepRequest:
+    """Returns the step that adds token ``number`` to every row; past 700 it writes over old ones."""
+    computed = PROMPT_LEN + number % 700
+    num_blocks = computed // BLOCK_SIZE
+    is_new = computed % BLOCK_SIZE == 0 and number < 700
+    rows = range(batch_size)
+    part = pb.RankStep(
+        dp_rank=rank,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(
+            rows=rows,
+            num_computed_tokens=[computed] * batch_size,
+            num_new_blocks=[1] * batch_size if is_new else [],
+            new_block_ids=[1 + num_blocks * batch_size + row for row in rows] if is_new else [],
+        ),
+    )
+    return step(2 + number, part, num_tokens=[batch_size] * 2)
+
+
+def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
+    """Returns the seconds of each collective of ``num_rows`` rows a rank."""
+    seconds: dict[str, float] = {}
+    dp = Topology(dp_rank=rank, dp_size=2)
+    groups = join_group(HOST, port, epoch=1, topology=dp, bind_host=HOST)
+    communicator = DpCommunicator(
+        topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
+    )
+    communicator.join(groups)
+    check = StepCheck(groups.host)
+    x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+
+    def exchange() -> None:
+        check.begin(b"12345 global_num_tokens")
+        check.finish(str)
+
+    timed: list[tuple[str, Callable[[], object]]] = [("check", exchange)]
+    for mode in DpPaddingMode:
+        layout = DpLayout((num_rows, num_rows), mode, rank)
+        timed.append((f"gather {mode.name}", lambda o=layout: communicator.gather(x, o)))
+        timed.append((f"scatter_sum {mode.name}", lambda o=layout: communicator.scatter_sum(y, o)))
+    measure(seconds, timed)
+    groups.close()
+    seconds |= inside_a_dp_rank(rank, port, num_rows)
+    return seconds
+
+
+def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
+    tp = Topology(attn_tp_rank=rank, attn_tp_size=2)
+    groups: EpochGroups = join_group(HOST, port, epoch=2, topology=tp, bind_host=HOST)
+    attn_tp = AttnTpCommunicator(
+        topology=tp,
+        max_shard_tokens_per_rank=num_rows,
+        hidden_size=HIDDEN_SIZE,
+        dtype=torch.bfloat16,
+        max_logits_rows=num_rows,
+        vocab_slice=132,
+    )
+    attn_tp.join(groups)
+    layout = DpLayout((2 * num_rows,), DpPaddingMode.MAX_LEN, 0, None, False, rank, 2)
+    x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    logits = torch.zeros(num_rows, 132, dtype=torch.bfloat16)
+    tokens = torch.zeros(num_rows, dtype=torch.int64)
+    seconds: dict[str, float] = {}
+    measure(
+        seconds,
+        [
+            ("attn_tp gather", lambda: attn_tp.gather(x, layout)),
+            ("attn_tp scatter_sum", lambda: attn_tp.scatter_sum(y, layout)),
+            ("attn_tp gather_logits", lambda: attn_tp.gather_logits(logits)),
+            ("attn_tp agree", lambda: attn_tp.agree(tokens)),
+        ],
+    )
+    groups.close()
+    return seconds
+
+
+def measure(seconds: dict[str, float], timed: list[tuple[str, Callable[[], object]]]) -> None:
+    """Fills in what each takes. The calls take turns, as they would in a pass."""
+    columns: dict[str, list[float]] = {name: [] for name, _ in timed}
+    for _ in range(ROUNDS):
+        for name, call in timed:
+            started_s = time.perf_counter()
+            call()
+            columns[name].append(time.perf_counter() - started_s)
+    seconds |= {name: quartile(column) for name, column in columns.items()}
+
+
+def quartile(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=4)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--steps", type=int, default=600)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    print(
+        f"{'decode step':<14} {'unchecked us':>13} {'checked us':>11} {'check us':>9} {'share':>7}"
+    )
+    for batch_size in map(int, options.batches.split(",")):
+        checked, unchecked = [], []
+        for seconds in run_ranks(decode, 2, batch_size, options.steps):
+            checked.append(quartile(seconds[True]))
+            unchecked.append(quartile(seconds[False]))
+        with_check, without = max(checked), max(unchecked)
+        print(
+            f"{'B=' + str(batch_size):<14} {without * 1e6:13.0f} {with_check * 1e6:11.0f} "
+            f"{(with_check - without) * 1e6:9.0f} {with_check / without - 1:7.1%}",
+            flush=True,
+        )
+    for num_rows in map(int, options.batches.split(",")):
+        print(f"\n{'rows a rank: ' + str(num_rows):<24} {'us':>7}")
+        by_rank = run_ranks(collectives, 2, num_rows)
+        for name in by_rank[0]:
+            slowest = max(seconds[name] for seconds in by_rank)
+            print(f"{name:<24} {slowest * 1e6:7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

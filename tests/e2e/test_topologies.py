@@ -1,0 +1,136 @@
+"""If this fails, an answer depends on how many executors there are and how they share the model.
+
+A single executor answers first, in float32. Every other way to share the model must give the same
+tokens, with the same log probabilities but for the order of sums.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from deploy.demo import OPTIONS, SEED, draw_requests, idle_group, text_of, token_ids
+from deploy.launch import LocalStack
+from router.client import Client, Completion
+from tests.e2e.conftest import EXECUTOR_ARGS
+
+NUM_REQUESTS = 44
+NUM_ALONE = 2  # are sent one by one, so that other DP ranks have nothing to do
+LONG_PROMPTS = ("\n17+25=", "\nrev lockstep=\nsort 31415926=")
+LONG_TOKENS = 32  # past the answer: the model goes on with problems of its own
+TOLERANCE = 1e-4
+
+EP_OFF = ("--ep-size", "1")
+A2A = ("--moe-a2a", "torch")
+A2A_EXTENDS = (*A2A, "--moe-a2a-extend", "all-to-all")
+
+WAYS = {
+    "all-gather": (),
+    "no ep": EP_OFF,
+    "all-to-all": A2A,
+    "all-to-all, prompts too": A2A_EXTENDS,
+}
+SIZES = {"dp4 tp1": (4, 1), "dp2 tp2": (2, 2), "dp1 tp2": (1, 2)}
+MATRIX = [
+    pytest.param(dp_size, attn_tp_size, way, id=f"{sizes}, {name}")
+    for sizes, (dp_size, attn_tp_size) in SIZES.items()
+    for name, way in WAYS.items()
+]
+# Two parts of the experts, each on two executors; and no graph, so that steps have odd lengths.
+MIXED = pytest.param(
+    *(2, 2, ("--ep-size", "2", "--decode-graphs", "off", "--prefill-graphs", "off")),
+    id="dp2 tp2, ep2, no graphs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a stack answered.
+
+    Attributes:
+        short: Completions of the demo's problems.
+        long: Completions that go on and on, scored.
+    """
+
+    short: list[Completion]
+    long: list[Completion]
+
+
+async def ask_everything(client: Client) -> Told:
+    """Asks many problems at once, and then some one by one."""
+    requests = draw_requests(SEED, NUM_REQUESTS)
+    long = [
+        asyncio.create_task(
+            client.complete(prompt, max_tokens=LONG_TOKENS, ignore_eos=True, logprobs=True)
+        )
+        for prompt in map(token_ids, LONG_PROMPTS)
+    ]
+    at_once = requests[:-NUM_ALONE]
+    short = await asyncio.gather(*(client.complete(r.prompt, **OPTIONS) for r in at_once))
+    told = Told(list(short), await asyncio.gather(*long))
+    for request in requests[-NUM_ALONE:]:
+        told.short.append(await client.complete(request.prompt, **OPTIONS))
+    return told
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def alone() -> Told:
+    """What a single executor answers."""
+    async with (
+        LocalStack(dp_size=1, executor_args=EXECUTOR_ARGS) as stack,
+        stack.client() as client,
+    ):
+        told = await ask_everything(client)
+    requests = draw_requests(SEED, NUM_REQUESTS)
+    for request, completion in zip(requests, told.short, strict=True):
+        assert request.problem.is_answered_by(text_of(completion.token_ids)), request.problem
+    return told
+
+
+def assert_same(told: Told, alone: Told) -> None:
+    assert [c.token_ids for c in told.short] == [c.token_ids for c in alone.short]
+    for given, expected in zip(told.long, alone.long, strict=True):
+        assert given.token_ids == expected.token_ids
+        for score, right in zip(given.logprobs, expected.logprobs, strict=True):
+            assert score.token_id == right.token_id
+            assert abs(score.logprob - right.logprob) < TOLERANCE
+
+
+@pytest.mark.parametrize(("dp_size", "attn_tp_size", "way"), [*MATRIX, MIXED])
+async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
+    dp_size: int, attn_tp_size: int, way: Sequence[str], alone: Told, tmp_path: Path
+):
+    stack = LocalStack(
+        dp_size=dp_size,
+        attn_tp_size=attn_tp_size,
+        executor_args=(*EXECUTOR_ARGS, *way),
+        log_dir=tmp_path,
+    )
+    async with stack, stack.client() as client:
+        told = await ask_everything(client)
+        group = await idle_group(client)
+    assert_same(told, alone)
+    assert len(stack.executors) == dp_size * attn_tp_size
+    assert len(group.ranks) == dp_size
+    assert all(rank.total_tokens > 0 for rank in group.ranks)
+    assert group.epoch == 1
+    assert stack.left_running == []
+
+
+async def test_an_attention_tp_peer_that_dies_costs_a_pause_and_no_token(
+    alone: Told, tmp_path: Path
+):
+    stack = LocalStack(dp_size=1, attn_tp_size=2, executor_args=EXECUTOR_ARGS, log_dir=tmp_path)
+    async with stack, stack.client() as client:
+        telling = asyncio.create_task(ask_everything(client))
+        while (await client.get_status())[0].step < 4:
+            await asyncio.sleep(0)
+        await stack.restart_executor(0, attn_tp_rank=1)
+        assert_same(await telling, alone)
+        group = await idle_group(client)
+    assert group.epoch > 1
+    assert [process.name for process in stack.executors] == ["executor-0.0", "executor-0.1"]
+    assert stack.left_running == []

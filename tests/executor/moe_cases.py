@@ -1,0 +1,217 @@
+"""Layers of experts for tests: random weights, rows, every way to run them, and the right results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from executor.flashinfer_ops.operators import FlashInferOps
+from executor.models.config import ModelConfig
+from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.moe import experts
+from executor.moe.experts import Experts
+from executor.moe.layer import Dispatched, MoERunner
+from executor.topology import Topology
+from executor.weights import Part
+
+D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
+MAX_ROWS = 40
+PREFIX = "experts."
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+CPU = torch.device("cpu")
+
+Tensors = dict[str, torch.Tensor]
+NewKernels = Callable[[ModelConfig, FlashInferOps | None], Kernels]
+
+
+def config(dtype: torch.dtype, num_experts: int = NUM_EXPERTS, **sizes: int) -> ModelConfig:
+    """Returns the configuration of a model whose experts have the sizes of this file."""
+    model = ModelConfig(
+        architecture="Qwen3MoeForCausalLM",
+        vocab_size=8,
+        hidden_size=D,
+        intermediate_size=D,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        moe_intermediate_size=FF,
+        num_experts=num_experts,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=(),
+        attention_bias=False,
+        tie_word_embeddings=False,
+        max_position_embeddings=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        dtype=dtype,
+        eos_token_ids=(),
+    )
+    return replace(model, **sizes)  # type: ignore[arg-type]
+
+
+def _stacked(moe_runner: str) -> NewKernels:
+    def new(model: ModelConfig, ops: FlashInferOps | None) -> Kernels:
+        return stacked_kernels(
+            model,
+            dtype=model.dtype,
+            device=CPU,
+            ops=ops,
+            moe_runner=moe_runner,
+            max_moe_rows=MAX_ROWS,
+        )
+
+    return new
+
+
+def _cpu(model: ModelConfig, ops: FlashInferOps | None) -> Kernels:
+    return cpu_kernels(model, dtype=model.dtype, num_workers=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to run experts.
+
+    Attributes:
+        new_kernels: Makes what the layers call.
+        dtypes: What it can compute in.
+        is_small: Whether the CPU runs small experts side by side.
+        takes_place: Whether it writes where the dispatcher says.
+    """
+
+    new_kernels: NewKernels
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    is_small: bool = False
+    takes_place: bool = False
+
+    def new(self, model: ModelConfig, ops: FlashInferOps | None, topology: Topology) -> Experts:
+        """Returns an executor's experts, not filled yet."""
+        with patch.object(experts, "are_small", lambda *sizes: self.is_small):
+            return self.new_kernels(model, ops).new_experts(topology)
+
+
+KINDS = {
+    "torch": Kind(_cpu),
+    "torch, small": Kind(_cpu, is_small=True),
+    "grouped": Kind(_stacked("grouped")),
+    "cutlass": Kind(_stacked("cutlass"), takes_place=True),
+    "cutedsl": Kind(_stacked("cutedsl"), dtypes=(torch.bfloat16,), takes_place=True),
+}
+
+
+def checkpoint(dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> Tensors:
+    """Returns whole experts, by the names that they have in a checkpoint."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for expert in range(num_experts):
+        for name, shape in (("gate", (FF, D)), ("up", (FF, D)), ("down", (D, FF))):
+            weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            tensors[f"{PREFIX}{expert}.{name}_proj.weight"] = weight.to(dtype)
+    return tensors
+
+
+def fill(layer: Experts, tensors: Tensors) -> None:
+    """Fills experts in place of the loader."""
+    for group in layer.weight_groups(PREFIX):
+        for name, target in group.targets.items():
+            if isinstance(target, Part):
+                assert tensors[name].shape == target.whole_shape
+                target.target.copy_(tensors[name][target.index])
+            else:
+                target.copy_(tensors[name])
+        group.finish()
+
+
+def new_runner(kind: Kind, tensors: Tensors, ops: FlashInferOps | None) -> MoERunner:
+    """Returns what runs all experts of a checkpoint on one executor."""
+    dtype = next(iter(tensors.values())).dtype
+    layer = kind.new(config(dtype, len(tensors) // 3), ops, Topology())
+    fill(layer, tensors)
+    return layer.runner
+
+
+def authority(tensors: Tensors, dispatched: Dispatched) -> torch.Tensor:
+    """Every pair of a row and an expert by itself, in float64."""
+    num_experts = len(tensors) // 3
+    y = torch.zeros(dispatched.x_RD.shape, dtype=torch.float64)
+    for row, x in enumerate(dispatched.x_RD.double()):
+        for expert, weight in zip(
+            dispatched.topk_ids_RK[row].tolist(),
+            dispatched.topk_weights_RK[row].tolist(),
+            strict=True,
+        ):
+            if expert < num_experts:
+                gate, up, down = (
+                    tensors[f"{PREFIX}{expert}.{name}_proj.weight"].double()
+                    for name in ("gate", "up", "down")
+                )
+                y[row] += weight * (down @ (F.silu(gate @ x) * (up @ x)))
+    return y
+
+
+def assert_right(y: torch.Tensor, tensors: Tensors, dispatched: Dispatched) -> None:
+    tolerance = TOLERANCES[dispatched.x_RD.dtype]
+    assert y.dtype == dispatched.x_RD.dtype
+    expected = authority(tensors, dispatched)
+    torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def routed(num_rows: int, low: int, high: int, dtype: torch.dtype) -> Dispatched:
+    """Returns rows whose experts are drawn from low to high, without repeats if there are enough."""
+    generator = torch.Generator().manual_seed(num_rows)
+    choices = torch.rand(num_rows, high - low, generator=generator).argsort(-1) + low
+    ids = choices[:, torch.arange(TOP_K) % (high - low)].to(torch.int32)
+    x = torch.randn(num_rows, D, generator=generator).to(dtype)
+    return Dispatched(x, ids, torch.rand(num_rows, TOP_K, generator=generator))
+
+
+def with_padding(dispatched: Dispatched, num_experts: int = NUM_EXPERTS) -> Dispatched:
+    """Returns the rows with every third one padding: no expert, and anything in its place."""
+    x, ids = dispatched.x_RD.clone(), dispatched.topk_ids_RK.clone()
+    x[::3], ids[::3] = 1e4, num_experts
+    return replace(dispatched, x_RD=x, topk_ids_RK=ids)
+
+
+def apart(dispatched: Dispatched) -> Dispatched:
+    """Returns the rows as part of a wider buffer."""
+    x = dispatched.x_RD
+    wide = torch.full((len(x), D + 8), 7.0, dtype=x.dtype)
+    wide[:, :D] = x
+    return replace(dispatched, x_RD=wide[:, :D])
+
+
+def _drawn(num_rows: int, low: int, high: int) -> Callable[[torch.dtype], Dispatched]:
+    return lambda dtype: routed(num_rows, low, high, dtype)
+
+
+L = NUM_EXPERTS
+CASES: dict[str, Callable[[torch.dtype], Dispatched]] = {
+    "no rows": _drawn(0, 0, L),
+    "one row": _drawn(1, 0, L),
+    "one row, some elsewhere": _drawn(1, L - 1, L + 1),
+    "one row, all elsewhere": _drawn(1, L, L + 1),
+    "two rows": _drawn(2, 0, L),
+    "many rows": _drawn(33, 0, L),
+    "some elsewhere": _drawn(33, 0, L + 1),
+    "all elsewhere": _drawn(4, L, L + 1),
+    "all to one expert": _drawn(7, 2, 3),
+    "all to the last expert": _drawn(7, L - 1, L),
+    "padding between": lambda dtype: with_padding(routed(17, 0, L + 1, dtype)),
+    "rows that lie apart": lambda dtype: apart(routed(9, 0, L + 1, dtype)),
+    "no rows that lie apart": lambda dtype: apart(routed(0, 0, L + 1, dtype)),
+    "as many rows as the budget has": _drawn(MAX_ROWS, 0, L + 1),
+}
+
+
+# Every way to run experts, in each type that it computes in.
+OPTIONS = {
+    f"{name}, {dtype_name}": (name, dtype)
+    for name, kind in KINDS.items()
+    for dtype_name, dtype in DTYPES.items()
+    if dtype in kind.dtypes
+}

@@ -1,0 +1,114 @@
+"""A name that resolves to part of a group must not become a group; a restarted pod must be found."""
+
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from router.config import RouterConfig
+from router.discovery import DnsGroup, find_addresses, resolve_hosts
+from router.errors import ExecutorLost
+
+
+async def test_a_list_is_given_back_as_it_is() -> None:
+    find = find_addresses(["b:2", "a:1"])
+
+    assert list(await find()) == ["b:2", "a:1"]
+
+
+async def test_every_host_has_an_executor_at_each_port() -> None:
+    async def resolve(name: str) -> Sequence[str]:
+        assert name == "executor.lockstep.svc"
+        return ["10.0.0.7", "fd00::8"]
+
+    find = find_addresses(["dns:executor.lockstep.svc:50061-50062?size=4"], resolve)
+
+    assert list(await find()) == [
+        "10.0.0.7:50061",
+        "10.0.0.7:50062",
+        "[fd00::8]:50061",
+        "[fd00::8]:50062",
+    ]
+
+
+async def test_the_name_is_asked_each_time_as_a_restarted_pod_has_a_new_address() -> None:
+    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.9"]]
+
+    async def resolve(name: str) -> Sequence[str]:
+        return answers.pop(0)
+
+    find = find_addresses(["dns:executor:50061?size=2"], resolve)
+
+    assert list(await find()) == ["10.0.0.1:50061", "10.0.0.2:50061"]
+    assert list(await find()) == ["10.0.0.1:50061", "10.0.0.9:50061"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        ([], "executor resolves to 0 of 2 hosts (nothing)"),
+        (["10.0.0.1"], "executor resolves to 1 of 2 hosts (10.0.0.1): waiting for size=2"),
+        (["10.0.0.1", "10.0.0.2", "10.0.0.3"], "executor resolves to 3 of 2 hosts"),
+    ],
+)
+async def test_half_a_group_is_none_and_the_error_counts(hosts: list[str], told: str) -> None:
+    async def resolve(name: str) -> Sequence[str]:
+        return hosts
+
+    find = find_addresses(["dns:executor:50061?size=2"], resolve)
+
+    with pytest.raises(ExecutorLost) as caught:
+        await find()
+    assert told in str(caught.value)
+
+
+async def test_the_systems_resolver_is_asked() -> None:
+    assert await resolve_hosts("127.0.0.1") == ("127.0.0.1",)
+    with pytest.raises(ExecutorLost, match=r"nobody\.invalid cannot be resolved"):
+        await resolve_hosts("nobody.invalid")
+    with pytest.raises(ExecutorLost, match="cannot be resolved"):
+        await resolve_hosts("a" * 70 + ".example")  # no label is that long
+
+
+async def test_a_host_with_two_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(name: str, port: None, *, type: int) -> list[object]:
+        v4 = [(socket.AF_INET, type, 6, "", (f"10.0.0.{n}", 0)) for n in (2, 1, 2)]
+        v6 = [(socket.AF_INET6, type, 6, "", (f"fd00::{n}", 0, 0, 0)) for n in (2, 1)]
+        return [*v4, *v6]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+
+    assert await resolve_hosts("executor") == ("10.0.0.1", "10.0.0.2")
+
+
+def test_size_counts_executors_not_hosts() -> None:
+    assert DnsGroup.parse("dns:executor:50061-50068?size=16").num_hosts == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        ("dns:executor:50061", "need dns:NAME:PORT?size=N"),
+        ("dns:executor?size=2", "need dns:NAME:PORT?size=N"),
+        ("dns::50061?size=2", "need dns:NAME:PORT?size=N"),
+        ("dns:executor:50061?size=two", "need dns:NAME:PORT?size=N"),
+        ("dns:executor:50061?size=0", "size=0 executors cannot be shared out"),
+        ("dns:executor:50061-50064?size=6", "size=6 executors cannot be shared out"),
+        ("dns:executor:50064-50061?size=4", "ports go up"),
+        ("dns:executor:99999?size=1", "ports go up"),
+        ("dns:executor:50061?size=2,10.0.0.7:50061", "give it a --group of its own"),
+        ("executor", "no host:port"),
+    ],
+)
+def test_what_is_no_group_is_refused_at_start(group: str, told: str) -> None:
+    with pytest.raises(ValueError, match=r"^group: ") as caught:
+        RouterConfig(groups=(tuple(group.split(",")),))
+    assert told in str(caught.value)
+
+
+def test_a_name_and_addresses_may_stand_for_different_groups() -> None:
+    groups = (("dns:executor:50061?size=2",), ("10.0.0.7:1", "10.0.0.7:2"))
+
+    assert RouterConfig(groups=groups).groups == groups
+    with pytest.raises(ValueError, match="given twice"):
+        RouterConfig(groups=(groups[0], groups[0]))
