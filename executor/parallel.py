@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from executor.connections import Connections
 from executor.topology import Topology
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
@@ -86,12 +87,16 @@ class GlooGroup:
         world_size: Ranks in it.
         backend: Runs the collectives. PyTorch publishes no types for it. Nobody else may refer to
             it, since its connections stay open for as long as it lives: its abort() leaves them.
+        connections: To its peers; None leaves them to it.
     """
 
-    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+    def __init__(
+        self, rank: int, world_size: int, backend: Any, connections: Connections | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._backend: list[Any] = [backend]  # empty after close()
+        self._connections = connections or Connections()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         self.start_all_gather(out, x).wait()
@@ -131,11 +136,11 @@ class GlooGroup:
         _live(self._backend).broadcast([x], options).wait()
 
     def close(self) -> None:
-        """Drops the connections, in a thread: a collective that this process began ends first.
+        """Ends the connections, so that whoever waits on one gets an error, here and elsewhere.
 
-        It ends when peers have done their part of it or have left. So whoever waits for this
-        process in another one is freed, but a thread of this process only by its peers.
+        What is left of the group goes in a thread, once no collective needs it.
         """
+        self._connections.shut_down()
         _end(self._backend, exit_waits=True)
 
 
@@ -301,7 +306,10 @@ def _gloo_group(
         options._devices = [gloo.create_default_device()]
     else:
         options._devices = [gloo.create_device(hostname=bind_host)]
-    return GlooGroup(rank, world_size, gloo(store, rank, world_size, options))
+    connections = Connections()
+    with connections.collect():
+        backend = gloo(store, rank, world_size, options)
+    return GlooGroup(rank, world_size, backend, connections)
 
 
 def _nccl_group(

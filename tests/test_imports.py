@@ -41,7 +41,7 @@ LAYERS = {
         {"layers"},
         {"forward_batch", "staging", "step_check", "kv_pool", "logits", "weights", "columns"},
         {"config", "parallel", "dp_layout", "budget_table"},
-        {"budget", "topology", "errors", "fingerprint", "flashinfer_ops"},
+        {"budget", "connections", "topology", "errors", "fingerprint", "flashinfer_ops"},
     ],
 }
 

@@ -3,6 +3,7 @@
 Each rank of gloo's groups is a thread here, with connections of its own.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -293,3 +294,23 @@ def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
     [thread] = backend.aborted_in
     assert thread is not threading.current_thread()
     assert thread.daemon, "the process would wait for it while it holds the graphs"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
+def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_closed():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    is_freed = threading.Event()
+
+    def wait_or_stand_still(place: Topology, groups: EpochGroups) -> None:
+        if place.world_rank == 1:
+            is_freed.wait(TIMEOUT_S)
+            return
+        threading.Timer(0.2, groups.close).start()
+        try:
+            groups.world.all_reduce(torch.zeros(1))
+        finally:
+            is_freed.set()
+
+    error, _ = on_every_rank(store.port, 0, topologies(2, 1), wait_or_stand_still)
+    assert isinstance(error, RuntimeError)
+    assert "Timed out" not in str(error)

@@ -1,0 +1,83 @@
+"""TCP connections that a library opened, so that they can be ended while it waits on them.
+
+Gloo's abort does nothing, and its collectives hold their connections until peers answer or a timeout
+runs out. A peer that is stopped, or behind a cut cable, does neither. What has been shut down fails at
+once, and nothing that such a peer sends later is written into buffers that the next epoch uses.
+
+Found through /proc, so only on Linux; elsewhere nothing is found, and timeouts remain.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class _Address(NamedTuple):
+    """A socket's own port, if it has one, and whether it listens there."""
+
+    port: int | None
+    listens: bool
+
+
+class Connections:
+    """Sockets of this process, by what the kernel calls them."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, int] = {}
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Collects the connections that open meanwhile, but those that others made to this process.
+
+        Whoever connects to a port that was listened on before has nothing to do with it. Sockets
+        that listen are left alone: a library need not expect those to end.
+        """
+        before = _open_sockets()
+        ports = {_address(number).port for number in before.values() if _address(number).listens}
+        yield
+        for name, number in _open_sockets().items():
+            address = _address(number)
+            if name not in before and not address.listens and address.port not in ports:
+                self._by_name[name] = number
+
+    def shut_down(self) -> None:
+        """Ends the collected connections that are still open. Their owner closes them."""
+        still_open = _open_sockets()
+        for name, number in self._by_name.items():
+            if still_open.get(name) == number:
+                with suppress(OSError), _borrowed(number) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._by_name.clear()
+
+
+def _open_sockets() -> dict[str, int]:
+    """Returns the descriptor of each socket, by the name of its inode."""
+    found = {}
+    if _DESCRIPTORS.is_dir():
+        for entry in os.listdir(_DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile
+                name = os.readlink(_DESCRIPTORS / entry)
+                if name.startswith("socket:"):
+                    found[name] = int(entry)
+    return found
+
+
+def _address(number: int) -> _Address:
+    with suppress(OSError), _borrowed(number) as found:
+        name = found.getsockname()
+        if isinstance(name, tuple):  # of the internet's families
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return _Address(name[1], bool(listens))
+    return _Address(None, False)
+
+
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """Gives a descriptor's socket under another descriptor, and closes that one."""
+    with socket.socket(fileno=os.dup(number)) as found:
+        yield found
