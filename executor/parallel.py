@@ -97,6 +97,7 @@ class GlooGroup:
         self.world_size = world_size
         self._backend: list[Any] = [backend]  # empty after close()
         self._connections = connections or Connections()
+        self._num_pending = 0  # collectives that were begun and have not ended well
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         self.start_all_gather(out, x).wait()
@@ -107,7 +108,7 @@ class GlooGroup:
         The group's other collectives may run meanwhile, if all ranks start all of them in the same
         order.
         """
-        return _live(self._backend)._allgather_base(out, x, _c10d.AllgatherOptions())
+        return self._begin(_live(self._backend)._allgather_base(out, x, _c10d.AllgatherOptions()))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         # Half the time of gloo's own. Adds in rank order, and rounds once.
@@ -116,7 +117,7 @@ class GlooGroup:
         torch.sum(received, dim=0, out=out)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        _live(self._backend).allreduce([x], _c10d.AllreduceOptions()).wait()
+        self._begin(_live(self._backend).allreduce([x], _c10d.AllreduceOptions())).wait()
 
     def all_to_all(
         self,
@@ -126,22 +127,39 @@ class GlooGroup:
         in_splits: list[int] | None = None,
     ) -> None:
         options = _c10d.AllToAllOptions()
-        _live(self._backend).alltoall_base(
+        work = _live(self._backend).alltoall_base(
             out, x, out_splits or [], in_splits or [], options
-        ).wait()
+        )
+        self._begin(work).wait()
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         options = _c10d.BroadcastOptions()
         options.rootRank = root
-        _live(self._backend).broadcast([x], options).wait()
+        self._begin(_live(self._backend).broadcast([x], options)).wait()
 
     def close(self) -> None:
-        """Ends the connections, so that whoever waits on one gets an error, here and elsewhere.
-
-        What is left of the group goes in a thread, once no collective needs it.
-        """
-        self._connections.shut_down()
+        """Drops the connections, in a thread; ends them now if a collective has not ended well."""
+        if self._num_pending:
+            self._connections.shut_down()
         _end(self._backend, exit_waits=True)
+
+    def _begin(self, work: Any) -> "_Pending":
+        self._num_pending += 1
+        return _Pending(self, work)
+
+
+class _Pending:
+    """A collective of gloo's that has begun."""
+
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, group: GlooGroup, work: Any) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._group._num_pending -= 1
 
 
 class NcclGroup:

@@ -155,7 +155,7 @@ def in_the_dp_rank(
     first = VOCAB_SLICE * layout.attn_tp_rank
     columns = torch.arange(first, first + VOCAB_SLICE)
     logits = [
-        attn_tp.gather_logits((torch.arange(count)[:, None] * 32 + columns).to(dtype))
+        attn_tp.gather_logits((torch.arange(count)[:, None] * 32 + columns).to(dtype)).tolist()
         for count in (NUM_LOGITS, 1, 0)
     ]
     return {
@@ -164,7 +164,7 @@ def in_the_dp_rank(
         "is_gathered": torch.equal(gathered, x),
         "attn_summed": values(summed),
         "agreed": tokens.tolist(),
-        "logits": [rows.tolist() for rows in logits[1:]],
+        "logits": logits,
     }
 
 
@@ -233,7 +233,9 @@ def test_executors_of_a_dp_rank_agree_on_logits_and_tokens(seen: list[dict[str, 
         layout = step["layout"]
         first = layout.dp_rank * layout.attn_tp_size
         assert step["agreed"] == [10 * first, 10 * first + 1, 10 * first + 2]
-        assert step["logits"] == [[list(range(VOCAB_SLICE * layout.attn_tp_size))], []]
+        width = VOCAB_SLICE * layout.attn_tp_size
+        rows = [[32 * row + column for column in range(width)] for row in range(NUM_LOGITS)]
+        assert step["logits"] == [rows, rows[:1], []]
 
 
 # Without peers
