@@ -18,13 +18,14 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check bench gpu protos venv clean
+.PHONY: help demo serve test sim check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (README.md)"
 	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A likewise"
 	@echo "make test    every check and test"
+	@echo "make sim     a thousand simulated runs of the router with dying and hanging executors"
 	@echo "make check   ruff, mypy and buf alone"
 	@echo "make bench   benchmarks on this machine"
 	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
@@ -46,6 +47,9 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
+
+sim: $(DEV)
+	LOCKSTEP_SIM_SEEDS=1000 $(BIN)/python -m pytest tests/sim $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -22,7 +22,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.processes import Process, ProcessEnded
-from router.client import CallFailed, Client
+from router.client import CallFailed, Client, TlsFiles
+from router.client_channel import Connector
 from router.health import READINESS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
@@ -30,26 +31,29 @@ STOP_TIMEOUT_S = 10.0  # for each process, before it is killed
 
 
 class LocalStack:
-    """A router and `dp_size * attn_tp_size` executors on loopback, running within `async with`.
+    """A router and its groups of executors on loopback, running within `async with`.
 
     Args:
         model: Folder of a Hugging Face checkpoint. Its tokenizer.json, if there is one, is the
             router's.
         dp_size: DP ranks.
         attn_tp_size: Executors of each.
+        num_groups: Groups of `dp_size * attn_tp_size` executors each.
         executor_args: Flags for every executor.
-        rank_args: Further flags for one executor, by world rank: dp_rank * attn_tp_size +
-            attn_tp_rank.
+        rank_args: Further flags for one executor, by its number.
         router_args: Flags for the router.
         listen: host:port of the router; port 0 takes a free one.
         log_dir: Where each process's log goes; None is a folder that goes with the stack.
+        tls: How clients connect; None is plain text.
+        token: File of the token that clients send; None: none.
         waits_for_ready: Whether to wait, on entry, until the router takes requests.
         ready_timeout_s: Longest wait for that.
 
     Attributes:
         address: Where the router listens.
         router: Its process.
-        executors: Their processes, by world rank.
+        executors: Their processes, by number: in the first group dp_rank * attn_tp_size +
+            attn_tp_rank, and in each further one what follows.
     """
 
     address: str
@@ -61,22 +65,28 @@ class LocalStack:
         *,
         dp_size: int = 2,
         attn_tp_size: int = 1,
+        num_groups: int = 1,
         executor_args: Sequence[str] = (),
         rank_args: Mapping[int, Sequence[str]] | None = None,
         router_args: Sequence[str] = (),
         listen: str = "127.0.0.1:0",
         log_dir: Path | None = None,
+        tls: TlsFiles | None = None,
+        token: Path | None = None,
         waits_for_ready: bool = True,
         ready_timeout_s: float = 120.0,
     ) -> None:
         self._model = model.resolve()
         self._dp_size = dp_size
         self._attn_tp_size = attn_tp_size
+        self._num_groups = num_groups
         self._executor_args = executor_args
         self._rank_args = rank_args or {}
         self._router_args = router_args
         self._listen = listen
         self._log_dir = log_dir
+        self._tls = tls
+        self._token = token
         self._waits_for_ready = waits_for_ready
         self._ready_timeout_s = ready_timeout_s
         self._cleanup = contextlib.ExitStack()
@@ -102,10 +112,14 @@ class LocalStack:
 
     def client(self) -> Client:
         """Returns a client of the router, to be opened by `async with`."""
-        return Client(self.address)
+        return Client(self.address, self._tls, token=self._token)
 
     @property
     def num_executors(self) -> int:
+        return self._num_groups * self._group_size
+
+    @property
+    def _group_size(self) -> int:
         return self._dp_size * self._attn_tp_size
 
     async def kill_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
@@ -115,10 +129,49 @@ class LocalStack:
     async def restart_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
         """Kills an executor and starts it again at the same address; returns when it listens."""
         await self.kill_executor(dp_rank, attn_tp_rank)
-        world_rank = dp_rank * self._attn_tp_size + attn_tp_rank
-        executor = self._start_executor(world_rank, self.executor_addresses[world_rank])
-        self.executors[world_rank] = executor
-        await executor.event("listening")
+        await self._start_again(dp_rank * self._attn_tp_size + attn_tp_rank)
+
+    async def supervise_executors(self) -> None:
+        """Starts every executor again that ends, at the same address, until it is cancelled."""
+
+        async def supervise(number: int) -> None:
+            while True:
+                await self.executors[number].exited()
+                address = self.executor_addresses[number]
+                self.executors[number] = self._start_executor(number, address)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self.num_executors):
+                tasks.create_task(supervise(number))
+
+    async def replace_executor(self, world_rank: int, timeout_s: float = 60.0) -> int:
+        """Tells an executor to stop, and starts it again at the same address when it has.
+
+        Returns, when the new one listens, the exit code of the old.
+
+        Args:
+            timeout_s: How long it may take before it is killed.
+        """
+        await self.executors[world_rank].stop(timeout_s)
+        exit_code = await self.executors[world_rank].exited()
+        await self._start_again(world_rank)
+        return exit_code
+
+    async def restart_router(self, timeout_s: float = 60.0) -> int:
+        """Tells the router to stop, and starts it again at the same address when it has.
+
+        Returns, when the new one takes requests, the exit code of the old.
+
+        Args:
+            timeout_s: How long it may drain before it is killed.
+        """
+        await self.router.stop(timeout_s)
+        exit_code = await self.router.exited()
+        self._listen = self.address
+        self.router = self._start_router()
+        await self.router.event("listening")
+        await self.wait_until_ready()
+        return exit_code
 
     async def wait_until_ready(self) -> None:
         """Returns when the router takes requests.
@@ -174,8 +227,8 @@ class LocalStack:
             folder = tempfile.TemporaryDirectory(prefix="lockstep-")
             self._log_dir = Path(self._cleanup.enter_context(folder))
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        for world_rank in range(self.num_executors):
-            self.executors.append(self._start_executor(world_rank, "127.0.0.1:0"))
+        for number in range(self.num_executors):
+            self.executors.append(self._start_executor(number, "127.0.0.1:0"))
         for executor in self.executors:
             self.executor_addresses.append((await executor.event("listening"))["address"])
         self.router = self._start_router()
@@ -183,9 +236,17 @@ class LocalStack:
         if self._waits_for_ready:
             await self.wait_until_ready()
 
-    def _start_executor(self, world_rank: int, listen: str) -> Process:
+    async def _start_again(self, number: int) -> None:
+        executor = self._start_executor(number, self.executor_addresses[number])
+        self.executors[number] = executor
+        await executor.event("listening")
+
+    def _start_executor(self, number: int, listen: str) -> Process:
+        group, world_rank = divmod(number, self._group_size)
         dp_rank, attn_tp_rank = divmod(world_rank, self._attn_tp_size)
         name = f"executor-{dp_rank}"
+        if self._num_groups > 1:
+            name = f"group-{group}-{name}"
         args = [
             *("-m", "executor", "--model", str(self._model), "--listen", listen),
             *("--dp-rank", str(dp_rank), "--dp-size", str(self._dp_size)),
@@ -194,14 +255,16 @@ class LocalStack:
             name += f".{attn_tp_rank}"
             args += ["--attn-tp-rank", str(attn_tp_rank)]
             args += ["--attn-tp-size", str(self._attn_tp_size)]
-        args += [*self._executor_args, *self._rank_args.get(world_rank, ())]
+        args += [*self._executor_args, *self._rank_args.get(number, ())]
         return self._start_process(name, args)
 
     def _start_router(self) -> Process:
         args = [
             *("-m", "router", "--listen", self._listen, "--model-name", self._model.name),
-            *("--group", ",".join(self.executor_addresses)),
         ]
+        for first in range(0, self.num_executors, self._group_size):
+            addresses = self.executor_addresses[first : first + self._group_size]
+            args += ["--group", ",".join(addresses)]
         if (self._model / "tokenizer.json").is_file():
             args += ["--tokenizer", str(self._model)]
         return self._start_process("router", [*args, *self._router_args])
@@ -225,7 +288,7 @@ class LocalStack:
         return [*self.executors, self.router]
 
     async def _watch_readiness(self) -> None:
-        async with grpc.aio.insecure_channel(self.address) as channel:
+        async with Connector(self.address, self._tls, self._token).open(()) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its stub lacks methods
             request = health_pb2.HealthCheckRequest(service=READINESS)
             try:

@@ -94,6 +94,14 @@ class Process:
         self._signal(signal.SIGKILL)
         await self.exited()
 
+    def pause(self) -> None:
+        """Lets the process stand still, as if it hung. Its connections stay open."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets a paused process go on."""
+        self._signal(signal.SIGCONT)
+
     async def stop(self, timeout_s: float) -> None:
         """Asks the process to end, and ends it if it has not done so in time."""
         self._signal(signal.SIGTERM)

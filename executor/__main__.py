@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, asdict
+from dataclasses import MISSING, asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,12 @@ from executor.config import (
     PREFILL_GRAPHS,
     ExecutorConfig,
 )
+from executor.measures import Measures
+from executor.metrics import Place, collector
 from protos.logs import configure_logging
+from protos.metrics import serve_metrics
+from protos.security import HELP as SECURITY_HELP
+from protos.security import PATHS, serve_health
 
 if TYPE_CHECKING:
     from executor.server import ExecutorServicer
@@ -34,41 +39,94 @@ log = structlog.stdlib.get_logger(__name__)
 
 BAD_CONFIGURATION = 2
 ENVIRONMENT = "LOCKSTEP_EXECUTOR"
+STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
 
 
 async def serve(config: ExecutorConfig) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code."""
+    """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
     from executor.parallel import open_store
     from executor.server import ExecutorServicer
 
     stopped = asyncio.Event()
+    at_once = asyncio.Event()
+
+    def stop() -> None:
+        (at_once if stopped.is_set() else stopped).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    measures = Measures()
     host = config.peer_host or "127.0.0.1"
     servicer = ExecutorServicer(
         is_first=config.topology.world_rank == 0,
         store_host=host,
         open_store=lambda: open_store(host, timeout_s=config.peer_timeout_s),
+        measures=measures,
     )
-    server, port = await servicer.start(config.listen)
+    _serve_metrics(config, servicer, measures)
+    health_server = await _serve_health(config, servicer)
+    server, port = await servicer.start(config.listen, config)
     log.info("listening", address=f"{config.host}:{port}")
-    exit_code = await _load(servicer, config, stopped)
+    exit_code = await _load(servicer, config, measures, stopped)
     if exit_code is None:
         log.info("ready_to_join")
         await stopped.wait()
         exit_code = 0
     log.info("stopping")
-    await _stop(servicer, server, config.stop_timeout_s)
+    await _stop(servicer, server, config.stop_timeout_s, at_once)
+    if health_server is not None:
+        await health_server.stop(STOP_GRACE_S)
     return exit_code
 
 
+def _serve_metrics(
+    config: ExecutorConfig, servicer: "ExecutorServicer", measures: Measures
+) -> None:
+    """Opens the port for metrics if there is to be one; it ends with the process.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+    if config.metrics_listen is None:
+        return
+    from executor.devices import memory_in_use
+
+    place = Place(dp_rank=config.dp_rank, attn_tp_rank=config.attn_tp_rank)
+    collect = collector(
+        measures,
+        lambda: replace(place, num_kv_blocks=servicer.num_kv_blocks),
+        lambda: servicer.epoch,
+        memory_in_use,
+    )
+    port = serve_metrics(config.metrics_listen, collect)
+    host = config.metrics_listen.rpartition(":")[0]
+    log.info("metrics_listening", address=f"{host}:{port.number}")
+
+
+async def _serve_health(config: ExecutorConfig, servicer: "ExecutorServicer") -> Any | None:
+    """Opens the port for probes if there is to be one; returns its server.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+    if config.health_listen is None:
+        return None
+    server, port = await serve_health(config.health_listen, servicer.add_health_to)
+    host = config.health_listen.rpartition(":")[0]
+    log.info("health_listening", address=f"{host}:{port}")
+    return server
+
+
 async def _load(
-    servicer: "ExecutorServicer", config: ExecutorConfig, stopped: asyncio.Event
+    servicer: "ExecutorServicer",
+    config: ExecutorConfig,
+    measures: Measures,
+    stopped: asyncio.Event,
 ) -> int | None:
     """Loads the model. Returns an exit code if the process should end instead of serve."""
     from executor.build import build_worker
 
-    loading = asyncio.create_task(servicer.load(lambda: build_worker(config)))
+    loading = asyncio.create_task(servicer.load(lambda: build_worker(config, measures)))
     stopping = asyncio.create_task(stopped.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -82,12 +140,23 @@ async def _load(
     return None
 
 
-async def _stop(servicer: "ExecutorServicer", server: Any, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(servicer.stop(), timeout_s)
-    except TimeoutError:
-        log.warning("compute_thread_busy", waited_s=timeout_s)
-    await server.stop(grace=1.0)
+async def _stop(
+    servicer: "ExecutorServicer", server: Any, timeout_s: float, at_once: asyncio.Event
+) -> None:
+    """Lets the step in flight finish, for so long or until a second signal."""
+    finishing = asyncio.create_task(servicer.stop())
+    hurrying = asyncio.create_task(at_once.wait())
+    await asyncio.wait(
+        {finishing, hurrying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    hurrying.cancel()
+    if finishing.done():
+        finishing.result()
+    else:
+        finishing.cancel()
+        log.warning("step_not_finished", timeout_s=timeout_s, told_twice=at_once.is_set())
+    await server.stop(grace=STOP_GRACE_S)
+    log.info("stopped")
 
 
 def _option(
@@ -112,6 +181,14 @@ def _option(
         show_default=default is not None,
         show_envvar=True,
     )
+
+
+def _security_options(command: Any) -> Any:
+    """Adds the flags of PortSecurity's fields."""
+    for field, help_text in reversed(SECURITY_HELP.items()):
+        type_ = Path if field in PATHS else click.Choice(ON_OFF) if field == "plaintext" else str
+        command = _option(field, help_text, type_)(command)
+    return command
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -171,6 +248,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 @_option("num_threads", "Threads of one CPU operator.", int)
 @_option("peer_timeout_s", "Longest wait for another executor.", float)
 @_option("stop_timeout_s", "Longest wait for the step in flight.", float)
+@_option("metrics_listen", "host:port for Prometheus to scrape.  [default: nowhere]")
+@_security_options
 @click.option("--log-level", default="info", show_default=True, show_envvar=True)
 def main(log_level: str, node_rank: int, dp_ranks_per_node: int, **settings: Any) -> None:
     """Runs one executor of a Lockstep group: one model on one accelerator, driven by a router."""

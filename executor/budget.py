@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 A2A_DEFAULT_TOKENS = 4096  # per EP rank, unless a step can bring more
-A2A_MAX_EP_SIZE = 64
-A2A_TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # the kernels that FlashInfer compiles
+A2A_MAX_EP_SIZE = 64  # kMaxRanks of its kernels
+A2A_TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # SWITCH_TOP_K of its kernels
 FLOAT32_BYTES = 4
 
-_A2A_ALIGNMENT = 128  # bytes
+A2A_ALIGNMENT = 128  # bytes, of every region of its workspace
 _A2A_AUX_TOP_K = 22  # what its bookkeeping is sized for, whatever top_k is
 _ROUTING_BYTES = 8  # per expert of a token: its id, int32, and its weight, float32
 
@@ -47,8 +47,8 @@ class TokenBudget:
         moe_a2a: How tokens reach their experts where no rank extends: ``none`` (an all-gather),
             ``torch`` or ``flashinfer``.
         quantized_dispatch: ``nvfp4`` or ``mxfp8`` if the all-to-all may send hidden states so.
-        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in an all-to-all; None
-            derives it.
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in FlashInfer's all-to-all;
+            None derives it.
 
     Raises:
         ValueError: The sizes do not fit one another. Says which to set, and to what.
@@ -91,13 +91,13 @@ class TokenBudget:
                 f"moe_a2a={self.moe_a2a} with ep_size={self.ep_size}: every executor of an "
                 f"all-to-all is an EP rank, so set ep_size={self.world_size} or moe_a2a=none"
             )
-        if self.moe_a2a == "flashinfer":
+        if self.moe_a2a == "flashinfer":  # the others have no workspace
             check_flashinfer_a2a(self.ep_size, self.top_k)
-        validate_a2a_token_budget(
-            max_dispatch_tokens_per_rank=self.a2a_max_num_tokens,
-            max_tokens_per_rank=self.max_tokens_per_rank,
-            attn_tp_size=self.attn_tp_size,
-        )
+            validate_a2a_token_budget(
+                max_dispatch_tokens_per_rank=self.a2a_max_num_tokens,
+                max_tokens_per_rank=self.max_tokens_per_rank,
+                attn_tp_size=self.attn_tp_size,
+            )
 
     @property
     def world_size(self) -> int:
@@ -145,7 +145,7 @@ class TokenBudget:
 
     @cached_property
     def a2a_max_num_tokens(self) -> int:
-        """Tokens that one EP rank can send in an all-to-all.
+        """Tokens that one EP rank can send in FlashInfer's all-to-all.
 
         Never times ``ep_size``: the workspace already has a place per source for as many.
         """
@@ -178,14 +178,7 @@ class TokenBudget:
     @cached_property
     def cutedsl_all_gather_tokens(self) -> int:
         """Rows that CuteDSL's wrapper must hold where experts get their rows by all-gather."""
-        return self.dp_size * cutedsl_moe_max_num_tokens(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            num_tokens_per_bs=self.num_tokens_per_bs,
-            decode_graph_size=self.decode_graph_size,
-            extend_graph_size=self.extend_graph_size,
-            alignment=self.attn_tp_size,
-        )
+        return self.max_gathered_tokens
 
     @cached_property
     def cutedsl_all_to_all_tokens(self) -> int:
@@ -307,12 +300,12 @@ def a2a_workspace_size_per_rank(
         max_num_tokens * _A2A_AUX_TOP_K * 4,
         ep_size * eplb_num_experts * 4,
     ):
-        aux_bytes = _round_up(aux_bytes + part, _A2A_ALIGNMENT)
+        aux_bytes = _round_up(aux_bytes + part, A2A_ALIGNMENT)
     num_places = ep_size * max_num_tokens
     return (
         aux_bytes
-        + _round_up(num_places * dispatch_payload_size_per_token, _A2A_ALIGNMENT)
-        + _round_up(num_places * combine_payload_size_per_token, _A2A_ALIGNMENT)
+        + _round_up(num_places * dispatch_payload_size_per_token, A2A_ALIGNMENT)
+        + _round_up(num_places * combine_payload_size_per_token, A2A_ALIGNMENT)
     )
 
 
@@ -322,15 +315,15 @@ def check_flashinfer_a2a(ep_size: int, top_k: int) -> None:
     Raises:
         ValueError: Names the nearest sizes that it has one for.
     """
-    if ep_size > A2A_MAX_EP_SIZE:
+    if not 1 <= ep_size <= A2A_MAX_EP_SIZE:
         raise ValueError(
-            f"moe_a2a=flashinfer takes at most {A2A_MAX_EP_SIZE} EP ranks, not ep_size={ep_size}: "
-            f"use {A2A_MAX_EP_SIZE} executors, or moe_a2a=none or torch"
+            f"ep_size={ep_size}: moe_a2a=flashinfer takes 1 to {A2A_MAX_EP_SIZE} EP ranks; use "
+            f"{min(max(ep_size, 1), A2A_MAX_EP_SIZE)} executors, or moe_a2a=none or torch"
         )
     if top_k not in A2A_TOP_KS:
         raise ValueError(
-            f"moe_a2a=flashinfer has no kernel for num_experts_per_tok={top_k}, only for "
-            f"{_nearest(A2A_TOP_KS, top_k)} nearest to it: use moe_a2a=none or torch"
+            f"num_experts_per_tok={top_k}: moe_a2a=flashinfer has no kernel for it (the nearest "
+            f"are for {_nearest(A2A_TOP_KS, top_k)}); use moe_a2a=none or torch"
         )
 
 

@@ -29,6 +29,7 @@ from executor.kv_pool import KVPool
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
+from executor.measures import Measures
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.moe.dispatch import new_dispatcher, require_capturable
@@ -56,8 +57,14 @@ PROGRESS_STEPS = 10  # log lines while a model loads
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 
 
-def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
+def build_worker(
+    config: ExecutorConfig, measures: Measures | None = None
+) -> tuple[Worker, pb.DescribeResponse]:
     """Loads the model and builds everything around it.
+
+    Args:
+        config: Every setting.
+        measures: Gets the steps' times and sizes; None: nobody asks for them.
 
     Returns:
         The worker, and what Describe says of it.
@@ -79,7 +86,7 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
     has_split_dense = splits_dense(config, model_config)
     graph_sizes = plan_graph_sizes(config, max_model_len, has_split_dense=has_split_dense)
     budget = plan_budget(config, model_config, dtype, graph_sizes)
-    for line in budget_table(budget):
+    for line in budget_table(budget, config.moe_runner):
         log.info("token_budget", **asdict(line))
     communicator, attn_tp_communicator = _communicators(config, model_config, dtype, budget, device)
     dispatcher, dispatch_members = _dispatcher(
@@ -153,6 +160,9 @@ def build_worker(config: ExecutorConfig) -> tuple[Worker, pb.DescribeResponse]:
         members=[communicator, attn_tp_communicator, *dispatch_members],
         form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
         device=device.torch_device,
+        # FlashInfer's kernels wait for a lost peer for minutes, and nothing ends that.
+        can_abort_device=device.torch_device.type == "cuda" and not dispatch_members,
+        measures=measures,
     )
     log.info(
         "loaded",
@@ -349,6 +359,7 @@ def _describe(
         "moe_dense_tp_size": config.moe_dense_tp_size,
         "moe_a2a_extend": config.moe_a2a_extend,
         "moe_runner": config.moe_runner,
+        "flashinfer_pdl": config.flashinfer_pdl,
         "decode_graph_sizes": list(graph_sizes.decode),
         "extend_graph_sizes": list(graph_sizes.extend),
         "prefill_graphs": config.prefill_graphs,
@@ -370,7 +381,9 @@ def _describe(
             max_num_batched_tokens=budget.max_num_batched_tokens,
             max_num_seqs=budget.max_num_seqs,
             max_num_logits=budget.max_num_logits,
-            lines=[pb.BudgetLine(**asdict(line)) for line in budget_table(budget)],
+            lines=[
+                pb.BudgetLine(**asdict(line)) for line in budget_table(budget, config.moe_runner)
+            ],
         ),
         graph_sizes=pb.GraphSizes(
             decode=graph_sizes.decode,

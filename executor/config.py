@@ -6,6 +6,8 @@ from pathlib import Path
 
 from executor.budget import check_step_limits
 from executor.topology import Topology
+from protos.metrics import split_address
+from protos.security import PortSecurity, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
@@ -19,10 +21,10 @@ WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorConfig:
+class ExecutorConfig(PortSecurity):
     """Settings of one executor. None stands for "derive it", as its attribute says.
 
-    Attributes:
+    Attributes, besides those of PortSecurity for `listen`:
         model: Folder of a Hugging Face checkpoint.
         listen: ``host:port`` of the gRPC server; port 0 takes any free port.
         advertised_host: Host at which the other executors reach this one; None is the host of
@@ -50,25 +52,27 @@ class ExecutorConfig:
         kv_cache_bytes: Size of the KV pool; None is 1 GiB on the CPU, and most of the memory
             left after loading on CUDA.
         decode_graphs: Whether steps without prompt tokens replay graphs.
-        decode_graph_sizes: Numbers of sequences to capture; None is 1, 2, 4, 8, then by 8 and more
-            to ``max_num_seqs``.
+        decode_graph_sizes: Numbers of sequences to capture, multiples of ``attn_tp_size``; None is
+            1, 2, 4, 8, then by 8 and more to ``max_num_seqs``, rounded up to such.
         prefill_graphs: How steps with prompt tokens replay graphs, if they do. On a CPU breakable
             takes as long as eager, piecewise up to 3 % longer (tests/bench/bench_runners.py); on a
             GPU nobody has measured yet (tests/gpu).
-        prefill_graph_sizes: Numbers of tokens to capture; None is by 4, then coarser, to
+        prefill_graph_sizes: Numbers of tokens to capture, likewise; None is by 4, then coarser, to
             ``max_num_batched_tokens``.
         moe_a2a: How tokens reach their experts in steps in which no rank extends: ``none`` gathers
             all of them on every executor; ``torch`` and ``flashinfer`` send each to the executors
             of its experts alone, which takes ``ep_size`` of all executors.
         moe_a2a_extend: The same for the other steps: ``all-to-all`` only with ``torch``.
-        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in an all-to-all, which sizes
-            its workspace; None is what a step may bring, at least A2A_DEFAULT_TOKENS.
+        max_dispatch_tokens_per_rank: Tokens that one EP rank can send in FlashInfer's all-to-all,
+            whose workspace it sizes; None is what a step may bring, at least A2A_DEFAULT_TOKENS.
+            Nothing else uses it.
         moe_runner: What runs the experts on CUDA: PyTorch's grouped products, FlashInfer's fused
             CUTLASS kernels, or those that it writes in CuTe's DSL.
         flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
         stop_timeout_s: Longest wait for the step in flight when told to stop.
+        metrics_listen: Where Prometheus may scrape metrics, host:port; None is nowhere.
     """
 
     model: Path
@@ -101,11 +105,15 @@ class ExecutorConfig:
     num_threads: int | None = None
     peer_timeout_s: float = 60.0
     stop_timeout_s: float = 30.0
+    metrics_listen: str | None = None
 
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model={self.model}: need a folder that holds a config.json")
         _split_address(self.listen)
+        self._check_callers()
+        if self.metrics_listen is not None:
+            split_address(self.metrics_listen)  # raises what is wrong with it
         self._check_ranks()
         for field, choices in (
             ("dtype", DTYPES),
@@ -128,6 +136,17 @@ class ExecutorConfig:
         self._check_graph_sizes("prefill_graph_sizes", "max_num_batched_tokens")
         check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.num_logits)
 
+    def _check_callers(self) -> None:
+        self.check_security(self.listen)
+        if self.tls_cert is not None and not self.asks_who_calls and not is_loopback(self.listen):
+            raise ValueError(
+                f"listen={self.listen}: anybody who reaches it could drive this executor: set "
+                f"tls_client_ca, so that the router needs a certificate, or auth_tokens, so that it "
+                f"needs a token"
+            )
+        if self.health_listen is not None:
+            _split_address(self.health_listen, "health_listen")
+
     def _check_ranks(self) -> None:
         topology = self.topology  # checks itself
         is_rendezvous = topology.world_size > 1 and topology.world_rank == 0
@@ -141,7 +160,7 @@ class ExecutorConfig:
         if self.moe_dense_tp_size not in (None, 1):
             raise ValueError(
                 f"moe_dense_tp_size={self.moe_dense_tp_size}: need 1, to hold dense MLPs whole on "
-                f"every executor, or nothing, to split them over all {self.world_size}"
+                f"every executor, or nothing, to split them over the group"
             )
         if self.moe_a2a_extend == "all-to-all" and self.moe_a2a != "torch":
             raise ValueError(
@@ -177,11 +196,15 @@ class ExecutorConfig:
             )
 
     def _check_graph_sizes(self, field: str, bound: str) -> None:
-        sizes, most = getattr(self, field), getattr(self, bound)
+        sizes, limit = getattr(self, field), getattr(self, bound)
+        most = -(-limit // self.attn_tp_size) * self.attn_tp_size  # as the default sizes are
         wrong = [size for size in sizes or () if not 1 <= size <= most]
         if wrong:
+            reach = f"{bound}={limit}"
+            if most > limit:
+                reach = f"{most} ({reach} to a multiple of attn_tp_size={self.attn_tp_size})"
             raise ValueError(
-                f"{field} has {wrong[0]}: a size is 1 to {bound}={most}, as no step is larger"
+                f"{field} has {wrong[0]}: a size is 1 to {reach}, as no step is larger"
             )
 
     @property
@@ -244,8 +267,8 @@ def resolve_max_model_len(asked: int | None, model_max_len: int) -> int:
     return asked
 
 
-def _split_address(address: str) -> tuple[str, int]:
+def _split_address(address: str, field: str = "listen") -> tuple[str, int]:
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})", address)
     if match is None or int(match[2]) > 65535:
-        raise ValueError(f"listen={address}: need host:port, such as 127.0.0.1:50051 or [::]:0")
+        raise ValueError(f"{field}={address}: need host:port, such as 127.0.0.1:50051 or [::]:0")
     return match[1], int(match[2])

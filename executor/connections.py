@@ -51,7 +51,8 @@ class Connections:
         for name, number in self._by_name.items():
             if still_open.get(name) == number:
                 with suppress(OSError), _borrowed(number) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if _name(connection.fileno()) == name:  # the number may be another's by now
+                        connection.shutdown(socket.SHUT_RDWR)
         self._by_name.clear()
 
 
@@ -61,10 +62,14 @@ def _open_sockets() -> dict[str, int]:
     if _DESCRIPTORS.is_dir():
         for entry in os.listdir(_DESCRIPTORS):
             with suppress(OSError):  # closed meanwhile
-                name = os.readlink(_DESCRIPTORS / entry)
+                name = _name(int(entry))
                 if name.startswith("socket:"):
                     found[name] = int(entry)
     return found
+
+
+def _name(number: int) -> str:
+    return os.readlink(_DESCRIPTORS / str(number))
 
 
 def _address(number: int) -> _Address:

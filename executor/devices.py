@@ -117,6 +117,17 @@ def _cuda_number(device: str) -> int | None:
     return int(number) if number else None
 
 
+def memory_in_use() -> dict[str, int]:
+    """Returns the bytes of GPU memory that PyTorch uses and holds in this process; {} without."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    numbers = range(torch.cuda.device_count())
+    return {
+        "allocated": sum(torch.cuda.memory_allocated(number) for number in numbers),
+        "reserved": sum(torch.cuda.memory_reserved(number) for number in numbers),
+    }
+
+
 class Cpu:
     """The machine's cores.
 

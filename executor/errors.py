@@ -13,6 +13,7 @@ RpcError               what the router sees
 ├── NotFirst           FAILED_PRECONDITION  only the group's first executor opens a store
 ├── JoinFailed         UNAVAILABLE          another member did not come in time
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
+├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
 ├── NotJoined          FAILED_PRECONDITION  no Join has succeeded
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
@@ -61,6 +62,11 @@ class JoinFailed(RpcError):
 class StaleEpoch(RpcError):
     code = StatusCode.FAILED_PRECONDITION
     reason = "STALE_EPOCH"
+
+
+class InvalidEpoch(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_EPOCH"
 
 
 class NotJoined(RpcError):

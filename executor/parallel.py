@@ -108,7 +108,7 @@ class GlooGroup:
         The group's other collectives may run meanwhile, if all ranks start all of them in the same
         order.
         """
-        return self._begin(_live(self._backend)._allgather_base(out, x, _c10d.AllgatherOptions()))
+        return self._begin("_allgather_base", out, x, _c10d.AllgatherOptions())
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         # Half the time of gloo's own. Adds in rank order, and rounds once.
@@ -117,7 +117,7 @@ class GlooGroup:
         torch.sum(received, dim=0, out=out)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._begin(_live(self._backend).allreduce([x], _c10d.AllreduceOptions())).wait()
+        self._begin("allreduce", [x], _c10d.AllreduceOptions()).wait()
 
     def all_to_all(
         self,
@@ -127,25 +127,24 @@ class GlooGroup:
         in_splits: list[int] | None = None,
     ) -> None:
         options = _c10d.AllToAllOptions()
-        work = _live(self._backend).alltoall_base(
-            out, x, out_splits or [], in_splits or [], options
-        )
-        self._begin(work).wait()
+        splits = (out_splits or [], in_splits or [])
+        self._begin("alltoall_base", out, x, *splits, options).wait()
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         options = _c10d.BroadcastOptions()
         options.rootRank = root
-        self._begin(_live(self._backend).broadcast([x], options)).wait()
+        self._begin("broadcast", [x], options).wait()
 
     def close(self) -> None:
         """Drops the connections, in a thread; ends them now if a collective has not ended well."""
+        held = _take(self._backend)  # first: what has begun by now is pending, and no more begins
         if self._num_pending:
             self._connections.shut_down()
-        _end(self._backend, exit_waits=True)
+        _end(held, exit_waits=True)
 
-    def _begin(self, work: Any) -> "_Pending":
-        self._num_pending += 1
-        return _Pending(self, work)
+    def _begin(self, method: str, *arguments: Any) -> "_Pending":
+        self._num_pending += 1  # first: close() may come, in another thread, while it begins
+        return _Pending(self, getattr(_live(self._backend), method)(*arguments))
 
 
 class _Pending:
@@ -213,7 +212,7 @@ class NcclGroup:
 
         Source: NCCL, init.cc, commDestroySync, which waits for persistentRefs.
         """
-        _end(self._backend, exit_waits=False)  # it may wait for graphs that live until then
+        _end(_take(self._backend), exit_waits=False)  # it may wait for graphs that live until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,21 +368,27 @@ def _live(backend: list[Any]) -> Any:
     return backend[0]
 
 
-def _end(backend: list[Any], *, exit_waits: bool) -> None:
-    """Empties the list, and aborts and destroys what it held. Does not wait for either.
+def _take(backend: list[Any]) -> list[Any]:
+    """Returns what the list holds, and empties it."""
+    held = backend[:]
+    backend.clear()
+    return held
+
+
+def _end(held: list[Any], *, exit_waits: bool) -> None:
+    """Aborts and destroys what a group held, if it still held it. Does not wait for either.
 
     Args:
+        held: From ``_take``. Nobody else may keep it.
         exit_waits: Whether the process may not exit before. A thread that comes out of PyTorch
             while the interpreter ends takes the process down with SIGABRT.
     """
 
-    def end(held: list[Any]) -> None:
+    def end() -> None:
         held.pop().abort()
 
-    held = backend[:]
-    backend.clear()
     if held:
-        threading.Thread(target=end, args=(held,), daemon=not exit_waits).start()
+        threading.Thread(target=end, daemon=not exit_waits).start()
 
 
 def _distinct(*groups: RankGroup | None) -> list[RankGroup]:

@@ -6,6 +6,9 @@
 The reader hands a step over as soon as it arrives, so the next one is already there when a step
 ends. One thread computes, because steps are ordered and share tensors; it is not the event
 loop's, so that health checks are answered while a step runs or a model loads.
+
+The stream's life is that of its epoch: when it ends, for whatever reason, an executor with peers
+leaves their group at once, so that all of them are free for the next one.
 """
 
 import asyncio
@@ -14,14 +17,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from executor.errors import (
+    InvalidEpoch,
     JoinFailed,
     NotFirst,
     NotJoined,
@@ -32,9 +36,13 @@ from executor.errors import (
     StepOutOfOrder,
     StreamHeld,
 )
+from executor.measures import Measures
 from protos.errors import RpcError, abort_on_error
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.health import SERVICE_NAME, HealthServicer
+from protos.requests import RequestReader
+from protos.security import PortSecurity
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -43,6 +51,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 LIVENESS, READINESS = "liveness", "readiness"
+
+# Of the next epoch above the newest. A router counts them one by one, on from the newest of any
+# executor; a number out of the blue near the end of uint64 would be the last.
+MAX_EPOCH_LEAP = 1 << 32
 
 # Steps taken off a stream and not answered yet. A router sends 2; more only wait.
 MAX_UNANSWERED_STEPS = 8
@@ -91,10 +103,22 @@ class StepStream:
         self.answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()
         self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
         self.has_ended = False  # steps that have not begun by then are dropped
+        self.is_over = asyncio.Event()  # the call itself: the router has been told how it ended
+        self.is_stray = False  # it is of another epoch than the one that it found here
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_over.set()
 
     def end(self, error: RpcError) -> None:
         """Answers what has begun, then ends the call with ``error``."""
         self.has_ended = True
+        self.refuse(error)
+
+    def refuse(self, error: RpcError) -> None:
+        """Answers all steps that came, then ends the call with ``error``."""
         ending: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         ending.set_result(error)
         self.answers.put_nowait(ending)
@@ -112,13 +136,22 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         is_first: Whether this is the group's first executor, which opens the stores.
         store_host: Host at which the group's members reach a store opened here.
         open_store: Opens a store on a free port.
+        measures: Gets what becomes of steps and joins; None: nobody asks for it.
     """
 
-    def __init__(self, *, is_first: bool, store_host: str, open_store: Callable[[], Store]) -> None:
-        self.health = health.aio.HealthServicer()
+    def __init__(
+        self,
+        *,
+        is_first: bool,
+        store_host: str,
+        open_store: Callable[[], Store],
+        measures: Measures | None = None,
+    ) -> None:
+        self.health = HealthServicer()
         self._is_first = is_first
         self._store_host = store_host
         self._open_store = open_store
+        self._measures = measures or Measures()
         self._store: Store | None = None
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Worker | None = None
@@ -128,32 +161,42 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._newest_epoch = 0  # of any Prepare or Join
         self._last_join_epoch = 0  # of any Join, also one that failed
 
-        # Written by the compute thread alone, so that they change between steps, not during one.
+        # Written by the compute thread, so that they change between steps, not during one; but a
+        # stream that ends ends its epoch at once, whatever the compute thread waits for.
         self._epoch: int | None = None  # None while in no group
         self._next_step_id = 1
 
     # Life of the process
 
-    async def start(self, address: str) -> tuple[grpc.aio.Server, int]:
+    async def start(
+        self, address: str, security: PortSecurity | None = None
+    ) -> tuple[grpc.aio.Server, int]:
         """Starts listening, before any model is loaded. Returns the server and its port.
+
+        Args:
+            address: host:port.
+            security: Who may call, and how; None is anybody, in plain text.
 
         Raises:
             OSError: The address cannot be listened on.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        security = security or PortSecurity()
+        interceptors = [*security.interceptors(), RequestReader()]
+        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self.add_health_to(server)
+        names = (SERVICE, SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         for name in ("", SERVICE, LIVENESS):
-            await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        await self._publish_readiness()
-        try:
-            port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+            self.health.set(name, True)
+        self._publish_readiness()
+        port = security.open_port(server, address)
         await server.start()
         return server, port
+
+    def add_health_to(self, server: grpc.aio.Server) -> None:
+        """Adds the health service to a server that has not started."""
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
 
     async def load(self, build: Callable[[], tuple[Worker, pb.DescribeResponse]]) -> None:
         """Builds the worker on the compute thread; from then on the RPCs are answered.
@@ -167,13 +210,29 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
 
     async def stop(self) -> None:
-        """Finishes the step in flight, ends the stream and leaves the group."""
+        """Finishes the step in flight, tells the router, and then leaves the group.
+
+        In this order, the router hears SHUTTING_DOWN before any peer fails for want of this one:
+        it knows that the leave is planned.
+        """
         self._is_stopping = True
-        await self._publish_readiness()
-        if self._stream is not None:
-            self._stream.end(ShuttingDown("this executor was told to stop"))
+        self._publish_readiness()
+        stream, self._stream = self._stream, None  # its end is not the group's
+        if stream is not None:
+            stream.end(ShuttingDown("this executor was told to stop"))
+            await stream.is_over.wait()
         if self._worker is not None:
             await self._on_compute_thread(self._leave)
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that it is joined to; None if to none."""
+        return self._epoch
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of its pool; 0 while it loads."""
+        return self._description.num_kv_blocks
 
     # RPCs
 
@@ -195,6 +254,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     f"epoch {request.epoch} is not above {self._newest_epoch}, seen before",
                     field="epoch",
                 )
+            self._check_epoch(request.epoch)
             self._newest_epoch = request.epoch
             # Not on the compute thread: it may be stuck in the epoch that this one replaces.
             self._store = await asyncio.to_thread(self._open_store)
@@ -210,9 +270,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     f"epoch {request.epoch} is over: the next Join is of {least} or later",
                     field="epoch",
                 )
+            self._check_epoch(request.epoch)
             self._newest_epoch = self._last_join_epoch = request.epoch
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
+                self._stream = None  # its end is not that of the epoch that begins here
             worker.leave()  # from here, so that a step that waits for lost peers fails now
             # A caller that gives up does not stop the thread, whose outcome must be noted.
             await asyncio.shield(self._join(worker, request))
@@ -223,11 +285,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Step(  # type: ignore[override]
         self, requests: AsyncIterator[pb.StepRequest], context: Context
     ) -> None:
-        async with abort_on_error(context):
+        async with StepStream() as stream, abort_on_error(context):
             worker = self._loaded_worker()
             if self._stream is not None and not self._stream.has_ended:
                 raise StreamHeld("another stream drives this executor")
-            stream = self._stream = StepStream()
+            self._stream = stream
             reader = asyncio.create_task(self._read(stream, requests, worker))
             try:
                 while (pending := await stream.answers.get()) is not None:
@@ -242,7 +304,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 reader.cancel()
                 if self._stream is stream:
                     self._stream = None
-                await self._publish_readiness()
+                    if worker.has_peers and not stream.is_stray:
+                        self._leave()  # from here: a step that waits for lost peers fails now
+                self._publish_readiness()
 
     async def _read(
         self, stream: StepStream, requests: AsyncIterator[pb.StepRequest], worker: Worker
@@ -256,6 +320,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     self._compute, self._step, stream, worker, request, arrival_ns
                 )
                 stream.answers.put_nowait(answer)
+        except RpcError as error:  # of a message that cannot be read
+            stream.refuse(error)
         finally:
             stream.answers.put_nowait(None)
 
@@ -269,10 +335,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             await self._on_compute_thread(join)
         except JoinFailed as error:
+            self._measures.joins["failed"] += 1
             log.warning("join_failed", epoch=request.epoch, problem=str(error))
             raise
         finally:
-            await self._publish_readiness()
+            self._publish_readiness()
+        self._measures.joins["joined"] += 1
         log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
 
     # On the compute thread
@@ -282,8 +350,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> Answer:
         """Runs a step unless its stream has ended. After an error the stream has.
 
-        An executor that does not run a step of its group leaves it: the others have begun it, and
-        would wait. One without peers stays as it was before a step that it refused.
+        With the stream, an executor leaves its peers: they have begun the step and would wait. One
+        without peers stays as it was before a step that it refused.
         """
         if stream.has_ended:
             return None
@@ -293,16 +361,19 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             response = worker.execute(request)
         except RpcError as error:
             stream.has_ended = True
-            if worker.has_peers and request.epoch == self._epoch:
-                self._leave()
+            stream.is_stray = isinstance(error, StaleEpoch)
+            self._measures.failures[error.reason] += 1
+            log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
             return error
         except Exception as error:
             stream.has_ended = True
-            log.exception("step_failed", epoch=request.epoch, step_id=request.step_id)
+            self._measures.failures[StepFailed.reason] += 1
+            log.exception("step_failed", **_ids(request))
             self._leave()
             return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
         self._next_step_id += 1
         response.queued_ns = queued_ns
+        self._measures.phase_ns["queue"] += queued_ns
         return response
 
     def _check_order(self, request: pb.StepRequest) -> None:
@@ -326,6 +397,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     # Helpers
 
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch > self._newest_epoch + MAX_EPOCH_LEAP:
+            raise InvalidEpoch(
+                f"epoch {epoch} is more than {MAX_EPOCH_LEAP} above {self._newest_epoch}, seen "
+                f"before: if it were taken, there could be no later ones",
+                field="epoch",
+            )
+
     def _loaded_worker(self) -> Worker:
         if self._is_stopping:
             raise ShuttingDown("this executor was told to stop")
@@ -333,13 +412,16 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             raise NotLoaded("the model is still loading", retry_delay_s=1.0)
         return self._worker
 
-    async def _publish_readiness(self) -> None:
-        is_ready = self._epoch is not None and not self._is_stopping
-        status = health_pb2.HealthCheckResponse
-        await self.health.set(READINESS, status.SERVING if is_ready else status.NOT_SERVING)
+    def _publish_readiness(self) -> None:
+        self.health.set(READINESS, self._epoch is not None and not self._is_stopping)
 
     async def _on_compute_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+def _ids(request: pb.StepRequest) -> dict[str, int]:
+    """Returns what a log says of a step, under the names that the router's log uses."""
+    return {"epoch": request.epoch, "step_id": request.step_id}
 
 
 def agreement_digest(agreement: dict[str, str]) -> bytes:

@@ -39,10 +39,14 @@ def check_model_fits(config: ExecutorConfig, model: ModelConfig) -> None:
             if num_experts % size == 0 and width % (world_size // size) == 0
         ]
         if num_parts not in fitting:
+            problem = f"num_experts={num_experts} does not divide by it"
+            if num_experts % num_parts == 0:
+                problem = (
+                    f"moe_intermediate_size={width} does not divide among the "
+                    f"{config.topology.moe_tp_size} executors that share each expert"
+                )
             raise ValueError(
-                f"ep_size={num_parts}: num_experts={num_experts} must divide by it, and "
-                f"moe_intermediate_size={width} by the {config.topology.moe_tp_size} executors that "
-                f"share a part; {_use(fitting, 'ep_size', world_size)}"
+                f"ep_size={num_parts}: {problem}; {_use(fitting, 'ep_size', world_size)}"
             )
     elif config.moe_a2a != "none":
         raise ValueError(f"moe_a2a={config.moe_a2a}: the model has no experts; set moe_a2a=none")
@@ -120,7 +124,7 @@ def plan_budget(
         moe_a2a=config.moe_a2a,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )
-    if config.moe_runner == "cutedsl" and config.moe_a2a != "none":
+    if config.moe_runner == "cutedsl" and config.moe_a2a == "flashinfer":
         validate_cutedsl_a2a_token_budget(
             max_dispatch_tokens_per_rank=budget.a2a_max_num_tokens,
             max_tokens_per_rank=budget.max_tokens_per_rank,

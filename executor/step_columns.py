@@ -293,12 +293,12 @@ def _check_agreement(
     ):
         counts = _counts_by_rank(agreement, field, limits)
         problem = None
-        if counts[limits.topology.dp_rank] != mine:
+        if max(counts) > most:  # first, so that all executors say the same
+            problem = f"has {max(counts)}; the budget is {most}"
+        elif counts[limits.topology.dp_rank] != mine:
             problem = (
                 f"says {counts[limits.topology.dp_rank]} for this executor's part, which has {mine}"
             )
-        elif max(counts) > most:
-            problem = f"has {max(counts)}; the budget is {most}"
         if problem is not None:
             raise InvalidStep(f"{field} {problem}", field=f"agreement.{field}")
     _check_padded(columns.layout, budget)

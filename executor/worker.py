@@ -4,7 +4,6 @@ Knows no policy and no network but the group's collectives. One thread calls it.
 ends when its tokens are on the host, so the device waits while the next step is read and staged.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -17,6 +16,7 @@ from executor.errors import JoinFailed, PeerLost
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.kv_pool import KVPool
 from executor.logits import score
+from executor.measures import Measures
 from executor.parallel import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
 from executor.sampler import PARAMETER_WIDTH, Sampler
@@ -58,7 +58,11 @@ class Worker:
         form_group: Forms the groups of an epoch, given the epoch and the store's host and port;
             raises RuntimeError if a member does not come. None for a world of one.
         device: Where the model runs.
+        can_abort_device: Whether collectives run on the device and leaving the group ends them.
+            A graph is then launched before it is known that all were told the same: only reading
+            its results waits for peers. Not so an eager pass, which can fill the launch queue.
         copier: How columns get there; the device's own way if None.
+        measures: Gets the steps' times and sizes; None: nobody asks for them.
     """
 
     def __init__(
@@ -71,13 +75,16 @@ class Worker:
         members: Sequence[GroupMember],
         form_group: Callable[[int, str, int], EpochGroups] | None,
         device: torch.device,
+        can_abort_device: bool = False,
         copier: Copier | None = None,
+        measures: Measures | None = None,
     ) -> None:
         self._limits = limits
         self._kv_pool = kv_pool
         self._sampler = sampler
         self._runner = runner
         self._members = members
+        self._can_abort_device = can_abort_device
         self._form_group = form_group
         self._groups: EpochGroups | None = None
         self._check: StepCheck | None = None
@@ -87,6 +94,7 @@ class Worker:
         self._staging = StagingBuffer(self._capacity, NUM_SLOTS, copier)
         self._sampled = ReadBack(limits.budget.max_num_seqs, copier)
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
+        self._measures = measures or Measures()
 
     @property
     def has_peers(self) -> bool:
@@ -104,28 +112,38 @@ class Worker:
             PeerLost: Another executor left the group, or did not begin the step.
             Exception: The forward pass failed.
         """
-        start_ns = time.perf_counter_ns()
+        measures = self._measures
+        measures.begin_step()
         groups, check = self._groups, self._check
         columns = read_step(request, self._limits, self._rows)
         if check is not None:  # after all that may refuse the step: peers then learn of that too
-            check.begin(_told(request))
+            check.begin(_told(request), request.ranks[0].SerializeToString)
         staged = self._stage(columns)
         self._update_rows(columns, staged)
         batch = self._build_batch(columns, staged)
-        checks_late = groups is not None and _may_launch_unchecked(groups, columns)
+        measures.end_phase("fill")
+        checks_late = self._can_abort_device and columns.layout.graph_size is not None
         if check is not None and not checks_late:
             check.finish(partial(_describe_told, request))
+            measures.end_phase("peers")
         logits = self._runner.run(batch)
+        measures.end_phase("forward")
         if check is not None and checks_late:
             check.finish(partial(_describe_told, request))
+            measures.end_phase("peers")
         tokens = self._sample(staged, logits)
         if self._groups is not groups:  # NCCL ends the collectives of a group that is left
             raise PeerLost("this executor left its group during the step")
+        ranks = self._results(columns, logits, tokens)
+        measures.end_phase("sample")
+        forward_ns = measures.end_step(
+            batch.forward_mode.name.lower(),
+            num_tokens=columns.layout.num_tokens,
+            num_rows=columns.layout.num_rows,
+            is_replay=columns.layout.graph_size is not None,
+        )
         return pb.StepResponse(
-            epoch=request.epoch,
-            step_id=request.step_id,
-            ranks=self._results(columns, logits, tokens),
-            forward_ns=time.perf_counter_ns() - start_ns,
+            epoch=request.epoch, step_id=request.step_id, ranks=ranks, forward_ns=forward_ns
         )
 
     @torch.inference_mode()
@@ -142,7 +160,8 @@ class Worker:
         self._rows.reset()
         if self._form_group is not None:
             groups = self._form(self._form_group, epoch, store_address)
-            self._groups, self._check = groups, StepCheck(groups.host)
+            self._groups = groups
+            self._check = StepCheck(groups.host, self._limits.topology.attn_tp_size)
         problem = "its group cannot be used"
         try:
             if self._groups is not None:
@@ -348,15 +367,6 @@ def _describe_told(request: pb.StepRequest) -> str:
         f"graph_size={agreement.graph_size if agreement.HasField('graph_size') else None}",
     ]
     return " ".join(parts)
-
-
-def _may_launch_unchecked(groups: EpochGroups, columns: StepColumns) -> bool:
-    """Whether the forward pass may be launched before the step is found to be the same everywhere.
-
-    A graph is launched in a few calls, none of which waits for peers: only reading its results
-    does. An eager pass over a GPU can fill the launch queue, and gloo's collectives block.
-    """
-    return groups.host is not groups.world and columns.layout.graph_size is not None
 
 
 def _capacity(limits: StepLimits) -> StepInputs[int]:

@@ -7,6 +7,7 @@ and `error_details` reads the details back on the other end.
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import grpc
@@ -16,6 +17,11 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "lockstep"
+
+# gRPC's clients take 8 KiB of metadata, and a message is there up to three times: as it is, which
+# may take three bytes for one, and twice among the details.
+MAX_MESSAGE_BYTES = 1000
+MAX_QUOTED_LEN = 64
 
 
 class RpcError(Exception):
@@ -36,29 +42,66 @@ class RpcError(Exception):
     def __init__(
         self, message: str, *, field: str | None = None, retry_delay_s: float | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(_shorten(message))
         self.field = field
         self.retry_delay_s = retry_delay_s
 
     def to_status(self) -> status_pb2.Status:
         """Returns the google.rpc.Status: ErrorInfo, then BadRequest and RetryInfo if they apply."""
-        details: list[Message] = [
-            error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN),
-        ]
-        if self.field is not None:
-            violation = error_details_pb2.BadRequest.FieldViolation(
-                field=self.field, description=str(self)
-            )
-            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-        if self.retry_delay_s is not None:
-            delay = duration_pb2.Duration()
-            delay.FromNanoseconds(int(self.retry_delay_s * 1e9))
-            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-        return status_pb2.Status(
-            code=code_pb2.Code.Value(self.code.name),
-            message=str(self),
-            details=[_pack(detail) for detail in details],
-        )
+        return _to_status(self.code, self.reason, str(self), self.field, self.retry_delay_s)
+
+    @property
+    def trailing_metadata(self) -> Any:
+        """The same as metadata that end a call. Of equal errors, they are made once."""
+        return _to_metadata(self.code, self.reason, str(self), self.field, self.retry_delay_s)
+
+
+def _to_status(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    field: str | None,
+    retry_delay_s: float | None,
+) -> status_pb2.Status:
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    if field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(retry_delay_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status_pb2.Status(
+        code=code_pb2.Code.Value(code.name),
+        message=message,
+        details=[_pack(detail) for detail in details],
+    )
+
+
+@lru_cache(maxsize=64)  # thousands of calls a second may be refused in the same words
+def _to_metadata(
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    field: str | None,
+    retry_delay_s: float | None,
+) -> Any:
+    status = _to_status(code, reason, message, field, retry_delay_s)
+    return rpc_status.to_status(status).trailing_metadata
+
+
+def quoted(text: str) -> str:
+    """Returns what a caller sent as it can stand in a message: in quotes, and not too long."""
+    if len(text) <= MAX_QUOTED_LEN:
+        return repr(text)
+    return f"{text[:MAX_QUOTED_LEN]!r}... ({len(text)} characters)"
+
+
+def _shorten(message: str) -> str:
+    data = message.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return message
+    return f"{data[:MAX_MESSAGE_BYTES].decode(errors='ignore')}... ({len(message)} characters)"
 
 
 @asynccontextmanager
@@ -67,8 +110,14 @@ async def abort_on_error(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIt
     try:
         yield
     except RpcError as error:
-        status = rpc_status.to_status(error.to_status())
-        await context.abort(error.code, str(error), status.trailing_metadata)
+        await context.abort(error.code, str(error), error.trailing_metadata)
+
+
+def refuse(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> None:
+    """Says how an RPC ends whose handler returns now. Cheaper than to raise, for streams only."""
+    context.set_code(error.code)
+    context.set_details(str(error))
+    context.set_trailing_metadata(error.trailing_metadata)
 
 
 @dataclass(frozen=True, slots=True)

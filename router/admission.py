@@ -1,10 +1,49 @@
-"""The waiting line of one group: bounded, ordered by priority and then by arrival."""
+"""The waiting line of one group: bounded, ordered by arrival and priority.
+
+Priority is a head start in time. A request goes before everybody who came less than
+`priority_step_s` earlier for each level that it stands above them:
+
+    time of arrival            0 s         4 s          10 s        16 s
+    priority 0              ───a────────────────────────────────────b───▶
+    priority 1                           ───────────────c────────────────▶   c, a, b  at 11 s a level
+                                                                             a, c, b  at 9 s
+
+A high priority thus means a short wait, and no priority means an endless one: whoever has waited
+for so long as all levels are worth stands before all who come. The place of a request never
+changes, so that the line is a heap, and what is bound to a rank stands in the same order: nobody
+is preempted for a request that would have had to wait for him.
+"""
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
+from typing import Protocol
 
 from router.errors import QueueFull
 from router.request import Request, Sequence
+
+PRIORITY_STEP_S = 10.0
+RETRY_DELAY_S = 1.0
+
+_ARRIVALS = count(1)  # at any group: a request that moves keeps its place
+
+
+class WaitingLine(Protocol):
+    """What the scheduler sees of those who wait."""
+
+    def __len__(self) -> int: ...
+
+    def peek(self) -> Sequence | None:
+        """Returns who is next, if anybody may be."""
+        ...
+
+    def pop(self) -> Sequence:
+        """Takes out whom `peek` has just returned."""
+        ...
+
+    def push(self, sequence: Sequence) -> None:
+        """Lines up a sequence that has lost its place on a rank."""
+        ...
 
 
 class Admission:
@@ -16,18 +55,33 @@ class Admission:
         max_sequences: Waiting at most; more are refused.
         max_tokens: Prompt tokens waiting at most. One request that is longer by itself may
             still wait alone.
+        priority_step_s: Seconds of waiting that one level of priority is worth; the same at every
+            group. 0 is the order of arrival alone.
     """
 
-    def __init__(self, *, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self, *, max_sequences: int, max_tokens: int, priority_step_s: float = PRIORITY_STEP_S
+    ) -> None:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self._heap: list[tuple[int, int, int, Sequence]] = []
+        self._priority_step_s = priority_step_s
+        self._heap: list[tuple[float, int, int, Sequence]] = []
         self._waiting: set[Sequence] = set()
-        self._arrivals = count(1)
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Everybody who waits, in no order."""
+        return iter(tuple(self._waiting))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one continuation of a prompt of one token would fit."""
+        return not self._waiting or (
+            len(self) < self._max_sequences and self.num_tokens < self._max_tokens
+        )
 
     def submit(self, request: Request) -> None:
         """Lines up all continuations of a new request, or none.
@@ -35,30 +89,30 @@ class Admission:
         Raises:
             QueueFull: There is no room.
         """
-        num_sequences = len(self) + len(request.sequences)
-        if num_sequences > self._max_sequences:
+        num_new = len(request.sequences)
+        if len(self) + num_new > self._max_sequences:
             raise QueueFull(
-                f"{len(self)} sequences wait and {len(request.sequences)} more would exceed "
+                f"{len(self)} sequences wait and {num_new} more would exceed "
                 f"max_waiting_sequences={self._max_sequences}: try again in a second",
-                retry_delay_s=1.0,
+                retry_delay_s=RETRY_DELAY_S,
             )
-        num_tokens = len(request.prompt) * len(request.sequences)
+        num_tokens = len(request.prompt) * num_new
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
             raise QueueFull(
                 f"{self.num_tokens} prompt tokens wait and {num_tokens} more would exceed "
                 f"max_waiting_tokens={self._max_tokens}: try again in a second",
-                retry_delay_s=1.0,
+                retry_delay_s=RETRY_DELAY_S,
             )
-        request.order = next(self._arrivals)
+        head_start_s = request.priority * self._priority_step_s
+        request.turn = (request.arrival_time - head_start_s, next(_ARRIVALS))
         for sequence in request.sequences:
             self.push(sequence)
 
     def push(self, sequence: Sequence) -> None:
-        """Lines up a sequence at the place of its arrival. Preempted ones are never refused."""
-        request = sequence.request
+        """Lines up a sequence at its request's place. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (-request.priority, request.order, sequence.index, sequence))
+        heapq.heappush(self._heap, (*sequence.request.turn, sequence.index, sequence))
 
     def peek(self) -> Sequence | None:
         """Returns the first in line."""

@@ -1,58 +1,79 @@
 """Builds every object of the router, wires them, and runs them until told to stop."""
 
 import asyncio
-import signal
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 import structlog
 
+from protos.metrics import serve_metrics
+from protos.requests import RequestReader
+from protos.security import serve_health
 from protos.serving.v1 import serving_pb2_grpc
 from router.admission import Admission
-from router.cell import Cell
+from router.cell import Cell, Observer
 from router.config import RouterConfig
 from router.discovery import find_addresses
+from router.drain import StopSignals, drain
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
-from router.frontend import SERVER_OPTIONS, GenerationServicer
+from router.frontend import GENERATE, SERVER_OPTIONS, GenerationServicer
 from router.health import Health, enable_reflection
+from router.metrics import collector
 from router.readers import Readers
+from router.step_deadline import StepDeadline
 from router.tokenizer import Tokenizer
 
 log = structlog.stdlib.get_logger(__name__)
 
-POLL_S = 0.05  # how often readiness and the end of draining are looked at
+POLL_S = 0.05  # how often readiness is looked at
+STOP_GRACE_S = 0.5  # for calls that have no request to finish, such as a Watch
 
 
 async def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT.
+    """Serves until SIGTERM or SIGINT, and then until what runs has ended (drain.py).
 
     Raises:
         OSError: The address to listen at is taken.
     """
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    signals = StopSignals()
+    signals.listen()
     tokenizer = None if config.tokenizer_file is None else Tokenizer(config.tokenizer_file)
-    cell = Cell(Readers(config.max_calls))
+    cleanup = AsyncExitStack()
+    interceptors, observer = _start_tracing(config, cleanup)
+    cell = Cell(
+        Readers(config.max_calls), failover_after_s=config.failover_after_s, observer=observer
+    )
     groups = [_connect(config, addresses) for addresses in config.groups]
     engines = [_build_engine(config, cell, number, group) for number, group in enumerate(groups)]
     cell.drive(engines)
     health = Health()
-    server = await _start_server(config, GenerationServicer(cell, tokenizer, _version()), health)
+    servicer = GenerationServicer(cell, tokenizer, _version())
+    _serve_metrics(config, cell, cleanup)
+    await _serve_health(config, health, cleanup)
+    server = await _start_server(config, cell, servicer, health, interceptors)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engine.run()) for engine in engines]
             running.append(tasks.create_task(_keep_ready(health, cell)))
-            await stopped.wait()
-            running.pop().cancel()
-            await _drain(config, health, cell)
+            await signals.asked.wait()
+            running.pop().cancel()  # from here on, readiness is the drain's
+            await drain(
+                cell,
+                health,
+                delay_s=config.shutdown_delay_s,
+                grace_s=config.shutdown_grace_s,
+                at_once=signals.at_once,
+            )
             for task in running:
                 task.cancel()
     finally:
-        await server.stop(grace=1.0)
+        await server.stop(grace=STOP_GRACE_S)
         for group in groups:
             await group.close()
+        await cleanup.aclose()
     log.info("stopped")
 
 
@@ -61,13 +82,20 @@ def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
         find_addresses(addresses),
         config.model_name,
         form_timeout_s=config.form_timeout_s,
-        step_timeout_s=config.step_timeout_s,
+        deadline=StepDeadline(
+            factor=config.step_deadline_factor,
+            min_s=config.min_step_deadline_s,
+            max_s=config.step_timeout_s,
+        ),
+        opener=config.executor_security.opener(addresses),
     )
 
 
 def _build_engine(config: RouterConfig, cell: Cell, number: int, group: ExecutorGroup) -> Engine:
     admission = Admission(
-        max_sequences=config.max_waiting_sequences, max_tokens=config.max_waiting_tokens
+        max_sequences=config.max_waiting_sequences,
+        max_tokens=config.max_waiting_tokens,
+        priority_step_s=config.priority_step_s,
     )
     return Engine(
         number,
@@ -78,25 +106,106 @@ def _build_engine(config: RouterConfig, cell: Cell, number: int, group: Executor
         min_chunk_tokens=config.min_chunk_tokens,
         retry_delay_s=config.retry_delay_s,
         on_end=cell.on_end,
+        overdue_s=config.step_timeout_s,
     )
 
 
 async def _start_server(
-    config: RouterConfig, servicer: GenerationServicer, health: Health
+    config: RouterConfig,
+    cell: Cell,
+    servicer: GenerationServicer,
+    health: Health,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
-    # Without SO_REUSEPORT a second router at one address fails, rather than taking half its calls.
-    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
+    # Who may not call is refused before anything else is done.
+    interceptors = [*config.interceptors(), *interceptors]
+    server = grpc.aio.server(
+        interceptors=[*interceptors, RequestReader({GENERATE: servicer.check_room})],
+        options=server_options(config),
+    )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    await health.start(server)
-    enable_reflection(server)
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError as error:
-        raise OSError(f"listen={config.listen}: the address cannot be bound: {error}") from error
+    health.add_to(server)
+    services = _add_vllm_engine(config, server, cell, servicer, health)
+    enable_reflection(server, *services)
+    port = config.open_port(server, config.listen)
     await server.start()
     host = config.listen.rpartition(":")[0]
     log.info("listening", address=f"{host}:{port}")
     return server
+
+
+def _serve_metrics(config: RouterConfig, cell: Cell, cleanup: AsyncExitStack) -> None:
+    """Opens the port for metrics if there is to be one, and has it closed.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+    if config.metrics_listen is not None:
+        port = serve_metrics(config.metrics_listen, collector(cell, _version()))
+        cleanup.push_async_callback(asyncio.to_thread, port.close)
+        host = config.metrics_listen.rpartition(":")[0]
+        log.info("metrics_listening", address=f"{host}:{port.number}")
+
+
+async def _serve_health(config: RouterConfig, health: Health, cleanup: AsyncExitStack) -> None:
+    """Opens the port for probes if there is to be one, and has it closed.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+    if config.health_listen is not None:
+        server, port = await serve_health(config.health_listen, health.add_to)
+        cleanup.push_async_callback(server.stop, STOP_GRACE_S)
+        host = config.health_listen.rpartition(":")[0]
+        log.info("health_listening", address=f"{host}:{port}")
+
+
+def _start_tracing(
+    config: RouterConfig, cleanup: AsyncExitStack
+) -> tuple[list[grpc.aio.ServerInterceptor], Observer | None]:
+    """Returns what traces need of the server and of the cell; nothing if there are to be none."""
+    if config.otlp_endpoint is None:
+        return [], None
+    from router.tracing import CarrierInterceptor, start_tracing
+
+    tracing = start_tracing(config.otlp_endpoint)
+    cleanup.push_async_callback(asyncio.to_thread, tracing.close)
+    return [CarrierInterceptor()], tracing
+
+
+def _add_vllm_engine(
+    config: RouterConfig,
+    server: grpc.aio.Server,
+    cell: Cell,
+    generation: GenerationServicer,
+    health: Health,
+) -> tuple[str, ...]:
+    """Adds the service for gateways if it is wanted. Returns the names of what was added."""
+    if config.vllm_engine == "off":
+        return ()
+    # Imported here: a router without it starts without the package that has its messages.
+    from router import vllm_engine
+
+    servicer = vllm_engine.VllmEngineServicer(
+        generation, cell, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready
+    )
+    vllm_engine.add_vllm_engine(server, servicer)
+    return (vllm_engine.SERVICE,)
+
+
+def server_options(config: RouterConfig) -> list[tuple[str, int]]:
+    """Returns what gRPC is told about the public port."""
+    options = [
+        *SERVER_OPTIONS,
+        # A second router at one address shall fail, rather than take half its calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", config.max_connection_streams),
+    ]
+    if config.max_connection_age_s:
+        # gRPC spreads it by a tenth. No max_connection_age_grace_ms: past it, streams are killed.
+        age_ms = max(1, round(config.max_connection_age_s * 1000))
+        options.append(("grpc.max_connection_age_ms", age_ms))
+    return options
 
 
 async def _keep_ready(health: Health, cell: Cell) -> None:
@@ -104,21 +213,9 @@ async def _keep_ready(health: Health, cell: Cell) -> None:
     while True:
         if cell.is_ready != was_ready:
             was_ready = cell.is_ready
-            await health.set_ready(was_ready)
+            health.set_ready(was_ready)
             log.info("readiness", is_ready=was_ready)
         await asyncio.sleep(POLL_S)
-
-
-async def _drain(config: RouterConfig, health: Health, cell: Cell) -> None:
-    """Turns away what is new, lets finish what runs, and ends what is left after the grace."""
-    log.info("draining", live_requests=cell.num_live, grace_s=config.shutdown_grace_s)
-    await health.set_ready(False)
-    await asyncio.sleep(config.shutdown_delay_s)
-    cell.shut_down()
-    deadline = asyncio.get_running_loop().time() + config.shutdown_grace_s
-    while cell.num_live and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(POLL_S)
-    cell.cancel_all()
 
 
 def _version() -> str:

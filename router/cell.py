@@ -2,27 +2,65 @@
 
 import asyncio
 from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 import numpy as np
+import structlog
 
 from protos.errors import RpcError
 from router.engine import Engine
-from router.errors import Cancelled, DeadlineExceeded, NotReady, RequestExists, ShuttingDown
+from router.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    NotReady,
+    QueueFull,
+    RequestExists,
+    ShuttingDown,
+)
+from router.measures import GroupTotals, RequestMeasures
 from router.model import ServedModel
 from router.readers import Reader, Readers
 from router.request import Columns, Request, Sequence
 from router.status import GroupStatus
 
+log = structlog.stdlib.get_logger(__name__)
+
+
+class Observer(Protocol):
+    """Who is told of every request."""
+
+    def on_submit(self, request: Request) -> None:
+        """It was taken, by the call whose task this runs in."""
+        ...
+
+    def on_end(self, request: Request) -> None:
+        """Its last sequence has ended."""
+        ...
+
 
 class Cell:
     """What the front of the router sees of everything behind it.
 
-    Attributes:
+    Args:
         readers: Where a call opens its reader, and closes it when its sequences have ended.
+        failover_after_s: A group that is down for longer gives what it ran to another one.
+        observer: Told of every request that is taken; None: nobody.
+
+    Attributes:
+        measures: What became of requests, so far.
     """
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(
+        self,
+        readers: Readers,
+        *,
+        failover_after_s: float = 10.0,
+        observer: Observer | None = None,
+    ) -> None:
         self.readers = readers
+        self.measures = RequestMeasures()
+        self._failover_after_s = failover_after_s
+        self._observer = observer
         self._engines: SequenceOf[Engine] = ()
         self._live: dict[str, Request] = {}
         self._is_shutting_down = False
@@ -30,6 +68,8 @@ class Cell:
     def drive(self, engines: SequenceOf[Engine]) -> None:
         """Says which engines there are; they report to `on_end`. Called once."""
         self._engines = engines
+        for engine in engines:
+            engine.on_change = self._move_waiting
 
     @property
     def model(self) -> ServedModel | None:
@@ -39,33 +79,101 @@ class Cell:
     @property
     def is_ready(self) -> bool:
         """Whether some group can step."""
-        return not self._is_shutting_down and any(engine.is_ready for engine in self._engines)
+        return not self._is_shutting_down and any(engine.is_serving for engine in self._engines)
+
+    @property
+    def is_shutting_down(self) -> bool:
+        """Whether new requests are refused, because this router is about to stop."""
+        return self._is_shutting_down
 
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    def check_room(self) -> None:
+        """Refuses what no request could change, before anybody reads one: overload stays cheap.
+
+        Raises:
+            QueueFull, NotReady, ShuttingDown: No request is taken at present.
+        """
+        if self._is_shutting_down:
+            raise ShuttingDown("this router is shutting down: send the request to another one")
+        if self.model is None:
+            raise NotReady("no group of executors has formed yet: try again", retry_delay_s=1.0)
+        if not any(engine.has_room for engine in self._engines):
+            raise QueueFull("too much waits already: try again in a second", retry_delay_s=1.0)
 
     def submit(self, request: Request) -> None:
         """Gives a request to the group that has least to do.
 
         Raises:
             QueueFull, RequestExists, NotReady, ShuttingDown: It is not taken.
+            DeadlineExceeded: Its time was over before it was read.
         """
-        if self._is_shutting_down:
-            raise ShuttingDown("this router is shutting down: send the request to another one")
-        if self.model is None:
-            raise NotReady("no group of executors has formed yet: try again", retry_delay_s=1.0)
+        self.check_room()
         if request.request_id in self._live:
             raise RequestExists(request.request_id)
-        engine = min(
-            self._engines,
-            key=lambda e: (not e.is_ready, e.num_waiting_tokens, e.num_running, e.group),
-        )
-        engine.submit(request)
+        now = asyncio.get_running_loop().time()
+        if request.deadline is not None and now >= request.deadline:
+            raise _overdue(request, "been taken")
+        self._pick_engine(self._engines, request).submit(request)
         self._live[request.request_id] = request
+        if self._observer is not None:
+            self._observer.on_submit(request)
         if request.deadline is not None:
             loop = asyncio.get_running_loop()
             request.expiry = loop.call_at(request.deadline, self._expire, request)
+
+    def _pick_engine(self, engines: SequenceOf[Engine], request: Request) -> Engine:
+        """Returns who has least to do of those that can step, if there are any."""
+        return min(
+            engines,
+            key=lambda e: (
+                not self._fits(e, request),
+                not e.is_ready,
+                not e.has_room,
+                e.num_waiting_tokens,
+                e.num_running,
+                e.group,
+            ),
+        )
+
+    def _fits(self, engine: Engine, request: Request) -> bool:
+        """Whether a group runs the model that the request was made for, and is large enough."""
+        served, own = self.model, engine.model
+        if served is None or own is None:
+            return False
+        num_tokens = len(request.prompt) + request.stop.max_tokens
+        return own.fingerprint == served.fingerprint and num_tokens <= own.max_model_len
+
+    def _move_waiting(self) -> None:
+        """Moves what waits for a group that is down to those that can step.
+
+        What has not begun goes at once. What has begun stays for a while: the group that comes back
+        has as much to compute again as any other, and then all groups share the work.
+        """
+        loop = asyncio.get_running_loop()
+        for engine in self._engines:
+            if engine.is_ready:
+                continue
+            failover_time = engine.lost_time + self._failover_after_s
+            is_late = loop.time() >= failover_time
+            num_moved = sum(
+                self._move(request, engine)
+                for request in engine.waiting_requests()
+                if is_late or not request.has_begun
+            )
+            if num_moved:
+                log.info("requests_moved", from_group=engine.group, requests=num_moved)
+            if not is_late:
+                loop.call_at(failover_time, self._move_waiting)
+
+    def _move(self, request: Request, engine: Engine) -> bool:
+        """Gives a request to another group. Returns False if none can run it now."""
+        ready = [e for e in self._engines if e.is_ready and self._fits(e, request)]
+        if ready:
+            engine.hand_over(request, self._pick_engine(ready, request))
+        return bool(ready)
 
     def find(self, request_id: str) -> Request | None:
         """Returns a live request."""
@@ -92,9 +200,14 @@ class Cell:
     def status(self) -> list[GroupStatus]:
         return [engine.status() for engine in self._engines]
 
+    def totals(self) -> list[GroupTotals]:
+        """Returns what each group's epochs amounted to, so far."""
+        return [engine.measures.totals() for engine in self._engines]
+
     def shut_down(self) -> None:
-        """Refuses new requests from now on."""
+        """Refuses new requests from now on; streams on which nothing runs may end."""
         self._is_shutting_down = True
+        self.readers.wake_all()
 
     def cancel_all(self) -> None:
         """Ends every live request; the router is about to stop."""
@@ -106,17 +219,21 @@ class Cell:
         """Tells the reader, and forgets the request when its last sequence ends."""
         request = sequence.request
         sequence.progress.end_time = asyncio.get_running_loop().time()
+        self.measures.add_end(sequence)
         request.reader.ended.append(sequence)
         request.reader.wake()
         if not request.is_live:
             del self._live[request.request_id]
+            if self._observer is not None:
+                self._observer.on_end(request)
             if request.expiry is not None:
                 request.expiry.cancel()
 
     def _expire(self, request: Request) -> None:
-        assert request.deadline is not None
-        after_s = request.deadline - request.arrival_time
-        self.cancel(
-            request,
-            DeadlineExceeded(f"the request had not ended {after_s:.3g} s after its arrival"),
-        )
+        self.cancel(request, _overdue(request, "ended"))
+
+
+def _overdue(request: Request, what: str) -> DeadlineExceeded:
+    assert request.deadline is not None
+    after_s = request.deadline - request.arrival_time
+    return DeadlineExceeded(f"the request had not {what} {after_s:.3g} s after its arrival")

@@ -10,15 +10,17 @@
         async with client.many() as many:  # one stream for all: cheaper for both sides
             await asyncio.gather(*[many.complete(prompt) for prompt in prompts])
 
-A call that meets UNAVAILABLE before its first answer is sent again by gRPC, up to 5 times in
-about 2 seconds. Nothing else is: a timeout has no time left, what was rejected stays wrong, and
-an overloaded router asks for a pause (`Overloaded.retry_delay_s`) that only the caller can
-place. Streams of `many` are not retried either; their caller knows what of them it still wants.
+A call that meets UNAVAILABLE before its first answer is sent again by gRPC, up to 4 times in
+about 2 seconds: a router that drains refuses in this way. Nothing else is: a timeout has no time
+left, what was rejected stays wrong, and an overloaded router asks for a pause
+(`Overloaded.retry_delay_s`) that only the caller can place. `many` does the same for each request
+on its stream.
 """
 
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -26,6 +28,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.tls import TlsFiles
+from router.client_channel import Connector, Credentials, Option
 from router.client_many import Many
 from router.client_messages import (
     CallFailed,
@@ -65,19 +69,18 @@ __all__ = [
     "Prompt",
     "Rejected",
     "TimedOut",
+    "TlsFiles",
     "TokenLogprob",
     "Unavailable",
 ]
 
 _SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-_SERVICE_CONFIG = {
+# The published policy, for clients in any language: README.md has it as JSON.
+SERVICE_CONFIG: dict[str, Any] = {
     "loadBalancingConfig": [{"round_robin": {}}],  # over all addresses of a headless Service
     "methodConfig": [
         {
-            "name": [
-                {"service": _SERVICE, "method": method}
-                for method in ("Generate", "Cancel", "GetModel", "GetStatus")
-            ],
+            "name": [{"service": _SERVICE}],
             "retryPolicy": {
                 "maxAttempts": 5,
                 "initialBackoff": "0.1s",
@@ -88,10 +91,16 @@ _SERVICE_CONFIG = {
         }
     ],
 }
+HEALTH_CONFIG: dict[str, Any] = {"healthCheckConfig": {"serviceName": _SERVICE}}
 _MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = [
-    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # What is kept to be sent again. A prompt beyond gRPC's own 256 KiB would not be retried.
+    ("grpc.per_rpc_retry_buffer_size", _MAX_MESSAGE_BYTES),
+    # One that restarts is back within seconds; by itself gRPC looks ever less often, in the end
+    # every two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # A router that is gone without a word is noticed after this time, even while none is due.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -104,23 +113,54 @@ class Client:
 
     Args:
         target: What gRPC calls a target: "host:port", "dns:///name:port", "unix:path".
-        credentials: For TLS; None for plain text.
+        credentials: For TLS: TlsFiles(ca=..., cert=..., key=...), which are read again when they
+            change, or what gRPC has for it. None for plain text.
+        token: Goes with every call: a bearer token, or a file whose first line it is, which is
+            read again when it changes.
+        plaintext: Whether the token may leave this machine in plain text.
+        watches_health: Ask every address whether it is ready, and send requests to those that
+            are. For a target that names several routers; not behind a proxy, which looks after
+            that itself, and would pass the question on to any one of them.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file makes no sense, or the token would be sent in plain text.
     """
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self._target = target
-        self._credentials = credentials
+    def __init__(
+        self,
+        target: str,
+        credentials: Credentials = None,
+        *,
+        token: str | Path | None = None,
+        plaintext: bool = False,
+        watches_health: bool = False,
+    ) -> None:
+        self._connector = Connector(target, credentials, token, plaintext=plaintext)
+        self._watches_health = watches_health
+        self._channels: list[grpc.aio.Channel] = []  # also those that were replaced
 
     async def __aenter__(self) -> Self:
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self._target, _CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                self._target, self._credentials, _CHANNEL_OPTIONS
-            )
-        self._stub = serving_pb2_grpc.GenerationServiceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)  # its stub lacks methods
+        self._connect()
         return self
+
+    def _connect(self) -> None:
+        config = SERVICE_CONFIG | (HEALTH_CONFIG if self._watches_health else {})
+        self._stub = serving_pb2_grpc.GenerationServiceStub(self._open_channel(config))
+        # Status and health are for routers that are not ready, too. It connects when it is used.
+        operator_channel = self._open_channel(SERVICE_CONFIG)
+        self._operator_stub = serving_pb2_grpc.GenerationServiceStub(operator_channel)
+        self._health: Any = health_pb2_grpc.HealthStub(operator_channel)
+
+    def _open_channel(self, config: dict[str, Any]) -> grpc.aio.Channel:
+        options: list[Option] = [*_CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
+        self._channels.append(self._connector.open(options))
+        return self._channels[-1]
+
+    def _renew(self) -> None:
+        """Has calls from now on use the TLS files as they are; those that run go on as before."""
+        if self._connector.has_changed():
+            self._connect()
 
     async def __aexit__(
         self,
@@ -128,7 +168,8 @@ class Client:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def generate(
         self, prompt: Prompt, **options: Unpack[Options]
@@ -143,6 +184,7 @@ class Client:
             CallFailed: The request failed.
         """
         timeout_s = options.get("timeout_s")
+        self._renew()
         call = self._stub.Generate(
             to_request(prompt, options),
             timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S,
@@ -177,6 +219,7 @@ class Client:
 
     def many(self) -> Many:
         """Returns a stream for many requests, to be opened by `async with`."""
+        self._renew()
         return Many(self._stub.GenerateMany)
 
     async def cancel(self, request_id: str) -> None:
@@ -185,8 +228,9 @@ class Client:
         Raises:
             Rejected: No live request has this id.
         """
+        self._renew()
         with _typed_failures():
-            await self._stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))
+            await self._operator_stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))
 
     async def get_model(self) -> ModelInfo:
         """Returns the model served.
@@ -194,13 +238,15 @@ class Client:
         Raises:
             Unavailable: No group of executors has formed yet.
         """
+        self._renew()
         with _typed_failures():
             return to_model(await self._stub.GetModel(serving_pb2.GetModelRequest()))
 
     async def get_status(self) -> list[GroupStatus]:
         """Returns what every group is doing, by number."""
+        self._renew()
         with _typed_failures():
-            response = await self._stub.GetStatus(serving_pb2.GetStatusRequest())
+            response = await self._operator_stub.GetStatus(serving_pb2.GetStatusRequest())
         return [to_group(group) for group in response.groups]
 
     async def health(self, service: str = "") -> bool:
@@ -212,6 +258,7 @@ class Client:
         Raises:
             Rejected: It is not one that the router knows.
         """
+        self._renew()
         with _typed_failures():
             request = health_pb2.HealthCheckRequest(service=service)
             response: health_pb2.HealthCheckResponse = await self._health.Check(request)

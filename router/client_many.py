@@ -1,7 +1,8 @@
-"""The client's side of GenerateMany: many requests on one stream."""
+"""The client's side of GenerateMany: many requests on one stream, and on another one if it must be."""
 
 import asyncio
 import itertools
+import random
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -29,29 +30,30 @@ from router.client_messages import (
 
 Call = grpc.aio.StreamStreamCall[serving_pb2.GenerateManyRequest, serving_pb2.GenerateManyResponse]
 
+# Before each further attempt; the same as the channel's retry policy has for calls.
+RETRY_DELAYS_S = (0.1, 0.2, 0.4, 0.8, None)
+
 
 class Many:
     """A stream of many requests. Made by `Client.many`; use it in one `async with`.
 
-    Leaving the block waits for what still runs; an exception cancels it. A stream that breaks
-    fails all its requests and is not opened again: leave the block and ask for another.
+    A request that meets Unavailable before anything came of it is sent again on a new stream, as
+    gRPC does for calls. What else fails is the caller's, and a stream that breaks for another reason
+    is not opened again.
+
+    Leaving the block waits for what still runs; an exception cancels it.
 
     Args:
-        open_call: Opens the stream.
+        open_call: Opens a stream.
     """
 
     def __init__(self, open_call: Callable[[], Call]) -> None:
         self._open_call = open_call
         self._tags = itertools.count()
-        self._running: dict[int, _Running] = {}
-        # One entry per request started or cancelled: its callers wait, so they bound it.
-        self._outgoing: asyncio.Queue[serving_pb2.GenerateManyRequest | None] = asyncio.Queue()
-        self._failure: CallFailed | None = None
+        self._streams: list[_Stream] = []  # the last one takes new requests
 
     async def __aenter__(self) -> Self:
-        self._call = self._open_call()
-        self._writing = asyncio.create_task(self._write())
-        self._reading = asyncio.create_task(self._read())
+        self._streams = [_Stream(self._open_call())]
         return self
 
     async def __aexit__(
@@ -62,12 +64,10 @@ class Many:
     ) -> None:
         try:
             if kind is None:
-                self._outgoing.put_nowait(None)
-                await self._reading
+                for stream in self._streams:
+                    await stream.finish()
         finally:
-            self._call.cancel()
-            self._writing.cancel()
-            await asyncio.gather(self._writing, self._reading, return_exceptions=True)
+            await asyncio.gather(*[stream.close() for stream in self._streams])
 
     async def generate(
         self, prompt: Prompt, **options: Unpack[Options]
@@ -77,15 +77,21 @@ class Many:
         Raises:
             CallFailed: The request failed, or the stream did.
         """
-        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by max_tokens
-        tag, ended = self._start(prompt, options, deltas.put_nowait)
-        ended.add_done_callback(lambda _: deltas.put_nowait(None))
-        try:
-            while (delta := await deltas.get()) is not None:
-                yield delta
-            ended.result()
-        finally:
-            self._stop(tag, ended)
+        for delay_s in RETRY_DELAYS_S:
+            deltas: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by max_tokens
+            running = self._start(prompt, options, deltas.put_nowait)
+            running.ended.add_done_callback(_closes(deltas))
+            try:
+                while (delta := await deltas.get()) is not None:
+                    yield delta
+                running.ended.result()
+                return
+            except Unavailable:
+                if running.has_begun or delay_s is None:
+                    raise
+            finally:
+                running.stop()
+            await _pause(delay_s)
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns one whole continuation. Cancelling the task cancels the request.
@@ -98,34 +104,91 @@ class Many:
 
     async def complete_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
         """Returns all `n` continuations, by index."""
-        collector = Collector(options.get("n") or 1)
-        tag, ended = self._start(prompt, options, collector.add)
-        try:
-            await ended
-        finally:
-            self._stop(tag, ended)
+        for delay_s in RETRY_DELAYS_S:
+            collector = Collector(options.get("n") or 1)
+            running = self._start(prompt, options, collector.add)
+            try:
+                await running.ended
+                break
+            except Unavailable:
+                if running.has_begun or delay_s is None:
+                    raise
+            finally:
+                running.stop()
+            await _pause(delay_s)
         return collector.completions()
 
     def _start(
         self, prompt: Prompt, options: Options, on_delta: Callable[[Delta], None]
-    ) -> tuple[int, asyncio.Future[None]]:
-        if self._failure is not None:
-            raise self._failure
+    ) -> "_Running":
         options.setdefault("request_id", uuid.uuid4().hex)  # columns do not carry it
         request = to_request(prompt, options)
-        tag = next(self._tags)
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running[tag] = _Running(options["request_id"], on_delta, ended, request.n or 1)
-        self._outgoing.put_nowait(serving_pb2.GenerateManyRequest(tag=tag, start=request))
-        return tag, ended
+        if self._streams[-1].is_refusing:
+            self._streams = [stream for stream in self._streams if not stream.has_ended]
+            for stream in self._streams:
+                stream.half_close_if_idle()  # what runs on the others may end there
+            self._streams.append(_Stream(self._open_call()))
+        return self._streams[-1].start(next(self._tags), request, on_delta)
 
-    def _stop(self, tag: int, ended: asyncio.Future[None]) -> None:
-        """Cancels a request that nobody waits for any more; no-op for one that has ended."""
-        if not ended.cancel() and not ended.cancelled():
-            ended.exception()  # counts as seen: who closes a generator asks for no result
+
+class _Stream:
+    """One GenerateMany call, and the requests that run on it.
+
+    Attributes:
+        is_refusing: Whether its router takes no requests, or is gone.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.is_refusing = False
+        self._call = call
+        self._running: dict[int, _Running] = {}
+        # One entry per request started or cancelled: its callers wait, so they bound it.
+        self._outgoing: asyncio.Queue[serving_pb2.GenerateManyRequest | None] = asyncio.Queue()
+        self._failure: CallFailed | None = None
+        self._writing = asyncio.create_task(self._write())
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
+    def start(
+        self, tag: int, request: serving_pb2.GenerateRequest, on_delta: Callable[[Delta], None]
+    ) -> "_Running":
+        """Sends a request.
+
+        Raises:
+            CallFailed: The stream has broken.
+        """
+        if self._failure is not None:
+            raise self._failure
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        running = _Running(self, tag, request.request_id, on_delta, ended, request.n or 1)
+        self._running[tag] = running
+        self._outgoing.put_nowait(serving_pb2.GenerateManyRequest(tag=tag, start=request))
+        return running
+
+    def cancel(self, tag: int) -> None:
+        """Ends a request that nobody waits for any more; no-op for one that has ended."""
         if tag in self._running:
             cancel = serving_pb2.CancelTag()
             self._outgoing.put_nowait(serving_pb2.GenerateManyRequest(tag=tag, cancel=cancel))
+
+    def half_close_if_idle(self) -> None:
+        """Lets it end if nothing runs on it. No request may follow."""
+        if not self._running:
+            self._outgoing.put_nowait(None)
+
+    async def finish(self) -> None:
+        """Returns when all its requests have ended. None may follow."""
+        self._outgoing.put_nowait(None)
+        await self._reading
+
+    async def close(self) -> None:
+        """Ends the call, whatever runs."""
+        self._call.cancel()
+        self._writing.cancel()
+        await asyncio.gather(self._writing, self._reading, return_exceptions=True)
 
     async def _write(self) -> None:
         try:
@@ -146,6 +209,7 @@ class Many:
                 self._failure = Unavailable(
                     grpc.StatusCode.UNAVAILABLE, "the stream has ended", ErrorDetails()
                 )
+            self.is_refusing = isinstance(self._failure, Unavailable)
             for tag in list(self._running):
                 self._fail(tag, self._failure)
 
@@ -156,12 +220,12 @@ class Many:
         tags = np.frombuffer(message.tags, "<u4").tolist()
         for tag, count, end in zip(tags, num_tokens, ends, strict=True):
             running = self._running[tag]
-            running.on_delta(
+            running.take(
                 Delta(request_id=running.request_id, token_ids=token_ids[end - count : end])
             )
         for response in message.responses:
             running = self._running[response.tag]
-            running.on_delta(to_delta(response.response))
+            running.take(to_delta(response.response))
             if response.response.HasField("finish"):
                 running.num_open -= 1
                 if not running.num_open:
@@ -169,7 +233,11 @@ class Many:
                     if not running.ended.done():
                         running.ended.set_result(None)
         for error in message.errors:
-            self._fail(error.tag, failure_of_tag(error))
+            failure = failure_of_tag(error)
+            running = self._running[error.tag]
+            if isinstance(failure, Unavailable) and not running.has_begun:
+                self.is_refusing = True
+            self._fail(error.tag, failure)
 
     def _fail(self, tag: int, failure: CallFailed) -> None:
         ended = self._running.pop(tag).ended
@@ -179,14 +247,38 @@ class Many:
 
 @dataclass(slots=True)
 class _Running:
-    """A request on the stream.
+    """A request on a stream.
 
     Attributes:
         ended: Done when nothing more comes; cancelled when nobody waits.
         num_open: Continuations that have not finished.
+        has_begun: Whether anything came of it.
     """
 
+    stream: _Stream
+    tag: int
     request_id: str
     on_delta: Callable[[Delta], None]
     ended: asyncio.Future[None]
     num_open: int
+    has_begun: bool = False
+
+    def take(self, delta: Delta) -> None:
+        self.has_begun = True
+        self.on_delta(delta)
+
+    def stop(self) -> None:
+        """Cancels it if it still runs: nobody waits for it any more."""
+        if not self.ended.cancel() and not self.ended.cancelled():
+            self.ended.exception()  # counts as seen: who closes a generator asks for no result
+        self.stream.cancel(self.tag)
+
+
+def _closes(deltas: asyncio.Queue[Delta | None]) -> Callable[[asyncio.Future[None]], None]:
+    return lambda _: deltas.put_nowait(None)
+
+
+async def _pause(delay_s: float | None) -> None:
+    """Waits, more or less: callers that were refused together shall not come back together."""
+    assert delay_s is not None, "who has no delay left has raised"
+    await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))

@@ -122,7 +122,7 @@ class CallFailed(Exception):
     """A call or a request that did not end well.
 
     CallFailed
-    ├── Rejected      cannot work as sent: an invalid value, another model, an id in use
+    ├── Rejected      cannot work as sent: an invalid value, another model, an id in use, no token
     ├── Overloaded    too much waits: send it again after `retry_delay_s`
     ├── TimedOut      its timeout passed
     ├── Cancelled     somebody called cancel
@@ -170,6 +170,7 @@ _FAILURES: dict[grpc.StatusCode, type[CallFailed]] = {
     grpc.StatusCode.INVALID_ARGUMENT: Rejected,
     grpc.StatusCode.NOT_FOUND: Rejected,
     grpc.StatusCode.ALREADY_EXISTS: Rejected,
+    grpc.StatusCode.UNAUTHENTICATED: Rejected,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -352,6 +353,7 @@ def _rank(message: serving_pb2.RankStatus) -> RankStatus:
         address=message.address,
         num_running=message.num_running,
         last_step_tokens=message.last_step_tokens,
+        last_step_s=message.last_step_time.ToNanoseconds() / 1e9,
         total_tokens=message.total_tokens,
         num_used_blocks=message.num_used_blocks,
         num_cached_blocks=message.num_cached_blocks,

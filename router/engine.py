@@ -1,31 +1,32 @@
 """The loop that steps one group: form, then schedule, send, receive, commit, until it is lost.
 
 Start and recovery are the same path. What a lost group costs is its KV cache: the sequences that
-it ran wait again, with the tokens that they have, and the next epoch computes them anew.
+it ran wait again, with the tokens that they have, and the next epoch computes them anew, or another
+group does (cell.py). Which of them may have been the cause is quarantine.py's to find out.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
+from time import perf_counter
 from typing import Protocol
 
 import structlog
 
 from protos.errors import RpcError
 from router.admission import Admission
-from router.errors import ExecutorFailed, ExecutorLost, GroupMismatch
+from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.group import GroupInfo
+from router.measures import EpochStats, GroupMeasures
 from router.model import ServedModel
+from router.quarantine import Quarantine, accuse
 from router.readers import Reader, Readers
 from router.request import NO_COLUMNS, Columns, Request, Sequence
 from router.scheduler import Scheduler
-from router.status import GraphCount, GroupState, GroupStatus, RankStatus
-from router.step import GraphMiss, StepPlan, StepResult
-from router.step_builder import GraphSizes
+from router.status import GroupState, GroupStatus, RankStatus
+from router.step import StepPlan, StepResult
 
 log = structlog.get_logger()
-
-MAX_LOST_STEPS = 3  # a request that lost this many in a row is taken to be their cause
 
 
 class Executors(Protocol):
@@ -73,6 +74,12 @@ class Engine:
         min_chunk_tokens: See Scheduler.
         retry_delay_s: Between attempts to form the group.
         on_end: Told of each sequence that ends.
+        overdue_s: A group that has work and whose last step is older does not serve.
+
+    Attributes:
+        on_change: Called when the group has formed or is lost; `Cell.drive` sets it.
+        lost_time: On the event loop's clock, since when it has not been ready.
+        measures: What its epochs amounted to, so far.
     """
 
     def __init__(
@@ -86,23 +93,29 @@ class Engine:
         min_chunk_tokens: int,
         retry_delay_s: float,
         on_end: Callable[[Sequence], None],
+        overdue_s: float = 60.0,
     ) -> None:
         self.group = group
         self.model: ServedModel | None = None
         self.is_ready = False
         self._executors = executors
-        self._admission = admission
+        self.on_change: Callable[[], None] = lambda: None
+        self._line = Quarantine(admission)
         self._readers = readers
         self._pipeline_depth = pipeline_depth
         self._min_chunk_tokens = min_chunk_tokens
         self._retry_delay_s = retry_delay_s
         self._on_end = on_end
         self._clock = asyncio.get_running_loop().time
+        self.lost_time = self._clock()
+        self._overdue_s = overdue_s
+        self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
         self._in_flight: deque[StepPlan] = deque()
         self._info: GroupInfo | None = None
         self._scheduler: Scheduler | None = None
-        self._stats = _Stats()
+        self.measures = GroupMeasures()
+        self._stats = EpochStats()
         self._problem = "its executors have not been reached yet"
 
     async def run(self) -> None:
@@ -117,22 +130,35 @@ class Engine:
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
+        times = self.measures.times
         while True:
+            self._line.acquit()
             while len(self._in_flight) < self._pipeline_depth:
+                begun = perf_counter()
                 plan = scheduler.schedule()
                 if plan is None:
                     break
+                planned = perf_counter()
                 self._executors.send(plan)
                 self._in_flight.append(plan)
+                times.add_send(begun, planned)
             if self._in_flight:
                 result = await self._executors.receive()
+                received = perf_counter()
                 plan = self._in_flight.popleft()
                 scheduler.commit(plan, result)
-                self._stats.add(plan, self._clock())
+                self._progress_time = self._clock()
+                self._stats.add(plan, result, self._progress_time)
+                times.add_answer(result, received)
             else:
                 await self._wait_for_work()
 
     # ---- what others ask of it, between two awaits of the loop
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a small request would be taken."""
+        return self._line.has_room
 
     def submit(self, request: Request) -> None:
         """Lines up a request.
@@ -140,15 +166,31 @@ class Engine:
         Raises:
             QueueFull: There is no room.
         """
-        self._admission.submit(request)
+        self._expect_progress()
+        self._line.submit(request)
         for sequence in request.sequences:
             sequence.group = self.group
         self._has_work.set()
 
+    def waiting_requests(self) -> list[Request]:
+        """Returns the requests that wait; while the group is down, all of its live ones."""
+        return list(dict.fromkeys(sequence.request for sequence in self._line))
+
+    def hand_over(self, request: Request, other: "Engine") -> None:
+        """Lines a waiting request up at another group, at its place in the order of arrival."""
+        other._expect_progress()
+        for sequence in request.sequences:
+            if not sequence.is_ended:
+                self._line.discard(sequence)
+                sequence.block_hashes.clear()  # the other's blocks may be of another size
+                sequence.group = other.group
+                other._line.push(sequence)
+        other._has_work.set()
+
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a live sequence of this group with an error."""
         if sequence.table is None:
-            self._admission.discard(sequence)
+            self._line.discard(sequence)
             sequence.error = error
             self._on_end(sequence)
         else:
@@ -163,8 +205,24 @@ class Engine:
         return self._scheduler.table.take_columns(reader.index)
 
     @property
+    def is_serving(self) -> bool:
+        """Whether it can step and, if it has work, does: what load balancers should know."""
+        if not (self.is_ready and self._has_sequences):
+            return self.is_ready
+        return self._clock() - self._progress_time < self._overdue_s
+
+    @property
+    def _has_sequences(self) -> bool:
+        return bool(self._in_flight or len(self._line) or self.num_running)
+
+    def _expect_progress(self) -> None:
+        """Starts the clock if there was nothing to do. Call it before work is added."""
+        if not self._has_sequences:
+            self._progress_time = self._clock()
+
+    @property
     def num_waiting_tokens(self) -> int:
-        return self._admission.num_tokens
+        return self._line.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -175,6 +233,7 @@ class Engine:
 
     def status(self) -> GroupStatus:
         now, stats = self._clock(), self._stats
+        shape = None if self._info is None else self._info.shape
         return GroupStatus(
             group=self.group,
             state=GroupState.READY if self.is_ready else GroupState.FORMING,
@@ -182,23 +241,30 @@ class Engine:
             epoch=0 if self._info is None else self._info.epoch,
             step=stats.num_steps,
             last_step_age_s=None if stats.last_time is None else now - stats.last_time,
-            num_waiting=len(self._admission),
-            num_waiting_tokens=self._admission.num_tokens,
+            num_waiting=len(self._line),
+            num_waiting_tokens=self._line.num_tokens,
             ranks=tuple(self._rank_statuses()),
-            graphs=stats.graph_counts(self._info.shape.graph_sizes) if self._info else (),
+            graphs=stats.graph_counts(),
+            block_size=0 if shape is None else shape.block_size,
+            max_num_seqs=0 if shape is None else shape.rows_per_rank,
         )
 
     def _rank_statuses(self) -> list[RankStatus]:
         info, scheduler, stats = self._info, self._scheduler, self._stats
         if info is None or scheduler is None:
             return []
+        num_ranks = info.shape.dp_size
+        last_tokens = stats.last_tokens or (0,) * num_ranks
+        last_step_s = stats.last_step_s or [0.0] * num_ranks
+        total_tokens = stats.total_tokens
         return [
             RankStatus(
                 dp_rank=rank,
                 address=info.addresses[rank],
                 num_running=scheduler.table.num_bound(rank),
-                last_step_tokens=stats.last_tokens[rank] if stats.last_tokens else 0,
-                total_tokens=stats.total_tokens[rank] if stats.total_tokens else 0,
+                last_step_tokens=last_tokens[rank],
+                last_step_s=last_step_s[rank],
+                total_tokens=total_tokens[rank],
                 num_used_blocks=cache.pool.num_used,
                 num_cached_blocks=cache.pool.num_cached,
                 num_free_blocks=cache.pool.num_free,
@@ -212,15 +278,20 @@ class Engine:
 
     async def _form(self) -> Scheduler:
         info = await self._executors.form()
+        self._check_model(info.model)
         scheduler = Scheduler(
             info.shape,
-            self._admission,
+            self._line,
             self._readers,
             min_chunk_tokens=self._min_chunk_tokens,
             clock=self._clock,
             on_end=self._on_end,
+            measures=self.measures,
         )
-        self._info, self._scheduler, self._stats = info, scheduler, _Stats()
+        self._info, self._scheduler = info, scheduler
+        stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
+        self._progress_time = self._clock()
+        self._stats = self.measures.begin_epoch(stats, self._progress_time)
         self.model, self.is_ready, self._problem = info.model, True, ""
         log.info(
             "group_ready",
@@ -228,35 +299,61 @@ class Engine:
             epoch=info.epoch,
             dp_size=info.shape.dp_size,
             model=info.model.name,
+            seconds_down=round(self._clock() - self.lost_time, 3),
         )
+        self.on_change()
         return scheduler
+
+    def _check_model(self, model: ServedModel) -> None:
+        """Checks that what was begun before can go on.
+
+        Raises:
+            GroupMismatch: The executors were started again with another model.
+        """
+        old = self.model
+        if old is not None and (
+            old.fingerprint != model.fingerprint or old.max_model_len > model.max_model_len
+        ):
+            raise GroupMismatch(
+                f"the group served fingerprint={old.fingerprint} max_model_len={old.max_model_len}, "
+                f"and was started again with fingerprint={model.fingerprint} "
+                f"max_model_len={model.max_model_len}: start it with the same, or this router too"
+            )
 
     def _lose(self, error: Exception) -> None:
         """Takes the group out of service; whom it ran waits again."""
         lost_plans, self._in_flight = self._in_flight, deque()
-        if self.is_ready or str(error) != self._problem:
-            log.warning("group_lost", group=self.group, problem=str(error), steps=len(lost_plans))
-        self.is_ready, self._problem = False, str(error)
-        if self._scheduler is None:
-            return
-        suspects = self._suspects(lost_plans)
-        self._scheduler.abandon()
-        self._scheduler = None
-        for request in suspects:
-            if request.count_lost_step() >= MAX_LOST_STEPS:
-                self._fail_request(request)
+        was_ready, self.is_ready = self.is_ready, False
+        has_left = isinstance(error, ExecutorLeft)
+        if was_ready and has_left:
+            log.info("group_left", **self._ids(), problem=str(error), steps=len(lost_plans))
+        elif was_ready:
+            log.warning("group_lost", **self._ids(), problem=str(error), steps=len(lost_plans))
+        elif str(error) != self._problem:
+            log.info("group_not_formed", group=self.group, problem=str(error))
+        self._problem = str(error)
+        if was_ready:
+            self.lost_time = self._clock()
+            self.measures.end_epoch(self.lost_time, is_planned=has_left)
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            guilty = [] if has_left else _accuse(lost_plans, scheduler)
+            scheduler.abandon()
+            self._line.share_out()
+            for sequence in guilty:
+                self._fail_request(sequence.request)
+        if was_ready:
+            self.on_change()
 
-    def _suspects(self, lost_plans: deque[StepPlan]) -> set[Request]:
-        """The live requests that were in a lost step."""
-        assert self._scheduler is not None
-        sequences = self._scheduler.table.sequences
-        rows = {row for plan in lost_plans for row in plan.runs.nonzero()[0].tolist()}
-        return {s.request for row in rows if (s := sequences[row]) is not None}
+    def _ids(self) -> dict[str, int]:
+        """Returns what a log says of the moment; step_id is the earliest that is not back."""
+        epoch = 0 if self._info is None else self._info.epoch
+        return {"group": self.group, "epoch": epoch, "step_id": self._stats.num_steps + 1}
 
     def _fail_request(self, request: Request) -> None:
+        log.error("request_failed", **self._ids(), request_id=request.request_id)
         error = ExecutorFailed(
-            f"executors were lost in {request.num_lost_steps} steps in a row that ran this "
-            f"request: it is not tried again"
+            "an executor was lost each time that it ran this request alone: it is not tried again"
         )
         for sequence in request.sequences:
             if not sequence.is_ended:
@@ -276,32 +373,9 @@ class Engine:
         self._has_work.clear()
 
 
-class _Stats:
-    """What an epoch's steps amounted to."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.last_time: float | None = None
-        self.last_tokens: tuple[int, ...] = ()
-        self.total_tokens: list[int] = []
-        # By whether a rank extended, the graph's size, and why there was none.
-        self._num_steps: Counter[tuple[bool, int | None, GraphMiss | None]] = Counter()
-
-    def add(self, plan: StepPlan, now: float) -> None:
-        self.num_steps += 1
-        self.last_time = now
-        agreement = plan.agreement
-        self._num_steps[agreement.has_extend, agreement.graph_size, agreement.graph_miss] += 1
-        self.last_tokens = agreement.global_num_tokens
-        totals = self.total_tokens or [0] * len(self.last_tokens)
-        self.total_tokens = [a + b for a, b in zip(totals, self.last_tokens, strict=True)]
-
-    def graph_counts(self, sizes: GraphSizes) -> tuple[GraphCount, ...]:
-        """Returns the steps by what ran them, runner by runner, sizes ascending."""
-        counts: Counter[tuple[str, int, str]] = Counter()
-        for (has_extend, size, miss), num_steps in self._num_steps.items():
-            if size is None:
-                counts["eager", 0, miss or ""] += num_steps
-            else:
-                counts[sizes.extend_runner if has_extend else "decode", size, ""] += num_steps
-        return tuple(GraphCount(*key, num_steps) for key, num_steps in sorted(counts.items()))
+def _accuse(lost_plans: Collection[StepPlan], scheduler: Scheduler) -> list[Sequence]:
+    """Notes the loss against whom the lost steps ran. Returns those that are its cause for sure."""
+    sequences = scheduler.table.sequences
+    rows = {row for plan in lost_plans for row in plan.runs.nonzero()[0].tolist()}
+    live = [sequence for row in rows if (sequence := sequences[row]) is not None]
+    return accuse(live, is_alone=len(rows) == 1)

@@ -14,12 +14,13 @@ RpcError
 └── ExecutorFailed      INTERNAL             the request's step fails every time
 
 ExecutorLost            a group's step cannot be finished; the group forms again
+└── ExecutorLeft        because an executor was told to stop: nobody's fault
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
 
 from grpc import StatusCode
 
-from protos.errors import RpcError
+from protos.errors import RpcError, quoted
 
 
 class InvalidRequest(RpcError):
@@ -47,7 +48,7 @@ class ModelNotFound(RpcError):
 
     def __init__(self, given: str, served: str) -> None:
         super().__init__(
-            f"model: {given!r} is not served here; {served!r} is. Leave the field empty to take it",
+            f"model: {quoted(given)} is not served here; {served!r} is. Leave the field empty to take it",
             field="model",
         )
 
@@ -57,7 +58,7 @@ class RequestNotFound(RpcError):
     reason = "REQUEST_NOT_FOUND"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"no live request has the id {request_id!r}", field="request_id")
+        super().__init__(f"no live request has the id {quoted(request_id)}", field="request_id")
 
 
 class RequestExists(RpcError):
@@ -66,7 +67,7 @@ class RequestExists(RpcError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"request_id: a live request has the id {request_id!r}; choose another, or leave the "
+            f"request_id: a live request has the id {quoted(request_id)}; choose another, or leave the "
             f"field empty to be given one",
             field="request_id",
         )
@@ -104,6 +105,10 @@ class ExecutorFailed(RpcError):
 
 class ExecutorLost(Exception):
     """An executor died, answered wrongly or was not there. No step of its epoch commits."""
+
+
+class ExecutorLeft(ExecutorLost):
+    """An executor was told to stop, and said so before it left. No request is the cause."""
 
 
 class GroupMismatch(Exception):

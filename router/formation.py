@@ -82,11 +82,12 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
     descriptions = [leader.description for leader in leaders]
     model, budget = descriptions[0].model, descriptions[0].budget
     graph_sizes = descriptions[0].graph_sizes
-    num_blocks = tuple(description.num_kv_blocks for description in descriptions)
-    max_model_len = min(model.max_model_len, (min(num_blocks) - 1) * model.block_size)
-    rows_per_rank = min(
-        budget.max_num_seqs, *(description.num_rows for description in descriptions)
+    num_blocks = tuple(  # executors of one DP rank get the same block ids
+        min(m.description.num_kv_blocks for m in members if m.dp_rank == leader.dp_rank)
+        for leader in leaders
     )
+    max_model_len = min(model.max_model_len, (min(num_blocks) - 1) * model.block_size)
+    rows_per_rank = min(budget.max_num_seqs, *(member.description.num_rows for member in members))
     try:
         shape = GroupShape(
             dp_size=len(leaders),

@@ -1,12 +1,12 @@
 """The public API's edge: what a client sends becomes a Request, what comes of it is sent back."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
-from protos.errors import abort_on_error
+from protos.errors import RpcError, abort_on_error
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.cell import Cell
 from router.errors import QueueFull, RequestNotFound
@@ -18,6 +18,9 @@ from router.tokenizer import Tokenizer
 from router.validation import read_request, served
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
+
+GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 
 RETRY_DELAY_S = 1.0  # for a call that found no free reader
 SERVER_OPTIONS = [
@@ -56,19 +59,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.GenerateRequest, context: Context
     ) -> None:
         async with abort_on_error(context):
-            with self._open_reader() as reader:
-                submitted = await read_request(
-                    request,
-                    model=self._cell.model,
-                    tokenizer=self._tokenizer,
-                    reader=reader,
-                    call_timeout_s=context.time_remaining(),
-                )
-                self._cell.submit(submitted)
-                try:
-                    await _write_responses(submitted, context)
-                finally:
-                    self._cell.cancel(submitted)
+            await self.run(request, context.write, call_timeout_s=context.time_remaining())
 
     async def GenerateMany(  # type: ignore[override]
         self,
@@ -103,11 +94,60 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         groups = [group_message(status) for status in self._cell.status()]
         return serving_pb2.GetStatusResponse(groups=groups, version=self._version)
 
+    async def run(
+        self,
+        message: serving_pb2.GenerateRequest,
+        write: Write,
+        *,
+        call_timeout_s: float | None = None,
+    ) -> None:
+        """Runs one request of a call, whichever service it came by.
+
+        Args:
+            message: As our own API would get it.
+            write: Sends one response.
+            call_timeout_s: What is left of the call's deadline; None if it has none.
+
+        Raises:
+            RpcError: The request was refused, or failed.
+        """
+        self.check_room()
+        with self._open_reader() as reader:
+            try:
+                submitted = await read_request(
+                    message,
+                    model=self._cell.model,
+                    tokenizer=self._tokenizer,
+                    reader=reader,
+                    call_timeout_s=call_timeout_s,
+                )
+                self._cell.submit(submitted)
+            except RpcError as error:
+                self._cell.measures.refused[error.reason] += 1
+                raise
+            try:
+                await _write_responses(submitted, write)
+            finally:
+                self._cell.cancel(submitted)
+
+    def check_room(self) -> None:
+        """Refuses a request, whatever it says, if none is taken at present.
+
+        Raises:
+            QueueFull, NotReady, ShuttingDown: None is.
+        """
+        try:
+            self._cell.check_room()
+        except RpcError as error:
+            self._cell.measures.refused[error.reason] += 1
+            raise
+
     @contextmanager
     def _open_reader(self) -> Iterator[Reader]:
         """Lends a call its reader. All its sequences have ended when it gives it back."""
         readers = self._cell.readers
         if not readers.num_free:
+            self._cell.measures.refused[QueueFull.reason] += 1
             raise QueueFull(
                 "as many calls are open as this router takes: try again, or send many requests "
                 "on one GenerateMany stream",
@@ -120,8 +160,10 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             readers.close(reader)
 
 
-async def _write_responses(request: Request, context: Context) -> None:
-    """Sends what comes of a request until all its sequences have finished or one fails.
+async def _write_responses(request: Request, write: Write) -> None:
+    """Sends what comes of a request until all its sequences have ended.
+
+    One that fails has its tokens so far sent too, before the error.
 
     What came while an earlier message was written goes out in one: a slow client gets larger
     messages, not a longer queue.
@@ -131,10 +173,13 @@ async def _write_responses(request: Request, context: Context) -> None:
         await reader.wait()
         for sequence in request.sequences:
             if not sequence.is_ended and (response := take_response(sequence)):
-                await context.write(response)
+                await write(response)
+        error: RpcError | None = None
         while reader.ended:
             sequence = reader.ended.popleft()
-            if sequence.error is not None:  # all that still ran have it
-                raise sequence.error
-            await context.write(take_response(sequence))
+            if response := take_response(sequence):
+                await write(response)
+            error = error or sequence.error  # all that still ran have it
             num_open -= 1
+        if error is not None:
+            raise error

@@ -15,14 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from protos.errors import RpcError
 from protos.serving.v1 import serving_pb2
 from router.cell import Cell
-from router.errors import InvalidRequest
+from router.errors import InvalidRequest, ShuttingDown
 from router.readers import Reader
 from router.request import Request, Sequence
 from router.responses import tagged_error, take_response
 from router.tokenizer import Tokenizer
 from router.validation import read_request
 
-MAX_REFUSALS = 256  # waiting to be sent; past these, nothing more is read from the client
+# Waiting to be sent, because the client does not read; past these, nothing more of it is read.
+MAX_REFUSALS = 256
+MAX_ENDS = 256
 
 Write = Callable[[serving_pb2.GenerateManyResponse], Awaitable[None]]
 
@@ -43,6 +45,7 @@ class ManyCall:
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # those of _live whose tokens are no columns
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
+        self._was_taken = asyncio.Event()
 
     async def run(
         self, messages: AsyncIterator[serving_pb2.GenerateManyRequest], write: Write
@@ -51,11 +54,14 @@ class ManyCall:
 
         Raises:
             InvalidRequest: A message fits no rule of the stream, so no tag can carry the error.
+            ShuttingDown: The router takes no more requests, and those of this stream have ended.
         """
         reading = asyncio.create_task(self._read(messages))
         reading.add_done_callback(self._on_read)
         try:
-            while not (reading.done() and not self._live and self._refusals.empty()):
+            while not (reading.done() and self._is_idle):
+                if self._cell.is_shutting_down and self._is_idle:
+                    raise ShuttingDown("this router is shutting down: open a stream to another one")
                 await self._reader.wait()
                 if reading.done():
                     reading.result()  # raises what it raised
@@ -69,8 +75,15 @@ class ManyCall:
                 self._cell.cancel(request)
             await asyncio.gather(reading, return_exceptions=True)
 
+    @property
+    def _is_idle(self) -> bool:
+        return not self._live and self._refusals.empty()
+
     async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
+            while len(self._reader.ended) >= MAX_ENDS:
+                self._was_taken.clear()
+                await self._was_taken.wait()
             match message.WhichOneof("action"):
                 case "start":
                     await self._start(message.tag, message.start)
@@ -89,6 +102,7 @@ class ManyCall:
                 "tag", f"{tag} is that of a request that still runs on this stream; use another"
             )
         try:
+            self._cell.check_room()
             request = await read_request(
                 message,
                 model=self._cell.model,
@@ -101,6 +115,7 @@ class ManyCall:
                 self._detailed[tag] = request
             self._cell.submit(request)
         except RpcError as error:
+            self._cell.measures.refused[error.reason] += 1
             self._forget(tag)
             await self._refusals.put(tagged_error(tag, error))
             self._reader.wake()
@@ -125,15 +140,15 @@ class ManyCall:
         while self._reader.ended:
             sequence = self._reader.ended.popleft()
             tag = sequence.request.tag
-            if sequence.error is None:
-                _add_response(message, sequence)
-            else:  # all sequences of a request that are live fail at once
+            _add_response(message, sequence)
+            if sequence.error is not None:  # all sequences of a request that are live fail at once
                 failed[tag] = sequence.error
             if not sequence.request.is_live:
                 self._forget(tag)
         message.errors.extend(tagged_error(tag, error) for tag, error in failed.items())
         while not self._refusals.empty():
             message.errors.append(self._refusals.get_nowait())
+        self._was_taken.set()
         return message
 
 

@@ -1,9 +1,10 @@
-"""grpc.health.v1 and server reflection: what load balancers, probes and grpcurl ask."""
+"""Whether this router lives and should get requests, and server reflection for tools."""
 
 from grpc.aio import Server
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from protos.health import SERVICE_NAME, HealthServicer
 from protos.serving.v1 import serving_pb2
 
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -16,25 +17,30 @@ _READY_NAMES = ("", SERVICE, READINESS)  # "" is what asks who knows no names
 class Health:
     """Says whether this router should get requests, and whether it should be killed.
 
-    It is alive from the start: an executor's loss is no reason to restart the router. It is ready
-    while the owner says so.
+    It is alive from the start, and as long as its event loop turns, since the answer comes from
+    there: an executor's loss or a drain is no reason to restart it. It is ready while the owner
+    says so.
+
+    Attributes:
+        is_ready: What the owner said last.
     """
 
+    is_ready: bool
+
     def __init__(self) -> None:
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = HealthServicer()
+        self._servicer.set(LIVENESS, True)
+        self.set_ready(False)
 
-    async def start(self, server: Server) -> None:
-        """Adds the service to a server that has not started: alive, and not ready yet."""
+    def add_to(self, server: Server) -> None:
+        """Adds the service to a server that has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        await self._servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        await self.set_ready(False)
 
-    async def set_ready(self, is_ready: bool) -> None:
+    def set_ready(self, is_ready: bool) -> None:
         """Tells everyone who asks or watches."""
-        serving = health_pb2.HealthCheckResponse.SERVING
-        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        self.is_ready = is_ready
         for name in _READY_NAMES:
-            await self._servicer.set(name, serving if is_ready else not_serving)
+            self._servicer.set(name, is_ready)
 
 
 def enable_reflection(server: Server, *services: str) -> None:
@@ -43,5 +49,5 @@ def enable_reflection(server: Server, *services: str) -> None:
     Args:
         services: Full names of services beside ours and the health service.
     """
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, *services)
+    names = (SERVICE, SERVICE_NAME, reflection.SERVICE_NAME, *services)
     reflection.enable_server_reflection(names, server)

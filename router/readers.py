@@ -59,6 +59,10 @@ class Readers:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_open(self) -> int:
+        return len(self._readers) - 1 - len(self._free)
+
     def open(self) -> Reader:
         """Returns a new reader. The caller has seen that `num_free` is not 0."""
         index = self._free.pop()
@@ -82,3 +86,9 @@ class Readers:
             reader = self._readers[index]
             assert reader is not None, "a live sequence keeps its reader open"
             reader.wake()
+
+    def wake_all(self) -> None:
+        """Wakes every open reader."""
+        for reader in self._readers:
+            if reader is not None:
+                reader.wake()

@@ -133,16 +133,13 @@ class Request:
     Attributes:
         request_id: Unique among the live requests of this router.
         prompt: int32, at least one token.
-        priority: Higher is scheduled first and preempted last.
+        priority: Higher is scheduled first and preempted last; see Admission.
         arrival_time: On the event loop's clock, in seconds.
         deadline: On the same clock; None if there is none.
         reader: Whom to wake when there is something new.
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
         is_columnar: Whether the reader takes its tokens as columns (`Reader.take_columns`).
-        order: Its place in the order of arrival, set on submission.
-        num_lost_steps: Steps that ran it and were lost with their executors, since it last
-            gained a token.
-        num_tokens_at_loss: Output tokens that it had at the last of them.
+        turn: Its place among those who wait or run, set on submission: less goes first.
         expiry: The timer behind `deadline`.
     """
 
@@ -151,9 +148,6 @@ class Request:
         "deadline",
         "expiry",
         "is_columnar",
-        "num_lost_steps",
-        "num_tokens_at_loss",
-        "order",
         "output",
         "priority",
         "prompt",
@@ -163,6 +157,7 @@ class Request:
         "sequences",
         "stop",
         "tag",
+        "turn",
     )
 
     def __init__(
@@ -192,27 +187,35 @@ class Request:
         self.deadline = deadline
         self.tag = tag
         self.is_columnar = is_columnar
-        self.order = 0
-        self.num_lost_steps = 0
-        self.num_tokens_at_loss = 0
+        self.turn = (arrival_time, 0)
         self.expiry: asyncio.TimerHandle | None = None
         self.sequences = [Sequence(self, index) for index in range(n)]
-
-    def count_lost_step(self) -> int:
-        """Notes that executors were lost in a step that ran it; call when it is not bound.
-
-        Returns `num_lost_steps`: a request that gained tokens since the last loss starts anew,
-        since whatever would break its steps would have broken those.
-        """
-        num_output_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
-        if num_output_tokens > self.num_tokens_at_loss:
-            self.num_tokens_at_loss, self.num_lost_steps = num_output_tokens, 0
-        self.num_lost_steps += 1
-        return self.num_lost_steps
 
     @property
     def is_live(self) -> bool:
         return not all(sequence.is_ended for sequence in self.sequences)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of it has run, so that it has tokens or had blocks."""
+        return any(sequence.progress.start_time is not None for sequence in self.sequences)
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """What speaks against a sequence: it was in lost steps, and has not proven itself since.
+
+    Attributes:
+        num_losses: How often in a row.
+        num_losses_alone: How often nobody else was in the lost steps.
+        num_output_tokens: Those that it had at the last loss.
+        trial_size: How many of those with as many losses may run at a time.
+    """
+
+    num_losses: int = 0
+    num_losses_alone: int = 0
+    num_output_tokens: int = 0
+    trial_size: int = 1
 
 
 @dataclass(slots=True)
@@ -221,6 +224,7 @@ class Progress:
 
     start_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None  # when it last gave up a row
     end_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -240,6 +244,7 @@ class Sequence:
         logprobs: One per output token that the reader has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
+        suspicion: Set while its steps may be what executors die of (quarantine.py).
         finish_reason: Set when it ended well.
         error: Set when it ended otherwise.
     """
@@ -257,6 +262,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     group: int = 0
     dp_rank: int = 0
+    suspicion: Suspicion | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None

@@ -34,7 +34,7 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
         assert isinstance(text, OutputText), "a request that wants text was given one"
         if not request.stop.has_stop_strings:  # else the engine has fed it
             text.feed(token_ids, may_stop=False)
-        if is_finished:
+        if sequence.is_ended:
             text.close()
         response.text = text.take()
     if output.logprobs:
@@ -103,6 +103,7 @@ def _rank_message(rank: RankStatus) -> serving_pb2.RankStatus:
         num_free_blocks=rank.num_free_blocks,
         prefix_hit_rate=rank.prefix_hit_rate,
         num_preemptions=rank.num_preemptions,
+        last_step_time=_duration(rank.last_step_s) if rank.last_step_s else None,
     )
 
 

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.errors import RpcError
-from router.admission import Admission
+from router.admission import WaitingLine
 from router.block_pool import BlockIds, BlockPool
 from router.group import GroupShape
 from router.load import RankLoads
 from router.logprobs import hand_out_logprobs
+from router.measures import GroupMeasures
 from router.planner import fill_level, pick_rank
 from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.readers import Readers
@@ -25,6 +26,7 @@ from router.request import FinishReason, Sequence
 from router.sequence_table import NO_TOKEN, Rows, RowStatus, SequenceTable
 from router.step import StepPlan, StepResult
 from router.step_builder import Chunk, build_plan
+from router.token_gaps import TokenGaps
 
 
 class Scheduler:
@@ -37,17 +39,19 @@ class Scheduler:
         min_chunk_tokens: Prompts run at least this far in a step, however unequal the ranks.
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
+        measures: Gets the sequences' times; None: nobody asks for them.
     """
 
     def __init__(
         self,
         shape: GroupShape,
-        admission: Admission,
+        admission: WaitingLine,
         readers: Readers,
         *,
         min_chunk_tokens: int,
         clock: Callable[[], float],
         on_end: Callable[[Sequence], None],
+        measures: GroupMeasures | None = None,
     ) -> None:
         self.table = SequenceTable(
             dp_size=shape.dp_size,
@@ -66,6 +70,8 @@ class Scheduler:
         self._on_end = on_end
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
         self._sampled = np.full(len(self.table.status), NO_TOKEN, dtype=np.int32)
+        self._measures = measures or GroupMeasures()
+        self._gaps = TokenGaps(len(self.table.status), self._measures.inter_token_s)
 
     # ---- the two verbs
 
@@ -113,11 +119,14 @@ class Scheduler:
         sampled[rows] = tokens
         has_token = sampled != NO_TOKEN
         np.copyto(table.last_token, sampled, where=has_token)
+        now, first_rows = self._clock(), list[int]()
         if plan.agreement.has_extend:  # only what ran a prompt's end samples a first token
-            is_first = has_token & (table.num_tokens == table.num_prompt)
-            now = self._clock()
-            for row in np.flatnonzero(is_first).tolist():
-                table.bound(row).progress.first_token_time = now
+            first_rows = np.flatnonzero(has_token & (table.num_tokens == table.num_prompt)).tolist()
+            for row in first_rows:
+                sequence = table.bound(row)
+                sequence.progress.first_token_time = now
+                self._measures.first_token_s.observe(now - sequence.request.arrival_time)
+        self._gaps.add(has_token, len(rows), first_rows, now)
         table.num_tokens += has_token
         is_event = (table.stop_ids[: table.num_stop_ids] == sampled).any(axis=0)
         is_event &= table.num_tokens >= table.min_len
@@ -136,6 +145,7 @@ class Scheduler:
         """Lets go of a bound sequence whose finish_reason or error was just set."""
         row = sequence.row
         self._name_blocks(row)
+        self._gaps.leave(row)
         self.table.detach(sequence)
         if self.table.status[row] != RowStatus.PREEMPTED:
             self._leaving.append(row)
@@ -284,12 +294,14 @@ class Scheduler:
     def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
         cache = self.caches[rank]
         cache.pool.share(cached_blocks)
-        self.table.bind(sequence, rank, cached_blocks)
-        if sequence.progress.start_time is None:
-            sequence.progress.start_time = self._clock()
-            sequence.progress.num_cached_tokens = len(cached_blocks) * self._shape.block_size
+        row, progress = self.table.bind(sequence, rank, cached_blocks), sequence.progress
+        self._gaps.enter(row, progress.last_token_time)
+        if progress.start_time is None:
+            progress.start_time = self._clock()
+            progress.num_cached_tokens = len(cached_blocks) * self._shape.block_size
             cache.num_queried_tokens += sequence.num_prompt_tokens
-            cache.num_hit_tokens += sequence.progress.num_cached_tokens
+            cache.num_hit_tokens += progress.num_cached_tokens
+            self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
 
     def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Names of the blocks that it could share: all full ones but the last token's."""
@@ -305,8 +317,9 @@ class Scheduler:
         rows = self._live_rows()
         if len(rows) == 0:
             return
-        victim = max(rows.tolist(), key=self._standing)
-        if self.table.bound(victim).request.priority < sequence.request.priority:
+        victim, request = max(rows.tolist(), key=self._standing), sequence.request
+        last = self.table.bound(victim).request
+        if last.priority < request.priority and last.turn > request.turn:
             self._preempt(victim)
 
     # ---- prompts
@@ -390,6 +403,7 @@ class Scheduler:
         self._leaving = still_leaving
 
     def _send_back(self, sequence: Sequence) -> None:
+        sequence.progress.last_token_time = self._gaps.leave(sequence.row)
         self.table.detach(sequence)
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # it starts over
@@ -421,10 +435,10 @@ class Scheduler:
 
     # ---- order and counts
 
-    def _standing(self, row: int) -> tuple[int, int, int]:
+    def _standing(self, row: int) -> tuple[float, int, int]:
         """Sorts rows: who stands first is scheduled first and preempted last."""
         sequence = self.table.bound(row)
-        return (-sequence.request.priority, sequence.request.order, sequence.index)
+        return (*sequence.request.turn, sequence.index)
 
     def _last_in_standing(self, rank: int) -> int:
         rows = self._live_rows()

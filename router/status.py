@@ -17,6 +17,7 @@ class RankStatus:
         address: Where its first executor listens.
         num_running: Sequences bound to it.
         last_step_tokens: Tokens that it ran in the last step.
+        last_step_s: Time that its executor took for the last step.
         total_tokens: Tokens that it ran in all steps.
         num_used_blocks: KV blocks that live sequences hold.
         num_cached_blocks: KV blocks that only hold a reusable prefix.
@@ -29,6 +30,7 @@ class RankStatus:
     address: str = ""
     num_running: int = 0
     last_step_tokens: int = 0
+    last_step_s: float = 0.0
     total_tokens: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
@@ -65,6 +67,8 @@ class GroupStatus:
         num_waiting: Sequences not bound to a rank.
         num_waiting_tokens: Prompt tokens of those sequences.
         graphs: The steps of this epoch, by what ran them.
+        block_size: Tokens per KV block; 0 before the first forming.
+        max_num_seqs: Sequences that each rank runs at most; 0 before the first forming.
     """
 
     group: int
@@ -77,3 +81,5 @@ class GroupStatus:
     num_waiting_tokens: int = 0
     ranks: tuple[RankStatus, ...] = ()
     graphs: tuple[GraphCount, ...] = ()
+    block_size: int = 0
+    max_num_seqs: int = 0

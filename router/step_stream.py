@@ -1,13 +1,14 @@
 """The Step stream to one executor: held open for an epoch, written ahead, always being read."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 
 import grpc
 
 from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
-from router.errors import ExecutorLost
+from router.errors import ExecutorLeft, ExecutorLost
 
 STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
@@ -24,8 +25,10 @@ class StepStream:
     def __init__(self, name: str, channel: grpc.aio.Channel, loss: asyncio.Future[None]) -> None:
         self.name = name
         self._loss = loss
-        self._requests: asyncio.Queue[bytes] = asyncio.Queue()
-        self._responses: asyncio.Queue[pb.StepResponse] = asyncio.Queue()
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
+        self._responses: deque[pb.StepResponse] = deque()
+        self._news = asyncio.Event()  # an answer, or the loss
+        loss.add_done_callback(lambda _: self._news.set())
         # Not through the generated stub: it would serialise, and requests come serialised.
         method: grpc.aio.StreamStreamMultiCallable[bytes, pb.StepResponse] = channel.stream_stream(
             STEP, request_serializer=None, response_deserializer=pb.StepResponse.FromString
@@ -37,39 +40,45 @@ class StepStream:
         """Queues a serialised StepRequest; at most the pipeline's depth of them are ever in the queue."""
         self._requests.put_nowait(request)
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether `receive` would return at once."""
+        return bool(self._responses)
+
     async def receive(self) -> pb.StepResponse:
-        """Returns the next answer.
+        """Returns the next answer. If it is cancelled, the answer is still there.
 
         Raises:
             ExecutorLost: The stream of this or of another executor of the group ended.
         """
-        if not self._responses.empty():
-            return self._responses.get_nowait()
-        answer = asyncio.ensure_future(self._responses.get())
-        await asyncio.wait((answer, self._loss), return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            return answer.result()
-        answer.cancel()
-        self._loss.result()
-        raise AssertionError("a loss always is an exception")
+        while not self._responses:
+            if self._loss.done():
+                self._loss.result()
+                raise AssertionError("a loss always is an exception")
+            self._news.clear()
+            await self._news.wait()
+        return self._responses.popleft()
 
     def close(self) -> None:
         """Ends the stream; a step that runs is not waited for."""
         self._reading.cancel()
+        self._requests.put_nowait(None)  # or gRPC's task would wait for one for ever
         self._call.cancel()
 
     async def _outgoing(self) -> AsyncIterator[bytes]:
-        while True:
-            yield await self._requests.get()
+        while (request := await self._requests.get()) is not None:
+            yield request
 
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                self._responses.put_nowait(response)
-            problem = "it ended the Step stream"
+                self._responses.append(response)
+                self._news.set()
+            loss = ExecutorLost(f"{self.name}: it ended the Step stream")
         except grpc.aio.AioRpcError as error:
             reason = error_details(error).reason or error.code().name
-            problem = f"{reason}: {error.details()}"
+            kind = ExecutorLeft if reason == "SHUTTING_DOWN" else ExecutorLost
+            loss = kind(f"{self.name}: {reason}: {error.details()}")
         if not self._loss.done():
-            self._loss.set_exception(ExecutorLost(f"{self.name}: {problem}"))
+            self._loss.set_exception(loss)
             self._loss.exception()  # Seen: a loss that nobody waits for is found at the next send.

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from protos.errors import quoted
 from protos.serving.v1 import serving_pb2
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong
 from router.model import ServedModel
@@ -152,7 +153,9 @@ async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) ->
     else:  # in a thread: every rank would wait for a long text to be encoded
         prompt = await asyncio.to_thread(tokenizer.encode, text)
     if not len(prompt):
-        raise InvalidRequest("text", f"{text!r} has no tokens; send text of at least one token")
+        raise InvalidRequest(
+            "text", f"{quoted(text)} has no tokens; send text of at least one token"
+        )
     if len(prompt) > model.max_prompt_tokens:
         raise PromptTooLong("text", len(prompt), model.max_prompt_tokens)
     if prompt.max() >= model.vocab_size:

@@ -11,27 +11,44 @@ ROOT = Path(__file__).parent.parent
 # A module may import from the lines below its own. A package counts as one module.
 LAYERS = {
     "router": [
-        {"__main__"},
+        {"__main__", "top"},
         {"app", "client"},
+        {"drain", "vllm_engine"},
         {"frontend", "health", "client_many"},
-        {"frontend_many", "client_messages", "metrics"},
+        {
+            "frontend_many",
+            "client_messages",
+            "client_channel",
+            "vllm_messages",
+            "metrics",
+            "tracing",
+        },
         {"validation", "responses", "cell"},
         {"engine", "tokenizer"},
         {"scheduler", "executor_client", "output_text"},
-        {"load", "formation", "step_stream", "step_codec"},
+        {
+            "load",
+            "formation",
+            "step_stream",
+            "step_codec",
+            "step_deadline",
+            "quarantine",
+            "measures",
+        },
         {"group", "logprobs"},
         {"step_builder", "prefix_cache", "admission"},
-        {"planner", "sequence_table"},
+        {"planner", "sequence_table", "token_gaps"},
         {"step"},
         {"request", "block_pool"},
         {"readers"},
         {"config"},
+        {"credentials"},
         {"discovery"},
-        {"errors", "model", "status", "detokenizers", "stop_strings"},
+        {"errors", "model", "status", "detokenizers", "stop_strings", "tokenizer_archive"},
     ],
     "executor": [
         {"__main__"},
-        {"server"},
+        {"server", "metrics"},
         {"build"},
         {"worker", "devices", "sizes"},
         {"speculative", "step_columns"},
@@ -40,8 +57,8 @@ LAYERS = {
         {"moe", "sampling_fixed"},
         {"layers"},
         {"forward_batch", "staging", "step_check", "kv_pool", "logits", "weights", "columns"},
-        {"config", "parallel", "dp_layout", "budget_table"},
-        {"budget", "connections", "topology", "errors", "fingerprint", "flashinfer_ops"},
+        {"config", "parallel", "dp_layout", "flashinfer_ops", "budget_table", "measures"},
+        {"budget", "connections", "topology", "errors", "fingerprint"},
     ],
 }
 
@@ -61,12 +78,14 @@ MESSAGE_USERS = {
         "step_codec",
         "step_stream",
         "validation",
+        "vllm_engine",
+        "vllm_messages",
     },
     "executor": {"build", "server", "step_columns", "worker"},
 }
 
 # What internal services import to call the router: it must not bring the router along.
-CLIENT_LIBRARY = {"client", "client_many", "client_messages", "status"}
+CLIENT_LIBRARY = {"client", "client_channel", "client_many", "client_messages", "status"}
 
 MAX_LINES = 450
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from executor.budget import A2A_ALIGNMENT, check_flashinfer_a2a, dispatch_bytes_per_token
 from executor.flashinfer_ops.bootstrap import (
     GroupCommunicator,
     HostGroup,
@@ -28,10 +29,6 @@ from executor.flashinfer_ops.bootstrap import (
     comm_of,
 )
 from executor.flashinfer_ops.operators import FlashInferOps
-
-MAX_EP_SIZE = 64  # kMaxRanks
-TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # SWITCH_TOP_K
-ALIGNMENT = 128  # of every region of the workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +58,7 @@ class AllToAllSizes:
     bytes_per_rank: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ep_size <= MAX_EP_SIZE:
-            raise ValueError(
-                f"ep_size={self.ep_size}: FlashInfer's all-to-all takes 1 to {MAX_EP_SIZE} ranks; "
-                f"use {min(max(self.ep_size, 1), MAX_EP_SIZE)}, or moe_a2a=none"
-            )
-        if self.top_k not in TOP_KS:
-            below = [k for k in TOP_KS if k < self.top_k][-1:]
-            above = [k for k in TOP_KS if k > self.top_k][:1]
-            raise ValueError(
-                f"top_k={self.top_k}: FlashInfer's all-to-all is built for {list(TOP_KS)}; nearest "
-                f"{' and '.join(map(str, below + above))}. Use moe_a2a=none for this model"
-            )
+        check_flashinfer_a2a(self.ep_size, self.top_k)
         if self.num_experts % self.ep_size:
             raise ValueError(
                 f"num_experts={self.num_experts} do not divide among ep_size={self.ep_size} ranks"
@@ -83,7 +69,7 @@ class AllToAllSizes:
     @property
     def sent_bytes(self) -> int:
         """Bytes of a row on its way to its experts, with their ids and weights."""
-        return self.result_bytes + self.top_k * (4 + 4)
+        return dispatch_bytes_per_token(self.hidden_size, self.top_k, itemsize=self.dtype.itemsize)
 
     @property
     def result_bytes(self) -> int:
@@ -99,7 +85,7 @@ class AllToAllSizes:
         received for the larger one must not lie over them.
         """
         most = self.ep_size * self.max_num_tokens * self.result_bytes
-        return self.bytes_per_rank - -(-most // ALIGNMENT) * ALIGNMENT
+        return self.bytes_per_rank - -(-most // A2A_ALIGNMENT) * A2A_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
     y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
 
     def exchange() -> None:
-        check.begin(b"12345 global_num_tokens")
+        check.begin(b"12345 global_num_tokens", bytes)
         check.finish(str)
 
     timed: list[tuple[str, Callable[[], object]]] = [("check", exchange)]

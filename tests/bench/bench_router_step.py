@@ -15,6 +15,7 @@ GenerateManyResponse.
     decode   FromString and decode_result, for each rank
     commit   Scheduler.commit
     readers  take_columns, the message and SerializeToString
+    count    EpochStats.add, StepTimes.add_send and add_answer: what metrics take from each step
 
 Making requests and the executors' answers is not counted. The garbage collector is off, as a
 collection would hit one phase at random. Times are CPU times of the one thread: what neighbours on
@@ -36,6 +37,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from router.admission import Admission
 from router.group import GroupShape
+from router.measures import EpochStats, StepTimes
 from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduler import Scheduler
@@ -49,7 +51,7 @@ T = TypeVar("T")
 VOCAB_SIZE = 150_000
 DEPTH = 2
 MAX_WARM_UP = 1024  # steps; of outputs of 512, every first one is gone and the pool is full
-PHASES = ("plan", "encode", "decode", "commit", "readers")
+PHASES = ("plan", "encode", "decode", "commit", "readers", "count")
 
 
 class Bench:
@@ -85,6 +87,8 @@ class Bench:
             clock=time.monotonic,
             on_end=self._on_end,
         )
+        self.stats = EpochStats(self.scheduler.caches, self.scheduler.num_preemptions)
+        self.step_times = StepTimes()
         self.in_flight: deque[tuple[StepPlan, list[bytes]]] = deque()
         self.times: list[list[float]] = []
         self.num_events: list[int] = []
@@ -117,11 +121,18 @@ class Bench:
         result = self._timed(times, lambda: _decode(answers, plan.batches))
         self._timed(times, lambda: self.scheduler.commit(plan, result))
         self._timed(times, self._read)
+        self._timed(times, lambda: self._count(plan, result))
         self.times.append(times)
         self.num_events.append(len(self._ended))
         self.reader.ended.clear()
         self._new = [self._make_request(self.output_len) for _ in self._ended]
         self._ended.clear()
+
+    def _count(self, plan: StepPlan, result: tuple[RankResult, ...]) -> None:
+        now = time.perf_counter()
+        self.step_times.add_send(now, now)
+        self.stats.add(plan, result, now)
+        self.step_times.add_answer(result, now)
 
     def _timed(self, times: list[float], work: Callable[[], T]) -> T:
         started = time.thread_time()

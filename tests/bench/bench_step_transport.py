@@ -31,6 +31,7 @@ from router.executor_client import ExecutorGroup
 from router.readers import Reader, Readers
 from router.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.scheduler import Scheduler
+from router.step_deadline import StepDeadline
 from tests.bench.quiet import quiet
 from tests.bench.routing import running_cell, simulated_executor
 
@@ -82,7 +83,10 @@ async def measure_rtt() -> list[float]:
     """Returns round trips of a step of one sequence, in microseconds."""
     async with simulated_executor(0.0, 1) as executor:
         group = ExecutorGroup(
-            find_addresses([executor.address]), "simulated", form_timeout_s=30, step_timeout_s=30
+            find_addresses([executor.address]),
+            "simulated",
+            form_timeout_s=30,
+            deadline=StepDeadline(factor=20, min_s=30, max_s=30),
         )
         info = await group.form()
         readers = Readers(max_readers=1)

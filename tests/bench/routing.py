@@ -11,6 +11,7 @@ from router.discovery import find_addresses
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
 from router.readers import Readers
+from router.step_deadline import StepDeadline
 
 
 class ExecutorProcess:
@@ -48,7 +49,10 @@ async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[Exe
 async def running_cell(address: str, depth: int) -> AsyncIterator[Cell]:
     """A cell whose one group has formed and steps."""
     group = ExecutorGroup(
-        find_addresses([address]), "simulated", form_timeout_s=30, step_timeout_s=30
+        find_addresses([address]),
+        "simulated",
+        form_timeout_s=30,
+        deadline=StepDeadline(factor=20, min_s=30, max_s=30),
     )
     cell = Cell(Readers(max_readers=4096))
     engine = Engine(

@@ -21,7 +21,12 @@ EXECUTOR_ARGS = (
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
     """A router and two executors. Tests leave it as they found it: ready, and idle."""
     log_dir = tmp_path_factory.mktemp("stack")
-    async with LocalStack(dp_size=2, executor_args=EXECUTOR_ARGS, log_dir=log_dir) as stack:
+    async with LocalStack(
+        dp_size=2,
+        executor_args=EXECUTOR_ARGS,
+        router_args=("--vllm-engine", "on"),
+        log_dir=log_dir,
+    ) as stack:
         yield stack
     assert stack.left_running == []
 

@@ -53,6 +53,7 @@ async def test_reflection_lists_the_services(stack: LocalStack):
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
         "lockstep.serving.v1.GenerationService",
+        "vllm.grpc.engine.VllmEngine",
     ]
 
 

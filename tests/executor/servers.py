@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from executor.build import build_worker
 from executor.config import ExecutorConfig
+from executor.measures import Measures
 from executor.parallel import open_store
 from executor.server import ExecutorServicer
 from protos.errors import error_details
@@ -56,10 +57,13 @@ async def connected(port: int) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def serving(
-    build: Callable[[], Any] | None, *, dp_rank: int = 0
+    build: Callable[[], Any] | None, *, dp_rank: int = 0, measures: Measures | None = None
 ) -> AsyncIterator[tuple[ExecutorServicer, Client]]:
     servicer = ExecutorServicer(
-        is_first=dp_rank == 0, store_host=HOST, open_store=lambda: open_store(HOST)
+        is_first=dp_rank == 0,
+        store_host=HOST,
+        open_store=lambda: open_store(HOST),
+        measures=measures,
     )
     server, port = await servicer.start(f"{HOST}:0")
     if build is not None:
@@ -84,12 +88,17 @@ async def reason_of(call: Any) -> str:
     return (await error_of(call))[0]
 
 
-def config_of(path: Path, dp_rank: int, dp_size: int, **settings: Any) -> ExecutorConfig:
+def config_of(
+    path: Path, rank: int, dp_size: int, attn_tp_size: int = 1, **settings: Any
+) -> ExecutorConfig:
+    """Returns the settings of the executor of a world rank."""
     return ExecutorConfig(
         model=path,
         listen=f"{HOST}:0",
-        dp_rank=dp_rank,
+        dp_rank=rank // attn_tp_size,
         dp_size=dp_size,
+        attn_tp_rank=rank % attn_tp_size,
+        attn_tp_size=attn_tp_size,
         block_size=4,
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -104,12 +113,14 @@ async def form_group(clients: list[Client], epoch: int) -> None:
 
 
 @asynccontextmanager
-async def group_of(path: Path, dp_size: int, **settings: Any) -> AsyncIterator[list[Client]]:
+async def group_of(
+    path: Path, dp_size: int, attn_tp_size: int = 1, **settings: Any
+) -> AsyncIterator[list[Client]]:
     """Runs executors in this process, each with its own server and compute thread."""
     async with AsyncExitStack() as stack:
         clients = []
-        for rank in range(dp_size):
-            config = config_of(path, rank, dp_size, **settings)
+        for rank in range(dp_size * attn_tp_size):
+            config = config_of(path, rank, dp_size, attn_tp_size, **settings)
             _, client = await stack.enter_async_context(
                 serving(lambda config=config: build_worker(config), dp_rank=rank)
             )

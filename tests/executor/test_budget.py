@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from executor.budget import (
     A2A_TOP_KS,
@@ -23,6 +24,9 @@ from executor.budget_table import budget_table
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
 from executor.graph.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
+from executor.layers.attn_tp_communicator import AttnTpCommunicator
+from executor.layers.dp_communicator import DpCommunicator
+from executor.layers.lm_head import vocab_slice
 from executor.step_columns import RowProgress, StepLimits, read_step
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
@@ -384,15 +388,16 @@ def test_a_workspace_of_nothing_is_refused_by_name(name: str, value: int):
         ({"dp_size": 4, "ep_size": 2, "moe_a2a": "torch"}, "ep_size=2: .* so set ep_size=4 or"),
         (
             {"dp_size": 72, "ep_size": 72, "moe_a2a": "flashinfer", "top_k": 8},
-            "at most 64 EP ranks, not ep_size=72: use 64 executors, or",
+            "ep_size=72: moe_a2a=flashinfer takes 1 to 64 EP ranks; use 64 executors, or",
         ),
         (
-            {"moe_a2a": "torch", "max_dispatch_tokens_per_rank": 2047},
+            {"moe_a2a": "flashinfer", "top_k": 8, "max_dispatch_tokens_per_rank": 2047},
             "rank=2047, but a step may bring 2048 .* raise max_dispatch_tokens_per_rank to 2048",
         ),
         (
             {
-                "moe_a2a": "torch",
+                "moe_a2a": "flashinfer",
+                "top_k": 8,
                 "attn_tp_size": 4,
                 "ep_size": 4,
                 "extend_graph_size": 2052,
@@ -414,9 +419,9 @@ def test_sizes_that_do_not_fit_are_named_with_what_does(sizes: dict[str, Any], p
 
 def test_the_nearest_numbers_of_experts_that_have_a_kernel_are_named():
     assert [top_k for top_k in range(30) if has_kernel(top_k)] == list(A2A_TOP_KS)
-    with pytest.raises(ValueError, match="num_experts_per_tok=7, only for 6 and 8 nearest"):
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=7: .* for 6 and 8"):
         check_flashinfer_a2a(8, 7)
-    with pytest.raises(ValueError, match="num_experts_per_tok=30, only for 22 nearest"):
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=30: .* for 22"):
         check_flashinfer_a2a(8, 30)
     check_flashinfer_a2a(64, 8)
 
@@ -490,15 +495,86 @@ def test_the_table_says_what_is_sized_by_which_bound():
         vocab_size=1000,
         moe_a2a="flashinfer",
     )
-    rows = [(line.tokens, line.bound, line.bytes) for line in budget_table(budget)]
-    assert rows == [
-        (104, "max_num_batched_tokens, to a multiple of attn_tp_size=8", 104 * 128),
-        (13, "those / attn_tp_size=8", 13 * 128),
-        (208, "those * 16 executors", 208 * (128 + 16)),
-        (8, "largest decode graph * num_tokens_per_bs", 8 * 1000 * 4),
-        (4096, "default", budget.a2a_workspace_bytes),
-        (16 * 4096, "all-to-all tokens * ep_size=16", 16 * 4096 * 128),
+    of_rank, of_executor = "hidden states of a DP rank", "hidden states of an executor"
+    gathered = "rows gathered for experts, with ids and weights"
+    sent = "all-to-all workspace, tokens of an EP rank"
+    lines = budget_table(budget, "cutedsl")
+    assert [(line.what, line.bound, line.tokens, line.bytes) for line in lines] == [
+        (of_rank, "max_num_batched_tokens, to a multiple of attn_tp_size=8", 104, 104 * 128),
+        (of_executor, f"{of_rank} / attn_tp_size=8", 13, 13 * 128),
+        ("rows gathered for attention", of_rank, 104, 104 * 128),
+        ("rows that attention sums", of_rank, 104, 104 * 128),
+        ("sums of attention", of_executor, 13, 13 * 128),
+        ("logits of a DP rank", "largest decode graph * num_tokens_per_bs", 8, 8 * 1000 * 4),
+        ("logits as gathered", "logits of a DP rank", 8, 8 * 1000 * 2),
+        ("rows sent for experts, with ids and weights", of_executor, 13, 13 * (128 + 16)),
+        (gathered, f"{of_executor} * 16 executors", 208, 208 * (128 + 16)),
+        ("sums of experts", of_executor, 13, 13 * 128),
+        (sent, "default", 4096, budget.a2a_workspace_bytes),
+        ("CuteDSL wrapper, rows by all-gather", gathered, 208, 208 * 128),
+        ("CuteDSL wrapper, rows by all-to-all", f"{sent} * ep_size=16", 65536, 65536 * 128),
+        ("rows that experts see in a pass", f"{sent} * ep_size=16", 65536, 65536 * 128),
     ]
+
+
+@pytest.mark.parametrize("moe_a2a", ["none", "torch", "flashinfer"])
+@pytest.mark.parametrize("attn_tp_size", [1, 2])
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int, moe_a2a: str):
+    """Each line becomes a log record of its own, in which "those" would mean nothing."""
+    budget = make_budget(
+        dp_size=dp_size,
+        attn_tp_size=attn_tp_size,
+        ep_size=dp_size * attn_tp_size,
+        moe_a2a=moe_a2a,
+        top_k=2,
+    )
+    seen = ["max_num_batched_tokens", "max_num_logits", "default"]
+    for line in budget_table(budget, "cutedsl"):
+        assert line.bound.startswith(tuple(seen)), line
+        assert line.what not in seen, line
+        seen.append(line.what)
+
+
+def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
+    budget = make_budget(
+        max_num_batched_tokens=101,
+        dp_size=2,
+        attn_tp_size=4,
+        ep_size=8,
+        hidden_size=64,
+        itemsize=2,
+        top_k=3,
+        vocab_size=1001,
+    )
+    sizes: dict[str, Any] = {
+        "topology": Topology(dp_size=2, attn_tp_size=4),
+        "hidden_size": 64,
+        "dtype": torch.bfloat16,
+        "device": "meta",
+    }
+    communicators = (
+        DpCommunicator(max_tokens_per_rank=budget.max_shard_tokens_per_rank, top_k=3, **sizes),
+        AttnTpCommunicator(
+            max_shard_tokens_per_rank=budget.max_shard_tokens_per_rank,
+            max_logits_rows=budget.max_logits_rows,
+            vocab_slice=vocab_slice(1001, 4),
+            **sizes,
+        ),
+    )
+    held = [
+        value.nbytes
+        for communicator in communicators
+        for value in vars(communicator).values()
+        if isinstance(value, torch.Tensor) and value.numel()
+    ]
+    no_buffers = {
+        "hidden states of a DP rank",
+        "hidden states of an executor",
+        "rows that experts see in a pass",
+    }
+    told = [line.bytes for line in budget_table(budget) if line.what not in no_buffers]
+    assert sorted(told) == sorted(held)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A step at exactly the budget must run in every buffer; one token more must not reach any."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from structlog.testing import capture_logs
 from executor.build import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
+from executor.server import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
+from protos.security import PortSecurity
 from tests.executor.ranks import HOST, run_ranks
 from tests.executor.steps import floats_of, row_starts, sequences, step, tokens_of
 
@@ -131,9 +134,17 @@ def test_one_more_than_the_budget_is_refused_before_anything_changes(
     assert tokens_of(worker.execute(decodes)) == expected
 
 
-@pytest.mark.parametrize("places", [{"dp_size": 2}, {"attn_tp_size": 2}])
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"dp_size": 2},
+        {"attn_tp_size": 2},
+        {"dp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+        {"attn_tp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+    ],
+)
 def test_two_executors_run_a_step_at_exactly_the_budget(
-    tiny_checkpoint: Path, places: dict[str, int]
+    tiny_checkpoint: Path, places: dict[str, Any]
 ):
     """With attention TP, 33 tokens and 3 sequences become 34 rows and graphs of 2 and 4."""
     expected = tokens_at_the_budget(0, 0, tiny_checkpoint, {})
@@ -144,7 +155,7 @@ def test_two_executors_run_a_step_at_exactly_the_budget(
 
 
 def tokens_at_the_budget(
-    rank: int, store_port: int, path: Path, places: dict[str, int]
+    rank: int, store_port: int, path: Path, places: dict[str, Any]
 ) -> list[list[int]]:
     """Returns what a worker answers to full steps: eager, then in the largest graphs."""
     dp_size = places.get("dp_size", 1)
@@ -237,29 +248,85 @@ def test_the_table_is_logged_at_start_and_in_describe(tiny_checkpoint: Path):
     assert first["bytes"] == 4000 * 48 * 4
 
 
-def test_members_must_agree_on_all_that_sizes_or_routes_a_step(tiny_checkpoint: Path):
+# Another value of each setting in which members may not differ, and what else is set for it.
+OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dp_size": (4, {}),
+    "attn_tp_size": (2, {}),
+    "ep_size": (1, {"moe_a2a": "none"}),
+    "moe_dense_tp_size": (1, {}),
+    "dtype": ("bfloat16", {}),
+    "block_size": (8, {}),
+    "max_num_seqs": (5, {}),
+    "max_num_batched_tokens": (33, {}),
+    "max_num_logits": (10, {}),
+    "max_model_len": (99, {}),
+    "decode_graphs": ("off", {}),
+    "decode_graph_sizes": ((4,), {}),
+    "prefill_graphs": ("piecewise", {}),
+    "prefill_graph_sizes": ((16, 32), {}),
+    "moe_a2a": ("none", {}),
+    "moe_a2a_extend": ("all-to-all", {}),
+    "max_dispatch_tokens_per_rank": (5000, {}),
+    "moe_runner": ("cutlass", {}),
+    "flashinfer_pdl": ("on", {}),
+}
+MAY_DIFFER = {  # besides who may call
+    "model",  # its folder; its fingerprint may not
+    "listen",
+    "advertised_host",
+    "dp_rank",
+    "attn_tp_rank",
+    "device",  # which GPU; its type may not
+    "num_kv_blocks",
+    "kv_cache_bytes",
+    "num_threads",
+    "peer_timeout_s",
+    "stop_timeout_s",
+    "metrics_listen",
+}
+
+
+def member_agreement(path: Path, **settings: Any) -> dict[str, str]:
+    member = {
+        "device": "cpu",
+        "dp_size": 2,
+        "moe_a2a": "torch",
+        "max_num_seqs": NUM_SEQS,
+        "max_num_batched_tokens": NUM_TOKENS,
+        "max_num_logits": NUM_LOGITS,
+        "num_kv_blocks": 33,
+    }
+    _, description = build_worker(ExecutorConfig(model=path, **(member | settings)))
+    assert description.agreement["model_fingerprint"] == description.model.fingerprint
+    return dict(description.agreement)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
+    tiny_checkpoint: Path, name: str
+):
     """Executors that differ in one of these hang or crash in their first collective call."""
-    _, description = build_worker(ExecutorConfig(model=tiny_checkpoint, num_kv_blocks=33))
-    agreement = description.agreement
-    for name in (
-        "dp_size",
-        "attn_tp_size",
-        "ep_size",
-        "moe_dense_tp_size",
-        "moe_a2a",
-        "moe_a2a_extend",
-        "moe_runner",
-        "max_dispatch_tokens_per_rank",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "max_num_logits",
-        "num_tokens_per_bs",
-        "decode_graph_size",
-        "extend_graph_size",
-        "hidden_size",
-        "itemsize",
-        "top_k",
-        "device",
-    ):
-        assert agreement[name], name
-    assert agreement["device"] == "cpu"
+    value, both = OTHERWISE[name]
+    one = member_agreement(tiny_checkpoint, **both)
+    other = member_agreement(tiny_checkpoint, **both, **{name: value})
+    key = {"decode_graphs": "decode_graph_sizes", "prefill_graph_sizes": "extend_graph_sizes"}.get(
+        name, name
+    )
+    assert one[key] != other[key]
+    assert agreement_digest(one) != agreement_digest(other)
+
+
+def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path):
+    one = member_agreement(tiny_checkpoint)
+    other = member_agreement(
+        tiny_checkpoint, dp_rank=1, listen="127.0.0.1:0", num_kv_blocks=40, peer_timeout_s=5.0
+    )
+    assert one == other
+    assert agreement_digest(one) == agreement_digest(other)
+    assert one["device"] == "cpu"
+
+
+def test_every_setting_is_one_that_members_agree_on_or_may_differ_in():
+    settings = {field.name for field in fields(ExecutorConfig)}
+    settings -= {field.name for field in fields(PortSecurity)}
+    assert settings == OTHERWISE.keys() | MAY_DIFFER

@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
         ({"dp_rank": -1}, "dp_rank=-1"),
         ({"attn_tp_rank": 2, "attn_tp_size": 2}, "attn_tp_rank=2: with attn_tp_size=2 it is 0"),
         ({"dp_size": 4, "ep_size": 3}, "ep_size=3 does not divide .* = 4 executors: use 2 or 4"),
-        ({"dp_size": 2, "listen": "0.0.0.0:1"}, "advertised_host is not set"),
+        ({"dp_size": 2, "listen": "0.0.0.0:1", "plaintext": "on"}, "advertised_host is not set"),
         ({"dtype": "int8"}, "dtype=int8: need one of auto, float32, bfloat16"),
         ({"device": "tpu"}, "device=tpu"),
         ({"block_size": 0}, "block_size=0: need at least 1"),
@@ -44,11 +44,15 @@ def model(tmp_path: Path) -> Path:
         ({"num_kv_blocks": 9, "kv_cache_bytes": 9}, "both size the KV pool"),
         ({"decode_graphs": "yes"}, "decode_graphs=yes: need one of on, off"),
         ({"decode_graph_sizes": (8, 65)}, "has 65: a size is 1 to max_num_seqs=64"),
+        (
+            {"attn_tp_size": 2, "max_num_seqs": 1, "decode_graph_sizes": (2, 3)},
+            r"has 3: a size is 1 to 2 \(max_num_seqs=1 to a multiple of attn_tp_size=2\), as no",
+        ),
         ({"prefill_graphs": "on"}, "prefill_graphs=on: need one of breakable, piecewise, off"),
         ({"prefill_graph_sizes": (0,)}, "has 0: a size is 1 to max_num_batched_tokens=2048"),
         ({"moe_runner": "torch"}, "moe_runner=torch: need one of grouped, cutlass, cutedsl"),
         ({"device": "cuda:x"}, "device=cuda:x: need one of auto, cpu, cuda, cuda:N"),
-        ({"moe_dense_tp_size": 2, "dp_size": 4}, "moe_dense_tp_size=2: need 1, .* over all 4"),
+        ({"moe_dense_tp_size": 2}, "moe_dense_tp_size=2: need 1, .* or nothing, .* over the group"),
         ({"moe_a2a": "nccl"}, "moe_a2a=nccl: need one of none, torch, flashinfer"),
         ({"moe_a2a_extend": "none"}, "moe_a2a_extend=none: need one of all-gather, all-to-all"),
         (
@@ -163,10 +167,15 @@ def test_a_pod_and_a_container_together_name_a_rank(
 
 
 def test_peers_are_told_the_advertised_host_first(model: Path):
-    assert ExecutorConfig(model=model, listen="10.0.0.1:0").peer_host == "10.0.0.1"
-    assert ExecutorConfig(model=model, listen="[::1]:0").peer_host == "::1"
-    assert ExecutorConfig(model=model, listen="0.0.0.0:0").peer_host is None
-    assert ExecutorConfig(model=model, listen="[::]:0", advertised_host="a").peer_host == "a"
+    def peer_host(listen: str, advertised_host: str | None = None) -> str | None:
+        return ExecutorConfig(
+            model=model, listen=listen, advertised_host=advertised_host, plaintext="on"
+        ).peer_host
+
+    assert peer_host("10.0.0.1:0") == "10.0.0.1"
+    assert peer_host("[::1]:0") == "::1"
+    assert peer_host("0.0.0.0:0") is None
+    assert peer_host("[::]:0", advertised_host="a") == "a"
 
 
 def test_the_longest_sequence_is_the_checkpoints_unless_that_is_huge():

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor.budget import a2a_workspace_size_per_rank
+from executor.budget import A2A_TOP_KS, a2a_workspace_size_per_rank
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.flashinfer_ops.all_to_all import TOP_KS, AllToAll, AllToAllSizes
+from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.moe.layer import Dispatched
@@ -366,12 +366,12 @@ def test_after_a_failed_step_the_next_epoch_starts_afresh(library: CpuFlashInfer
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ep_size": 65, "num_experts": 65}, "ep_size=65: .* 1 to 64 ranks; use 64"),
+        ({"ep_size": 65, "num_experts": 65}, "ep_size=65: .* 1 to 64 EP ranks; use 64"),
         ({"ep_size": 0}, "ep_size=0: .* use 1"),
-        ({"top_k": 3}, "top_k=3: .*nearest 2 and 4"),
-        ({"top_k": 20}, "top_k=20: .*nearest 18 and 22"),
-        ({"top_k": 23}, r"top_k=23: .*nearest 22\. Use moe_a2a=none"),
-        ({"top_k": 0}, r"top_k=0: .*nearest 1\. "),
+        ({"top_k": 3}, "per_tok=3: .*nearest are for 2 and 4"),
+        ({"top_k": 20}, "per_tok=20: .*nearest are for 18 and 22"),
+        ({"top_k": 23}, r"per_tok=23: .*nearest are for 22\); use moe_a2a=none"),
+        ({"top_k": 0}, r"per_tok=0: .*nearest are for 1\)"),
         ({"num_experts": 13}, "num_experts=13 do not divide among ep_size=3"),
         ({"max_num_tokens": 0}, "max_num_tokens=0: need at least 1"),
     ],
@@ -381,7 +381,7 @@ def test_what_the_kernels_cannot_do_is_refused(changes: dict[str, Any], message:
         replace(SIZES, **changes)
 
 
-@pytest.mark.parametrize("top_k", TOP_KS)
+@pytest.mark.parametrize("top_k", A2A_TOP_KS)
 def test_every_number_of_experts_that_is_built_is_taken(top_k: int) -> None:
     replace(SIZES, top_k=top_k, num_experts=24)
 

@@ -217,12 +217,56 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
     await client.join(1)
     num_leaves, worker.failure = worker.num_leaves, failure
     assert await reason_of(client.steps(step_id)) == reason
-    assert worker.num_leaves == num_leaves + 1
+    assert worker.num_leaves > num_leaves
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
     worker.failure = None
     assert await reason_of(client.steps(1)) == "NOT_JOINED"
     await client.join(2)
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+@pytest.mark.parametrize("way", ["cancelled", "half-closed"])
+async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any, way: str):
+    """Also from within a step that waits for a peer: the others shall be free at once."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    num_leaves = worker.num_leaves
+    worker.gate.clear()
+    call = client.executor.Step()
+    await call.write(request(1))
+    await until(lambda: worker.begun == [1])
+    if way == "cancelled":
+        call.cancel()
+        await until(lambda: worker.num_leaves == num_leaves + 1)
+        worker.gate.set()
+    else:
+        await call.done_writing()
+        worker.gate.set()
+        assert await read_ids(call, 1) == [1]
+        await until(lambda: worker.num_leaves == num_leaves + 1)
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_the_end_of_an_old_stream_does_not_end_the_epoch_that_has_begun(fake: Any):
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    old = client.executor.Step()
+    await old.write(request(1))
+    assert await read_ids(old, 1) == [1]
+    await client.join(2)
+    num_leaves = worker.num_leaves
+    assert await reason_of(old) == "STALE_EPOCH"
+    new = client.executor.Step()
+    await new.write(request(1, epoch=2))
+    assert await read_ids(new, 1) == [1]
+    assert worker.num_leaves == num_leaves
+    assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
+    await new.done_writing()
 
 
 async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
@@ -341,6 +385,21 @@ async def test_stopping_answers_the_step_in_flight_and_leaves_the_group():
         assert await reason_of(call) == "SHUTTING_DOWN"
         await stopping
         assert worker.num_leaves == num_leaves + 1
+
+
+async def test_a_router_hears_that_its_executor_stops_before_the_group_does():
+    worker = FakeWorker()
+    worker.has_peers = True
+    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
+        await client.join(1)
+        call = client.executor.Step()
+        await call.write(request(1))
+        assert await read_ids(call, 1) == [1]
+        stream, was_told = servicer._stream, []
+        assert stream is not None
+        worker.leave = lambda: was_told.append(stream.is_over.is_set())  # type: ignore[method-assign]
+        await asyncio.gather(servicer.stop(), reason_of(call))
+        assert was_told == [True]
 
 
 async def test_reflection_lists_the_service(fake: Any):

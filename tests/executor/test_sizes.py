@@ -51,6 +51,18 @@ def test_listed_sizes_that_are_no_multiples_are_an_error_if_none_is(tiny_checkpo
         plan_graph_sizes(settings, max_model_len=512)
 
 
+def test_a_listed_size_may_be_the_largest_step_rounded_up(tiny_checkpoint: Path):
+    settings = config(
+        tiny_checkpoint,
+        attn_tp_size=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=33,
+        decode_graph_sizes=(2,),
+        prefill_graph_sizes=(34,),
+    )
+    assert plan_graph_sizes(settings, max_model_len=512) == GraphSizes((2,), (34,))
+
+
 def test_no_prefill_size_is_aligned_to_more_than_all_rows_hold(tiny_checkpoint: Path):
     settings = config(tiny_checkpoint, attn_tp_size=8, max_num_seqs=2)
     assert plan_graph_sizes(settings, max_model_len=9).extend == (8, 16)
@@ -63,11 +75,15 @@ def test_no_prefill_size_is_aligned_to_more_than_all_rows_hold(tiny_checkpoint: 
     ("settings", "problem"),
     [
         ({"attn_tp_size": 3}, "attn_tp_size=3: num_attention_heads=4 does not .* 1, 2, 4"),
-        ({"dp_size": 16}, "ep_size=16: num_experts=8 must divide by it, .* ep_size 2 or 4 or 8"),
+        (
+            {"dp_size": 16},
+            "ep_size=16: num_experts=8 does not divide by it; use ep_size 2 or 4 or 8",
+        ),
+        ({"dp_size": 65, "ep_size": 65}, "ep_size=65: num_experts=8 does not divide by it; no ep"),
         ({"dp_size": 5}, "ep_size=5: .* no ep_size of 5 executors does"),
         (
             {"dp_size": 16, "ep_size": 1},
-            "ep_size=1: .* moe_intermediate_size=24 by the 16 executors .* use ep_size 2 or",
+            "ep_size=1: moe_intermediate_size=24 does not divide among the 16 .* use ep_size 2 or",
         ),
     ],
 )
@@ -156,17 +172,34 @@ def test_a_dispatch_cap_below_what_a_step_brings_stops_the_start(
     settings = config(
         tiny_checkpoint,
         dp_size=2,
-        moe_a2a="torch",
+        moe_a2a="flashinfer",
         max_dispatch_tokens_per_rank=99,
         moe_runner=moe_runner,
     )
-    model = ModelConfig.from_dir(tiny_checkpoint)
+    model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"rank=99, .* 100 .* raise .* to 100"):
         plan_budget(settings, model, torch.float32, NO_GRAPHS)
+
+
+@pytest.mark.parametrize("moe_runner", ["grouped", "cutlass", "cutedsl"])
+@pytest.mark.parametrize("moe_a2a", ["none", "torch"])
+def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
+    tiny_checkpoint: Path, moe_a2a: str, moe_runner: str
+):
+    settings = config(
+        tiny_checkpoint,
+        dp_size=2,
+        moe_a2a=moe_a2a,
+        max_dispatch_tokens_per_rank=1,
+        moe_runner=moe_runner,
+    )
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    budget = plan_budget(settings, model, torch.float32, NO_GRAPHS)
+    assert budget.max_moe_rows == 2 * 100
 
 
 def test_a_number_of_experts_without_a_kernel_stops_the_start(tiny_checkpoint: Path):
     settings = config(tiny_checkpoint, dp_size=2, moe_a2a="flashinfer")
     model = ModelConfig.from_dir(tiny_checkpoint)
-    with pytest.raises(ValueError, match="num_experts_per_tok=3, only for 2 and 4 nearest"):
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=3: .* for 2 and 4"):
         plan_budget(settings, model, torch.float32, NO_GRAPHS)

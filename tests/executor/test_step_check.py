@@ -7,6 +7,7 @@ timeout for a lost peer is a minute; every test ends, and fails, long before.
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,28 +46,18 @@ def decode_step() -> list[pb.StepRequest]:
     return requests
 
 
-async def send(clients: list[Client], requests: list[pb.StepRequest]) -> list[tuple[str, str]]:
-    """Returns reason and message of every rank's error."""
-    calls = [client.executor.Step() for client in clients]
-    for call, request in zip(calls, requests, strict=True):
-        await call.write(request)
-    async with asyncio.timeout(TEST_TIMEOUT_S):
-        return [await error_of(call) for call in calls]
-
-
-async def run_prompts(clients: list[Client], epoch: int) -> list[list[int]]:
-    """Returns each rank's first token, in a group formed anew."""
-    await form_group(clients, epoch)
-    tokens = []
-    requests = prompts_step()
-    calls = [client.executor.Step() for client in clients]
+async def send(calls: list[Any], epoch: int, requests: list[pb.StepRequest]) -> None:
     for call, request in zip(calls, requests, strict=True):
         request.epoch = epoch
         await call.write(request)
-    for call in calls:
-        tokens.append(tokens_of(await call.read()))
-        await call.done_writing()
-    return tokens
+
+
+async def run_prompts(clients: list[Client], epoch: int) -> tuple[list[Any], list[list[int]]]:
+    """Returns each rank's stream and first token, in a group formed anew."""
+    await form_group(clients, epoch)
+    calls = [client.executor.Step() for client in clients]
+    await send(calls, epoch, prompts_step())
+    return calls, [tokens_of(await call.read()) for call in calls]
 
 
 def other_count(request: pb.StepRequest) -> None:
@@ -114,21 +105,23 @@ async def test_executors_that_were_told_different_things_all_say_who_was_told_wh
     by_rank: list[str],
 ):
     async with group_of(tiny_checkpoint, 2, peer_timeout_s=PEER_TIMEOUT_S) as clients:
-        tokens = await run_prompts(clients, 1)
+        calls, tokens = await run_prompts(clients, 1)
+        epoch = 1
+        if requests is prompts_step:
+            await form_group(clients, epoch := 2)
+            calls = [client.executor.Step() for client in clients]
         wrong = requests()
         change(wrong[1])
-        if requests is prompts_step:
-            await form_group(clients, 2)
-        for request in wrong:
-            request.epoch = 2 if requests is prompts_step else 1
-        errors = await send(clients, wrong)
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            await send(calls, epoch, wrong)
+            errors = [await error_of(call) for call in calls]
         assert errors[0] == errors[1]
         reason, message = errors[0]
         assert reason == "STEP_DISAGREEMENT"
         for rank, told in enumerate(by_rank):
             said = message.partition(f"world rank {rank}: ")[2].partition(";")[0]
             assert told in said, message
-        assert await run_prompts(clients, 3) == tokens
+        assert (await run_prompts(clients, 3))[1] == tokens
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -160,4 +153,56 @@ async def test_a_step_that_one_executor_refuses_fails_on_the_other_at_once(
         assert refused == ("INVALID_STEP", problem)
         assert reason == "STEP_FAILED"
         assert "PeerLost: an executor of the group left it" in message
-        assert [len(tokens) for tokens in await run_prompts(clients, 2)] == [1, 1]
+        _, tokens = await run_prompts(clients, 2)
+        assert [len(own) for own in tokens] == [1, 1]
+
+
+async def test_a_step_over_budget_is_refused_by_every_executor_with_the_same_words(
+    tiny_checkpoint: Path,
+):
+    async with group_of(tiny_checkpoint, 2, peer_timeout_s=PEER_TIMEOUT_S) as clients:
+        await form_group(clients, 1)
+        requests = prompts_step()
+        for request in requests:
+            over_budget(request)
+        calls = [client.executor.Step() for client in clients]
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            await send(calls, 1, requests)
+            errors = [await error_of(call) for call in calls]
+    assert errors == [("INVALID_STEP", "global_num_tokens has 33; the budget is 32")] * 2
+
+
+def other_tokens(request: pb.StepRequest) -> None:
+    [part] = request.ranks
+    part.sequences.token_ids = part.sequences.token_ids[4:] + part.sequences.token_ids[:4]
+
+
+def other_sampling(request: pb.StepRequest) -> None:
+    """As many rows of logits, but of a scored token instead of a sampled one."""
+    [part] = request.ranks
+    part.sequences.samples = b"\0"
+    part.sequences.num_scored = (1).to_bytes(4, "little")
+    part.sequences.scored_ids = (7).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("change", [other_tokens, other_sampling])
+async def test_executors_of_a_dp_rank_that_were_given_different_parts_both_say_so(
+    tiny_checkpoint: Path, change: Change
+):
+    """Else one would compute heads of other tokens, or wait for logits that nobody gathers."""
+    prompt = PROMPTS[0]
+    requests = [
+        step(1, prompt_part(0, prompt, [1, 2, 3]), num_tokens=[len(prompt)], num_logits=[1])
+        for _ in range(2)
+    ]
+    change(requests[1])
+    async with group_of(tiny_checkpoint, 1, 2, peer_timeout_s=PEER_TIMEOUT_S) as clients:
+        await form_group(clients, 1)
+        calls = [client.executor.Step() for client in clients]
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            await send(calls, 1, requests)
+            errors = [await error_of(call) for call in calls]
+    assert errors[0] == errors[1]
+    reason, message = errors[0]
+    assert reason == "STEP_DISAGREEMENT"
+    assert "world ranks 0 and 1 share DP rank 0" in message

@@ -364,3 +364,38 @@ def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
     with pytest.raises(JoinFailed, match="epoch 3: graphs were not captured: size 8 does not fit"):
         worker.join(3, "127.0.0.1:1")
     assert closed == [True]
+
+
+class RecordingCheck:
+    """Notes when a step is checked, among the other things that happen to it."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def begin(self, told: bytes, part: Any) -> None:
+        self._events.append("begin")
+
+    def finish(self, describe: Any) -> None:
+        self._events.append("finish")
+
+
+@pytest.mark.parametrize("can_abort_device", [False, True])
+def test_only_a_graph_is_launched_before_it_is_known_that_all_were_told_the_same(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, can_abort_device: bool
+):
+    """And only on a device where a launch can be taken back. Nothing is read before."""
+    events: list[str] = []
+    run, read = worker._runner.run, worker._sampled.read
+    monkeypatch.setattr(worker, "_check", RecordingCheck(events))
+    monkeypatch.setattr(worker, "_can_abort_device", can_abort_device)
+    monkeypatch.setattr(worker._runner, "run", lambda batch: events.append("run") or run(batch))
+    monkeypatch.setattr(worker._sampled, "read", lambda x: events.append("read") or read(x))
+    count = len(PROMPT)
+    worker.execute(step(1, prompt_part(0, PROMPT, [1, 2, 3]), num_tokens=[count], num_logits=[1]))
+    assert events == ["begin", "finish", "run", "read"]
+    events.clear()
+    request = step(2, decode_part(0, count), num_tokens=[1])
+    request.agreement.graph_size = 1
+    worker.execute(request)
+    late = ["begin", "run", "finish", "read"]
+    assert events == (late if can_abort_device else ["begin", "finish", "run", "read"])

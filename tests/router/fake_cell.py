@@ -11,10 +11,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from protos.errors import RpcError
+from protos.requests import RequestReader
 from protos.serving.v1 import serving_pb2_grpc
-from router.errors import Cancelled, DeadlineExceeded, RequestExists
-from router.frontend import SERVER_OPTIONS, GenerationServicer
+from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
+from router.frontend import GENERATE, SERVER_OPTIONS, GenerationServicer
 from router.health import Health
+from router.measures import RequestMeasures
 from router.model import ServedModel
 from router.readers import Reader, Readers
 from router.request import Columns, FinishReason, Request, Sequence
@@ -48,11 +50,29 @@ class FakeCell:
         self.refusal: RpcError | None = None
         self.echoes = False
         self.groups: list[GroupStatus] = []
+        self.is_shutting_down = False
+        self.measures = RequestMeasures()
         self._max_readers = max_readers
 
-    def submit(self, request: Request) -> None:
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    def shut_down(self) -> None:
+        self.is_shutting_down = True
+        self.refusal = ShuttingDown("this router is shutting down: send the request to another one")
+        self.readers.wake_all()
+
+    def cancel_all(self) -> None:
+        for request in list(self.live.values()):
+            self.cancel(request, ShuttingDown("this router shut down before the request had ended"))
+
+    def check_room(self) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(self, request: Request) -> None:
+        self.check_room()
         if request.request_id in self.live:
             raise RequestExists(request.request_id)
         self.live[request.request_id] = request
@@ -128,11 +148,14 @@ async def serve(
     cell: FakeCell, tokenizer: Tokenizer | None = None, health: Health | None = None
 ) -> AsyncIterator[str]:
     """Serves a cell on loopback and yields the target to connect to."""
-    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
     servicer = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    server = grpc.aio.server(
+        interceptors=[RequestReader({GENERATE: servicer.check_room})],
+        options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
+    )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     if health is not None:
-        await health.start(server)
+        health.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -111,9 +111,7 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
                     assert waiting
             case "pop" if admission.peek() is not None:
                 sequence = admission.pop()
-                expected = min(
-                    waiting, key=lambda s: (-s.request.priority, s.request.order, s.index)
-                )
+                expected = min(waiting, key=lambda s: (*s.request.turn, s.index))
                 assert sequence is expected
                 waiting.remove(sequence)
                 running.append(sequence)
@@ -124,3 +122,38 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
                 admission.discard(waiting.pop(rng.randrange(len(waiting))))
         assert len(admission) == len(waiting)
         assert admission.num_tokens == sum(len(s.tokens) for s in waiting)
+
+
+def submitted(admission: Admission, arrival_time: float, priority: int) -> Request:
+    request = make_request(priority=priority)
+    request.arrival_time = arrival_time
+    admission.submit(request)
+    return request
+
+
+def test_a_level_of_priority_is_worth_a_head_start() -> None:
+    admission = Admission(max_sequences=10, max_tokens=100, priority_step_s=10.0)
+    early = submitted(admission, 0.0, priority=0)
+    late = submitted(admission, 16.0, priority=0)
+    overtaken = submitted(admission, 9.0, priority=1)
+    too_late = submitted(admission, 10.5, priority=1)
+    far_ahead = submitted(admission, 50.0, priority=6)
+    assert drain(admission) == [far_ahead, overtaken, early, too_late, late]
+
+
+def test_without_a_head_start_priority_changes_nothing() -> None:
+    admission = Admission(max_sequences=10, max_tokens=100, priority_step_s=0.0)
+    low, high = submitted(admission, 1.0, priority=-100), submitted(admission, 2.0, priority=100)
+    assert drain(admission) == [low, high]
+
+
+def test_there_is_room_until_sequences_or_tokens_are_too_many() -> None:
+    admission = Admission(max_sequences=2, max_tokens=10)
+    assert admission.has_room
+    admission.submit(make_request(50))  # alone in line
+    assert not admission.has_room
+    admission.pop()
+    admission.submit(make_request(4))
+    assert admission.has_room
+    admission.submit(make_request(4))
+    assert not admission.has_room

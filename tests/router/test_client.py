@@ -275,7 +275,9 @@ async def test_a_broken_stream_fails_what_runs_and_what_comes_later(cell: FakeCe
     async with connected(cell) as client, client.many() as many:
         completing = asyncio.create_task(many.complete([5]))
         await cell.arrivals.get()
-        many._outgoing.put_nowait(pb.GenerateManyRequest(tag=99))  # breaks the stream's rules
+        many._streams[0]._outgoing.put_nowait(
+            pb.GenerateManyRequest(tag=99)
+        )  # breaks the stream's rules
         with pytest.raises(Rejected) as caught:
             await completing
         assert caught.value.field == "action"

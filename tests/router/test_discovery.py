@@ -109,6 +109,6 @@ def test_what_is_no_group_is_refused_at_start(group: str, told: str) -> None:
 def test_a_name_and_addresses_may_stand_for_different_groups() -> None:
     groups = (("dns:executor:50061?size=2",), ("10.0.0.7:1", "10.0.0.7:2"))
 
-    assert RouterConfig(groups=groups).groups == groups
+    assert RouterConfig(groups=groups, executor_plaintext="on").groups == groups
     with pytest.raises(ValueError, match="given twice"):
-        RouterConfig(groups=(groups[0], groups[0]))
+        RouterConfig(groups=(groups[0], groups[0]), executor_plaintext="on")

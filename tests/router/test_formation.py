@@ -89,10 +89,10 @@ def test_a_missing_attention_tp_peer_is_noticed() -> None:
 
 def test_a_group_is_as_large_as_its_smallest_members_allow() -> None:
     members = [
-        make_member(0, 0, attn_tp_size=2, num_kv_blocks=40),
-        make_member(0, 1, attn_tp_size=2),
-        make_member(1, 0, attn_tp_size=2, num_kv_blocks=11, num_rows=5),
-        make_member(1, 1, attn_tp_size=2),
+        make_member(0, 0, attn_tp_size=2, num_kv_blocks=64),
+        make_member(0, 1, attn_tp_size=2, num_kv_blocks=40),
+        make_member(1, 0, attn_tp_size=2, num_kv_blocks=11),
+        make_member(1, 1, attn_tp_size=2, num_rows=5),
     ]
     info = describe_group(members, epoch=7, model_name="moe")
     assert info.epoch == 7

@@ -25,10 +25,11 @@ def token_counts(plan: StepPlan) -> tuple[int, ...]:
 def assert_right(request: Request) -> None:
     """Asserts that each continuation ended with the tokens that the fake model gives."""
     stop = request.stop
-    expected = expected_output(request.prompt.tolist(), stop.max_tokens, stop.stop_token_ids)
     for sequence, tokens in zip(request.sequences, output_of(request), strict=True):
         assert sequence.error is None
-        assert tokens == expected
+        assert tokens == expected_output(
+            request.prompt.tolist(), stop.max_tokens, stop.stop_token_ids, sequence.seed
+        )
 
 
 # ---- prompts

@@ -4,15 +4,19 @@ What a token's keys and values depend on is that token and every one before it. 
 here holds a hash over the tokens up to it, chained through what the position before holds, and a
 sequence's next token is a hash over all that its blocks hold. A block that was handed out twice
 or shared behind another prefix, a row that kept an old block, or a token that was fed at the wrong
-place changes the output, as it would on a real executor.
+place changes the output, as it would on a real executor. So does a row that begins with another
+seed than its sequence has.
+
+They die and hang when a test says so, and of poison: requests that no step survives.
 """
 
 import asyncio
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +24,7 @@ from router.block_pool import SCRATCH_BLOCK
 from router.errors import ExecutorLost
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
+from router.request import Sequence as LiveSequence
 from router.step import (
     Agreement,
     DpPaddingMode,
@@ -39,22 +44,24 @@ def extend_kv(before: int, token: int) -> int:
     return (before * 1_000_003 + int(token) + 1) % (1 << 61)
 
 
-def next_token(kv: Sequence[int]) -> int:
+def next_token(kv: Sequence[int], seed: int = 0) -> int:
     """The model: ends a sequence about once in 40 tokens."""
-    state = 17
+    state = 17 + seed
     for held in kv:
         state = (state * 1_000_003 + held) % (1 << 61)
     return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
 
 
-def expected_output(prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
+def expected_output(
+    prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], seed: int = 0
+) -> list[int]:
     """What a sequence must give, computed without any router."""
     kv: list[int] = []
     for token in prompt:
         kv.append(extend_kv(kv[-1] if kv else 0, token))
     output: list[int] = []
     while len(output) < max_tokens:
-        output.append(next_token(kv))
+        output.append(next_token(kv, seed))
         if output[-1] in stop_ids:
             break
         kv.append(extend_kv(kv[-1], output[-1]))
@@ -68,6 +75,7 @@ class FakeRank:
     kv: np.ndarray  # [num_blocks, block_size]: extend_kv of the token whose KV is there, or -1
     tables: dict[int, list[int]] = field(default_factory=dict)
     last_tokens: dict[int, int] = field(default_factory=dict)
+    sequences: dict[int, LiveSequence] = field(default_factory=dict)
 
     def run(self, batch: RankBatch, shape: GroupShape) -> RankResult:
         num_seqs = len(batch.rows)
@@ -85,6 +93,7 @@ class FakeRank:
         for start in batch.starts:
             self.tables[start.row] = []
             self.last_tokens.pop(start.row, None)
+            self.sequences[start.row] = start.sequence
         new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
         token_ids = iter(known_ids.tolist())
         sampled = []
@@ -102,7 +111,8 @@ class FakeRank:
                 block, offset = divmod(position, shape.block_size)
                 self.kv[table[block], offset] = extend_kv(before, token)
             if samples[i]:
-                token = next_token(self.kv[table].reshape(-1)[:end].tolist())
+                seed = self.sequences[row].seed
+                token = next_token(self.kv[table].reshape(-1)[:end].tolist(), seed)
                 self.last_tokens[row] = token
                 sampled.append(token)
         num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
@@ -118,6 +128,32 @@ class FakeRank:
         return int(self.kv[table[block], offset])
 
 
+@dataclass(frozen=True)
+class Poison:
+    """Which steps of a request kill: those that compute a position, or all of its decodes."""
+
+    position: int | None
+
+    def kills(self, start: int, end: int, num_prompt: int) -> bool:
+        """Whether a step that computes the positions from ``start`` to ``end`` does."""
+        if self.position is not None:
+            return start <= self.position < end
+        return start >= num_prompt and end == start + 1
+
+
+class Pending(NamedTuple):
+    """A step that has not come back.
+
+    Attributes:
+        result: None if the executors die of it.
+        ran: The sequences that it runs.
+    """
+
+    done_time: float
+    result: StepResult | None
+    ran: frozenset[LiveSequence]
+
+
 class FakeExecutors:
     """A group with a virtual device: each step takes a random time, and ranks may die.
 
@@ -126,6 +162,11 @@ class FakeExecutors:
         rng: Of times and losses.
         loss_rate: Share of steps after which an executor is lost.
         slow_rate: Share of steps that take a hundred times as long.
+        poison: By request id.
+
+    Attributes:
+        num_losses: Epochs that ended.
+        num_lost_alone: How often each sequence was the only one in the lost steps.
     """
 
     def __init__(
@@ -136,25 +177,55 @@ class FakeExecutors:
         loss_rate: float = 0.0,
         slow_rate: float = 0.0,
         step_s: float = 0.01,
+        poison: dict[str, Poison] | None = None,
     ) -> None:
         self.shape = shape
         self.num_epochs = 0
+        self.num_losses = 0
         self.plans: list[StepPlan] = []
+        self.num_lost_alone: Counter[LiveSequence] = Counter()
         self._rng = rng
         self._loss_rate = loss_rate
         self._slow_rate = slow_rate
         self._step_s = step_s
+        self._poison = poison or {}
         self._device_time = 0.0
-        self._pending: deque[tuple[float, StepResult | None]] = deque()
+        self._up_time = 0.0
+        self._pending: deque[Pending] = deque()
         self._ranks: list[FakeRank] = []
         self._loss: asyncio.Future[None] | None = None
 
+    def kill(self, down_s: float) -> None:
+        """Ends an executor now, and starts it again after a while."""
+        now = asyncio.get_running_loop().time()
+        self._up_time = max(self._up_time, now + down_s)
+        if self._loss is not None and not self._loss.done():
+            self._loss.set_exception(ExecutorLost("it died"))
+            self._loss.exception()
+            self.num_losses += 1
+            lost = frozenset[LiveSequence]().union(*(step.ran for step in self._pending))
+            if len(lost) == 1:
+                self.num_lost_alone.update(lost)
+
+    def hang(self, deadline_s: float, down_s: float) -> None:
+        """Lets an executor stand still. That is noticed only if a step waits for it."""
+        now = asyncio.get_running_loop().time()
+        self._device_time = max(self._device_time, now) + deadline_s
+        self._pending = deque(
+            step._replace(done_time=step.done_time + deadline_s, result=None)
+            for step in self._pending
+        )
+        self._up_time = now + down_s
+
     async def form(self) -> GroupInfo:
-        if self.num_epochs and self._rng.random() < 0.3:
+        if asyncio.get_running_loop().time() < self._up_time:
             raise ExecutorLost("not up again yet")
+        if self.num_epochs and self._rng.random() < 0.3:
+            raise ExecutorLost("its model is still loading")
         await asyncio.sleep(0.05)
         self.num_epochs += 1
         self._pending.clear()
+        self._device_time = 0.0
         self._loss = asyncio.get_running_loop().create_future()
         self._ranks = [
             FakeRank(np.full((num_blocks, self.shape.block_size), -1, np.int64))
@@ -177,21 +248,44 @@ class FakeExecutors:
         now = asyncio.get_running_loop().time()
         factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
         self._device_time = max(self._device_time, now) + self._step_s * factor
-        died_before = any(result is None for _, result in self._pending)
+        died_before = any(step.result is None for step in self._pending)
         is_lost = died_before or self._rng.random() < self._loss_rate
-        results = None
-        if not is_lost:
-            results = tuple(
-                rank.run(batch, self.shape)
-                for rank, batch in zip(self._ranks, plan.batches, strict=True)
-            )
-        self._pending.append((self._device_time, results))
+        results = tuple(
+            rank.run(batch, self.shape)
+            for rank, batch in zip(self._ranks, plan.batches, strict=True)
+        )
+        ran = frozenset(
+            rank.sequences[row]
+            for rank, batch in zip(self._ranks, plan.batches, strict=True)
+            for row in batch.rows.tolist()
+        )
+        is_lost = is_lost or self._is_poisoned(plan)
+        self._pending.append(Pending(self._device_time, None if is_lost else results, ran))
+
+    def _is_poisoned(self, plan: StepPlan) -> bool:
+        for rank, batch in zip(self._ranks, plan.batches, strict=True):
+            num_tokens = [1] * len(batch.rows)
+            if batch.num_tokens is not None:
+                num_tokens = batch.num_tokens.tolist()
+            starts = batch.num_computed_tokens.tolist()
+            for row, start, count in zip(batch.rows.tolist(), starts, num_tokens, strict=True):
+                request = rank.sequences[row].request
+                poison = self._poison.get(request.request_id)
+                if poison and poison.kills(start, start + count, len(request.prompt)):
+                    return True
+        return False
 
     async def receive(self) -> StepResult:
-        done_time, result = self._pending.popleft()
-        await asyncio.sleep(max(0.0, done_time - asyncio.get_running_loop().time()))
-        if result is None:
-            raise ExecutorLost("it died")
+        assert self._loss is not None
+        while (wait_s := self._pending[0].done_time - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait({self._loss}, timeout=wait_s)
+            if self._loss.done():
+                self._loss.result()
+        if self._pending[0].result is None:
+            self.kill(self._rng.uniform(0.0, 0.5))
+            self._loss.result()
+        result = self._pending.popleft().result
+        assert result is not None
         return result
 
     async def lost(self) -> None:

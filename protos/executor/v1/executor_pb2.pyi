@@ -23,7 +23,8 @@ column costs about 1 us to read, a message per sequence 300 times that
 
 Errors carry a google.rpc.ErrorInfo with domain "lockstep" and one of the reasons below. Every
 method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when the
-executor was told to stop.
+executor was told to stop; and with INVALID_ARGUMENT: MALFORMED_MESSAGE where the bytes that
+came are no message of its.
 """
 
 from collections import abc as _abc

@@ -78,6 +78,7 @@ class ExecutorServiceServicer:
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+        INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
         FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -91,6 +92,7 @@ class ExecutorServiceServicer:
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
+        INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
         UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
         were not captured.
         """

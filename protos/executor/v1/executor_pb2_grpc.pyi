@@ -23,7 +23,8 @@ column costs about 1 us to read, a message per sequence 300 times that
 
 Errors carry a google.rpc.ErrorInfo with domain "lockstep" and one of the reasons below. Every
 method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when the
-executor was told to stop.
+executor was told to stop; and with INVALID_ARGUMENT: MALFORMED_MESSAGE where the bytes that
+came are no message of its.
 """
 
 from collections import abc as _abc
@@ -67,6 +68,7 @@ class ExecutorServiceStub:
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
     """
     Join: _grpc.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]
@@ -76,6 +78,7 @@ class ExecutorServiceStub:
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
+      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
                                              were not captured.
     """
@@ -116,6 +119,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
     """
     Join: _aio.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]  # type: ignore[assignment]
@@ -125,6 +129,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
+      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
                                              were not captured.
     """
@@ -174,6 +179,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+          INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
           FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
         """
 
@@ -189,6 +195,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
+          INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
           UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
                                                  were not captured.
         """

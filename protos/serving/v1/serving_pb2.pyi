@@ -12,6 +12,9 @@ may match on, never reworded:
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.
   INVALID_ARGUMENT    PROMPT_TOO_LONG     likewise, for the length of the prompt.
+  INVALID_ARGUMENT    MALFORMED_MESSAGE   the bytes that came are no such message.
+  UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
+                                          here.
   NOT_FOUND           MODEL_NOT_FOUND     `model` is not the one served.
   NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request has this id.
   ALREADY_EXISTS      REQUEST_EXISTS      a live request has this id.
@@ -120,7 +123,9 @@ class GenerateRequest(_message.Message):
     i samples with a seed derived from `seed` and i.
     """
     priority: _builtins.int
-    """Requests of higher priority are scheduled first and preempted last. From -100 to 100."""
+    """Requests of higher priority are scheduled first and preempted last, but none waits for ever:
+    a level is worth some seconds of waiting, as the operator sets it. From -100 to 100.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, at least one, each below the vocabulary's size."""
@@ -1029,6 +1034,7 @@ class RankStatus(_message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_RATE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    LAST_STEP_TIME_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Its number."""
     address: _builtins.str
@@ -1049,6 +1055,10 @@ class RankStatus(_message.Message):
     """Share of prompt tokens that came from the prefix cache, 0 to 1."""
     num_preemptions: _builtins.int
     """Sequences that lost their blocks to others."""
+    @_builtins.property
+    def last_step_time(self) -> _duration_pb2.Duration:
+        """Time that its executor took for the last step. Absent before the first."""
+
     def __init__(
         self,
         *,
@@ -1062,10 +1072,11 @@ class RankStatus(_message.Message):
         num_free_blocks: _builtins.int = ...,
         prefix_hit_rate: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
+        last_step_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_time", b"last_step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dp_rank", b"dp_rank", "last_step_tokens", b"last_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "prefix_hit_rate", b"prefix_hit_rate", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dp_rank", b"dp_rank", "last_step_time", b"last_step_time", "last_step_tokens", b"last_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "prefix_hit_rate", b"prefix_hit_rate", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,9 @@ may match on, never reworded:
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.
   INVALID_ARGUMENT    PROMPT_TOO_LONG     likewise, for the length of the prompt.
+  INVALID_ARGUMENT    MALFORMED_MESSAGE   the bytes that came are no such message.
+  UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
+                                          here.
   NOT_FOUND           MODEL_NOT_FOUND     `model` is not the one served.
   NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request has this id.
   ALREADY_EXISTS      REQUEST_EXISTS      a live request has this id.

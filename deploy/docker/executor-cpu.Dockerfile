@@ -1,0 +1,26 @@
+# An executor on a CPU, with the demo model inside. From the repository's root:
+#
+#     docker build -f deploy/docker/executor-cpu.Dockerfile -t lockstep-executor-cpu .
+
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY constraints.txt ./
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt \
+        --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple \
+        torch
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY executor executor
+RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[executor]'
+
+FROM python:3.12-slim
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+RUN useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
+COPY --from=build /opt/venv /opt/venv
+COPY deploy/demo_model /opt/demo_model
+WORKDIR /tmp
+USER 65532:65532
+EXPOSE 50061
+ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

@@ -1,0 +1,29 @@
+# An executor on NVIDIA GPUs: PyTorch, FlashInfer, and the CUDA compiler that FlashInfer calls for
+# kernels that it does not bring along. From the repository's root:
+#
+#     docker build -f deploy/docker/executor.Dockerfile -t lockstep-executor .
+
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+# Versions of system packages go with the base image's release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ ninja-build python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
+WORKDIR /src
+COPY constraints.txt ./
+# PyTorch alone first: it is the largest layer, and changes least.
+RUN python3 -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt torch
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY executor executor
+RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[cuda]'
+# Where FlashInfer keeps compiled kernels: mount a volume there, as the root is read-only.
+ENV FLASHINFER_WORKSPACE_BASE=/cache
+WORKDIR /tmp
+USER 65532:65532
+EXPOSE 50061
+ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

@@ -1,0 +1,24 @@
+# The router: Python and gRPC, no PyTorch. From the repository's root:
+#
+#     docker build -f deploy/docker/router.Dockerfile -t lockstep-router .
+
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protos protos
+COPY router router
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[gateway,tracing]'
+
+FROM python:3.12-slim
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+RUN useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
+COPY --from=build /opt/venv /opt/venv
+# The demo model's tokenizer, 5 KB, so that the demo needs no volume.
+COPY deploy/demo_model/tokenizer.json /opt/demo_model/tokenizer.json
+WORKDIR /tmp
+# By number: Kubernetes cannot tell from a name that it is not root.
+USER 65532:65532
+EXPOSE 50051
+ENTRYPOINT ["/opt/venv/bin/python", "-m", "router"]

@@ -1,0 +1,193 @@
+"""What both services share of metrics: a histogram that is cheap to fill, and the port to scrape.
+
+Whoever counts knows nothing of Prometheus: it adds to numbers that its own thread writes. A scrape
+reads them and makes Prometheus' text of them, in a thread of its own.
+"""
+
+import re
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+
+# Seconds. Waits of people and of services, and whole answers.
+LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# Seconds. Steps, and gaps between two tokens.
+STEP_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    1.0,
+    5.0,
+    30.0,
+)
+
+# A scrape's thread lets go of the interpreter once in so many families: else the event loop would
+# wait for all of them. Sleeping takes longer than asked for, so not at each.
+BREATH_FAMILIES, BREATH_S = 8, 20e-6
+
+
+class Histogram:
+    """Counts values by size. One thread adds; any thread may read.
+
+    Args:
+        bounds: Upper bounds of the buckets, ascending; one more bucket has all that is larger.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds a value, `count` times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def copy(self) -> "Histogram":
+        """Returns its state now, for another thread."""
+        copied = Histogram(self.bounds)
+        copied.counts, copied.total = list(self.counts), self.total
+        return copied
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Returns each bound and how many values are not above it, as Prometheus wants them."""
+        total, buckets = 0, []
+        names = [*map(repr, self.bounds), "+Inf"]
+        for name, count in zip(names, self.counts, strict=True):
+            total += count
+            buckets.append((name, float(total)))
+        return buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric and all of its series.
+
+    Attributes:
+        name: As Prometheus shows it; a counter's ends in "_total".
+        kind: "gauge", "counter" or "histogram".
+        help: What it tells, for people.
+        labels: Names of its labels.
+        series: Each series' label values, with its value.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+    series: Iterable[tuple[tuple[str, ...], "float | Histogram"]]
+
+    def to_metric(self) -> "Metric":
+        """Returns it in the form that prometheus-client writes."""
+        from prometheus_client import core
+
+        if self.kind == "histogram":
+            histogram = core.HistogramMetricFamily(self.name, self.help, labels=self.labels)
+            for labels, value in self.series:
+                assert isinstance(value, Histogram)
+                histogram.add_metric(labels, value.buckets(), sum_value=value.total)
+            return histogram
+        metric: Any = core.GaugeMetricFamily if self.kind == "gauge" else core.CounterMetricFamily
+        family = metric(self.name, self.help, labels=self.labels)
+        for labels, value in self.series:
+            family.add_metric(labels, value)
+        return family  # type: ignore[no-any-return]
+
+
+class Port:
+    """An open port that is scraped; the thread behind it ends with the process or by `close`."""
+
+    def __init__(self, server: Any, thread: Any) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def number(self) -> int:
+        port: int = self._server.server_port
+        return port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve_metrics(listen: str, collect: Callable[[], Iterable[Family]]) -> Port:
+    """Serves metrics, and those of the process itself, at http://HOST:PORT/metrics.
+
+    In a thread, so that a long computation elsewhere delays no scrape.
+
+    Args:
+        listen: Host and port; port 0 takes a free one.
+        collect: Returns everything there is, at each scrape, on that thread.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+    from prometheus_client import start_http_server
+
+    host, port = split_address(listen)
+    try:
+        return Port(*start_http_server(port, host, new_registry(collect)))
+    except OSError as error:
+        raise OSError(
+            f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
+            f"another"
+        ) from error
+
+
+def new_registry(collect: Callable[[], Iterable[Family]]) -> "CollectorRegistry":
+    """Returns what is scraped: what `collect` returns, and the process's own metrics."""
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(_Collector(collect))
+    return registry
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """Returns host and port.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})", listen)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(
+            f"metrics_listen={listen}: need host:port, such as 127.0.0.1:9090 or 0.0.0.0:9090"
+        )
+    return match[1].strip("[]"), int(match[2])
+
+
+class _Collector:
+    """What prometheus-client asks for metrics."""
+
+    def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
+        self._collect = collect
+
+    def describe(self) -> Iterable["Metric"]:
+        """Returns nothing: what there is, is known only when it is collected."""
+        return ()
+
+    def collect(self) -> Iterable["Metric"]:
+        for number, family in enumerate(self._collect()):
+            yield family.to_metric()
+            if number % BREATH_FAMILIES == 0:
+                time.sleep(BREATH_S)

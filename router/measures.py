@@ -1,0 +1,366 @@
+"""What steps and requests amounted to, as plain numbers that grow while the router runs.
+
+An epoch's numbers are in its EpochStats; GroupMeasures adds them up over epochs, since what is
+counted for months must not fall back at each recovery. The step loop pays for a few additions;
+everything else is worked out when somebody asks (GetStatus, a scrape).
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields
+from operator import add, itemgetter
+
+import numpy as np
+
+from protos.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
+from router.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ExecutorFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    PromptTooLong,
+    QueueFull,
+    RequestExists,
+    ShuttingDown,
+)
+from router.prefix_cache import PrefixCache
+from router.request import FinishReason, Sequence
+from router.status import GraphCount
+from router.step import Agreement, DpPaddingMode, GraphMiss, RankResult, StepPlan, StepResult
+from router.step_builder import NO_GRAPHS, GraphSizes
+
+# Counted from 0, as Prometheus sees no increase in a series that begins with 1.
+REFUSALS = (
+    InvalidRequest,
+    PromptTooLong,
+    ModelNotFound,
+    RequestExists,
+    QueueFull,
+    NotReady,
+    ShuttingDown,
+)
+FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ExecutorFailed)
+
+# By place: what is read of every rank in every step.
+_QUEUED_NS, _FORWARD_NS = (
+    itemgetter(RankResult._fields.index(n)) for n in ("queued_ns", "forward_ns")
+)
+
+FOLD_STEPS = 64  # steps are added up so many at a time, or when somebody asks
+
+PHASES = ("plan", "encode", "wire", "queue", "execute", "commit")
+
+
+@dataclass(slots=True)
+class RankCounts:
+    """What one DP rank did, in all.
+
+    Attributes:
+        scheduled_tokens: Tokens of its sequences.
+        padding_tokens: Rows that it ran beside them, up to the graph's or the longest rank's.
+        imbalance_tokens: Tokens that it had less than the longest rank of each step.
+        idle_steps: Steps in which it had none.
+        prompt_tokens: Prompt tokens of the sequences that it began.
+        prefix_hit_tokens: Those of them that were in its cache.
+        preemptions: Sequences that lost their blocks to others.
+    """
+
+    scheduled_tokens: int = 0
+    padding_tokens: int = 0
+    imbalance_tokens: int = 0
+    idle_steps: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+    def __add__(self, other: "RankCounts") -> "RankCounts":
+        names = [field.name for field in fields(self)]
+        return RankCounts(*[getattr(self, name) + getattr(other, name) for name in names])
+
+
+class EpochStats:
+    """What an epoch's steps amounted to.
+
+    Args:
+        caches: Of each rank; what they count themselves is read there.
+        num_preemptions: [dp_size], which the scheduler keeps up.
+        graph_sizes: What the executors have captured.
+
+    Attributes:
+        num_steps: Steps committed.
+        last_time: Of the last commit; None before the first.
+        num_output_tokens: Tokens sampled.
+    """
+
+    def __init__(
+        self,
+        caches: SequenceOf[PrefixCache] = (),
+        num_preemptions: SequenceOf[int] = (),
+        graph_sizes: GraphSizes = NO_GRAPHS,
+    ) -> None:
+        self.num_steps = 0
+        self.last_time: float | None = None
+        self.num_output_tokens = 0
+        self._caches = caches
+        self._num_preemptions = num_preemptions
+        self._graph_sizes = graph_sizes
+        self._last_result: StepResult = ()
+        # [4, dp_size]: scheduled, padding and imbalance tokens, idle steps; see RankCounts.
+        self._counts = np.zeros((4, len(caches)), dtype=np.int64)
+        # By whether a rank extended, the graph's size, and why there was none.
+        self._num_steps: Counter[tuple[bool, int | None, GraphMiss | None]] = Counter()
+        self._agreements: list[Agreement] = []  # of steps that are not in the counts yet
+        self._last_tokens: tuple[int, ...] = ()
+
+    def add(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Counts a step that was committed now."""
+        self.num_steps += 1
+        self.last_time = now
+        self._last_result = result
+        self.num_output_tokens += len(plan.sampled_rows)
+        self._agreements.append(plan.agreement)
+        if len(self._agreements) == FOLD_STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Adds up the steps since the last call: many at once take a third of one at a time."""
+        agreements, self._agreements = self._agreements, []
+        if not agreements:
+            return
+        self._last_tokens = agreements[-1].global_num_tokens
+        self._num_steps.update((a.has_extend, a.graph_size, a.graph_miss) for a in agreements)
+        tokens = np.array([a.global_num_tokens for a in agreements])
+        longest = tokens.max(axis=1)
+        is_level = np.array([a.padding_mode is DpPaddingMode.MAX_LEN for a in agreements])
+        rows = np.array([a.graph_size or 0 for a in agreements])
+        rows = np.maximum(rows, longest)[:, None] * is_level[:, None]
+        self._counts += (
+            tokens.sum(axis=0),
+            np.where(is_level[:, None], rows - tokens, 0).sum(axis=0),
+            (longest[:, None] - tokens).sum(axis=0),
+            (tokens == 0).sum(axis=0),
+        )
+
+    @property
+    def last_tokens(self) -> tuple[int, ...]:
+        """[dp_size] tokens of each rank in the last step; empty before the first."""
+        self._fold()
+        return self._last_tokens
+
+    @property
+    def total_tokens(self) -> list[int]:
+        """[dp_size] tokens of each rank in all steps."""
+        self._fold()
+        totals: list[int] = self._counts[0].tolist()
+        return totals
+
+    @property
+    def last_step_s(self) -> list[float]:
+        """[dp_size] how long each rank's executor took for the last step; empty before the first."""
+        return [part.forward_ns / 1e9 for part in self._last_result]
+
+    def rank_counts(self) -> list[RankCounts]:
+        """Returns what each rank did."""
+        self._fold()
+        return [
+            RankCounts(
+                scheduled,
+                padding,
+                imbalance,
+                idle_steps,
+                cache.num_queried_tokens,
+                cache.num_hit_tokens,
+                preemptions,
+            )
+            for (scheduled, padding, imbalance, idle_steps), cache, preemptions in zip(
+                self._counts.T.tolist(), self._caches, self._num_preemptions, strict=True
+            )
+        ]
+
+    def graph_counts(self) -> tuple[GraphCount, ...]:
+        """Returns the steps by what ran them, runner by runner, sizes ascending."""
+        self._fold()
+        counts: Counter[tuple[str, int, str]] = Counter()
+        for (has_extend, size, miss), num_steps in self._num_steps.items():
+            if size is None:
+                counts["eager", 0, miss or ""] += num_steps
+            else:
+                runner = self._graph_sizes.extend_runner if has_extend else "decode"
+                counts[runner, size, ""] += num_steps
+        return tuple(GraphCount(*key, num_steps) for key, num_steps in sorted(counts.items()))
+
+
+class StepTimes:
+    """Where the time of steps went, in seconds since the router started.
+
+    Attributes:
+        seconds: By phase. Of the router: "plan", "encode" and "commit". Of the executors that took
+            longest: "queue", from a step's arrival until the step before it was done, and
+            "execute". "wire" is the rest, from sending a step until its last answer was looked at.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._sent: deque[float] = deque()
+        self._answers: list[tuple[StepResult, float]] = []  # not in `seconds` yet
+
+    def add_send(self, begun: float, planned: float) -> None:
+        """A step has just been sent. Times are of time.perf_counter."""
+        sent = time.perf_counter()
+        self.seconds["plan"] += planned - begun
+        self.seconds["encode"] += sent - planned
+        self._sent.append(sent)
+
+    def add_answer(self, result: StepResult, received: float) -> None:
+        """The earliest step that was sent has just been committed."""
+        self.seconds["commit"] += time.perf_counter() - received
+        self._answers.append((result, received - self._sent.popleft()))
+        if len(self._answers) == FOLD_STEPS:
+            self._fold()
+
+    def total(self) -> dict[str, float]:
+        """Returns the seconds of each phase, so far."""
+        self._fold()
+        return dict(self.seconds)
+
+    def _fold(self) -> None:
+        answers, self._answers = self._answers, []
+        for result, way_s in answers:
+            queued_s = max(map(_QUEUED_NS, result)) * 1e-9
+            execute_s = max(map(_FORWARD_NS, result)) * 1e-9
+            self.seconds["queue"] += queued_s
+            self.seconds["execute"] += execute_s
+            self.seconds["wire"] += max(0.0, way_s - queued_s - execute_s)
+
+    def forget_sent(self) -> None:
+        """What was sent is lost."""
+        self._sent.clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTotals:
+    """A group's numbers at one moment, safe to read from another thread.
+
+    Attributes:
+        ranks: By DP rank.
+        steps: Steps by what ran them and why no graph did.
+        step_seconds: By phase, see StepTimes.
+        losses: Epochs that are over: "left" if an executor was told to stop, else "lost".
+    """
+
+    ranks: list[RankCounts]
+    steps: dict[tuple[str, str], int]
+    step_seconds: dict[str, float]
+    num_output_tokens: int
+    num_epochs: int
+    losses: dict[str, int]
+    queue_s: Histogram
+    first_token_s: Histogram
+    inter_token_s: Histogram
+    recovery_s: Histogram
+
+
+class GroupMeasures:
+    """One group's numbers over all of its epochs.
+
+    Attributes:
+        times: Where the time of its steps went.
+        queue_s: From a sequence's arrival to the first step that ran it.
+        first_token_s: From a sequence's arrival to its first token.
+        inter_token_s: Between two tokens of a sequence.
+        recovery_s: From the loss of an epoch to the next one's beginning.
+    """
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self.queue_s = Histogram(LATENCY_BOUNDS)
+        self.first_token_s = Histogram(LATENCY_BOUNDS)
+        self.inter_token_s = Histogram(STEP_BOUNDS)
+        self.recovery_s = Histogram(LATENCY_BOUNDS)
+        self._num_epochs = 0
+        self._losses = Counter({"lost": 0, "left": 0})
+        self._lost_time: float | None = None
+        self._current = EpochStats()
+        # What the epochs before the current one came to.
+        self._ranks: list[RankCounts] = []
+        self._steps: Counter[tuple[str, str]] = Counter()
+        self._num_output_tokens = 0
+
+    def begin_epoch(self, stats: EpochStats, now: float) -> EpochStats:
+        """Notes that the group has formed. Returns the epoch's stats."""
+        self._num_epochs += 1
+        if self._lost_time is not None:
+            self.recovery_s.observe(now - self._lost_time)
+            self._lost_time = None
+        self._current = stats
+        return stats
+
+    def end_epoch(self, now: float, *, is_planned: bool = False) -> None:
+        """Notes that the current epoch is over.
+
+        Args:
+            now: When, on the clock of `begin_epoch`.
+            is_planned: Whether an executor was told to stop, and said so.
+        """
+        self._lost_time = now
+        self._losses["left" if is_planned else "lost"] += 1
+        self.times.forget_sent()
+        self._ranks, self._steps = self._all_ranks(), self._all_steps()
+        self._num_output_tokens += self._current.num_output_tokens
+        self._current = EpochStats()
+
+    def totals(self) -> GroupTotals:
+        """Returns all numbers as they are now."""
+        return GroupTotals(
+            ranks=self._all_ranks(),
+            steps=dict(self._all_steps()),
+            step_seconds=self.times.total(),
+            num_output_tokens=self._num_output_tokens + self._current.num_output_tokens,
+            num_epochs=self._num_epochs,
+            losses=dict(self._losses),
+            queue_s=self.queue_s.copy(),
+            first_token_s=self.first_token_s.copy(),
+            inter_token_s=self.inter_token_s.copy(),
+            recovery_s=self.recovery_s.copy(),
+        )
+
+    def _all_ranks(self) -> list[RankCounts]:
+        old, new = self._ranks, self._current.rank_counts()
+        longest = max(len(old), len(new))
+        old, new = ([*ranks, *[RankCounts()] * (longest - len(ranks))] for ranks in (old, new))
+        return list(map(add, old, new))
+
+    def _all_steps(self) -> Counter[tuple[str, str]]:
+        steps = self._steps.copy()
+        for count in self._current.graph_counts():
+            steps[count.runner, count.miss] += count.num_steps
+        return steps
+
+
+class RequestMeasures:
+    """What became of requests, of all groups together.
+
+    Attributes:
+        refused: Requests that were not taken, by the error's reason.
+        ended: Sequences that ended, by STOP, LENGTH or the error's reason.
+        total_s: From arrival to the last token, of sequences that ended without an error.
+    """
+
+    def __init__(self) -> None:
+        self.refused = Counter({error.reason: 0 for error in REFUSALS})
+        self.ended = Counter({reason.name: 0 for reason in FinishReason})
+        self.ended.update({error.reason: 0 for error in FAILURES})
+        self.total_s = Histogram(LATENCY_BOUNDS)
+
+    def add_end(self, sequence: Sequence) -> None:
+        """Counts a sequence that has just ended."""
+        if sequence.error is not None:
+            self.ended[sequence.error.reason] += 1
+            return
+        assert sequence.finish_reason is not None
+        assert sequence.progress.end_time is not None
+        self.ended[sequence.finish_reason.name] += 1
+        self.total_s.observe(sequence.progress.end_time - sequence.request.arrival_time)

@@ -1,0 +1,173 @@
+"""vllm.grpc.engine.VllmEngine: what gateways such as `smg` call, beside our own API.
+
+A thin adapter. A request becomes one of serving.proto and runs as that does (frontend.py), with
+the same checks and limits; only the messages differ. Methods that are not here answer
+UNIMPLEMENTED, which gateways take for "this engine has none".
+
+Needs the package smg-grpc-proto, which has the protocol's messages: import this file only where
+RouterConfig says that the service is wanted.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from protos.errors import RpcError, abort_on_error
+from protos.serving.v1 import serving_pb2
+from router.cell import Cell
+from router.errors import Cancelled
+from router.frontend import GenerationServicer
+from router.tokenizer_archive import zip_tokenizer
+from router.validation import served
+from router.vllm_messages import (
+    Answers,
+    Message,
+    loads,
+    model_info,
+    read_generate,
+    server_info,
+    use_field_names,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+CHUNK_BYTES = 64 * 1024  # of the tokenizer's archive in one message
+# After Abort, for the call to end by itself. A client that does not read keeps it from that: the
+# call would wait for the client, and hold its place, as long as the connection lasts.
+ABORT_GRACE_S = 1.0
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """Serves VllmEngine from what serves our own API.
+
+    Args:
+        generation: Runs requests.
+        cell: What it runs them on.
+        tokenizer_file: The model's tokenizer.json; None where the router has none.
+        version: This router's.
+        is_ready: Whether gateways should send requests.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationServicer,
+        cell: Cell,
+        tokenizer_file: Path | None,
+        version: str,
+        *,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._generation = generation
+        self._cell = cell
+        self._tokenizer_file = tokenizer_file
+        self._version = version
+        self._is_ready = is_ready
+        self._start_time = asyncio.get_running_loop().time()
+        self._calls: dict[str, asyncio.Task[Any]] = {}  # of Generate, by request id
+        self._archive: tuple[bytes, str] | None = None
+
+    async def Generate(self, request: Message, context: Context) -> None:
+        call = asyncio.current_task()
+        assert call is not None, "gRPC runs each call in a task"
+        self._calls.setdefault(request.request_id, call)
+        try:
+            async with abort_on_error(context):
+                try:
+                    await self._generate(request, context)
+                except RpcError as error:
+                    use_field_names(error)
+                    raise
+        finally:
+            if self._calls.get(request.request_id) is call:
+                del self._calls[request.request_id]
+
+    async def _generate(self, request: Message, context: Context) -> None:
+        try:
+            message = read_generate(request)
+        except RpcError as error:  # else `run` counts it
+            self._cell.measures.refused[error.reason] += 1
+            raise
+        answers = Answers(request)
+
+        async def write(response: serving_pb2.GenerateResponse) -> None:
+            for answer in answers.add(response):
+                await context.write(answer)
+
+        try:
+            await self._generation.run(message, write, call_timeout_s=context.time_remaining())
+        except Cancelled:  # an aborted request ends well, and is not sent again
+            for answer in answers.abort():
+                await context.write(answer)
+
+    async def Abort(self, request: Message, context: Context) -> Message:
+        loop = asyncio.get_running_loop()
+        for request_id in request.request_ids:
+            found = self._cell.find(request_id)
+            if found is not None:
+                self._cell.cancel(found)
+            if request_id in self._calls:
+                loop.call_later(ABORT_GRACE_S, self._calls[request_id].cancel)
+        return pb.AbortResponse()
+
+    async def HealthCheck(self, request: Message, context: Context) -> Message:
+        if self._is_ready():
+            return pb.HealthCheckResponse(healthy=True)
+        problems = [group.problem for group in self._cell.status() if group.problem]
+        return pb.HealthCheckResponse(
+            healthy=False, message="; ".join(problems) or "the router is shutting down"
+        )
+
+    async def GetModelInfo(self, request: Message, context: Context) -> Message:
+        async with abort_on_error(context):
+            model = served(self._cell.model)
+        return model_info(model)
+
+    async def GetServerInfo(self, request: Message, context: Context) -> Message:
+        uptime_s = asyncio.get_running_loop().time() - self._start_time
+        return server_info(self._cell.status(), self._cell.num_live, uptime_s)
+
+    async def GetLoads(self, request: Message, context: Context) -> Message:
+        entries = loads(self._cell.status())
+        if request.HasField("dp_rank"):
+            entries = [entry for entry in entries if entry.dp_rank == request.dp_rank]
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=self._version,
+            dp_rank_count=len(entries),
+            loads=entries,
+        )
+
+    async def GetTokenizer(self, request: Message, context: Context) -> None:
+        if self._tokenizer_file is None:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED,
+                "this router has no tokenizer; give the gateway the model's folder",
+            )
+        if self._archive is None:
+            self._archive = await asyncio.to_thread(_zip, self._tokenizer_file)
+        archive, sha256 = self._archive
+        for start in range(0, len(archive), CHUNK_BYTES):
+            end = start + CHUNK_BYTES
+            await context.write(
+                common_pb2.GetTokenizerChunk(
+                    data=archive[start:end], sha256=sha256 if end >= len(archive) else ""
+                )
+            )
+
+
+def _zip(tokenizer_file: Path) -> tuple[bytes, str]:
+    archive = zip_tokenizer(tokenizer_file)
+    return archive, hashlib.sha256(archive).hexdigest()
+
+
+def add_vllm_engine(server: grpc.aio.Server, servicer: VllmEngineServicer) -> None:
+    """Adds the service to a server that has not started."""
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)

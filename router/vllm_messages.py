@@ -1,0 +1,332 @@
+"""Between the messages of vllm.grpc.engine and our own, both ways.
+
+A request becomes one of serving.proto, which read_request then checks like any other; what is
+there but has no counterpart is refused by name, never left out. Answers are made from the
+responses that a caller of our own API would get.
+"""
+
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from protos.errors import RpcError
+from protos.serving.v1 import serving_pb2
+from router.errors import InvalidRequest
+from router.model import ServedModel
+from router.status import GroupStatus
+
+# The package brings no types that mypy can use.
+Message = Any
+
+# Fields that serving.proto has no word for, and what to do instead.
+_UNSUPPORTED = {
+    "kv_transfer_params": "prompts are not prefilled elsewhere",
+    "kv_transfer_params_json": "prompts are not prefilled elsewhere",
+    "mm_inputs": "the model takes text only",
+    "extra_mm_inputs": "the model takes text only",
+    "media_refs": "the model takes text only",
+}
+_UNSUPPORTED_SAMPLING = {
+    "json_schema": "output cannot be constrained",
+    "regex": "output cannot be constrained",
+    "grammar": "output cannot be constrained",
+    "structural_tag": "output cannot be constrained",
+    "json_object": "output cannot be constrained",
+    "choice": "output cannot be constrained",
+    "truncate_prompt_tokens": "prompts are never cut; send what is to be read",
+}
+
+# Where a field of serving.proto comes from; the longest beginning that fits counts.
+_FIELD_NAMES = {
+    "token_ids.ids": "tokenized.input_ids",
+    "prompt": "input",
+    "n": "sampling_params.n",
+    "sampling": "sampling_params",
+    "stop": "sampling_params",
+    "stop.stop_strings": "sampling_params.stop",
+    "output.top_logprobs": "sampling_params.logprobs",  # or prompt_logprobs; the larger counts
+}
+
+_FINISH_REASONS = {
+    serving_pb2.FINISH_REASON_STOP: "stop",
+    serving_pb2.FINISH_REASON_LENGTH: "length",
+}
+ABORTED = "abort"
+
+
+def read_generate(request: Message) -> serving_pb2.GenerateRequest:
+    """Returns the request as our own API would have got it, its values not checked yet.
+
+    Raises:
+        InvalidRequest: It asks for something that our API has no field for.
+    """
+    params = request.sampling_params
+    _refuse_unsupported(request)
+    message = serving_pb2.GenerateRequest(
+        request_id=request.request_id,
+        sampling=_read_sampling(params),
+        stop=serving_pb2.StopConditions(
+            max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+            stop_strings=params.stop,
+            ignore_eos=params.ignore_eos,
+        ),
+        output=serving_pb2.OutputOptions(
+            logprobs=params.HasField("logprobs"),
+            prompt_logprobs=params.HasField("prompt_logprobs"),
+            top_logprobs=max(_num_top(params, "logprobs"), _num_top(params, "prompt_logprobs")),
+        ),
+        n=params.n,
+    )
+    match request.WhichOneof("input"):
+        case "tokenized":
+            message.token_ids.ids.extend(request.tokenized.input_ids)
+        case "text":
+            message.text = request.text
+    return message
+
+
+def use_field_names(error: RpcError) -> None:
+    """Makes an error of our own API name the field that the caller of this one filled in."""
+    beginnings = [name for name in _FIELD_NAMES if error.field and _begins(error.field, name)]
+    if error.field and beginnings:
+        ours = max(beginnings, key=len)
+        theirs = _FIELD_NAMES[ours] + error.field.removeprefix(ours)
+        problem = str(error).removeprefix(f"{error.field}: ")
+        error.field, error.args = theirs, (f"{theirs}: {problem}",)
+
+
+class Answers:
+    """Turns the responses to one request into this service's messages.
+
+    Args:
+        request: What they answer. If it wants a stream, tokens go out as they come; else all
+            those of a continuation in one message.
+    """
+
+    def __init__(self, request: Message) -> None:
+        params = request.sampling_params
+        self._prompt_ids = request.tokenized.input_ids
+        self._is_streamed: bool = request.stream
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._num_top = _num_top(params, "logprobs")
+        self._num_prompt_top = _num_top(params, "prompt_logprobs")
+        self._n: int = params.n or 1
+        self._ends: dict[int, Message] = {}
+        self._sent: set[int] = set()
+
+    def add(self, response: serving_pb2.GenerateResponse) -> list[Message]:
+        """Returns what to send now, in order."""
+        complete = self._end(response.index)
+        complete.completion_tokens += len(response.token_ids)
+        answers = []
+        if not self._is_streamed:
+            complete.output_ids.extend(response.token_ids)
+            self._add_logprobs(complete, response)
+        elif response.token_ids:
+            chunk = pb.GenerateStreamChunk(
+                index=response.index,
+                token_ids=response.token_ids,
+                prompt_tokens=complete.prompt_tokens,
+                completion_tokens=len(response.token_ids),  # of this chunk, as vLLM counts them
+            )
+            self._add_logprobs(chunk, response)
+            answers.append(pb.GenerateResponse(chunk=chunk))
+        if response.HasField("finish"):
+            self._sent.add(response.index)
+            self._finish(complete, response.finish)
+            answers.append(pb.GenerateResponse(complete=complete))
+        return answers
+
+    def abort(self) -> list[Message]:
+        """Returns the ends of all continuations that have none yet."""
+        ends = [self._end(index) for index in range(self._n) if index not in self._sent]
+        for complete in ends:
+            complete.finish_reason = ABORTED
+        return [pb.GenerateResponse(complete=complete) for complete in ends]
+
+    def _end(self, index: int) -> Message:
+        """Returns the last message of a continuation, as far as it is known."""
+        if index not in self._ends:
+            self._ends[index] = pb.GenerateComplete(
+                index=index, prompt_tokens=len(self._prompt_ids)
+            )
+        return self._ends[index]
+
+    def _finish(self, complete: Message, finish: serving_pb2.Finish) -> None:
+        complete.finish_reason = _FINISH_REASONS[finish.reason]
+        complete.prompt_tokens = finish.num_prompt_tokens
+        complete.cached_tokens = finish.num_cached_tokens
+        if finish.HasField("stop_string"):
+            complete.matched_stop_str = finish.stop_string
+        elif finish.HasField("stop_token_id") and finish.stop_token_id in self._stop_token_ids:
+            complete.matched_token_id = finish.stop_token_id  # the model's own are not told
+
+    def _add_logprobs(self, answer: Message, response: serving_pb2.GenerateResponse) -> None:
+        for entry in response.logprobs:
+            answer.output_logprobs.token_logprobs.append(entry.logprob)
+            answer.output_logprobs.token_ids.append(entry.token_id)
+            _add_top(answer.output_logprobs, entry, self._num_top)
+        if response.prompt_logprobs:
+            _add_prompt_logprobs(
+                answer.input_logprobs,
+                self._prompt_ids[0],
+                list(response.prompt_logprobs),
+                self._num_prompt_top,
+            )
+
+
+def model_info(model: ServedModel) -> Message:
+    return pb.GetModelInfoResponse(
+        # No path: a gateway on another machine would look for it there. It has --model-path, or
+        # asks for the tokenizer.
+        model_path=model.name,
+        served_model_name=model.name,
+        is_generation=True,
+        max_context_length=model.max_model_len,
+        max_req_input_len=model.max_prompt_tokens,
+        vocab_size=model.vocab_size,
+        architectures=[model.architecture],
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def server_info(groups: list[GroupStatus], num_live: int, uptime_s: float) -> Message:
+    return pb.GetServerInfoResponse(
+        active_requests=num_live,
+        uptime_seconds=uptime_s,
+        server_type="lockstep",
+        data_parallel_size=1,  # which rank a request runs on is the router's to say
+        max_num_seqs=sum(group.max_num_seqs * len(group.ranks) for group in groups),
+        block_size=max((group.block_size for group in groups), default=0),
+    )
+
+
+def loads(groups: list[GroupStatus]) -> list[Message]:
+    """Returns the load of every DP rank, numbered on from group to group.
+
+    What waits in a group waits for any of its ranks, so each is given an equal share. A group
+    that has not formed has no ranks that one could tell of, and counts as one.
+    """
+    entries: list[Message] = []
+    for group in groups:
+        num_ranks = max(1, len(group.ranks))
+        waiting = _share_out(group.num_waiting, num_ranks)
+        waiting_tokens = _share_out(group.num_waiting_tokens, num_ranks)
+        for place in range(num_ranks):
+            load = pb.SchedulerLoad(
+                dp_rank=len(entries),
+                num_waiting_reqs=waiting[place],
+                num_total_reqs=waiting[place],
+                num_waiting_uncached_tokens=waiting_tokens[place],
+            )
+            if group.ranks:
+                _fill_load(load, group, place)
+            entries.append(load)
+    return entries
+
+
+def _fill_load(load: Message, group: GroupStatus, place: int) -> None:
+    rank = group.ranks[place]
+    num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
+    usage = rank.num_used_blocks / num_blocks if num_blocks else 0.0
+    load.num_running_reqs = rank.num_running
+    load.num_total_reqs += rank.num_running
+    load.num_used_tokens = rank.num_used_blocks * group.block_size
+    load.max_total_num_tokens = num_blocks * group.block_size
+    load.token_usage = load.utilization = usage
+    load.cache_hit_rate = rank.prefix_hit_rate
+    load.max_running_requests = group.max_num_seqs
+    # As far as one can tell before a rank is chosen: as much is cached of them as of the others.
+    load.num_waiting_uncached_tokens = round(
+        load.num_waiting_uncached_tokens * (1.0 - rank.prefix_hit_rate)
+    )
+
+
+def _share_out(count: int, num_shares: int) -> list[int]:
+    each, left = divmod(count, num_shares)
+    return [each + (place < left) for place in range(num_shares)]
+
+
+def _refuse_unsupported(request: Message) -> None:
+    for field, _ in request.ListFields():
+        if field.name in _UNSUPPORTED:
+            raise InvalidRequest(
+                field.name, f"this router does not support it: {_UNSUPPORTED[field.name]}"
+            )
+    if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
+        raise InvalidRequest(
+            "data_parallel_rank",
+            f"{request.data_parallel_rank} is not 0: this router says which rank runs a request; "
+            f"leave it out",
+        )
+    params = request.sampling_params
+    for field, _ in params.ListFields():
+        if field.name in _UNSUPPORTED_SAMPLING:
+            raise InvalidRequest(
+                f"sampling_params.{field.name}",
+                f"this router does not support it: {_UNSUPPORTED_SAMPLING[field.name]}",
+            )
+    for name in ("logprobs", "prompt_logprobs"):
+        if params.HasField(name) and getattr(params, name) < 0:
+            raise InvalidRequest(
+                f"sampling_params.{name}",
+                f"{getattr(params, name)} is below 0; say how many alternatives, or 0 for none",
+            )
+    if params.HasField("prompt_logprobs") and request.WhichOneof("input") != "tokenized":
+        raise InvalidRequest(
+            "sampling_params.prompt_logprobs", "they need the prompt's token ids; send tokenized"
+        )
+
+
+def _read_sampling(params: Message) -> serving_pb2.SamplingParams:
+    """Numbers that cannot be absent mean by 0 what vLLM takes it for: their default."""
+    if negative := [token_id for token_id in params.logit_bias if token_id < 0]:
+        raise InvalidRequest(
+            f"sampling_params.logit_bias[{negative[0]}]", f"{negative[0]} is no token"
+        )
+    sampling = serving_pb2.SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+    )
+    if params.HasField("seed") and params.seed != -1:  # -1 is none, as in vLLM
+        sampling.seed = params.seed % (1 << 64)
+    return sampling
+
+
+def _num_top(params: Message, name: str) -> int:
+    return getattr(params, name) if params.HasField(name) else 0
+
+
+def _begins(path: str, name: str) -> bool:
+    """Whether ``name`` is the field itself or one that it lies in."""
+    return path == name or path.startswith((f"{name}.", f"{name}["))
+
+
+def _add_prompt_logprobs(
+    answer: Message, first_id: int, entries: list[serving_pb2.TokenLogprob], num_top: int
+) -> None:
+    """The first token of a prompt has none."""
+    answer.token_ids.append(first_id)
+    answer.token_logprobs.add()
+    if num_top:
+        answer.top_logprobs.add()
+    for entry in entries:
+        answer.token_ids.append(entry.token_id)
+        answer.token_logprobs.add(value=entry.logprob)
+        _add_top(answer, entry, num_top)
+
+
+def _add_top(answer: Message, entry: serving_pb2.TokenLogprob, num_top: int) -> None:
+    if num_top:
+        answer.top_logprobs.add(
+            token_ids=[top.token_id for top in entry.top[:num_top]],
+            values=[top.logprob for top in entry.top[:num_top]],
+        )

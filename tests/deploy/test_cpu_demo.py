@@ -1,0 +1,260 @@
+"""The cpu-demo overlay's very commands and environment, as processes on loopback addresses.
+
+Each pod gets an address of its own in 127.0.0.0/8, where it listens at the manifest's ports. What a
+process cannot have is what an image and a cluster add: the files below /opt are the repository's,
+and names are answered by tests/deploy/resolver.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.demo import SEED, ask, draw_requests
+from deploy.processes import Process
+from router.client import Client
+from tests.deploy import dockerfiles
+from tests.deploy.cluster import Cluster, Pod
+from tests.deploy.rendering import (
+    KUBERNETES,
+    Manifest,
+    named,
+    of_kind,
+    render,
+    render_folder,
+)
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has every address of 127.0.0.0/8"
+)
+
+RESOLVER = Path(__file__).parent / "resolver"
+NUM_REQUESTS = 24
+WAIT_S = 120.0
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def free_address(ports: list[int]) -> str:
+    """Returns a loopback address at which nobody listens at these ports."""
+    while True:
+        ip = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}.{random.randint(1, 254)}"
+        try:
+            for port in ports:
+                with socket.socket() as probe:
+                    probe.bind((ip, port))
+        except OSError:
+            continue
+        return ip
+
+
+class LoopbackCluster:
+    """Runs the pods of an overlay, each of one container, as processes."""
+
+    def __init__(self, manifests: list[Manifest], log_dir: Path) -> None:
+        self.cluster = Cluster(manifests)
+        self.log_dir = log_dir
+        self.secrets = log_dir / "secrets"
+        self.hosts = log_dir / "hosts.json"
+        self.processes: dict[str, Process] = {}
+        self.cluster.pods = [self._at_loopback(pod) for pod in self.cluster.pods]
+        self.publish()
+
+    def _at_loopback(self, pod: Pod) -> Pod:
+        """The same pod, started at an address that exists here."""
+        kind = "StatefulSet" if pod.domain else "Deployment"
+        [owner] = of_kind(self.cluster.manifests, kind)
+        ports = [p["containerPort"] for c in pod.containers for p in c.spec["ports"]]
+        return self.cluster.start(
+            owner["spec"]["template"],
+            pod.name,
+            free_address(ports),
+            domain=pod.domain,
+            labels=pod.labels,
+        )
+
+    def pod(self, name: str) -> Pod:
+        [pod] = [pod for pod in self.cluster.pods if pod.name == name]
+        return pod
+
+    def publish(self) -> None:
+        """Lets the names of headless Services resolve to the pods that there are."""
+        names = [
+            service["metadata"]["name"]
+            for service in of_kind(self.cluster.manifests, "Service")
+            if service["spec"].get("clusterIP") == "None"
+        ]
+        complete = self.hosts.with_suffix(".new")
+        complete.write_text(json.dumps({name: self.cluster.resolve(name) for name in names}))
+        complete.replace(self.hosts)
+
+    def start(self, pod: Pod) -> None:
+        """Starts a pod's container as its image and manifest say."""
+        [container] = pod.containers
+        image = dockerfiles.FILES[container.image]
+        _, *arguments = [*dockerfiles.entrypoint(image), *container.spec.get("args", ())]
+        env = {**dockerfiles.environment(image), **container.env}
+        env = {name: dockerfiles.in_repository(image, value) for name, value in env.items()}
+        secrets = f"{self.secrets}/{pod.labels['app.kubernetes.io/name']}-tls/"
+        env = {name: value.replace("/tls/", secrets) for name, value in env.items()}
+        # Pods may listen everywhere, each in a network of its own; here all share one.
+        env = {name: value.replace("0.0.0.0", pod.ip) for name, value in env.items()}
+        env |= {"PYTHONPATH": str(RESOLVER), "HOSTS_FILE": str(self.hosts)}
+        self.processes[pod.name] = Process(
+            pod.name, arguments, log_path=self.log_dir / f"{pod.name}.log", env=env
+        )
+
+    async def replace(self, name: str) -> None:
+        """Kills a pod; another with its name starts at another address, as StatefulSets do."""
+        await self.processes[name].kill()
+        old = self.pod(name)
+        self.cluster.pods.remove(old)
+        self.publish()
+        new = self._at_loopback(old)
+        self.cluster.pods.append(new)
+        self.start(new)
+        self.publish()
+
+    async def probe(self, pod: Pod, probe: str) -> None:
+        """Asks as the kubelet does until the answer is SERVING."""
+        [container] = pod.containers
+        asked = container.probes[probe]["grpc"]
+        async with asyncio.timeout(WAIT_S):
+            while not await is_serving(f"{pod.ip}:{asked['port']}", asked["service"]):
+                for process in self.processes.values():
+                    assert not process.has_ended, f"{process.name} ended:\n{process.log_tail}"
+                await asyncio.sleep(0.1)
+
+    async def stop(self) -> dict[str, int]:
+        """Sends every pod SIGTERM. Returns the exit codes of those that end within their grace."""
+        grace = {pod.name: pod.spec["terminationGracePeriodSeconds"] for pod in self.cluster.pods}
+        await asyncio.gather(*[p.stop(grace[name]) for name, p in self.processes.items()])
+        return {name: await process.exited() for name, process in self.processes.items()}
+
+
+async def is_serving(address: str, service: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise  # such as NOT_FOUND: nobody serves a health service of that name
+            return False
+    return bool(answer.status == SERVING)
+
+
+@asynccontextmanager
+async def running(manifests: list[Manifest], folder: Path) -> AsyncIterator[LoopbackCluster]:
+    """Runs an overlay until the block ends."""
+    cluster = LoopbackCluster(manifests, folder)
+    try:
+        for pod in cluster.cluster.pods:
+            cluster.start(pod)
+        yield cluster
+    finally:
+        for process in cluster.processes.values():
+            await process.kill()
+
+
+def router_address(cluster: LoopbackCluster) -> str:
+    service = named(cluster.cluster.manifests, "Service", "lockstep-router")
+    return f"{cluster.pod('lockstep-router-0').ip}:{service['spec']['ports'][0]['port']}"
+
+
+async def scrape(pod: Pod) -> str:
+    """Returns what Prometheus gets from a pod's port for metrics."""
+    [port] = [p["containerPort"] for p in pod.containers[0].spec["ports"] if p["name"] == "metrics"]
+    url = f"http://{pod.ip}:{port}/metrics"
+    with await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_S) as response:
+        return response.read().decode()
+
+
+async def answer_right(address: str, seed: int) -> None:
+    async with Client(address) as client:
+        asked = [ask(client, request) for request in draw_requests(seed, NUM_REQUESTS)]
+        for answer in await asyncio.gather(*asked):
+            assert answer.is_right, (answer.request.problem, answer.text)
+
+
+async def test_the_demo_answers_right_also_after_a_pod_came_back_elsewhere(
+    tmp_path: Path,
+) -> None:
+    async with running(render("cpu-demo"), tmp_path) as cluster:
+        await use_and_replace(cluster)
+        exit_codes = await cluster.stop()
+    assert exit_codes == dict.fromkeys(exit_codes, 0)
+
+
+async def use_and_replace(running: LoopbackCluster) -> None:
+    router, address = running.pod("lockstep-router-0"), router_address(running)
+    for pod in running.cluster.pods:
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            await running.probe(pod, probe)
+    await answer_right(address, SEED)
+    for pod in running.cluster.pods:
+        assert "# HELP lockstep_" in await scrape(pod)
+    for scaled in of_kind(render("gpu-node"), "ScaledObject"):
+        [metric] = re.findall(r"lockstep_\w+", scaled["spec"]["triggers"][0]["metadata"]["query"])
+        assert f"# TYPE {metric} gauge" in await scrape(router)
+
+    before = running.pod("lockstep-executor-1").ip
+    await running.replace("lockstep-executor-1")
+    after = running.pod("lockstep-executor-1")
+    assert after.ip != before
+    await running.probe(after, "readinessProbe")
+    await running.probe(router, "readinessProbe")
+    await answer_right(address, SEED)
+
+
+async def test_certificates_between_router_and_executors_take_two_secrets(tmp_path: Path) -> None:
+    base, component = KUBERNETES / "overlays" / "cpu-demo", KUBERNETES / "components/executor-tls"
+    kustomization = {
+        "resources": [os.path.relpath(base, tmp_path)],
+        "components": [os.path.relpath(component, tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    await asyncio.to_thread(make_secrets, tmp_path / "secrets")
+
+    async with running(render_folder(tmp_path), tmp_path) as cluster:
+        router = cluster.pod("lockstep-router-0")
+        await cluster.probe(router, "readinessProbe")
+        await answer_right(router_address(cluster), SEED)
+        executor = cluster.pod("lockstep-executor-0")
+        assert await is_serving(f"{executor.ip}:50261", "liveness")
+        assert not await is_serving(f"{executor.ip}:50061", "liveness"), "without a certificate"
+
+
+def make_secrets(folder: Path) -> None:
+    """Writes what cert-manager would put into the Secrets of router and executors."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here, to make certificates with")
+
+    def run(*arguments: str | Path) -> None:
+        subprocess.run([openssl, *arguments], check=True, capture_output=True, cwd=folder)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    folder.mkdir()
+    run("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test")
+    for name in ("lockstep-router", "lockstep-executor"):
+        secret = folder / f"{name}-tls"
+        secret.mkdir()
+        run("req", *new_key, "-keyout", secret / "tls.key", "-out", "csr", "-subj", f"/CN={name}")
+        (folder / "names").write_text(f"subjectAltName=DNS:{name}")
+        ca = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
+        run("x509", "-req", "-in", "csr", *ca, "-extfile", "names", "-out", secret / "tls.crt")
+        shutil.copy(folder / "ca.crt", secret / "ca.crt")

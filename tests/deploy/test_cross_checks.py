@@ -1,0 +1,331 @@
+"""What one manifest says must be so in the others, and in the programs that they start."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2
+
+from deploy.launch import DEMO_MODEL
+from executor.config import ExecutorConfig
+from executor.server import LIVENESS as EXECUTOR_LIVENESS
+from executor.server import READINESS as EXECUTOR_READINESS
+from protos.serving.v1 import serving_pb2
+from router.discovery import find_addresses
+from router.health import LIVENESS, READINESS
+from tests.deploy.cluster import Cluster, Container, Pod, twins
+from tests.deploy.rendering import OVERLAYS, Manifest, matches, named, of_kind, render
+
+# Read by libraries, not by Lockstep.
+OTHER_VARIABLES = {"OMP_NUM_THREADS", "CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "HOME"}
+MARGIN_S = 5  # to end after all that can be waited for
+MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
+
+
+def cluster(overlay: str) -> Cluster:
+    """An overlay's pods, with as many groups as its autoscaler may start."""
+    manifests = render(overlay)
+    scaled = of_kind(manifests, "ScaledObject")
+    return Cluster(manifests, scaled[0]["spec"]["maxReplicaCount"] if scaled else None)
+
+
+@pytest.fixture(params=OVERLAYS)
+def running(request: pytest.FixtureRequest) -> Cluster:
+    return cluster(request.param)
+
+
+def containers(running: Cluster) -> list[tuple[Pod, Container]]:
+    return [(pod, container) for pod in running.pods for container in pod.containers]
+
+
+def port_of(container: Container, setting: str = "listen") -> int:
+    return int(container.settings[setting].rpartition(":")[2])
+
+
+def test_every_variable_is_a_setting_and_its_value_can_be_read(running: Cluster) -> None:
+    for _, container in containers(running):
+        unknown = container.env.keys() - twins(container.command) - OTHER_VARIABLES
+        assert {name for name in unknown if not name.startswith("LWS_")} == set()
+        assert container.settings
+
+
+def test_what_is_no_setting_is_found() -> None:
+    running = cluster("cpu-demo")
+    [router] = running.pods_of("router")
+    router.containers[0].env["LOCKSTEP_ROUTER_MAX_CALL"] = "1"
+
+    with pytest.raises(AssertionError, match="LOCKSTEP_ROUTER_MAX_CALL"):
+        test_every_variable_is_a_setting_and_its_value_can_be_read(running)
+
+
+def test_the_executors_of_each_group_fill_its_places_and_the_router_finds_them(
+    running: Cluster,
+) -> None:
+    async def resolve(name: str) -> list[str]:
+        return running.resolve(name)
+
+    at = {
+        f"{pod.ip}:{port_of(container)}": executor_config(container)
+        for pod in running.pods_of("executor")
+        for container in pod.containers
+    }
+    [router] = running.pods_of("router")
+    found = []
+    for group in router.containers[0].settings["groups"]:
+        addresses = asyncio.run(_addresses(group, resolve))
+        found += addresses
+        places = {(at[a].topology.dp_rank, at[a].topology.attn_tp_rank) for a in addresses}
+        assert len(places) == len(addresses) == at[addresses[0]].world_size
+        assert len({at[a].topology.world_size for a in addresses}) == 1
+        assert all(at[a].peer_host == a.rpartition(":")[0] for a in addresses)
+    assert sorted(found) == sorted(at), "each executor is in one group"
+
+
+async def _addresses(group: str, resolve: Any) -> list[str]:
+    return list(await find_addresses(group.split(","), resolve)())
+
+
+def executor_config(container: Container) -> ExecutorConfig:
+    """What the executor's settings come to, but for files that are not here."""
+    settings = container.settings
+    settings["dp_rank"] += settings.pop("node_rank") * settings.pop("dp_ranks_per_node")
+    given = {k: v for k, v in settings.items() if k in ExecutorConfig.__dataclass_fields__}
+    no_tls = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tls_client_names"))
+    return ExecutorConfig(**{**given, **no_tls, "plaintext": "on", "model": DEMO_MODEL})
+
+
+def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Cluster) -> None:
+    [router] = [
+        container.settings for pod in running.pods_of("router") for container in pod.containers
+    ]
+    for pod in running.pods_of("executor"):
+        for container in pod.containers:
+            executor = container.settings
+            assert executor["plaintext"] == router["executor_plaintext"]
+            uses_tls = executor["plaintext"] == "off"
+            assert (
+                uses_tls
+                == (executor["tls_cert"] is not None)
+                == (router["executor_ca"] is not None)
+            )
+            assert not uses_tls or router["executor_name"] == pod.labels["app.kubernetes.io/name"]
+            assert not uses_tls or executor["tls_client_names"] == "lockstep-router"
+            files = {name: executor[f"tls_{name}"] for name in ("cert", "key", "client_ca")}
+            assert not uses_tls or files == {
+                "cert": Path("/tls/tls.crt"),
+                "key": Path("/tls/tls.key"),
+                "client_ca": Path("/tls/ca.crt"),
+            }
+
+
+def test_each_container_of_a_node_has_a_gpu_of_its_own() -> None:
+    for overlay in ("gpu-node", "multi-node"):
+        for pod in cluster(overlay).pods_of("executor"):
+            devices = [container.settings["device"] for container in pod.containers]
+            [claim] = pod.spec["resourceClaims"]
+            template = named(
+                render(overlay), "ResourceClaimTemplate", claim["resourceClaimTemplateName"]
+            )
+            [gpus] = template["spec"]["spec"]["devices"]["requests"]
+            assert devices == [f"cuda:{index}" for index in range(gpus["exactly"]["count"])]
+            for container in pod.containers:
+                assert container.spec["resources"]["claims"] == [{"name": claim["name"]}]
+
+
+def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(running: Cluster) -> None:
+    assert (EXECUTOR_LIVENESS, EXECUTOR_READINESS) == (LIVENESS, READINESS)
+    for _, container in containers(running):
+        asked = {name: probe["grpc"]["service"] for name, probe in container.probes.items()}
+        assert asked == {
+            "startupProbe": LIVENESS,
+            "livenessProbe": LIVENESS,
+            "readinessProbe": READINESS,
+        }
+        for probe in container.probes.values():
+            assert probe["grpc"]["port"] == port_of(container, "health_listen")
+            assert probe["timeoutSeconds"] > 1, "the default of a second kills busy pods"
+        ports = [port["containerPort"] for port in container.spec["ports"]]
+        settings = ("listen", "metrics_listen", "health_listen")
+        assert ports == [port_of(container, setting) for setting in settings]
+    for pod in running.pods:
+        listening = [port["containerPort"] for c in pod.containers for port in c.spec["ports"]]
+        assert len(set(listening)) == len(listening), "the containers of a pod share its ports"
+
+
+def test_services_pick_pods_and_ports_that_exist(running: Cluster) -> None:
+    for service in of_kind(running.manifests, "Service"):
+        spec = service["spec"]
+        picked = [pod for pod in running.pods if matches(spec["selector"], pod.labels)]
+        assert picked, service["metadata"]["name"]
+        for port in spec["ports"]:
+            for pod in picked:
+                declared = [p for c in pod.containers for p in c.spec["ports"]]
+                assert port["targetPort"] in {p["name"] for p in declared} | {
+                    p["containerPort"] for p in declared
+                }
+    executors = named(running.manifests, "Service", "lockstep-executor")["spec"]
+    assert executors["clusterIP"] == "None"
+    assert executors["publishNotReadyAddresses"] is True
+    router = named(running.manifests, "Service", "lockstep-router")["spec"]
+    assert {port["appProtocol"] for port in router["ports"]} == {"kubernetes.io/h2c"}
+
+
+def test_selectors_of_workloads_and_budgets_pick_their_pods(running: Cluster) -> None:
+    for workload in of_kind(running.manifests, "Deployment", "StatefulSet"):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert matches(workload["spec"]["selector"], labels)
+        assert workload["spec"].get("serviceName", "lockstep-executor") == "lockstep-executor"
+    covered: list[str] = []
+    for budget in of_kind(running.manifests, "PodDisruptionBudget"):
+        picked = [p.name for p in running.pods if matches(budget["spec"]["selector"], p.labels)]
+        assert picked, budget["metadata"]["name"]
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+        covered += picked
+    assert sorted(covered) == sorted(pod.name for pod in running.pods), "each pod has one budget"
+
+
+def allows(running: Cluster, pod: Pod, port: int, *, labels: Any = None, space: Any = None) -> bool:
+    """Says whether a pod in this namespace, or one in another, may connect to a port of a pod."""
+    policies = [
+        policy["spec"]
+        for policy in of_kind(running.manifests, "NetworkPolicy")
+        if matches(policy["spec"]["podSelector"], pod.labels)
+    ]
+    assert policies, f"{pod.name} is open to all"
+    return any(
+        _is_among(port, rule) and _is_peer(rule, labels or {}, space or {})
+        for policy in policies
+        for rule in policy["ingress"]
+    )
+
+
+def _is_among(port: int, rule: Manifest) -> bool:
+    ports = rule.get("ports")
+    return ports is None or any(p["port"] <= port <= p.get("endPort", p["port"]) for p in ports)
+
+
+def _is_peer(rule: Manifest, labels: dict[str, str], space: dict[str, str]) -> bool:
+    if "from" not in rule:
+        return True
+    return any(
+        matches(peer["podSelector"], labels) and not space
+        if "podSelector" in peer
+        else bool(space) and matches(peer["namespaceSelector"], space)
+        for peer in rule["from"]
+    )
+
+
+def test_routers_alone_reach_executors_and_executors_one_another(running: Cluster) -> None:
+    [router] = running.pods_of("router")
+    [executor, *_] = running.pods_of("executor")
+    for container in executor.containers:
+        port = port_of(container)
+        assert allows(running, executor, port, labels=router.labels)
+        assert not allows(running, executor, port, labels={"app": "stranger"})
+        metrics = port_of(container, "metrics_listen")
+        assert allows(running, executor, metrics, space=MONITORING)
+        assert not allows(running, executor, metrics, space={"kubernetes.io/metadata.name": "x"})
+        assert not allows(running, executor, port, space=MONITORING)
+        assert not allows(running, executor, port, space={"kubernetes.io/metadata.name": "x"})
+    assert allows(running, executor, 40_000, labels=executor.labels)
+    assert not allows(running, executor, 40_000, labels=router.labels)
+    [container] = router.containers
+    metrics = port_of(container, "metrics_listen")
+    assert allows(running, router, port_of(container), labels={"app": "caller"})
+    assert not allows(running, router, metrics, labels={"app": "caller"})
+    assert allows(running, router, metrics, space=MONITORING)
+    [egress] = named(running.manifests, "NetworkPolicy", "lockstep-executor")["spec"]["egress"]
+    assert egress == {"to": [{"podSelector": {"matchLabels": _name_of(executor)}}]}
+
+
+def _name_of(pod: Pod) -> dict[str, str]:
+    key = "app.kubernetes.io/name"
+    return {key: pod.labels[key]}
+
+
+def test_what_is_referred_to_exists(running: Cluster) -> None:
+    manifests = running.manifests
+    for pod in running.pods:
+        named(manifests, "ServiceAccount", pod.spec["serviceAccountName"])
+        volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+        for volume in volumes.values():
+            if "persistentVolumeClaim" in volume:
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                named(manifests, "PersistentVolumeClaim", claim)
+            if "secret" in volume:  # the operator's, for components/executor-tls alone
+                name = pod.labels["app.kubernetes.io/name"]
+                assert volume["secret"] == {"secretName": f"{name}-tls", "optional": True}
+        for container in pod.containers:
+            mounts = {mount["name"] for mount in container.spec["volumeMounts"]}
+            assert mounts <= volumes.keys()
+            for source in container.spec["envFrom"]:
+                named(manifests, "ConfigMap", source["configMapRef"]["name"])
+    for scaled in of_kind(manifests, "ScaledObject"):
+        target = scaled["spec"]["scaleTargetRef"]
+        found = named(manifests, target["kind"], target["name"])
+        assert found["apiVersion"] == target["apiVersion"]
+        [router] = running.pods_of("router")
+        groups = router.containers[0].settings["groups"]
+        assert len(groups) == scaled["spec"]["maxReplicaCount"], "what it starts, a router uses"
+    for route in of_kind(manifests, "GRPCRoute"):
+        for rule in route["spec"]["rules"]:
+            for backend in rule["backendRefs"]:
+                ports = named(manifests, "Service", backend["name"])["spec"]["ports"]
+                assert backend["port"] in {port["port"] for port in ports}
+            services = {match["method"]["service"] for match in rule["matches"]}
+            assert services <= {
+                service.full_name
+                for messages in (serving_pb2, health_pb2)
+                for service in messages.DESCRIPTOR.services_by_name.values()
+            }
+
+
+def test_there_is_time_to_drain(running: Cluster) -> None:
+    for pod in running.pods:
+        for container in pod.containers:
+            settings, hook = container.settings, container.spec.get("lifecycle", {})
+            waits = hook.get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            if container.image == "lockstep-router":
+                assert waits > 0, "endpoints take a while to change"
+                waits += settings["shutdown_delay_s"] + settings["shutdown_grace_s"]
+            else:
+                waits += settings["stop_timeout_s"]
+            assert pod.spec["terminationGracePeriodSeconds"] >= waits + MARGIN_S
+
+
+def test_no_container_has_more_rights_than_it_needs(running: Cluster) -> None:
+    for pod in running.pods:
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["enableServiceLinks"] is False, "LOCKSTEP_ROUTER_PORT would be a setting's"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+        for container in pod.containers:
+            assert container.spec["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            resources = container.spec["resources"]
+            assert resources["requests"].keys() == {"cpu", "memory"}
+            assert resources["limits"].keys() == {"memory"}
+
+
+def test_what_programs_write_to_is_a_volume(running: Cluster) -> None:
+    for _, container in containers(running):
+        writable = [
+            mount["mountPath"]
+            for mount in container.spec["volumeMounts"]
+            if not mount.get("readOnly")
+        ]
+        assert "/tmp" in writable
+        for name in ("HOME", "FLASHINFER_WORKSPACE_BASE"):
+            if name in container.env:
+                assert os.path.commonpath([container.env[name], "/cache"]) in writable
+        for name in ("model", "tokenizer"):
+            folder = container.settings.get(name)
+            if folder is not None and not str(folder).startswith("/opt/"):
+                mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
+                assert str(Path(folder)) in mounts

@@ -1,0 +1,227 @@
+"""``python -m tests.e2e.chaos``: kills and stops executors while many streams run, and checks all.
+
+Every stream's tokens must be those that came when nothing was disturbed, neither fewer nor more,
+and at the end no sequence and no block may be left. Prints how long each recovery took.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.demo import token_ids
+from deploy.demo_tasks import solved_lines
+from deploy.launch import LocalStack
+from router.client import Client, Many, Options
+from router.status import GroupState, GroupStatus
+from tests.e2e.conftest import EXECUTOR_ARGS
+
+# A hung executor is noticed after three seconds, and another group takes over after two more.
+ROUTER_ARGS = ("--step-timeout-s", "3", "--min-step-deadline-s", "2", "--failover-after-s", "2")
+NUM_PROMPTS = 16  # each is asked by several streams
+NUM_TOKENS = 160
+MEAN_PAUSE_S = 1.5  # between two faults
+HANG_S = (1.0, 5.0)  # some hangs are over before anybody minds
+
+GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+SAMPLED: Options = {
+    **GREEDY,
+    "seed": 11,
+    "temperature": 1.5,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.2,
+}
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes:
+        faults: Each as people read it.
+        num_streams: That ended right.
+        wrong: Streams that did not, as people read them.
+        recoveries_s: From each loss of a group until it was ready again.
+        groups: As they were at the end.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    num_streams: int = 0
+    wrong: list[str] = field(default_factory=list)
+    recoveries_s: list[float] = field(default_factory=list)
+    groups: list[GroupStatus] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt, how it is sampled, and what comes when nothing is disturbed."""
+
+    prompt: list[int]
+    options: Options
+    expected: list[int]
+
+
+async def run_chaos(
+    *, num_groups: int, num_streams: int, num_faults: int, seed: int, log_dir: Path
+) -> Report:
+    """Breaks executors of a new stack ``num_faults`` times while ``num_streams`` always run."""
+    rng, report = random.Random(seed), Report()
+    stack = LocalStack(
+        dp_size=2,
+        num_groups=num_groups,
+        executor_args=EXECUTOR_ARGS,
+        router_args=ROUTER_ARGS,
+        log_dir=log_dir,
+    )
+    async with stack, stack.client() as client, client.many() as many:
+        await _groups_ready(client)
+        asks = await _undisturbed(client, rng)
+        is_over = asyncio.Event()
+        async with _supervised(stack), asyncio.TaskGroup() as tasks:
+            for number in range(num_streams):
+                asker = many if number % 2 else client
+                tasks.create_task(_ask_on(asker, asks, number, is_over, report))
+            for _ in range(num_faults):
+                if rng.random() < 0.7:  # else it may strike in the middle of a recovery
+                    await _groups_ready(client)
+                await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
+                report.faults.append(await _break_one(stack, rng))
+            await _groups_ready(client)
+            is_over.set()
+        report.groups = await _idle_groups(client)
+    report.recoveries_s = _recoveries_s(log_dir)
+    assert stack.left_running == []
+    return report
+
+
+async def _undisturbed(client: Client, rng: random.Random) -> list[Ask]:
+    prompts = [
+        token_ids(solved_lines(rng.randrange(1 << 32), rng.randint(20, 120)) + "\n17+25=")
+        for _ in range(NUM_PROMPTS)
+    ]
+    options = [SAMPLED if number % 8 == 7 else GREEDY for number in range(NUM_PROMPTS)]
+    answers = await asyncio.gather(
+        *(client.complete(p, **o) for p, o in zip(prompts, options, strict=True))
+    )
+    return [
+        Ask(prompt, option, answer.token_ids)
+        for prompt, option, answer in zip(prompts, options, answers, strict=True)
+    ]
+
+
+async def _ask_on(
+    asker: Client | Many, asks: list[Ask], number: int, is_over: asyncio.Event, report: Report
+) -> None:
+    """Keeps a stream open, one after another, until the trouble is over."""
+    while not is_over.is_set():
+        ask = asks[number % len(asks)]
+        number += 1
+        ids: list[int] = []
+        async for delta in asker.generate(ask.prompt, **ask.options):
+            ids += delta.token_ids
+        if ids == ask.expected:
+            report.num_streams += 1
+        else:
+            same = sum(1 for a, b in zip(ids, ask.expected, strict=False) if a == b)
+            report.wrong.append(f"{len(ids)} tokens for {len(ask.expected)}, {same} of them right")
+
+
+async def _break_one(stack: LocalStack, rng: random.Random) -> str:
+    """Kills an executor, or stops it for a while and then kills it or lets it go on."""
+    number = rng.randrange(len(stack.executors))
+    process = stack.executors[number]
+    kind = rng.choice(["killed", "killed", "stopped, then killed", "stopped for a while"])
+    if kind != "killed":
+        process.pause()
+        hang_s = rng.uniform(*HANG_S)
+        await asyncio.sleep(hang_s)
+        kind = f"{kind} ({hang_s:.1f} s)"
+    if "killed" in kind:
+        await process.kill()
+    else:
+        process.resume()
+    return f"{process.name} {kind}"
+
+
+@asynccontextmanager
+async def _supervised(stack: LocalStack) -> AsyncIterator[None]:
+    supervising = asyncio.create_task(stack.supervise_executors())
+    try:
+        yield
+    finally:
+        supervising.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervising
+
+
+async def _groups_ready(client: Client) -> None:
+    async with asyncio.timeout(120):
+        while any(g.state is not GroupState.READY for g in await client.get_status()):
+            await asyncio.sleep(0.05)
+
+
+async def _idle_groups(client: Client) -> list[GroupStatus]:
+    """Returns the groups when nothing runs or waits any more."""
+    async with asyncio.timeout(60):
+        while True:
+            groups = await client.get_status()
+            if not any(g.num_waiting or any(r.num_running for r in g.ranks) for g in groups):
+                return groups
+            await asyncio.sleep(0.05)
+
+
+def _recoveries_s(log_dir: Path) -> list[float]:
+    records = map(json.loads, (log_dir / "router.log").read_text().splitlines())
+    return [r["seconds_down"] for r in records if r["event"] == "group_ready" and r["epoch"] > 1]
+
+
+def show(report: Report) -> None:
+    """Prints what a run did."""
+    for fault in report.faults:
+        print(f"  {fault}")
+    recoveries = sorted(report.recoveries_s)
+    print(
+        f"  {len(recoveries)} recoveries, from the loss to the next step: median "
+        f"{recoveries[len(recoveries) // 2]:.1f} s, longest {recoveries[-1]:.1f} s"
+        if recoveries
+        else "  no group was lost"
+    )
+    print(f"  {report.num_streams} streams right, {len(report.wrong)} wrong")
+    for wrong in report.wrong:
+        print(f"  WRONG: {wrong}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.e2e.chaos")
+    parser.add_argument("--faults", type=int, default=10, help="with each number of groups")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--groups", type=int, nargs="+", default=[2, 1])
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    for num_groups in args.groups:
+        with tempfile.TemporaryDirectory() as log_dir:
+            begin = time.monotonic()
+            report = asyncio.run(
+                run_chaos(
+                    num_groups=num_groups,
+                    num_streams=args.streams,
+                    num_faults=args.faults,
+                    seed=args.seed,
+                    log_dir=Path(log_dir),
+                )
+            )
+            print(f"groups: {num_groups}, {time.monotonic() - begin:.0f} s in all")
+            show(report)
+        if report.wrong:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Both hops closed, as real processes: who lacks a certificate or a token gets nowhere."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.launch import DEMO_MODEL, LocalStack
+from deploy.processes import Process
+from protos.auth import with_token
+from protos.executor.v1 import executor_pb2
+from protos.health import SERVICE_NAME as HEALTH
+from protos.serving.v1 import serving_pb2
+from protos.tls import TlsFiles, channel_credentials
+from router.client import Client, Rejected, Unavailable
+from tests.certificates import Authority, replace
+from tests.e2e.conftest import EXECUTOR_ARGS
+
+BAD_CONFIGURATION = 2
+PUBLIC = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+INNER = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"]
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+LONG_TOKENS = 300
+
+
+@dataclass
+class Secured:
+    """A stack of which both hops have mutual TLS and tokens.
+
+    Attributes:
+        public: CA between clients and the router.
+        inner: CA between the router and executors.
+        client: Files of a client.
+        router: Files that the router shows executors.
+        stack: The processes.
+    """
+
+    public: Authority
+    inner: Authority
+    client: TlsFiles
+    router: TlsFiles
+    stack: LocalStack
+
+    @property
+    def client_token(self) -> Path:
+        return self.public.folder / "token"
+
+    @property
+    def router_tokens(self) -> Path:
+        return self.public.folder / "tokens"
+
+    @property
+    def inner_tokens(self) -> Path:
+        return self.inner.folder / "tokens"
+
+
+PUBLIC_TOKEN, OTHER_TOKEN = "public-token-8f1c2b7e", "other-token-6e0d9a35"
+INNER_TOKEN = "inner-token-1b9d4f60"
+NEXT_PUBLIC, NEXT_INNER = "next-public-token-77a2", "next-inner-token-c41e"
+
+
+def flags(prefix: str, files: TlsFiles, ca_flag: str) -> tuple[str, ...]:
+    return (
+        *(f"--{prefix}-cert", str(files.cert), f"--{prefix}-key", str(files.key)),
+        *(ca_flag, str(files.ca)),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
+    folder = tmp_path_factory.mktemp("secured")
+    public, inner = Authority(folder / "public"), Authority(folder / "inner")
+    (public.folder / "tokens").write_text(f"{PUBLIC_TOKEN}\n{OTHER_TOKEN}\n")
+    (public.folder / "token").write_text(PUBLIC_TOKEN)
+    (inner.folder / "tokens").write_text(INNER_TOKEN)
+    client, router = public.issue("client", "client.test"), inner.issue("router", "router.test")
+    stack = LocalStack(
+        dp_size=2,
+        executor_args=(
+            *EXECUTOR_ARGS,
+            *flags("tls", inner.issue("executor", "executor.test"), "--tls-client-ca"),
+            *("--tls-client-names", "router.test", "--auth-tokens", f"{inner.folder}/tokens"),
+            *("--log-level", "debug"),
+        ),
+        router_args=(
+            *flags("tls", public.issue("public", "127.0.0.1"), "--tls-client-ca"),
+            *("--auth-tokens", f"{public.folder}/tokens", "--health-listen", "127.0.0.1:0"),
+            *flags("executor", router, "--executor-ca"),
+            *("--executor-name", "executor.test", "--executor-token", f"{inner.folder}/tokens"),
+            *("--log-level", "debug"),
+        ),
+        tls=client,
+        token=public.folder / "token",
+        log_dir=folder,
+    )
+    async with stack:
+        yield Secured(public, inner, client, router, stack)
+    assert stack.left_running == []
+
+
+async def outcome(
+    address: str, method: str, files: TlsFiles | None, token: str | None, name: str = ""
+) -> grpc.StatusCode:
+    """Returns how a call without a message ends."""
+    options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
+    if files is None:
+        channel = grpc.aio.insecure_channel(address, options)
+    else:
+        channel = grpc.aio.secure_channel(address, channel_credentials(files.read()), options)
+    async with channel:
+        caller = channel if token is None else with_token(channel, lambda: token)
+        call = caller.stream_stream(method)(iter(()))
+        code: grpc.StatusCode = await call.code()
+        assert not any(secret in repr(call) for secret in secrets())
+        return code
+
+
+def secrets() -> list[str]:
+    return [PUBLIC_TOKEN, OTHER_TOKEN, INNER_TOKEN, NEXT_PUBLIC, NEXT_INNER]
+
+
+def methods(service: Any) -> list[str]:
+    return [f"/{service.full_name}/{method.name}" for method in service.methods]
+
+
+async def test_answers_are_right_through_mutual_tls_and_tokens_on_both_hops(secured: Secured):
+    async with secured.stack.client() as client:
+        answers = await asyncio.gather(
+            *[ask(client, request) for request in draw_requests(SEED, 30)]
+        )
+        assert all(answer.is_right for answer in answers)
+        async with client.many() as many:
+            assert (await many.complete("\n17+25=", max_tokens=16)).text == "42\n"
+        assert (await client.get_model()).has_tokenizer
+        assert await client.health("readiness")
+
+
+@pytest.mark.parametrize("method", [*methods(PUBLIC), REFLECTION])
+@pytest.mark.parametrize("token", [None, "wrong-token-wrong-token", INNER_TOKEN])
+async def test_the_router_refuses_a_missing_or_wrong_token(
+    secured: Secured, method: str, token: str | None
+):
+    code = await outcome(secured.stack.address, method, secured.client, token)
+    assert code == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("method", [*methods(INNER), REFLECTION])
+@pytest.mark.parametrize("token", [None, "wrong-token-wrong-token", PUBLIC_TOKEN])
+async def test_executors_refuse_a_missing_or_wrong_token(
+    secured: Secured, method: str, token: str | None
+):
+    for address in secured.stack.executor_addresses:
+        code = await outcome(address, method, secured.router, token, "executor.test")
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_health_needs_a_certificate_but_no_token(secured: Secured):
+    stack = secured.stack
+    assert await outcome(stack.address, f"/{HEALTH}/Check", secured.client, None) in ANSWERED
+    for address in stack.executor_addresses:
+        code = await outcome(address, f"/{HEALTH}/Check", secured.router, None, "executor.test")
+        assert code in ANSWERED
+
+
+# What a handler says to a call without a message.
+ANSWERED = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def test_probes_have_a_port_of_their_own(secured: Secured):
+    address = (await secured.stack.router.event("health_listening"))["address"]
+    async with Client(address) as probe:
+        assert await probe.health("readiness")
+        assert await probe.health("liveness")
+        with pytest.raises(Exception, match="Method not found"):
+            await probe.get_status()
+
+
+@pytest.mark.parametrize("who", ["nobody", "of another CA", "of the other hop", "in plain text"])
+async def test_the_router_refuses_a_missing_or_wrong_certificate(
+    secured: Secured, tmp_path: Path, who: str
+):
+    alien = Authority(tmp_path).issue("client", "client.test")
+    files = {
+        "nobody": TlsFiles(ca=secured.public.ca),
+        "of another CA": TlsFiles(alien.cert, alien.key, secured.public.ca),
+        "of the other hop": TlsFiles(secured.router.cert, secured.router.key, secured.public.ca),
+        "in plain text": None,
+    }[who]
+    for method in (*methods(PUBLIC), f"/{HEALTH}/Check"):
+        code = await outcome(secured.stack.address, method, files, PUBLIC_TOKEN)
+        assert code == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("who", ["nobody", "of another CA", "of the other hop", "in plain text"])
+async def test_executors_refuse_a_missing_or_wrong_certificate(
+    secured: Secured, tmp_path: Path, who: str
+):
+    alien = Authority(tmp_path).issue("router", "router.test")
+    files = {
+        "nobody": TlsFiles(ca=secured.inner.ca),
+        "of another CA": TlsFiles(alien.cert, alien.key, secured.inner.ca),
+        "of the other hop": TlsFiles(secured.client.cert, secured.client.key, secured.inner.ca),
+        "in plain text": None,
+    }[who]
+    for method in (*methods(INNER), f"/{HEALTH}/Check"):
+        code = await outcome(
+            secured.stack.executor_addresses[1], method, files, INNER_TOKEN, "executor.test"
+        )
+        assert code == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_executor_takes_no_steps_from_another_executor(secured: Secured):
+    """Its certificate is of the same CA, and it has the token."""
+    executor = TlsFiles(
+        secured.inner.folder / "executor.pem",
+        secured.inner.folder / "executor.key",
+        secured.inner.ca,
+    )
+    for method in methods(INNER):
+        code = await outcome(
+            secured.stack.executor_addresses[0], method, executor, INNER_TOKEN, "executor.test"
+        )
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_client_is_told_what_it_lacks(secured: Secured, tmp_path: Path):
+    address = secured.stack.address
+    async with Client(address, secured.client) as client:
+        with pytest.raises(Rejected, match="no token") as caught:
+            await client.get_model()
+        assert caught.value.reason == "UNAUTHENTICATED"
+    async with Client(address, TlsFiles(ca=secured.public.ca), token=PUBLIC_TOKEN) as client:
+        with pytest.raises(Unavailable):
+            await client.get_model()
+
+
+async def test_files_are_replaced_while_streams_go_on(secured: Secured):
+    """Every certificate, both CAs and all tokens; then an executor dies, and is met anew."""
+    stack = secured.stack
+    old_client = {path: path.read_bytes() for path in secured.public.folder.iterdir()}
+    async with stack.client() as client:
+        undisturbed = await long_stream(client, asyncio.Event())
+        is_running = asyncio.Event()
+        disturbed = asyncio.create_task(long_stream(client, is_running))
+        await is_running.wait()
+
+        replace(secured.router_tokens, f"{PUBLIC_TOKEN}\n{NEXT_PUBLIC}\n".encode())
+        async with asyncio.timeout(60):  # tokens are looked at every second
+            while await public_code(secured, NEXT_PUBLIC) == grpc.StatusCode.UNAUTHENTICATED:
+                await asyncio.sleep(0.1)
+        replace(secured.client_token, NEXT_PUBLIC.encode())
+        public = Authority(secured.public.folder)
+        public.issue("public", "127.0.0.1")
+        public.issue("client", "client.test")
+        async with stack.client() as newcomer:
+            assert (await newcomer.complete("\n17+25=", max_tokens=16)).text == "42\n"
+        assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
+
+        assert not disturbed.done()
+
+        replace(secured.inner_tokens, f"{NEXT_INNER}\n{INNER_TOKEN}\n".encode())
+        inner = Authority(secured.inner.folder)
+        inner.issue("executor", "executor.test")
+        inner.issue("router", "router.test")
+        await stack.restart_executor(1)
+
+        assert await disturbed == undisturbed
+        group = await idle_group(client)
+        assert group.epoch > 1
+
+    replace(secured.router_tokens, NEXT_PUBLIC.encode())
+    async with asyncio.timeout(60):
+        while await public_code(secured, PUBLIC_TOKEN) != grpc.StatusCode.UNAUTHENTICATED:
+            await asyncio.sleep(0.1)
+    assert await public_code(secured, NEXT_PUBLIC) != grpc.StatusCode.UNAUTHENTICATED
+    outdated = secured.public.folder / "outdated"
+    outdated.mkdir()
+    for path, content in old_client.items():
+        (outdated / path.name).write_bytes(content)
+    files = TlsFiles(outdated / "client.pem", outdated / "client.key", secured.public.ca)
+    code = await outcome(stack.address, methods(PUBLIC)[-1], files, NEXT_PUBLIC)
+    assert code == grpc.StatusCode.UNAVAILABLE
+
+
+async def public_code(secured: Secured, token: str) -> grpc.StatusCode:
+    return await outcome(
+        secured.stack.address, f"/{PUBLIC.full_name}/GetStatus", secured.client, token
+    )
+
+
+async def long_stream(client: Client, is_running: asyncio.Event) -> list[int]:
+    """Returns many greedy tokens; sets the event at the first."""
+    ids: list[int] = []
+    async for delta in client.generate(
+        token_ids("\n17+25="), max_tokens=LONG_TOKENS, ignore_eos=True
+    ):
+        ids += delta.token_ids
+        is_running.set()
+    return ids
+
+
+async def test_a_router_with_the_wrong_token_says_so_and_shows_none(
+    secured: Secured, tmp_path: Path
+):
+    wrong = "wrong-token-2222222222"
+    (tmp_path / "tokens").write_text(wrong)
+    args = (
+        *("-m", "router", "--listen", "127.0.0.1:0", "--log-level", "debug"),
+        *("--group", ",".join(secured.stack.executor_addresses)),
+        *flags("executor", secured.router, "--executor-ca"),
+        *("--executor-name", "executor.test", "--executor-token", f"{tmp_path}/tokens"),
+    )
+    router = Process("router", args, log_path=tmp_path / "router.log", env={})
+    try:
+        async with Client((await router.event("listening"))["address"]) as client:
+            async with asyncio.timeout(60):
+                while "UNAUTHENTICATED" not in (status := await client.get_status())[0].problem:
+                    await asyncio.sleep(0.1)
+            assert not await client.health("readiness")
+        assert "not one that is taken here" in status[0].problem
+        assert wrong not in repr(status)
+    finally:
+        await router.stop(30)
+    assert wrong not in router.log_path.read_text()
+
+
+async def test_no_secret_is_in_logs_status_or_descriptions(secured: Secured):
+    async with secured.stack.client() as client:
+        seen = repr(await client.get_status())
+    options = [("grpc.ssl_target_name_override", "executor.test")]
+    credentials = channel_credentials(secured.router.read())
+    for address in secured.stack.executor_addresses:
+        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+            caller = with_token(channel, secured.inner_tokens.read_text().split()[0].__str__)
+            described = await caller.unary_unary(f"/{INNER.full_name}/Describe")(b"")
+            seen += executor_pb2.DescribeResponse.FromString(described).__repr__()
+    logs = list(secured.stack.log_dir.glob("*.log"))
+    assert {log.name for log in logs} == {"router.log", "executor-0.log", "executor-1.log"}
+    seen += "".join(log.read_text() for log in logs)
+
+    assert "auth_tokens" in seen  # the settings are there, as paths
+    assert "agreement" in seen
+    hidden = secrets()
+    for key in secured.stack.log_dir.glob("*/*.key"):
+        hidden += [line for line in key.read_text().splitlines() if "PRIVATE" not in line]
+    assert len(hidden) > len(secrets())
+    for secret in hidden:
+        assert secret not in seen
+
+
+# ---- nothing in plain text off loopback, unless asked for
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("-m", "router", "--group", "127.0.0.1:1", "--listen", "0.0.0.0:0"), "tls_cert"),
+        (("-m", "router", "--group", "127.0.0.1:1", "--listen", "[::]:0"), "tls_cert"),
+        (("-m", "router", "--group", "10.0.0.7:1"), "executor_ca"),
+        (("-m", "router", "--group", "dns:executor:1?size=2"), "executor_ca"),
+        (("-m", "executor", "--model", str(DEMO_MODEL), "--listen", "0.0.0.0:0"), "tls_cert"),
+        (("-m", "executor", "--model", str(DEMO_MODEL), "--listen", "10.0.0.7:0"), "tls_cert"),
+    ],
+)
+async def test_plain_text_off_loopback_stops_the_start_and_is_told_what_to_set(
+    tmp_path: Path, args: tuple[str, ...], named: str
+):
+    process = Process("service", args, log_path=tmp_path / "log", env={})
+
+    assert await process.exited() == BAD_CONFIGURATION
+    log = process.log_path.read_text()
+    assert "plain text" in log
+    assert named in log
+    assert "plaintext=on" in log
+    assert "listening" not in log
+
+
+async def test_an_executor_that_anybody_could_drive_by_tls_does_not_start(tmp_path: Path):
+    files = Authority(tmp_path).issue("executor", "executor.test")
+    args = (
+        *("-m", "executor", "--model", str(DEMO_MODEL), "--listen", "0.0.0.0:0"),
+        *("--tls-cert", str(files.cert), "--tls-key", str(files.key)),
+    )
+    process = Process("executor", args, log_path=tmp_path / "log", env={})
+
+    assert await process.exited() == BAD_CONFIGURATION
+    assert "anybody who reaches it could drive this executor" in process.log_path.read_text()
+
+
+async def test_plain_text_off_loopback_is_there_for_who_asks_for_it(tmp_path: Path):
+    args = ("-m", "router", "--group", "10.0.0.7:1", "--listen", "0.0.0.0:0")
+    asked = ("--plaintext", "on", "--executor-plaintext", "on")
+    router = Process("router", (*args, *asked), log_path=tmp_path / "log", env={})
+    try:
+        address = (await router.event("listening"))["address"]
+        async with Client(address.replace("0.0.0.0", "127.0.0.1")) as client:
+            assert await client.health("liveness")
+    finally:
+        await router.kill()
+    assert [json.loads(line)["event"] for line in router.log_path.read_text().splitlines()]

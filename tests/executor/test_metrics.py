@@ -1,0 +1,131 @@
+"""Where an executor's time goes is what one looks at when a group is slow."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from executor.build import build_worker
+from executor.config import ExecutorConfig
+from executor.measures import PHASES, Measures
+from executor.metrics import Place, collector
+from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
+from protos.metrics import Histogram
+from tests.executor.servers import Client, config_of, reason_of, serving
+from tests.executor.steps import decode_part, prompt_part, step
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8]
+
+
+@pytest.fixture
+def measures() -> Measures:
+    return Measures()
+
+
+@pytest.fixture
+def worker(tiny_checkpoint: Path, measures: Measures) -> Worker:
+    config = config_of(tiny_checkpoint, 0, 1, decode_graph_sizes=(4,), prefill_graph_sizes=(16, 32))
+    worker, _ = build_worker(config, measures)
+    worker.join(1, "")
+    return worker
+
+
+def with_graph(message: pb.StepRequest, size: int) -> pb.StepRequest:
+    message.agreement.graph_size = size
+    return message
+
+
+def test_steps_and_their_rows_are_counted(worker: Worker, measures: Measures):
+    worker.execute(step(1, prompt_part(0, PROMPT, [1, 2]), num_tokens=[7], num_logits=[1]))
+    worker.execute(with_graph(step(2, decode_part(0, 7), num_tokens=[1]), 4))
+    worker.execute(step(3, decode_part(0, 8, block_ids=[3]), num_tokens=[1]))
+
+    assert measures.steps == {("extend", False): 1, ("decode", True): 1, ("decode", False): 1}
+    assert measures.scheduled_tokens == 9
+    assert measures.padding_tokens == 3
+    assert sum(measures.execute_s.counts) == 3
+
+
+def test_phases_add_up_to_what_the_router_is_told(worker: Worker, measures: Measures):
+    part = prompt_part(0, PROMPT, [1, 2])
+    response = worker.execute(step(1, part, num_tokens=[7], num_logits=[1]))
+
+    assert measures.phase_ns["queue"] == measures.phase_ns["peers"] == 0
+    for phase in ("fill", "forward", "sample"):
+        assert measures.phase_ns[phase] > 0
+    rest_ns = response.forward_ns - sum(measures.phase_ns.values())
+    assert 0 <= rest_ns < response.forward_ns / 2
+    assert measures.execute_s.total == pytest.approx(response.forward_ns / 1e9)
+
+
+def test_a_step_that_is_refused_is_not_counted_as_run(worker: Worker, measures: Measures):
+    with pytest.raises(Exception, match="without having started"):
+        worker.execute(step(1, decode_part(0, 7), num_tokens=[1]))
+    assert not measures.steps
+    assert measures.scheduled_tokens == 0
+
+
+@pytest.fixture
+async def server(
+    tiny_checkpoint: Path, measures: Measures
+) -> AsyncIterator[tuple[Client, Measures]]:
+    config = config_of(tiny_checkpoint, 0, 1)
+    async with serving(lambda: build_worker(config, measures), measures=measures) as (_, client):
+        yield client, measures
+
+
+async def test_a_server_counts_joins_waits_and_refusals_by_reason(
+    server: tuple[Client, Measures],
+):
+    client, measures = server
+    await client.join(1)
+    await client.steps(1).read()
+    assert await reason_of(client.steps(3)) == "STEP_OUT_OF_ORDER"
+
+    assert measures.joins == {"joined": 1, "failed": 0}
+    assert measures.steps == {("idle", False): 1}
+    assert measures.failures["STEP_OUT_OF_ORDER"] == 1
+    assert measures.phase_ns["queue"] > 0
+
+
+def test_what_prometheus_gets_is_what_was_counted():
+    measures = Measures()
+    measures.begin_step()
+    measures.end_phase("fill")
+    measures.end_step("decode", num_tokens=3, num_rows=4, is_replay=True)
+    measures.failures["STEP_FAILED"] += 2
+    collect = collector(
+        measures,
+        lambda: Place(dp_rank=2, attn_tp_rank=1, num_kv_blocks=64),
+        lambda: 7,
+        lambda: {"allocated": 5},
+    )
+    series = {family.name: dict(family.series) for family in collect()}
+
+    assert series["lockstep_executor_info"] == {("2", "1"): 1.0}
+    assert series["lockstep_executor_epoch"] == {(): 7}
+    assert series["lockstep_executor_ready"] == {(): 1.0}
+    assert series["lockstep_executor_kv_blocks"] == {(): 64}
+    assert series["lockstep_executor_device_memory_bytes"] == {("allocated",): 5}
+    assert series["lockstep_executor_steps_total"] == {("decode", "replay"): 1}
+    assert series["lockstep_executor_tokens_total"] == {("scheduled",): 3, ("padding",): 1}
+    assert series["lockstep_executor_failed_steps_total"]["STEP_FAILED",] == 2
+    assert series["lockstep_executor_failed_steps_total"]["INVALID_STEP",] == 0
+    assert series["lockstep_executor_step_seconds_total"]["fill",] > 0
+    assert len(series["lockstep_executor_step_seconds_total"]) == len(PHASES)
+    [histogram] = series["lockstep_executor_execute_seconds"].values()
+    assert isinstance(histogram, Histogram)
+    assert sum(histogram.counts) == 1
+
+
+def test_an_executor_that_is_in_no_epoch_says_so():
+    collect = collector(Measures(), lambda: Place(dp_rank=0, attn_tp_rank=0), lambda: None, dict)
+    series = {family.name: dict(family.series) for family in collect()}
+    assert series["lockstep_executor_epoch"] == {(): 0}
+    assert series["lockstep_executor_ready"] == {(): 0.0}
+
+
+def test_an_address_for_metrics_that_is_none_is_refused(tiny_checkpoint: Path):
+    with pytest.raises(ValueError, match="metrics_listen=9090: need host:port"):
+        ExecutorConfig(model=tiny_checkpoint, metrics_listen="9090")

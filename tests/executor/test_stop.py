@@ -1,0 +1,70 @@
+"""An executor that is told to stop must end, even if the step that it waits for does not."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from executor.__main__ import _stop
+
+
+class Servicer:
+    """Stops once its step has ended."""
+
+    def __init__(self) -> None:
+        self.step_ended = asyncio.Event()
+        self.has_left = False
+
+    async def stop(self) -> None:
+        await self.step_ended.wait()
+        self.has_left = True
+
+
+class Server:
+    def __init__(self) -> None:
+        self.has_stopped = False
+
+    async def stop(self, grace: float) -> None:
+        self.has_stopped = True
+
+
+@pytest.fixture
+def servicer() -> Any:
+    return Servicer()
+
+
+async def test_it_waits_for_the_step_in_flight(servicer: Any):
+    server = Server()
+    stopping = asyncio.create_task(_stop(servicer, server, 600.0, asyncio.Event()))
+    await asyncio.sleep(0)
+    assert not server.has_stopped
+    servicer.step_ended.set()
+    await asyncio.wait_for(stopping, 30)
+    assert servicer.has_left
+    assert server.has_stopped
+
+
+async def test_a_second_signal_ends_the_wait(servicer: Any):
+    server, at_once = Server(), asyncio.Event()
+    stopping = asyncio.create_task(_stop(servicer, server, 600.0, at_once))
+    await asyncio.sleep(0)
+    at_once.set()
+    await asyncio.wait_for(stopping, 30)
+    assert server.has_stopped
+    assert not servicer.has_left
+
+
+async def test_so_does_the_end_of_its_time(servicer: Any):
+    server = Server()
+    await asyncio.wait_for(_stop(servicer, server, 0.01, asyncio.Event()), 30)
+    assert server.has_stopped
+    assert not servicer.has_left
+
+
+async def test_what_goes_wrong_is_not_swallowed(servicer: Any):
+    async def fail() -> None:
+        raise RuntimeError("mine")
+
+    servicer.stop = fail
+    with pytest.raises(RuntimeError, match="mine"):
+        await _stop(servicer, Server(), 600.0, asyncio.Event())

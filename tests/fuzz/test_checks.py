@@ -1,0 +1,129 @@
+"""What the network can bring is read or refused, and nothing else comes of it.
+
+The same messages as in tests/e2e/test_fuzz.py, without processes around the checks: more of them
+in less time.
+"""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+
+from executor.budget import TokenBudget
+from executor.errors import InvalidStep
+from executor.graph.capture_sizes import GraphSizes
+from executor.step_columns import RowProgress, StepLimits, read_step
+from executor.topology import Topology
+from protos.errors import RpcError
+from protos.executor.v1 import executor_pb2
+from protos.serving.v1 import serving_pb2
+from router.model import ServedModel
+from router.readers import Readers
+from router.request import Request
+from router.validation import read_request
+from tests.fuzz.requests import any_request
+from tests.fuzz.steps import Sizes, any_step
+
+VOCAB_SIZE = 264
+MAX_MODEL_LEN = 64
+SIZES = Sizes(vocab_size=VOCAB_SIZE, num_rows=8, num_kv_blocks=32, block_size=4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_request_is_read_in_range_or_refused_by_name(seed: int) -> None:
+    rng = random.Random(seed)
+    model = ServedModel(
+        name="tiny",
+        architecture="Tiny",
+        fingerprint="",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(2,),
+    )
+    reader = Readers(max_readers=1).open()
+    outcomes = {"read": 0, "refused": 0}
+    unnamed: list[Exception] = []
+
+    async def read_all() -> None:
+        nonlocal unnamed
+        for _ in range(500):
+            message = any_request(rng, VOCAB_SIZE)
+            try:
+                check_request(
+                    await read_request(message, model=model, tokenizer=None, reader=reader)
+                )
+                outcomes["read"] += 1
+            except RpcError as error:
+                unnamed += [error] if not error.field else []
+                outcomes["refused"] += 1
+
+    asyncio.run(read_all())
+    assert unnamed == []
+    assert min(outcomes.values()) > 50, outcomes
+
+
+def check_request(request: Request) -> None:
+    sampling, stop = request.sampling, request.stop
+    numbers = [
+        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
+        *(sampling.presence_penalty, sampling.frequency_penalty),
+        *(bias for _, bias in sampling.logit_bias),
+    ]
+    assert np.isfinite(np.array(numbers, np.float32)).all()
+    assert 0 <= request.prompt.min() <= request.prompt.max() < VOCAB_SIZE
+    assert 1 <= stop.max_tokens <= MAX_MODEL_LEN - len(request.prompt)
+    assert stop.min_tokens <= stop.max_tokens
+    assert 1 <= len(request.sequences) <= 64
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_is_read_or_refused_by_name_and_changes_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = StepLimits(
+        topology=Topology(),
+        budget=TokenBudget(max_num_batched_tokens=32, max_num_seqs=4, max_num_logits=16),
+        num_rows=SIZES.num_rows,
+        num_kv_blocks=SIZES.num_kv_blocks,
+        block_size=SIZES.block_size,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
+    )
+    progress = RowProgress.empty(np.zeros(SIZES.num_rows, np.int64))
+    progress.is_live[:4] = progress.has_sampled[:2] = True
+    progress.num_blocks[:4] = [1, 2, 3, 10]
+    before = [column.copy() for column in (progress.is_live, progress.num_blocks)]
+    outcomes = {"read": 0, "refused": 0, "malformed": 0}
+    unnamed: list[Exception] = []
+    for _ in range(1000):
+        data = any_step(rng, SIZES, step_id=1)
+        try:
+            message = executor_pb2.StepRequest.FromString(data)
+        except DecodeError:
+            outcomes["malformed"] += 1
+            continue
+        try:
+            columns = read_step(message, limits, progress)
+        except InvalidStep as error:
+            unnamed += [error] if not error.field else []
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert len(columns.rows) == len(set(columns.rows.tolist())) <= 4
+        assert columns.token_ids.max(initial=0) < VOCAB_SIZE
+        assert (columns.num_computed_tokens + columns.num_tokens).max(initial=0) <= MAX_MODEL_LEN
+        assert ((columns.new_block_ids > 0) & (columns.new_block_ids < 32)).all()
+    assert unnamed == []
+    assert all(map(np.array_equal, before, (progress.is_live, progress.num_blocks)))
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def test_the_same_seed_gives_the_same_messages() -> None:
+    draws = [
+        [any_request(rng, 9).SerializeToString(deterministic=True) for _ in range(50)]
+        for rng in (random.Random(5), random.Random(5))
+    ]
+    assert draws[0] == draws[1]
+    assert serving_pb2.GenerateRequest.FromString(draws[0][0]) is not None

@@ -1,0 +1,56 @@
+"""A cell whose one group really steps, over fake executors. For tests."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from router.admission import Admission
+from router.cell import Cell, Observer
+from router.engine import Engine
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from tests.router.stepper import make_shape
+from tests.sim.fake_executors import FakeExecutors
+
+
+@asynccontextmanager
+async def running(dp_size: int = 2, observer: Observer | None = None) -> AsyncIterator[Cell]:
+    """A cell whose group steps over executors that take 1 ms."""
+    cell = Cell(Readers(max_readers=50), observer=observer)
+    executors = FakeExecutors(make_shape(dp_size=dp_size), random.Random(0), step_s=0.001)
+    engine = Engine(
+        0,
+        executors,
+        Admission(max_sequences=4, max_tokens=1000),
+        cell.readers,
+        pipeline_depth=2,
+        min_chunk_tokens=1,
+        retry_delay_s=0.1,
+        on_end=cell.on_end,
+    )
+    cell.drive([engine])
+    stepping = asyncio.create_task(engine.run())
+    while cell.model is None:
+        await asyncio.sleep(0.01)
+    yield cell
+    stepping.cancel()
+
+
+async def complete(cell: Cell, name: str, prompt: list[int], max_tokens: int) -> Request:
+    request = Request(
+        request_id=name,
+        prompt=np.array(prompt, np.int32),
+        sampling=SamplingParams(),
+        stop=StopConditions(max_tokens=max_tokens),
+        output=OutputOptions(),
+        reader=cell.readers.open(),
+        arrival_time=asyncio.get_running_loop().time(),
+    )
+    cell.submit(request)
+    while request.is_live:
+        await request.reader.wait()
+    cell.readers.close(request.reader)
+    return request

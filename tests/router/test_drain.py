@@ -1,0 +1,259 @@
+"""A router that is told to stop must lose nobody's request, and must stop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.errors import error_details
+from protos.serving.v1 import serving_pb2 as pb
+from protos.serving.v1 import serving_pb2_grpc
+from router.app import server_options
+from router.client import Client, Unavailable
+from router.config import RouterConfig
+from router.drain import StopSignals, drain
+from router.health import Health
+from tests.router.fake_cell import FakeCell, serve
+
+LONG_S = 600.0  # longer than any test here takes
+GROUPS = (("127.0.0.1:1",),)
+
+
+class Router:
+    """A served FakeCell, its client and the signals that stop it."""
+
+    def __init__(self, cell: FakeCell, health: Health, client: Client, stub: Any) -> None:
+        self.cell, self.health, self.client, self.stub = cell, health, client, stub
+        self.signals = StopSignals()
+
+    def drain(self, *, delay_s: float = 0.0, grace_s: float = LONG_S) -> asyncio.Task[None]:
+        draining = drain(
+            self.cell,  # type: ignore[arg-type]
+            self.health,
+            delay_s=delay_s,
+            grace_s=grace_s,
+            at_once=self.signals.at_once,
+        )
+        return asyncio.create_task(asyncio.wait_for(draining, 30))
+
+    async def start_call(self) -> tuple[Any, Any]:
+        """Returns a Generate call that has its first token, and the sequence that it runs."""
+        call = self.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))
+        [sequence] = (await self.cell.arrivals.get()).sequences
+        self.cell.give(sequence, [10])
+        assert list((await call.read()).token_ids) == [10]
+        return call, sequence
+
+    async def start_many(self) -> tuple[Any, Any]:
+        """The same for a GenerateMany stream, whose request has tag 7."""
+        call = self.stub.GenerateMany()
+        prompt = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
+        await call.write(pb.GenerateManyRequest(tag=7, start=prompt))
+        [sequence] = (await self.cell.arrivals.get()).sequences
+        self.cell.give(sequence, [10])
+        await call.read()
+        return call, sequence
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    cell, health = FakeCell(), Health()
+    health.set_ready(True)
+    async with (
+        serve(cell, health=health) as target,
+        Client(target) as client,
+        grpc.aio.insecure_channel(target, [("grpc.enable_retries", 0)]) as channel,
+    ):
+        yield Router(cell, health, client, serving_pb2_grpc.GenerationServiceStub(channel))
+
+
+async def rest_of(call: Any) -> tuple[list[Any], grpc.StatusCode, str]:
+    """Returns the messages that are left, and how the call ended: code and reason."""
+    messages = []
+    try:
+        async with asyncio.timeout(30):
+            while (message := await call.read()) is not grpc.aio.EOF:
+                messages.append(message)
+    except grpc.aio.AioRpcError as error:
+        return messages, error.code(), error_details(error).reason
+    return messages, grpc.StatusCode.OK, ""
+
+
+async def until_not_ready(router: Router) -> None:
+    async with asyncio.timeout(30):
+        while await router.client.health("readiness"):
+            pass
+
+
+async def until_refusing(router: Router) -> None:
+    async with asyncio.timeout(30):
+        while not router.cell.is_shutting_down:
+            await asyncio.sleep(0)
+
+
+async def test_load_balancers_are_told_before_any_request_is_refused(router: Router):
+    router.cell.echoes = True
+    draining = router.drain(delay_s=LONG_S)
+    await until_not_ready(router)
+
+    assert (await router.client.complete([5])).token_ids == [5]
+    assert await router.client.health("liveness")
+    draining.cancel()
+
+
+async def test_after_the_delay_new_requests_are_refused_so_that_they_are_sent_elsewhere(
+    router: Router,
+):
+    _, sequence = await router.start_call()
+    draining = router.drain()
+    await until_refusing(router)
+
+    refused = router.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))
+    assert await rest_of(refused) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    router.cell.finish(sequence)
+    await draining
+
+
+async def test_what_runs_is_finished(router: Router):
+    call, one = await router.start_call()
+    stream, other = await router.start_many()
+    draining = router.drain()
+    await until_refusing(router)
+    assert not draining.done()
+
+    for sequence in (one, other):
+        router.cell.give(sequence, [11, 12])
+        router.cell.finish(sequence)
+    [last], code, _ = await rest_of(call)
+    assert (list(last.token_ids), last.HasField("finish")) == ([11, 12], True)
+    assert code is grpc.StatusCode.OK
+    [message], code, reason = await rest_of(stream)
+    assert list(message.responses[0].response.token_ids) == [11, 12]
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    await draining
+
+
+async def test_a_stream_on_which_nothing_runs_is_ended(router: Router):
+    stream = router.stub.GenerateMany()
+    await stream.write(pb.GenerateManyRequest(tag=1, cancel=pb.CancelTag()))
+    async with asyncio.timeout(30):
+        while not router.cell.readers.num_open:
+            await asyncio.sleep(0)
+
+    await router.drain()
+
+    assert await rest_of(stream) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+async def test_what_is_left_at_the_end_of_the_grace_ends_with_its_tokens_so_far(router: Router):
+    call, sequence = await router.start_call()
+    draining = router.drain(grace_s=0.0)
+    router.cell.give(sequence, [11, 12])
+    await draining
+
+    [last], code, reason = await rest_of(call)
+    assert (list(last.token_ids), last.HasField("finish")) == ([11, 12], False)
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+async def test_on_a_stream_of_many_they_are_told_under_their_tag(router: Router):
+    stream, sequence = await router.start_many()
+    draining = router.drain(grace_s=0.0)
+    router.cell.give(sequence, [11, 12])
+    await draining
+
+    messages, code, reason = await rest_of(stream)
+    tokens, errors = [], []
+    for message in messages:
+        tokens += [t for tagged in message.responses for t in tagged.response.token_ids]
+        tokens += memoryview(message.token_ids).cast("i").tolist()
+        errors += [(error.tag, error.reason) for error in message.errors]
+    assert (tokens, errors) == ([11, 12], [(7, "SHUTTING_DOWN")])
+    assert (code, reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+async def test_the_client_library_yields_the_tokens_before_the_failure(router: Router):
+    for source in (router.client, router.client.many()):
+        deltas = []
+        router.cell.refusal = None
+
+        async def read(source: Any = source, deltas: list[Any] = deltas) -> None:
+            async for delta in source.generate([5]):
+                deltas.append(delta)
+
+        async def run(source: Any = source) -> None:
+            reading = asyncio.create_task(read())
+            [sequence] = (await router.cell.arrivals.get()).sequences
+            router.cell.give(sequence, [10, 11])
+            router.cell.cancel_all()
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(reading, 30)
+
+        if source is router.client:
+            await run()
+        else:
+            async with source:
+                await run()
+        assert [t for delta in deltas for t in delta.token_ids] == [10, 11]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, LONG_S])
+async def test_a_second_signal_ends_what_runs_at_once(router: Router, delay_s: float):
+    call, _ = await router.start_call()
+    draining = router.drain(delay_s=delay_s)
+    await (until_not_ready if delay_s else until_refusing)(router)
+    router.signals.receive()
+    assert router.signals.asked.is_set()
+    assert not draining.done()
+
+    router.signals.receive()
+    await draining
+
+    assert await rest_of(call) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+
+
+@asynccontextmanager
+async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str]]]:
+    """Yields a stub and the peers that called, behind the options that settings make."""
+    peers: set[str] = set()
+
+    class Servicer(serving_pb2_grpc.GenerationServiceServicer):
+        async def Generate(self, request: Any, context: Any) -> None:
+            peers.add(context.peer())
+            for token in range(request.priority):
+                await context.write(pb.GenerateResponse(token_ids=[token]))
+                await asyncio.sleep(0.02)
+
+        GenerateMany = Cancel = GetModel = GetStatus = None  # type: ignore[assignment]
+
+    options = server_options(RouterConfig(groups=GROUPS, **settings))
+    server = grpc.aio.server(options=options)
+    serving_pb2_grpc.add_GenerationServiceServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield serving_pb2_grpc.GenerationServiceStub(channel), peers
+    await server.stop(None)
+
+
+async def tokens_of(call: Any) -> list[int]:
+    return [token async for message in call for token in message.token_ids]
+
+
+async def test_an_old_connection_is_replaced_and_its_streams_go_on():
+    async with slow_server(max_connection_age_s=0.2) as (stub, peers):
+        stream = asyncio.create_task(tokens_of(stub.Generate(pb.GenerateRequest(priority=60))))
+        async with asyncio.timeout(30):
+            while len(peers) < 3:  # each is another connection
+                await tokens_of(stub.Generate(pb.GenerateRequest(priority=1)))
+        assert await stream == list(range(60))
+
+
+async def test_a_client_may_ping_every_ten_seconds():
+    options = dict(server_options(RouterConfig(groups=GROUPS)))
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
+    assert "grpc.http2.min_recv_ping_interval_without_data_ms" not in options  # ignored by gRPC
+    assert options["grpc.max_concurrent_streams"] > RouterConfig(groups=GROUPS).max_calls

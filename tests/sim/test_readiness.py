@@ -1,0 +1,161 @@
+"""When a group counts as serving, and what a planned leave costs: on a virtual clock."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from router.admission import Admission
+from router.cell import Cell
+from router.engine import Engine
+from router.errors import ExecutorLeft
+from router.group import GroupShape
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.step import StepResult
+from router.step_builder import NO_GRAPHS
+from tests.sim import virtual_clock
+from tests.sim.fake_executors import FakeExecutors, expected_output
+
+OVERDUE_S = 60.0
+PROMPT = [7, 3, 9]
+MAX_TOKENS = 12
+
+SHAPE = GroupShape(
+    dp_size=1,
+    num_blocks=(40,),
+    block_size=4,
+    rows_per_rank=4,
+    max_num_batched_tokens=16,
+    max_num_logits=8,
+    max_model_len=48,
+    attn_tp_size=1,
+    graph_sizes=NO_GRAPHS,
+)
+
+
+class Executors(FakeExecutors):
+    """Steps take `step_s`, and executors leave in the steps whose numbers are given."""
+
+    def __init__(self, step_s: float, leaves_at: tuple[int, ...] = ()) -> None:
+        super().__init__(SHAPE, random.Random(1))
+        self.step_s = step_s
+        self.leaves_at = leaves_at
+        self.num_received = 0
+
+    async def receive(self) -> StepResult:
+        self.num_received += 1
+        if self.num_received in self.leaves_at:
+            raise ExecutorLeft("SHUTTING_DOWN: this executor was told to stop")
+        await asyncio.sleep(self.step_s)
+        return await super().receive()
+
+
+class World:
+    """An engine that runs, and one request at a time."""
+
+    def __init__(self, executors: Executors) -> None:
+        self.cell = Cell(Readers(max_readers=8))
+        self.engine = Engine(
+            0,
+            executors,
+            Admission(max_sequences=8, max_tokens=1000),
+            self.cell.readers,
+            pipeline_depth=1,
+            min_chunk_tokens=8,
+            retry_delay_s=0.1,
+            on_end=self.cell.on_end,
+            overdue_s=OVERDUE_S,
+        )
+        self.cell.drive([self.engine])
+        self.running = asyncio.create_task(self.engine.run())
+
+    async def formed(self) -> None:
+        while not self.engine.is_ready:
+            await asyncio.sleep(0.1)
+
+    def submit(self) -> Request:
+        request = Request(
+            request_id="mine",
+            prompt=np.array(PROMPT, np.int32),
+            sampling=SamplingParams(),
+            stop=StopConditions(max_tokens=MAX_TOKENS),
+            output=OutputOptions(),
+            reader=self.cell.readers.open(),
+            arrival_time=asyncio.get_running_loop().time(),
+        )
+        self.cell.submit(request)
+        return request
+
+    async def serving_until_done(self, request: Request) -> list[bool]:
+        """Returns what readiness was, every second until the request has ended."""
+        seen = []
+        while request.is_live:
+            seen.append(self.cell.is_ready)
+            await asyncio.sleep(1.0)
+        return seen
+
+
+def test_an_idle_night_changes_nothing_nor_does_the_request_that_ends_it():
+    async def night() -> None:
+        world = World(Executors(step_s=0.01))
+        await world.formed()
+        for _ in range(10 * 60):
+            await asyncio.sleep(60.0)
+            assert world.cell.is_ready
+        request = world.submit()
+        assert world.cell.is_ready  # though the last step is ten hours old
+        assert all(await world.serving_until_done(request))
+        world.running.cancel()
+
+    virtual_clock.run(night())
+
+
+@pytest.mark.parametrize("step_s", [30.0, 59.0])
+def test_a_group_whose_steps_are_long_serves_all_along(step_s: float):
+    async def slow() -> None:
+        world = World(Executors(step_s))
+        await world.formed()
+        seen = await world.serving_until_done(world.submit())
+        assert len(seen) > step_s * MAX_TOKENS * 0.9
+        assert all(seen)
+        world.running.cancel()
+
+    virtual_clock.run(slow())
+
+
+def test_a_group_that_has_work_and_makes_no_progress_does_not_serve():
+    async def stuck() -> None:
+        executors = Executors(step_s=0.01)
+        world = World(executors)
+        await world.formed()
+        await asyncio.sleep(3600.0)
+        executors.step_s = 1e6
+        request = world.submit()
+        await asyncio.sleep(OVERDUE_S - 1)
+        assert world.cell.is_ready
+        await asyncio.sleep(2)
+        assert not world.cell.is_ready
+        world.cell.cancel(request)
+        world.running.cancel()
+
+    virtual_clock.run(stuck())
+
+
+def test_a_request_outlives_any_number_of_executors_that_are_told_to_stop():
+    """Lost executors would have it failed as their cause: it ran alone each time."""
+
+    async def leaves() -> None:
+        world = World(Executors(step_s=0.01, leaves_at=(2, 4, 6, 8, 10)))
+        await world.formed()
+        request = world.submit()
+        while request.is_live:
+            await asyncio.sleep(1.0)
+        [sequence] = request.sequences
+        assert sequence.error is None
+        assert sequence.take_tokens().tolist() == expected_output(PROMPT, MAX_TOKENS, ())
+        assert world.engine.status().epoch == 6
+        world.running.cancel()
+
+    virtual_clock.run(leaves())

@@ -1,0 +1,285 @@
+"""A whole router on a virtual clock: groups of fake executors, and clients that check every token."""
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from router.admission import Admission
+from router.cell import Cell
+from router.engine import Engine
+from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
+from router.group import GroupShape
+from router.readers import Readers
+from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.sequence_table import RowStatus
+from router.step_builder import NO_GRAPHS, GraphSizes
+from tests.sim.fake_executors import EOS, VOCAB_SIZE, FakeExecutors, Poison, expected_output
+
+Work = Coroutine[Any, Any, None]
+
+MAX_READERS = 500
+MAX_MODEL_LEN = 48
+EXTEND_SIZES = (4, 8, 16)
+
+
+@dataclass
+class Group:
+    """One group, and what drives it."""
+
+    shape: GroupShape
+    executors: FakeExecutors
+    admission: Admission
+    engine: Engine
+
+
+class World:
+    """One router, and clients that send requests to it and check what they get.
+
+    Args:
+        rng: Of everything that is left to chance.
+        num_groups: Groups of executors.
+        poison: Requests that kill executors, by id.
+        shape: Of every group; None: at random.
+        faults: See FakeExecutors.
+
+    Attributes:
+        num_right: Sequences that ended as they should.
+        failed: Requests that were failed as poison.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_groups: int = 1,
+        poison: dict[str, Poison] | None = None,
+        shape: GroupShape | None = None,
+        **faults: float,
+    ) -> None:
+        self.rng = rng
+        self.poison = poison or {}
+        self.block_size = 4
+        self.cell = Cell(Readers(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0]))
+        self.groups = [
+            self._build_group(number, shape or self._draw_shape(), **faults)
+            for number in range(num_groups)
+        ]
+        self.cell.drive([group.engine for group in self.groups])
+        self.prefixes = [self.tokens(rng.randint(4, 24)) for _ in range(3)]
+        self.pieces = [self.tokens(self.block_size) for _ in range(4)]
+        self.num_right = 0
+        self.failed: list[Request] = []
+
+    def _draw_shape(self) -> GroupShape:
+        rng = self.rng
+        dp_size, attn_tp_size = rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
+        decode_sizes = (2, 4) if attn_tp_size == 2 else (1, 2, 4)
+        graph_sizes = GraphSizes(decode_sizes, EXTEND_SIZES, "prefill")
+        return GroupShape(
+            dp_size=dp_size,
+            num_blocks=tuple(rng.randint(14, 40) for _ in range(dp_size)),
+            block_size=self.block_size,
+            rows_per_rank=rng.choice([2, 5, 8]),
+            max_num_batched_tokens=rng.choice([8, 16, 40]),
+            max_num_logits=rng.choice([8, 16]),
+            max_model_len=MAX_MODEL_LEN,
+            attn_tp_size=attn_tp_size,
+            graph_sizes=rng.choice([NO_GRAPHS, graph_sizes]),
+        )
+
+    def _build_group(self, number: int, shape: GroupShape, **faults: float) -> Group:
+        rng = self.rng
+        executors = FakeExecutors(shape, rng, poison=self.poison, **faults)
+        admission = Admission(max_sequences=60, max_tokens=1200)
+        engine = Engine(
+            number,
+            executors,
+            admission,
+            self.cell.readers,
+            pipeline_depth=rng.choice([1, 2, 3]),
+            min_chunk_tokens=rng.choice([1, 8]),
+            retry_delay_s=0.1,
+            on_end=self.cell.on_end,
+        )
+        return Group(shape, executors, admission, engine)
+
+    # ---- requests
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randint(1, VOCAB_SIZE - 1) for _ in range(count)]
+
+    def recombined(self) -> list[int]:
+        """Blocks that other prompts have too, behind other blocks."""
+        return [token for piece in self.rng.choices(self.pieces, k=4) for token in piece]
+
+    def make_request(self, number: int, **fields: Any) -> Request:
+        rng = self.rng
+        prompt = rng.choice([*self.prefixes, self.recombined(), []])
+        prompt = prompt + self.tokens(rng.randint(1, 20))
+        ignore_eos = rng.random() < 0.3
+        now = asyncio.get_running_loop().time()
+        settings: dict[str, Any] = {
+            "stop": StopConditions(
+                max_tokens=rng.randint(1, MAX_MODEL_LEN - len(prompt)),
+                stop_token_ids=() if ignore_eos else (EOS,),
+            ),
+            "output": OutputOptions(
+                logprobs=rng.random() < 0.2, prompt_logprobs=rng.random() < 0.15
+            ),
+            "n": rng.choice([1, 1, 1, 3]),
+            "priority": rng.choice([0, 0, 0, 5, -5]),
+            "deadline": now + rng.uniform(0.05, 3) if rng.random() < 0.1 else None,
+            "is_columnar": rng.random() < 0.3,
+            **fields,
+        }
+        if "reader" not in settings:
+            settings["reader"] = self.cell.readers.open()
+        return Request(
+            request_id=f"r{number}",
+            prompt=np.array(settings.pop("prompt", prompt), np.int32),
+            sampling=SamplingParams(seed=rng.choice([0, rng.getrandbits(64)])),
+            arrival_time=now,
+            **settings,
+        )
+
+    # ---- clients
+
+    async def patient_client(self, number: int) -> None:
+        """Sends a request that is never cancelled and has twelve tokens to come."""
+        await self.client(
+            number,
+            may_cancel=False,
+            prompt=self.tokens(self.rng.randint(1, 30)),
+            stop=StopConditions(max_tokens=12),
+            deadline=None,
+            n=1,
+        )
+
+    async def client(self, number: int, *, may_cancel: bool = True, **fields: Any) -> None:
+        """Sends one request, perhaps cancels it, and checks every token."""
+        await asyncio.sleep(self.rng.choice([0.0, self.rng.uniform(0, 4)]))
+        request = self.make_request(number, **fields)
+        if self._submit(request, may_cancel=may_cancel):
+            got: list[list[int]] = [[] for _ in request.sequences]
+            while request.is_live:
+                await request.reader.wait()
+                if self.rng.random() < 0.1:
+                    await asyncio.sleep(self.rng.uniform(0, 0.5))  # a slow reader
+                if not request.is_columnar:
+                    for sequence in request.sequences:
+                        got[sequence.index] += sequence.take_tokens().tolist()
+            for sequence in request.sequences:
+                got[sequence.index] += sequence.take_tokens().tolist()
+                self.check_outcome(sequence, got[sequence.index])
+        self.cell.readers.close(request.reader)
+
+    async def stream(self, first_number: int, count: int) -> None:
+        """Sends requests on one reader, and takes their tokens as columns, as GenerateMany does."""
+        reader = self.cell.readers.open()
+        requests: list[Request] = []
+        got: list[list[int]] = []
+        for tag in range(count):
+            await asyncio.sleep(self.rng.uniform(0, 0.5))
+            number, output = first_number + tag, OutputOptions()
+            request = self.make_request(
+                number, reader=reader, tag=len(requests), is_columnar=True, n=1, output=output
+            )
+            if self._submit(request):
+                requests.append(request)
+                got.append([])
+        num_open = len(requests)
+        while num_open:
+            await reader.wait()
+            columns = self.cell.take_columns(reader)
+            taken = iter(columns.token_ids.tolist())
+            for tag, num in zip(columns.tags.tolist(), columns.num_tokens.tolist(), strict=True):
+                got[tag] += [next(taken) for _ in range(num)]
+            while reader.ended:
+                sequence = reader.ended.popleft()
+                tag = sequence.request.tag
+                got[tag] += sequence.take_tokens().tolist()
+                self.check_outcome(sequence, got[tag])
+                num_open -= 1
+        self.cell.readers.close(reader)
+
+    def _submit(self, request: Request, *, may_cancel: bool = True) -> bool:
+        try:
+            self.cell.submit(request)
+        except QueueFull:
+            return False
+        if may_cancel and self.rng.random() < 0.25:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.rng.uniform(0, 2), self.cell.cancel, request)
+        return True
+
+    def check_outcome(self, sequence: Sequence, tokens: list[int]) -> None:
+        request, stop = sequence.request, sequence.request.stop
+        expected = expected_output(
+            request.prompt, stop.max_tokens, stop.stop_token_ids, sequence.seed
+        )
+        if sequence.error is not None:
+            assert tokens == expected[: len(tokens)]
+            assert isinstance(sequence.error, Cancelled | DeadlineExceeded | ExecutorFailed)
+            if isinstance(sequence.error, ExecutorFailed) and sequence.index == 0:
+                self.failed.append(request)
+            return
+        assert tokens == expected
+        assert len(sequence.logprobs) == (len(tokens) if request.output.logprobs else 0)
+        wants_prompt = request.output.prompt_logprobs and sequence.index == 0
+        num_scored = len(request.prompt) - 1 if wants_prompt else 0
+        assert [t.token_id for t in sequence.prompt_logprobs] == (
+            request.prompt[1:].tolist() if num_scored else []
+        )
+        self.num_right += 1
+
+    # ---- the run
+
+    async def run(self, num_clients: int) -> None:
+        await self.run_clients([self.client(number) for number in range(num_clients)])
+
+    async def run_clients(self, clients: Iterable[Work], trouble: Work | None = None) -> None:
+        """Runs clients until all have ended, and trouble, if any, beside them."""
+        async with asyncio.timeout(3600), asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(group.engine.run()) for group in self.groups]
+            while self.cell.model is None:
+                await asyncio.sleep(0.01)
+            if trouble is not None:
+                running.append(tasks.create_task(trouble))
+            await asyncio.gather(*clients)
+            # Steps in flight of the last sequences to end still hold their blocks.
+            while any(group.engine.num_running for group in self.groups):
+                await asyncio.sleep(0.1)
+            self.check_nothing_is_left()
+            self.check_steps_are_counted_by_what_ran_them()
+            for task in running:
+                task.cancel()
+
+    def check_nothing_is_left(self) -> None:
+        assert self.cell.num_live == 0
+        assert self.cell.readers.num_free == MAX_READERS
+        for group in self.groups:
+            assert len(group.admission) == group.admission.num_tokens == 0
+            assert group.engine.num_waiting_tokens == 0
+            scheduler = group.engine._scheduler
+            if scheduler is None:  # forming again
+                continue
+            assert (scheduler.table.status == RowStatus.FREE).all()
+            assert (scheduler.table.num_in_flight == 0).all()
+            for cache in scheduler.caches:
+                cache.check()
+                assert cache.pool.num_used == 0
+
+    def check_steps_are_counted_by_what_ran_them(self) -> None:
+        for group, status in zip(self.groups, self.cell.status(), strict=True):
+            ways = [(count.runner, count.size, count.miss) for count in status.graphs]
+            assert len(set(ways)) == len(ways)
+            assert sum(count.num_steps for count in status.graphs) == status.step
+            decode_sizes = group.shape.graph_sizes.decode
+            for runner, size, miss in ways:
+                sizes = {"decode": decode_sizes, "prefill": EXTEND_SIZES, "eager": (0,)}
+                assert size in sizes[runner]
+                assert bool(miss) == (runner == "eager")
