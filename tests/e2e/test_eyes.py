@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from deploy.launch import LocalStack
 from deploy.processes import ROOT, Process
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from router.client import Client
 from tests.deploy.test_prometheus import EXPOSED
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.router.test_metrics import Samples, read
@@ -55,6 +56,14 @@ class Watched:
         return read(await asyncio.to_thread(get))
 
 
+async def until_no_step_runs(client: Client) -> None:
+    """A step that was under way when the last sequence ended holds its blocks until it is back."""
+    while any(
+        rank.num_used_blocks for [group] in [await client.get_status()] for rank in group.ranks
+    ):
+        await asyncio.sleep(0.01)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     collector, server = Collector(), grpc.aio.server()
@@ -76,6 +85,7 @@ async def test_both_services_tell_the_same_story(watched: Watched):
     async with stack.client() as client:
         answers = [client.complete(f"\n{n}+25=", max_tokens=16) for n in range(17, 25)]
         finishes = [answer.finish for answer in await asyncio.gather(*answers)]
+        await until_no_step_runs(client)
     router = await watched.scrape(stack.router)
     executors = [await watched.scrape(executor) for executor in stack.executors]
 
