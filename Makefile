@@ -8,9 +8,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOS := $(wildcard protos/*/v1/*.proto)
 
-# make demo DP=2 TP=2 EP=1 A2A=torch
+# make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
 TOPOLOGY = $(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
-	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A))
+	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A)) \
+	$(if $(DRAFTS),--draft-model deploy/demo_drafts/$(DRAFTS))
 
 # What is installed: to run Lockstep, and besides to work on it.
 RUN := $(VENV)/.installed-run
@@ -23,7 +24,8 @@ DEV := $(VENV)/.installed-dev
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (README.md)"
-	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A likewise"
+	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
+	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A, DRAFTS likewise"
 	@echo "make test    every check and test"
 	@echo "make sim     a thousand simulated runs of the router with dying and hanging executors"
 	@echo "make check   ruff, mypy and buf alone"

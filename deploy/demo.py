@@ -2,8 +2,9 @@
 
 Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
 sortings in all the ways there are, and compares every answer with the right one. With --compare
-one executor alone answers first, and every token must be the same. Exits with 1 if one is wrong or
-if a process is left running.
+one executor alone answers first, and every token must be the same. With --speculative a draft model
+drafts, and the same requests are answered with it and without, in turns. Exits with 1 if an answer
+is wrong, if drafts were slower, or if a process is left running.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from deploy import flags
+from deploy import demo_speculative, flags
 from deploy.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
 from deploy.launch import DEMO_MODEL, LocalStack, num_cores
 from deploy.processes import ProcessEnded
@@ -228,6 +229,20 @@ async def idle_group(client: Client) -> GroupStatus:
 
 async def run(args: argparse.Namespace) -> bool:
     """Runs the demo. Returns whether every answer was right and every process ended."""
+    is_good = await run_requests(args)
+    if args.speculative is not None:
+        is_good &= await demo_speculative.compare(
+            args.seed,
+            dp_size=args.dp_size,
+            attn_tp_size=args.attn_tp_size,
+            executor_args=(*EXECUTOR_ARGS, *flags.executor_args(args, flags.SHARING)),
+            draft_args=flags.executor_args(args, flags.DRAFTING),
+        )
+    return is_good
+
+
+async def run_requests(args: argparse.Namespace) -> bool:
+    """Asks everything and prints what came of it. Returns whether all was as it should be."""
     requests = draw_requests(args.seed, args.requests)
     alone = None
     if args.compare:
@@ -253,6 +268,7 @@ async def run(args: argparse.Namespace) -> bool:
             group = await idle_group(client)
             print_ranks(group, answers)
             print_graphs(group)
+            demo_speculative.print_drafts(group)
     num_right = sum(answer.is_right for answer in answers)
     print(f"\n{num_right} of {len(answers)} right. ", end="")
     if stack.left_running:
@@ -292,8 +308,18 @@ def main() -> int:
         action="store_true",
         help="compare each token with what one executor alone answers, in float32 unless said",
     )
+    parser.add_argument(
+        "--speculative",
+        nargs="?",
+        const=demo_speculative.DEFAULT_DRAFTS,
+        choices=demo_speculative.DRAFTS,
+        help=f"draft, and compare with not drafting [default: {demo_speculative.DEFAULT_DRAFTS}]",
+    )
     flags.add_flags(parser)
     args = parser.parse_args()
+    if args.speculative is not None:
+        args.draft_model = demo_speculative.FOLDER / args.speculative
+        args.dtype = args.dtype or "float32"  # with and without: the same tokens
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: need at least 1")
     try:

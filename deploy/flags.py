@@ -1,9 +1,18 @@
-"""Flags of the demo and of serve that say how executors share the model."""
+"""Flags of the demo and of serve that say how executors share the model, and what drafts for it."""
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-NAMES = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
+SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
+DRAFTING = (
+    "draft_model",
+    "num_draft_steps",
+    "draft_topk",
+    "num_draft_tokens",
+    "draft_sampling",
+)
+NAMES = SHARING + DRAFTING
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +32,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--moe-dense-tp-size", type=_size, help="1: dense layers are whole on each executor"
     )
     parser.add_argument("--dtype", help="of weights and KV: auto, float32 or bfloat16")
+    parser.add_argument(
+        "--draft-model", type=Path, help="folder of a draft model, such as deploy/demo_drafts/mtp"
+    )
+    parser.add_argument("--num-draft-steps", type=_size, help="drafts one after another")
+    parser.add_argument(
+        "--draft-topk", type=_size, help="drafts that each step goes on from: above 1 a tree"
+    )
+    parser.add_argument("--num-draft-tokens", type=_size, help="tokens verified at once")
+    parser.add_argument(
+        "--draft-sampling", help="how drafts of requests that sample are accepted: match, rejection"
+    )
 
 
-def executor_args(args: argparse.Namespace) -> Sequence[str]:
+def executor_args(args: argparse.Namespace, names: Sequence[str] = NAMES) -> Sequence[str]:
     """Returns what was given, as flags of each executor; dp_size and attn_tp_size are not among it."""
-    given = [(name, getattr(args, name)) for name in NAMES if getattr(args, name) is not None]
+    given = [(name, getattr(args, name)) for name in names if getattr(args, name) is not None]
     return [part for name, value in given for part in (f"--{name.replace('_', '-')}", str(value))]
 
 

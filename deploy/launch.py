@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.processes import Process, ProcessEnded
+from executor.__main__ import BAD_CONFIGURATION
 from router.client import CallFailed, Client, TlsFiles
 from router.client_channel import Connector
 from router.health import READINESS
@@ -54,6 +55,7 @@ class LocalStack:
         router: Its process.
         executors: Their processes, by number: in the first group dp_rank * attn_tp_size +
             attn_tp_rank, and in each further one what follows.
+        on_restart: Told, in words, of each executor that `supervise` starts again.
     """
 
     address: str
@@ -93,6 +95,7 @@ class LocalStack:
         self._started: list[Process] = []
         self.executors: list[Process] = []
         self.executor_addresses: list[str] = []
+        self.on_restart: Callable[[str], None] = lambda _: None
 
     async def __aenter__(self) -> Self:
         try:
@@ -132,17 +135,29 @@ class LocalStack:
         await self._start_again(dp_rank * self._attn_tp_size + attn_tp_rank)
 
     async def supervise_executors(self) -> None:
-        """Starts every executor again that ends, at the same address, until it is cancelled."""
+        """Starts every executor again that ends, at the same address, until it is cancelled.
+
+        Raises:
+            ProcessEnded: One says that its settings are wrong, so that the next one would, too.
+        """
 
         async def supervise(number: int) -> None:
-            while True:
-                await self.executors[number].exited()
-                address = self.executor_addresses[number]
+            while (exit_code := await self.executors[number].exited()) != BAD_CONFIGURATION:
+                name, address = self.executors[number].name, self.executor_addresses[number]
+                self.on_restart(f"{name} ended with exit code {exit_code}, and is started again")
                 self.executors[number] = self._start_executor(number, address)
+            self._raise_if_ended()
 
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(self.num_executors):
-                tasks.create_task(supervise(number))
+        await _first_of([supervise(number) for number in range(self.num_executors)])
+
+    async def supervise(self) -> None:
+        """Does so until the router ends.
+
+        Raises:
+            ProcessEnded: It has, or an executor says that its settings are wrong.
+        """
+        await _first_of([self.supervise_executors(), self.router.exited()])
+        self._raise_if_ended()
 
     async def replace_executor(self, world_rank: int, timeout_s: float = 60.0) -> int:
         """Tells an executor to stop, and starts it again at the same address when it has.
@@ -193,20 +208,6 @@ class LocalStack:
             for task in (ready, *ends):
                 task.cancel()
             await asyncio.gather(ready, *ends, return_exceptions=True)
-        self._raise_if_ended()
-
-    async def wait_until_one_ends(self) -> None:
-        """Waits for ever, unless the router or an executor ends by itself.
-
-        Raises:
-            ProcessEnded: One did; says which, and the end of its log.
-        """
-        ends = [asyncio.ensure_future(process.exited()) for process in self._current]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in ends:
-                task.cancel()
         self._raise_if_ended()
 
     @property
@@ -312,6 +313,19 @@ class LocalStack:
                     f"{process.name} ended; the end of its log ({process.log_path}):\n"
                     f"{process.log_tail}"
                 )
+
+
+async def _first_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    """Runs all until one returns or raises, and raises what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _thread_settings(num_executors: int) -> dict[str, str]:

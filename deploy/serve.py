@@ -1,9 +1,13 @@
-"""``python -m deploy.serve``: a whole Lockstep on this machine, left running until Ctrl-C."""
+"""``python -m deploy.serve``: a whole Lockstep on this machine, left running until Ctrl-C.
+
+An executor that dies is started again; what it ran goes on.
+"""
 
 import argparse
 import asyncio
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from deploy import flags
@@ -37,7 +41,7 @@ Ctrl-C stops it.
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Serves until cancelled, or until a process ends by itself."""
+    """Serves until cancelled, or until the router ends by itself."""
     running = asyncio.current_task()
     assert running is not None
     # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
@@ -62,7 +66,8 @@ async def serve(args: argparse.Namespace) -> None:
             ),
             flush=True,
         )
-        await stack.wait_until_one_ends()
+        stack.on_restart = partial(print, flush=True)
+        await stack.supervise()
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import click
 import structlog
 
 from executor.config import (
+    DRAFT_SAMPLING,
     DTYPES,
     MOE_A2A,
     MOE_A2A_EXTEND,
@@ -30,7 +31,7 @@ from executor.metrics import Place, collector
 from protos.logs import configure_logging
 from protos.metrics import serve_metrics
 from protos.security import HELP as SECURITY_HELP
-from protos.security import PATHS, serve_health
+from protos.security import PATHS, PLAINTEXT, is_loopback, serve_health
 
 if TYPE_CHECKING:
     from executor.server import ExecutorServicer
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger(__name__)
 
 BAD_CONFIGURATION = 2
+STUCK = 3
 ENVIRONMENT = "LOCKSTEP_EXECUTOR"
 STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
 
 
 async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
-    from executor.parallel import open_store
+    from executor.rendezvous import open_store
     from executor.server import ExecutorServicer
 
     stopped = asyncio.Event()
@@ -60,8 +62,11 @@ async def serve(config: ExecutorConfig) -> int:
     servicer = ExecutorServicer(
         is_first=config.topology.world_rank == 0,
         store_host=host,
-        open_store=lambda: open_store(host, timeout_s=config.peer_timeout_s),
+        open_store=lambda: open_store(
+            host, bind_host=config.bind_host, timeout_s=config.peer_timeout_s
+        ),
         measures=measures,
+        stuck_after_s=config.peer_timeout_s,
     )
     _serve_metrics(config, servicer, measures)
     health_server = await _serve_health(config, servicer)
@@ -70,13 +75,23 @@ async def serve(config: ExecutorConfig) -> int:
     exit_code = await _load(servicer, config, measures, stopped)
     if exit_code is None:
         log.info("ready_to_join")
-        await stopped.wait()
-        exit_code = 0
+        exit_code = await _serve_until(stopped, servicer.stuck)
     log.info("stopping")
+    if exit_code == STUCK:
+        at_once.set()  # its step is not worth to be waited for
     await _stop(servicer, server, config.stop_timeout_s, at_once)
     if health_server is not None:
         await health_server.stop(STOP_GRACE_S)
     return exit_code
+
+
+async def _serve_until(stopped: asyncio.Event, stuck: asyncio.Event) -> int:
+    """Returns when it is told to stop, or cannot go on: the exit code."""
+    ends = [asyncio.create_task(event.wait()) for event in (stopped, stuck)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    return STUCK if stuck.is_set() else 0
 
 
 def _serve_metrics(
@@ -154,7 +169,12 @@ async def _stop(
         finishing.result()
     else:
         finishing.cancel()
-        log.warning("step_not_finished", timeout_s=timeout_s, told_twice=at_once.is_set())
+        log.warning(
+            "step_not_finished",
+            epoch=servicer.epoch,
+            timeout_s=timeout_s,
+            told_twice=at_once.is_set(),
+        )
     await server.stop(grace=STOP_GRACE_S)
     log.info("stopped")
 
@@ -186,7 +206,7 @@ def _option(
 def _security_options(command: Any) -> Any:
     """Adds the flags of PortSecurity's fields."""
     for field, help_text in reversed(SECURITY_HELP.items()):
-        type_ = Path if field in PATHS else click.Choice(ON_OFF) if field == "plaintext" else str
+        type_ = Path if field in PATHS else click.Choice(PLAINTEXT) if field == "plaintext" else str
         command = _option(field, help_text, type_)(command)
     return command
 
@@ -243,6 +263,11 @@ def _sizes(text: str) -> tuple[int, ...]:
     int,
     variable="LOCKSTEP_MAX_DISPATCH_TOKENS_PER_RANK",
 )
+@_option("draft_model", "Folder of a draft model.  [default: none]", Path)
+@_option("num_draft_steps", "Drafts one after another.  [default: 3]", int)
+@_option("draft_topk", "Drafts that each step goes on from; 1 is a chain.", int)
+@_option("num_draft_tokens", "Tokens verified at once.  [default: steps * topk + 1]", int)
+@_option("draft_sampling", "How drafts are accepted.", click.Choice(DRAFT_SAMPLING))
 @_option("moe_runner", "What runs the experts on CUDA.", click.Choice(MOE_RUNNERS))
 @_option("flashinfer_pdl", "Let kernels start early on CUDA.", click.Choice(ON_OFF))
 @_option("num_threads", "Threads of one CPU operator.", int)
@@ -262,6 +287,7 @@ def main(log_level: str, node_rank: int, dp_ranks_per_node: int, **settings: Any
     except ValueError as error:
         log.error("cannot_start", problem=str(error))
         sys.exit(BAD_CONFIGURATION)
+    _keep_in(config.peer_host)
     log.info("configured", **{name: _plain(value) for name, value in asdict(config).items()})
 
     import uvloop
@@ -292,6 +318,15 @@ def _first_dp_rank(node_rank: int, dp_ranks_per_node: int, rank_in_node: int) ->
             f"within the node, from 0 to {dp_ranks_per_node - 1}"
         )
     return node_rank * dp_ranks_per_node
+
+
+def _keep_in(peer_host: str | None) -> None:
+    """Has NCCL listen on loopback where all peers are there, unless the operator says otherwise.
+
+    Left to itself, it takes an address that other machines reach, and asks nobody who they are.
+    """
+    if peer_host is None or is_loopback(f"{peer_host}:0"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _plain(value: Any) -> Any:

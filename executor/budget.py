@@ -33,7 +33,9 @@ class TokenBudget:
         max_num_seqs: Its sequences.
         max_num_logits: Its rows of logits: sampled tokens and scored prompt tokens together.
         num_tokens_per_bs: Tokens that a sequence runs where no rank extends: ``num_draft_tokens``
-            with speculation, else 1.
+            or more with speculation, else 1.
+        draft_lookahead: Rows that the draft model has more than the target for a sequence that
+            samples.
         decode_graph_size: Sequences of the largest decode graph, 0 without. Alignment may have
             brought it above ``max_num_seqs``.
         extend_graph_size: Tokens of the largest prefill graph, 0 without.
@@ -58,6 +60,7 @@ class TokenBudget:
     max_num_seqs: int
     max_num_logits: int
     num_tokens_per_bs: int = 1
+    draft_lookahead: int = 0
     decode_graph_size: int = 0
     extend_graph_size: int = 0
     dp_size: int = 1
@@ -134,7 +137,8 @@ class TokenBudget:
     @cached_property
     def max_logits_rows(self) -> int:
         """Rows of logits of a DP rank in any step: a decode graph computes its padding's too."""
-        return max(self.max_num_logits, self.decode_graph_tokens)
+        speculative = self.max_num_seqs * self.num_tokens_per_bs
+        return max(self.max_num_logits, speculative, self.decode_graph_tokens)
 
     # Experts
 
@@ -200,7 +204,8 @@ class TokenBudget:
     def row_bounds(self) -> dict[str, int]:
         """What each setting alone would make of ``max_tokens_per_rank``, before alignment."""
         return {
-            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_batched_tokens": self.max_num_batched_tokens
+            + self.max_num_seqs * self.draft_lookahead,
             "max_num_seqs * num_tokens_per_bs": self.max_num_seqs * self.num_tokens_per_bs,
             "largest decode graph * num_tokens_per_bs": self.decode_graph_tokens,
             "largest prefill graph": self.extend_graph_size,

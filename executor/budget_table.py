@@ -62,8 +62,11 @@ def budget_table(budget: TokenBudget, moe_runner: str = "grouped") -> tuple[Budg
 
 def _logits_lines(budget: TokenBudget) -> list[BudgetLine]:
     rows, attn_tp_size = budget.max_logits_rows, budget.attn_tp_size
-    is_limit = rows == budget.max_num_logits
-    bound = "max_num_logits" if is_limit else "largest decode graph * num_tokens_per_bs"
+    bound = "largest decode graph * num_tokens_per_bs"
+    if rows == budget.max_num_logits:
+        bound = "max_num_logits"
+    elif rows > budget.decode_graph_tokens:
+        bound = "max_num_seqs * num_tokens_per_bs"
     num_columns = -(-budget.vocab_size // attn_tp_size) * attn_tp_size  # equal shares
     lines = [_line(LOGITS, bound, rows, num_columns * FLOAT32_BYTES)]
     if attn_tp_size > 1:

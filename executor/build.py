@@ -1,50 +1,36 @@
-"""Settings to objects: the only place in the executor that constructs.
+"""Settings to objects: with its neighbours, the only place in the executor that constructs.
 
-checkpoint ─▶ model ─┐
-settings ─▶ KV pool ─┼─▶ forward pass ─▶ runners, their registries and backends ─▶ worker
-            attention┘
+settings, checkpoints ─▶ blueprint ─▶ model ─────┐
+                                  └─▶ KV pool ───┼─▶ forward pass ─▶ runners ─┬─▶ worker
+                                      attention ─┘                    drafts ─┘
 """
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import structlog
 import torch
 
-from executor.budget import TokenBudget
+from executor.blueprint import Blueprint
 from executor.budget_table import budget_table
-from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.devices import Device, open_device
-from executor.fingerprint import fingerprint
-from executor.graph.backend import RunnerBackend
-from executor.graph.capture_sizes import GraphSizes
-from executor.graph.cuda_graph_buffer_registry import (
-    build_decode_registry,
-    build_eager_registry,
-    build_prefill_registry,
-)
+from executor.build_drafts import build_drafts, load_draft
+from executor.build_runners import build_runners
+from executor.config import ExecutorConfig
+from executor.describe import describe
+from executor.devices import AttentionGraphs, Device, open_device
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
 from executor.measures import Measures
-from executor.models import load_model
-from executor.models.config import ModelConfig
+from executor.models import Model, load_model
 from executor.moe.dispatch import new_dispatcher, require_capturable
 from executor.moe.layer import Dispatcher
 from executor.parallel import EpochGroups, join_group
-from executor.runners import GraphRunner
-from executor.runners.by_layout import RunnerByLayout
-from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
-from executor.runners.prefill_piecewise import PiecewisePrefillRunner
 from executor.sampler import Sampler
-from executor.sizes import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
-from executor.step_columns import StepLimits
+from executor.step_limits import StepLimits
 from executor.topology import require_mlp_tp_gather
 from executor.worker import GroupMember, Worker
 from protos.executor.v1 import executor_pb2 as pb
@@ -54,7 +40,6 @@ log = structlog.stdlib.get_logger(__name__)
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85  # of what is free after loading; the rest is for activations and graphs
 PROGRESS_STEPS = 10  # log lines while a model loads
-PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 
 
 def build_worker(
@@ -76,87 +61,55 @@ def build_worker(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    model_config = ModelConfig.from_dir(config.model)
-    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    device = open_device(config, dtype)
-    max_model_len = resolve_max_model_len(
-        config.max_model_len, model_config.max_position_embeddings
-    )
-    check_model_fits(config, model_config)
-    has_split_dense = splits_dense(config, model_config)
-    graph_sizes = plan_graph_sizes(config, max_model_len, has_split_dense=has_split_dense)
-    budget = plan_budget(config, model_config, dtype, graph_sizes)
-    for line in budget_table(budget, config.moe_runner):
+    blueprint = Blueprint.of(config)
+    device = open_device(config, blueprint.dtype)
+    for line in budget_table(blueprint.budget, config.moe_runner):
         log.info("token_budget", **asdict(line))
-    communicator, attn_tp_communicator = _communicators(config, model_config, dtype, budget, device)
-    dispatcher, dispatch_members = _dispatcher(
-        config, model_config, dtype, graph_sizes, budget, communicator, device
-    )
-    model = load_model(
-        config.model,
-        model_config,
-        dtype=dtype,
-        device=device.torch_device,
-        topology=config.topology,
-        communicator=communicator,
-        attn_tp_communicator=attn_tp_communicator,
-        dispatcher=dispatcher,
-        moe_dense_tp_size=config.moe_dense_tp_size,
-        kernels=device.kernels(model_config, dtype, budget),
-        on_progress=_log_progress(),
-    )
-    num_heads = len(model_config.attention_share(config.topology).q_heads)
-    shape = model_config.kv_shape(config.block_size, dtype, config.topology)
-    kv_pool = KVPool(
-        shape,
-        num_blocks=config.num_kv_blocks
-        or _num_kv_blocks(config, device.torch_device, shape.bytes_per_block),
-        num_rows=config.num_rows,
-        max_blocks_per_row=-(-max_model_len // config.block_size),
-        device=device.torch_device,
-    )
-    forward_pass = ForwardPass(
-        stages=model.stages,
-        compute_logits=model.compute_logits,
-        attention=device.attention(num_heads, kv_pool, graph_sizes.decode, budget),
-        kv_pool=kv_pool,
-        num_heads=num_heads,
-        hidden_size=model_config.hidden_size,
-        vocab_size=model_config.vocab_size,
-        dtype=dtype,
-        topology=config.topology,
-        require_mlp_tp_gather=require_mlp_tp_gather(
-            config.topology,
-            gathers_experts=config.gathers_experts,
-            splits_dense=has_split_dense,
-        ),
-    )
-    limits = StepLimits(
-        topology=config.topology,
-        budget=budget,
-        num_rows=kv_pool.num_rows,
-        num_kv_blocks=kv_pool.num_blocks,
-        block_size=config.block_size,
-        vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        graph_sizes=graph_sizes,
+    communicator, attn_tp_communicator = _communicators(blueprint, device)
+    dispatcher, dispatch_members = _dispatcher(blueprint, communicator, device)
+    model = _load(blueprint, device, communicator, attn_tp_communicator, dispatcher)
+    draft = None
+    if blueprint.draft is not None:
+        draft = load_draft(blueprint, device, model, on_progress=_log_progress())
+    kv_pool = _kv_pool(blueprint, device)
+    forward_pass = _forward_pass(blueprint, device, model, kv_pool)
+    limits = _step_limits(blueprint, kv_pool)
+    sampler = Sampler(
+        kv_pool.num_rows,
+        blueprint.model.vocab_size,
+        device.torch_device,
+        agree=attn_tp_communicator.agree if config.attn_tp_size > 1 else None,
+        filters=device.filters,
     )
     with fresh_input_buffer_pool():
-        runner = build_runners(config, budget, forward_pass, graph_sizes, device.new_backend)
+        drafts = None
+        if draft is not None:
+            drafts = build_drafts(
+                blueprint,
+                device,
+                draft,
+                forward_pass,
+                sampler,
+                agree=attn_tp_communicator.agree if config.attn_tp_size > 1 else None,
+            )
+        runner = build_runners(
+            config,
+            blueprint.budget,
+            forward_pass,
+            blueprint.graph_sizes,
+            device.new_backend,
+            speculation=blueprint.speculation,
+            draft_runners=() if drafts is None else drafts.runners,
+        )
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
     worker = Worker(
         limits=limits,
         kv_pool=kv_pool,
-        sampler=Sampler(
-            kv_pool.num_rows,
-            model_config.vocab_size,
-            device.torch_device,
-            agree=attn_tp_communicator.agree if config.attn_tp_size > 1 else None,
-            filters=device.filters,
-        ),
+        sampler=sampler,
         runner=runner,
+        speculation=None if drafts is None else drafts.speculation,
         members=[communicator, attn_tp_communicator, *dispatch_members],
         form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
         device=device.torch_device,
@@ -167,24 +120,119 @@ def build_worker(
     log.info(
         "loaded",
         device=str(device.torch_device),
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=max_model_len,
+        dtype=str(blueprint.dtype).removeprefix("torch."),
+        max_model_len=blueprint.max_model_len,
         num_kv_blocks=kv_pool.num_blocks,
-        kv_cache_bytes=kv_pool.num_blocks * kv_pool.bytes_per_block,
-        decode_graphs=len(graph_sizes.decode),
-        prefill_graphs=len(graph_sizes.extend),
+        kv_cache_bytes=kv_pool.num_blocks * _bytes_per_block(blueprint),
+        decode_graphs=len(blueprint.graph_sizes.decode),
+        prefill_graphs=len(blueprint.graph_sizes.extend),
+        speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,
     )
-    return worker, _describe(config, model_config, limits, dtype, device.torch_device)
+    return worker, describe(blueprint, limits, device.torch_device)
+
+
+def _load(
+    blueprint: Blueprint,
+    device: Device,
+    communicator: DpCommunicator,
+    attn_tp_communicator: AttnTpCommunicator,
+    dispatcher: Dispatcher,
+) -> Model:
+    config, draft = blueprint.config, blueprint.draft
+    return load_model(
+        config.model,
+        blueprint.model,
+        dtype=blueprint.dtype,
+        device=device.torch_device,
+        topology=config.topology,
+        communicator=communicator,
+        attn_tp_communicator=attn_tp_communicator,
+        dispatcher=dispatcher,
+        moe_dense_tp_size=config.moe_dense_tp_size,
+        kernels=device.kernels(blueprint.model, blueprint.dtype, blueprint.budget),
+        aux_layers=() if draft is None else draft.aux_layers,
+        on_progress=_log_progress(),
+    )
+
+
+def _kv_pool(blueprint: Blueprint, device: Device) -> KVPool:
+    config = blueprint.config
+    return KVPool(
+        blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology),
+        num_blocks=config.num_kv_blocks
+        or _num_kv_blocks(config, device.torch_device, _bytes_per_block(blueprint)),
+        num_rows=config.num_rows,
+        max_blocks_per_row=blueprint.max_blocks_per_row,
+        device=device.torch_device,
+    )
+
+
+def _bytes_per_block(blueprint: Blueprint) -> int:
+    """Returns the bytes of a KV block, with what the draft model keeps for it."""
+    config, draft = blueprint.config, blueprint.draft
+    shape = blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology)
+    if draft is None or blueprint.speculation is None:
+        return shape.bytes_per_block
+    own = draft.kv_shape(config.block_size, blueprint.dtype, config.topology)
+    if own is None:
+        return shape.bytes_per_block
+    carry = blueprint.speculation.num_layers * draft.layers.hidden_size * blueprint.dtype.itemsize
+    return shape.bytes_per_block + own.bytes_per_block + carry
+
+
+def _forward_pass(
+    blueprint: Blueprint, device: Device, model: Model, kv_pool: KVPool
+) -> ForwardPass:
+    config, draft, budget = blueprint.config, blueprint.draft, blueprint.budget
+    graphs = [AttentionGraphs(blueprint.graph_sizes.decode)]
+    if (plan := blueprint.speculation) is not None:
+        graphs.append(graphs[0]._replace(width=plan.num_draft_tokens, has_tree=plan.is_tree))
+    num_heads = len(blueprint.model.attention_share(config.topology).q_heads)
+    features = None
+    if draft is not None:
+        size = (budget.max_tokens_per_rank, draft.feature_size)
+        features = torch.zeros(size, dtype=blueprint.dtype, device=device.torch_device)
+    return ForwardPass(
+        stages=model.stages,
+        compute_logits=model.compute_logits,
+        attention=device.attention(num_heads, kv_pool, graphs, budget),
+        kv_pool=kv_pool,
+        num_heads=num_heads,
+        hidden_size=blueprint.model.hidden_size,
+        vocab_size=blueprint.model.vocab_size,
+        dtype=blueprint.dtype,
+        topology=config.topology,
+        require_mlp_tp_gather=require_mlp_tp_gather(
+            config.topology,
+            gathers_experts=config.gathers_experts,
+            splits_dense=blueprint.has_split_dense,
+        ),
+        features=features,
+        max_len=blueprint.max_model_len,
+    )
+
+
+def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
+    config = blueprint.config
+    return StepLimits(
+        topology=config.topology,
+        budget=blueprint.budget,
+        num_rows=kv_pool.num_rows,
+        num_kv_blocks=kv_pool.num_blocks,
+        block_size=config.block_size,
+        vocab_size=blueprint.model.vocab_size,
+        max_model_len=blueprint.max_model_len,
+        graph_sizes=blueprint.graph_sizes,
+        speculation=blueprint.speculation,
+    )
 
 
 def _communicators(
-    config: ExecutorConfig,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    budget: TokenBudget,
-    device: Device,
+    blueprint: Blueprint, device: Device
 ) -> tuple[DpCommunicator, AttnTpCommunicator]:
     """Returns what reaches the whole group, and what reaches the executors of this DP rank."""
+    config, budget, dtype = blueprint.config, blueprint.budget, blueprint.dtype
+    model_config, draft = blueprint.model, blueprint.draft
     communicator = DpCommunicator(
         topology=config.topology,
         max_tokens_per_rank=budget.max_shard_tokens_per_rank,
@@ -200,24 +248,21 @@ def _communicators(
         dtype=dtype,
         max_logits_rows=budget.max_logits_rows,
         vocab_slice=vocab_slice(model_config.vocab_size, config.attn_tp_size),
+        gathered_size=model_config.hidden_size if draft is None else draft.gathered_size,
         device=device.torch_device,
     )
     return communicator, attn_tp_communicator
 
 
 def _dispatcher(
-    config: ExecutorConfig,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    graph_sizes: GraphSizes,
-    budget: TokenBudget,
-    communicator: DpCommunicator,
-    device: Device,
+    blueprint: Blueprint, communicator: DpCommunicator, device: Device
 ) -> tuple[Dispatcher, list[GroupMember]]:
     """Returns what takes rows to their experts, and what of it must join each epoch's groups."""
+    config, model_config, dtype = blueprint.config, blueprint.model, blueprint.dtype
+    graph_sizes = blueprint.graph_sizes
     flashinfer = None
     if config.moe_a2a == "flashinfer" and config.world_size > 1:
-        flashinfer = device.all_to_all(model_config, dtype, config.topology, budget)
+        flashinfer = device.all_to_all(model_config, dtype, config.topology, blueprint.budget)
     dispatcher = new_dispatcher(
         config.moe_a2a,
         config.moe_a2a_extend,
@@ -238,88 +283,6 @@ def _dispatcher(
     return dispatcher, [] if flashinfer is None else [flashinfer]
 
 
-def build_runners(
-    config: ExecutorConfig,
-    budget: TokenBudget,
-    forward_pass: ForwardPass,
-    graph_sizes: GraphSizes,
-    new_backend: Callable[[], RunnerBackend],
-) -> RunnerByLayout:
-    """Builds the runners that the settings ask for. Nothing is captured yet.
-
-    Args:
-        config: The settings.
-        budget: What buffers are sized by.
-        forward_pass: What to run.
-        graph_sizes: From ``plan_graph_sizes``.
-        new_backend: Makes the backend of one runner.
-    """
-    device = forward_pass.kv_pool.device
-    decode_backend, prefill_backend = new_backend(), new_backend()
-    decode = prefill = None
-    if graph_sizes.decode:
-        decode = DecodeRunner(
-            forward_pass,
-            build_decode_registry(
-                device=device,
-                max_bs=budget.decode_graph_size,
-                max_num_token=budget.decode_graph_tokens,
-                seq_len_fill_value=PADDED_SEQ_LEN,
-                cache_loc_dtype=torch.int64,
-                enable_num_token_non_padded=True,
-                **_row_counts(forward_pass),
-            ),
-            decode_backend,
-            graph_sizes.decode,
-        )
-    if graph_sizes.extend:
-        prefill = _prefill_runner(config, budget, forward_pass, graph_sizes.extend, prefill_backend)
-    eager = EagerRunner(
-        forward_pass,
-        build_eager_registry(
-            device=device,
-            max_bs=budget.max_num_seqs,
-            max_num_token=budget.max_tokens_per_rank,
-            cache_loc_dtype=torch.int64,
-        ),
-    )
-    binds_group = config.world_size > 1 and not decode_backend.outlives_group
-    return RunnerByLayout(eager, decode=decode, prefill=prefill, binds_group=binds_group)
-
-
-def _prefill_runner(
-    config: ExecutorConfig,
-    budget: TokenBudget,
-    forward_pass: ForwardPass,
-    sizes: tuple[int, ...],
-    backend: RunnerBackend,
-) -> GraphRunner:
-    registry = build_prefill_registry(
-        device=forward_pass.kv_pool.device,
-        max_bs=budget.max_num_seqs,
-        max_num_token=budget.extend_graph_size,
-        cache_loc_dtype=torch.int64,
-        enable_num_token_non_padded=True,
-        **_row_counts(forward_pass),
-    )
-    if config.prefill_graphs == "piecewise":
-        return PiecewisePrefillRunner(forward_pass, registry, backend, sizes)
-    return BreakablePrefillRunner(forward_pass, registry, backend, sizes)
-
-
-def _row_counts(forward_pass: ForwardPass) -> dict[str, Any]:
-    """Returns how a graph's registry counts rows: this executor's own, and those of all ranks."""
-    topology = forward_pass.topology
-    return {
-        "require_gathered_buffer": forward_pass.require_gathered_buffer,
-        "require_mlp_tp_gather": forward_pass.require_mlp_tp_gather,
-        "register_global_num_tokens": forward_pass.require_gathered_buffer,
-        "attn_tp_size": topology.attn_tp_size,
-        "attn_tp_rank": topology.attn_tp_rank,
-        "num_dp_ranks": topology.dp_size,
-    }
-
-
 def _form_group(
     config: ExecutorConfig, device: torch.device
 ) -> Callable[[int, str, int], EpochGroups]:
@@ -331,66 +294,6 @@ def _form_group(
         device=device,
         bind_host=config.peer_host,
         timeout_s=config.peer_timeout_s,
-    )
-
-
-def _describe(
-    config: ExecutorConfig,
-    model_config: ModelConfig,
-    limits: StepLimits,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> pb.DescribeResponse:
-    budget, graph_sizes = limits.budget, limits.graph_sizes
-    model = pb.ModelInfo(
-        architecture=model_config.architecture,
-        fingerprint=fingerprint(config.model),
-        vocab_size=model_config.vocab_size,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
-        block_size=config.block_size,
-    )
-    agreement = {
-        "model_fingerprint": model.fingerprint,
-        "device": device.type,  # the collectives of one cannot reach the other
-        "dtype": str(dtype).removeprefix("torch."),
-        "block_size": config.block_size,
-        "max_model_len": limits.max_model_len,
-        "moe_dense_tp_size": config.moe_dense_tp_size,
-        "moe_a2a_extend": config.moe_a2a_extend,
-        "moe_runner": config.moe_runner,
-        "flashinfer_pdl": config.flashinfer_pdl,
-        "decode_graph_sizes": list(graph_sizes.decode),
-        "extend_graph_sizes": list(graph_sizes.extend),
-        "prefill_graphs": config.prefill_graphs,
-        **asdict(budget),
-    }
-    return pb.DescribeResponse(
-        coordinates=pb.Coordinates(
-            dp_rank=config.dp_rank,
-            dp_size=config.dp_size,
-            attn_tp_rank=config.attn_tp_rank,
-            attn_tp_size=config.attn_tp_size,
-            ep_rank=config.topology.ep_rank,
-            ep_size=config.topology.num_expert_parts,
-        ),
-        model=model,
-        num_kv_blocks=limits.num_kv_blocks,
-        num_rows=config.num_rows,
-        budget=pb.TokenBudget(
-            max_num_batched_tokens=budget.max_num_batched_tokens,
-            max_num_seqs=budget.max_num_seqs,
-            max_num_logits=budget.max_num_logits,
-            lines=[
-                pb.BudgetLine(**asdict(line)) for line in budget_table(budget, config.moe_runner)
-            ],
-        ),
-        graph_sizes=pb.GraphSizes(
-            decode=graph_sizes.decode,
-            extend=graph_sizes.extend,
-            extend_runner=f"prefill_{config.prefill_graphs}" if graph_sizes.extend else "",
-        ),
-        agreement={name: str(value) for name, value in agreement.items()},
     )
 
 

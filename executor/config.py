@@ -16,6 +16,7 @@ PREFILL_GRAPHS = ("breakable", "piecewise", "off")
 MOE_RUNNERS = ("grouped", "cutlass", "cutedsl")
 MOE_A2A = ("none", "torch", "flashinfer")
 MOE_A2A_EXTEND = ("all-gather", "all-to-all")
+DRAFT_SAMPLING = ("match", "rejection")
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 
@@ -68,9 +69,21 @@ class ExecutorConfig(PortSecurity):
             Nothing else uses it.
         moe_runner: What runs the experts on CUDA: PyTorch's grouped products, FlashInfer's fused
             CUTLASS kernels, or those that it writes in CuTe's DSL.
+        draft_model: Folder of a draft model for speculative decoding, which may be ``model`` itself
+            if that has MTP layers; None decodes one token at a time.
+        num_draft_steps: Drafts one after another; None is 3, or the draft model's layers if there
+            are several.
+        draft_topk: Drafts that each step goes on from: 1 is a chain, more a tree.
+        num_draft_tokens: Tokens that a sequence verifies at once, its last one included; None is
+            ``num_draft_steps * draft_topk + 1``.
+        draft_sampling: How drafts of sequences that sample are accepted. ``match``: a draft must be
+            the token that plain decoding would have sampled, so a seed gives the same text with and
+            without drafts. ``rejection``: drafts are drawn at the request's temperature, and more
+            of them are accepted; only the distribution is that of plain decoding. Chains only.
         flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
-        peer_timeout_s: Longest wait for another member of the group, to join or inside a step.
+        peer_timeout_s: Longest wait for another member of the group, to join or inside a step, and
+            for a step whose epoch is over; past it the step is stuck, and the process ends.
         stop_timeout_s: Longest wait for the step in flight when told to stop.
         metrics_listen: Where Prometheus may scrape metrics, host:port; None is nowhere.
     """
@@ -101,6 +114,11 @@ class ExecutorConfig(PortSecurity):
     moe_a2a_extend: str = "all-gather"
     max_dispatch_tokens_per_rank: int | None = None
     moe_runner: str = "grouped"
+    draft_model: Path | None = None
+    num_draft_steps: int | None = None
+    draft_topk: int = 1
+    num_draft_tokens: int | None = None
+    draft_sampling: str = "match"
     flashinfer_pdl: str = "off"
     num_threads: int | None = None
     peer_timeout_s: float = 60.0
@@ -111,9 +129,11 @@ class ExecutorConfig(PortSecurity):
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model={self.model}: need a folder that holds a config.json")
         _split_address(self.listen)
-        self._check_callers()
+        if self.health_listen is not None:
+            _split_address(self.health_listen, "health_listen")
         if self.metrics_listen is not None:
             split_address(self.metrics_listen)  # raises what is wrong with it
+        self._check_callers()
         self._check_ranks()
         for field, choices in (
             ("dtype", DTYPES),
@@ -122,6 +142,7 @@ class ExecutorConfig(PortSecurity):
             ("moe_a2a", MOE_A2A),
             ("moe_a2a_extend", MOE_A2A_EXTEND),
             ("moe_runner", MOE_RUNNERS),
+            ("draft_sampling", DRAFT_SAMPLING),
             ("flashinfer_pdl", ON_OFF),
         ):
             if getattr(self, field) not in choices:
@@ -131,21 +152,20 @@ class ExecutorConfig(PortSecurity):
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ValueError(f"device={self.device}: need one of {', '.join(DEVICES)}")
         self._check_experts()
+        self._check_drafts()
         self._check_sizes()
         self._check_graph_sizes("decode_graph_sizes", "max_num_seqs")
         self._check_graph_sizes("prefill_graph_sizes", "max_num_batched_tokens")
         check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.num_logits)
 
     def _check_callers(self) -> None:
-        self.check_security(self.listen)
+        self.check_security(self.listen, metrics_listen=self.metrics_listen)
         if self.tls_cert is not None and not self.asks_who_calls and not is_loopback(self.listen):
             raise ValueError(
                 f"listen={self.listen}: anybody who reaches it could drive this executor: set "
                 f"tls_client_ca, so that the router needs a certificate, or auth_tokens, so that it "
                 f"needs a token"
             )
-        if self.health_listen is not None:
-            _split_address(self.health_listen, "health_listen")
 
     def _check_ranks(self) -> None:
         topology = self.topology  # checks itself
@@ -173,6 +193,26 @@ class ExecutorConfig(PortSecurity):
                 f"all-to-all is an EP rank, so set ep_size={self.world_size} or moe_a2a=none"
             )
 
+    def _check_drafts(self) -> None:
+        defaults = {"num_draft_steps": None, "draft_topk": 1, "num_draft_tokens": None}
+        if self.draft_model is None:
+            for field, default in (*defaults.items(), ("draft_sampling", "match")):
+                if getattr(self, field) != default:
+                    raise ValueError(
+                        f"{field}={getattr(self, field)} without draft_model: there is nothing to "
+                        f"draft with; set draft_model, or leave {field} out"
+                    )
+            return
+        if not (self.draft_model / "config.json").is_file():
+            raise ValueError(
+                f"draft_model={self.draft_model}: need a folder that holds a config.json"
+            )
+        if self.draft_sampling == "rejection" and self.draft_topk > 1:
+            raise ValueError(
+                f"draft_sampling=rejection with draft_topk={self.draft_topk}: only chains are drawn; "
+                f"set draft_topk=1 or draft_sampling=match"
+            )
+
     def _check_sizes(self) -> None:
         smallest = {
             "block_size": 1,
@@ -181,6 +221,9 @@ class ExecutorConfig(PortSecurity):
             "kv_cache_bytes": 1,
             "max_dispatch_tokens_per_rank": 1,
             "num_threads": 1,
+            "num_draft_steps": 1,
+            "draft_topk": 1,
+            "num_draft_tokens": 2,
         }
         for field, least in smallest.items():
             value = getattr(self, field)
@@ -217,6 +260,16 @@ class ExecutorConfig(PortSecurity):
         if self.advertised_host is not None:
             return self.advertised_host
         return None if self.host in WILDCARD_HOSTS else self.host.strip("[]")
+
+    @property
+    def bind_host(self) -> str | None:
+        """Where what the other members reach listens; None is at `peer_host` alone.
+
+        On every address only where `listen` is too: who names one wants no other to be open.
+        """
+        if self.advertised_host is not None and self.host in WILDCARD_HOSTS:
+            return self.host.strip("[]")
+        return None
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ sampling     rows by what they ask   all rows alike, FlashInfer    rows by what 
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import torch
@@ -36,6 +36,20 @@ from executor.topology import Topology
 log = structlog.stdlib.get_logger(__name__)
 
 
+class AttentionGraphs(NamedTuple):
+    """Graphs that call attention.
+
+    Attributes:
+        sizes: Sequences of each.
+        width: Query rows of each sequence.
+        has_tree: Whether these see one another as a tree says.
+    """
+
+    sizes: tuple[int, ...]
+    width: int = 1
+    has_tree: bool = False
+
+
 class Device(Protocol):
     """Makes what depends on where the model runs."""
 
@@ -52,14 +66,18 @@ class Device(Protocol):
         ...
 
     def attention(
-        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: Sequence[AttentionGraphs],
+        budget: TokenBudget,
     ) -> Attention:
-        """Returns the attention backend, ready for graphs of these sizes.
+        """Returns an attention backend, ready for these graphs.
 
         Args:
             num_heads: Query heads of this executor.
             kv_pool: Keys and values of its KV heads, and the block table.
-            decode_sizes: Sequences.
+            graphs: What will be captured with it.
             budget: Token rows of the largest pass.
         """
         ...
@@ -146,7 +164,11 @@ class Cpu:
         return cpu_kernels(model, dtype=dtype, num_workers=self._num_workers)
 
     def attention(
-        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: Sequence[AttentionGraphs],
+        budget: TokenBudget,
     ) -> Attention:
         return _torch_attention(num_heads, kv_pool, self._num_workers)
 
@@ -184,7 +206,11 @@ class Cuda:
         )
 
     def attention(
-        self, num_heads: int, kv_pool: KVPool, decode_sizes: Sequence[int], budget: TokenBudget
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: Sequence[AttentionGraphs],
+        budget: TokenBudget,
     ) -> Attention:
         if self._ops is None:
             return _torch_attention(num_heads, kv_pool, num_workers=1)
@@ -194,8 +220,9 @@ class Cuda:
             num_heads,
             max_num_tokens=budget.max_tokens_per_rank,
         )
-        if decode_sizes:
-            attention.init_cuda_graph_state(decode_sizes)
+        for sizes, width, has_tree in graphs:
+            if sizes:
+                attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
         return attention
 
     def new_backend(self) -> RunnerBackend:

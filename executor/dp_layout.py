@@ -12,6 +12,7 @@ Between attention calls, the executors of a DP rank (attention TP) hold its rows
     gathered, SUM_LEN          x0 x1 x2 │ x3 x4 -- │ y0 │ y1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -98,6 +99,38 @@ class DpLayout:
             topology.dp_rank,
             num_rows,
             has_extend,
+            topology.attn_tp_rank,
+            topology.attn_tp_size,
+        )
+
+    @classmethod
+    def of_requests(
+        cls,
+        num_requests: Sequence[int],
+        width: int,
+        topology: Topology,
+        padding_mode: DpPaddingMode,
+        *,
+        graph_requests: int | None = None,
+    ) -> "DpLayout":
+        """Returns the layout of a pass in which every request has ``width`` rows on every rank.
+
+        All phases of speculative decoding get their counts here: eager or replayed, at warm-up
+        and at capture.
+
+        Args:
+            num_requests: Sequences of each DP rank.
+            width: Rows of a sequence in this phase.
+            topology: This executor's place.
+            padding_mode: The step's.
+            graph_requests: Sequences that every rank's graph is for; None without one.
+        """
+        return cls(
+            tuple(count * width for count in num_requests),
+            padding_mode,
+            topology.dp_rank,
+            None if graph_requests is None else graph_requests * width,
+            False,
             topology.attn_tp_rank,
             topology.attn_tp_size,
         )

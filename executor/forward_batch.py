@@ -61,6 +61,12 @@ class ForwardBatch:
             some layer gathers every DP rank's rows, else [1]. None outside graphs, and where
             nothing is gathered.
         global_num_tokens_for_logprob_gpu: The same for rows of logits.
+        hidden_states: [T, H] on the device, what a draft model takes with each token: the hidden
+            state of the position before. None for every other model.
+        tree_mask: bool [B, Q, W] on the device, which of the last W keys each query of a sequence
+            sees; it sees all keys before them. Every sequence then has Q tokens in this pass, Q at
+            most W. Read when the pass begins, so it may be written after planning; a graph reads
+            the tensor that it was captured with. None: causal.
     """
 
     forward_mode: ForwardMode
@@ -78,6 +84,8 @@ class ForwardBatch:
     num_token_non_padded: torch.Tensor | None = None
     global_num_tokens_gpu: torch.Tensor | None = None
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
 
     def is_padding(self) -> torch.Tensor | None:
         """Returns which rows of this executor's shard are padding, bool [S, 1]. No host read.

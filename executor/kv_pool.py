@@ -10,7 +10,9 @@ The router decides which block belongs to whom; this file only remembers what it
 Block 0 is the scratch block: padded token rows write there, and no sequence ever owns it.
 """
 
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -80,19 +82,42 @@ class KVPool:
             raise ValueError(
                 f"num_rows={num_rows}, max_blocks_per_row={max_blocks_per_row}: need at least 1"
             )
-        self.shape = shape
         self.num_blocks = num_blocks
         self.num_rows = num_rows
         self.max_blocks_per_row = max_blocks_per_row
         self.device = torch.device(device)
-        size = (num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
-        layers = range(shape.num_layers)
-        self.key_cache = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in layers]
-        self.value_cache = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in layers]
+        self._make_caches(shape)
         self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
         self.block_table = self.block_table_cpu.to(self.device)
         self._table: npt.NDArray[np.int32] = self.block_table_cpu.numpy()
         self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
+
+    def sibling(self, shape: KVShape) -> "KVPool":
+        """Returns a pool with keys and values of its own over the same blocks: a draft's.
+
+        Both have one block table and one ``row_num_blocks``: blocks appended to either are in both.
+
+        Args:
+            shape: Sizes per token, with this pool's ``block_size``.
+
+        Raises:
+            ValueError: It has another block size.
+        """
+        if shape.block_size != self.block_size:
+            raise ValueError(
+                f"block_size={shape.block_size}: the blocks that it shares have {self.block_size} "
+                f"tokens"
+            )
+        pool = copy(self)
+        pool._make_caches(shape)
+        return pool
+
+    def _make_caches(self, shape: KVShape) -> None:
+        self.shape = shape
+        size = (self.num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        zeros = partial(torch.zeros, size, dtype=shape.dtype, device=self.device)
+        self.key_cache = [zeros() for _ in range(shape.num_layers)]
+        self.value_cache = [zeros() for _ in range(shape.num_layers)]
 
     @property
     def block_size(self) -> int:
@@ -235,6 +260,25 @@ class KVPool:
         np.subtract(self._table[rows, columns], columns, out=out)
         out *= self.block_size
         out += positions
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies keys and values of all layers from slots to other slots: first all are read.
+
+        Args:
+            sources, targets: int64 [N] places in ``key_cache`` and ``value_cache``, on the device.
+        """
+        for cache in (*self.key_cache, *self.value_cache):
+            cache.index_copy_(0, targets, cache.index_select(0, sources))
+
+    def clear_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        """Points rows that begin to the scratch block, on host and device: what lies behind a
+        row's blocks leads nowhere else."""
+        self._table[rows] = SCRATCH_BLOCK
+        if not self.is_table_shared:
+            at = torch.from_numpy(rows)
+            if self.device.type == "cuda":  # from pinned memory the copy does not wait
+                at = at.pin_memory().to(self.device, non_blocking=True)
+            self.block_table.index_fill_(0, at.to(self.device), SCRATCH_BLOCK)
 
     def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.num_rows:

@@ -93,7 +93,7 @@ def draw(logits: torch.Tensor, min_p: torch.Tensor, coin: torch.Tensor) -> torch
     Returns:
         int64 [S] token ids.
     """
-    return _invert(torch.softmax(_drop_below(logits, min_p), dim=-1), coin)
+    return invert(torch.softmax(_drop_below(logits, min_p), dim=-1), coin)
 
 
 def draw_likeliest(
@@ -126,16 +126,39 @@ def draw_likeliest(
         values, ids = logits.topk(width, dim=-1)
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    place = torch.arange(width, device=logits.device)
+    values = _filter(values, top_k, top_p, min_p)
+    chosen = invert(torch.softmax(values, dim=-1), coin)
+    return ids.gather(-1, chosen[:, None])[:, 0]
+
+
+def probabilities(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Returns what ``draw_likeliest`` draws from, float32 [S, V], each row of which sums to 1.
+
+    Args:
+        logits: float32 [S, V].
+        top_k: int64 [S], 0 is all.
+        top_p: float32 [S], above 0, to 1.
+        min_p: float32 [S], 0 to 1.
+    """
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    filtered = torch.softmax(_filter(values, top_k, top_p, min_p), dim=-1)
+    return torch.zeros_like(logits).scatter_(-1, ids, filtered)
+
+
+def _filter(
+    values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Returns logits, which come likeliest first, without those that a filter drops."""
+    place = torch.arange(values.shape[-1], device=values.device)
     within_k = (place < top_k[:, None]) | (top_k[:, None] == 0)
     values = values.masked_fill(~within_k, -torch.inf)
     probs = torch.softmax(values, dim=-1)
     before = torch.cumsum(probs, dim=-1) - probs
     outside_p = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     outside_p[:, 0] = False
-    values = _drop_below(values.masked_fill(outside_p, -torch.inf), min_p)
-    chosen = _invert(torch.softmax(values, dim=-1), coin)
-    return ids.gather(-1, chosen[:, None])[:, 0]
+    return _drop_below(values.masked_fill(outside_p, -torch.inf), min_p)
 
 
 def _drop_below(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -144,7 +167,7 @@ def _drop_below(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def _invert(probs: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+def invert(probs: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
     """Returns the first index at which the cumulative probability exceeds the coin, [S].
 
     An index without probability adds nothing to the sum and so is never the first to exceed it.

@@ -9,7 +9,7 @@ from collections import Counter
 from executor.errors import InvalidStep, StepDisagreement, StepFailed
 from protos.metrics import STEP_BOUNDS, Histogram
 
-PHASES = ("queue", "fill", "peers", "forward", "sample")
+PHASES = ("queue", "fill", "peers", "draft", "forward", "sample")
 
 
 class Measures:
@@ -18,7 +18,7 @@ class Measures:
     Attributes:
         phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
             columns read, staged and sent to the device. "peers": waiting until every executor had
-            begun the step. "forward": the forward pass; on a GPU, its launch. "sample": until the
+            begun the step. "draft": the draft model's passes. "forward": the forward pass; on a GPU, its launch. "sample": until the
             tokens were on the host; on a GPU, that includes waiting for the forward pass.
         execute_s: From a step's beginning to its answer.
         steps: By the forward mode of this rank, and whether a graph was replayed.
@@ -49,6 +49,11 @@ class Measures:
         now_ns = time.perf_counter_ns()
         self.phase_ns[phase] += now_ns - self._lap_ns
         self._lap_ns = now_ns
+
+    def waited_for_peers(self, wait_ns: int) -> None:
+        """So much of the phase under way was "peers"."""
+        self.phase_ns["peers"] += wait_ns
+        self._lap_ns += wait_ns
 
     def end_step(self, mode: str, *, num_tokens: int, num_rows: int, is_replay: bool) -> int:
         """A step has its answer. Returns how many nanoseconds that took."""

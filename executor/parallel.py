@@ -3,15 +3,17 @@
               joins                       for                              CUDA      CPU
     world     every executor              experts, split dense MLPs        NCCL      gloo
     attn_tp   executors of one DP rank    attention heads, logits          NCCL      gloo
-    host      every executor              set-up, and the check of a step  gloo      is world
+    host      every executor              set-up                           gloo      is world
+    links     every executor              the check of a step              sockets   sockets
 
 Groups belong to one epoch: a new epoch closes them and makes others in the same process, so nothing
 here registers itself anywhere.
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from executor.connections import Connections
+from executor.links import Links, connect_all
 from executor.topology import Topology
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
@@ -79,6 +82,26 @@ class RankGroup(Protocol):
         """Drops the connections. A peer that is in a collective gets an error, not a hang."""
 
 
+class Gate:
+    """Holds back a step's collectives until all are known to have been told the same.
+
+    For gloo, to which unequal collectives are fatal. Open unless told to hold.
+    """
+
+    def __init__(self) -> None:
+        self._settle: Callable[[], None] | None = None
+
+    def hold(self, settle: Callable[[], None]) -> None:
+        """Has ``settle`` called before the next collective of any group. It may raise."""
+        self._settle = settle
+
+    def open(self) -> None:
+        """Calls what was given to ``hold``, if it has not been called."""
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle()
+
+
 class GlooGroup:
     """A group over TCP. Its collectives block.
 
@@ -88,27 +111,26 @@ class GlooGroup:
         backend: Runs the collectives. PyTorch publishes no types for it. Nobody else may refer to
             it, since its connections stay open for as long as it lives: its abort() leaves them.
         connections: To its peers; None leaves them to it.
+        gate: Opened before each collective.
     """
 
     def __init__(
-        self, rank: int, world_size: int, backend: Any, connections: Connections | None = None
+        self,
+        rank: int,
+        world_size: int,
+        backend: Any,
+        connections: Connections | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._backend: list[Any] = [backend]  # empty after close()
         self._connections = connections or Connections()
+        self._gate = gate or Gate()
         self._num_pending = 0  # collectives that were begun and have not ended well
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self.start_all_gather(out, x).wait()
-
-    def start_all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Any:
-        """Starts an all-gather. Returns what has a ``wait()``.
-
-        The group's other collectives may run meanwhile, if all ranks start all of them in the same
-        order.
-        """
-        return self._begin("_allgather_base", out, x, _c10d.AllgatherOptions())
+        self._run("_allgather_base", out, x, _c10d.AllgatherOptions())
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         # Half the time of gloo's own. Adds in rank order, and rounds once.
@@ -117,7 +139,7 @@ class GlooGroup:
         torch.sum(received, dim=0, out=out)
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self._begin("allreduce", [x], _c10d.AllreduceOptions()).wait()
+        self._run("allreduce", [x], _c10d.AllreduceOptions())
 
     def all_to_all(
         self,
@@ -128,12 +150,12 @@ class GlooGroup:
     ) -> None:
         options = _c10d.AllToAllOptions()
         splits = (out_splits or [], in_splits or [])
-        self._begin("alltoall_base", out, x, *splits, options).wait()
+        self._run("alltoall_base", out, x, *splits, options)
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         options = _c10d.BroadcastOptions()
         options.rootRank = root
-        self._begin("broadcast", [x], options).wait()
+        self._run("broadcast", [x], options)
 
     def close(self) -> None:
         """Drops the connections, in a thread; ends them now if a collective has not ended well."""
@@ -142,23 +164,11 @@ class GlooGroup:
             self._connections.shut_down()
         _end(held, exit_waits=True)
 
-    def _begin(self, method: str, *arguments: Any) -> "_Pending":
+    def _run(self, method: str, *arguments: Any) -> None:
+        self._gate.open()
         self._num_pending += 1  # first: close() may come, in another thread, while it begins
-        return _Pending(self, getattr(_live(self._backend), method)(*arguments))
-
-
-class _Pending:
-    """A collective of gloo's that has begun."""
-
-    __slots__ = ("_group", "_work")
-
-    def __init__(self, group: GlooGroup, work: Any) -> None:
-        self._group = group
-        self._work = work
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._group._num_pending -= 1
+        getattr(_live(self._backend), method)(*arguments).wait()
+        self._num_pending -= 1
 
 
 class NcclGroup:
@@ -224,36 +234,27 @@ class EpochGroups:
         world: Every executor, by world rank.
         attn_tp: The executors of this DP rank; None if there is one.
         host: Every executor, through tensors on the host.
+        links: Every executor, a few bytes at a time.
+        gate: Holds back the collectives of all groups over gloo.
     """
 
     epoch: int
     world: RankGroup
     attn_tp: RankGroup | None
     host: GlooGroup
+    links: Links = field(default_factory=Links)
+    gate: Gate = field(default_factory=Gate)
+
+    @property
+    def are_gated(self) -> bool:
+        """Whether the gate holds back every collective of a pass."""
+        return self.world is self.host
 
     def close(self) -> None:
         """Leaves all of them. A peer that is in a collective of any gets an error."""
+        self.links.close()  # first: a thread that waits there begins no collective then
         for group in _distinct(self.host, self.attn_tp, self.world):
             group.close()
-
-
-def open_store(host: str, *, port: int = 0, timeout_s: float = 60.0) -> TCPStore:
-    """Opens the store where the ranks of an epoch find one another.
-
-    It lives as long as the returned object; ``store.port`` tells where it listens.
-
-    Args:
-        host: Address that the other ranks can reach.
-        port: 0 picks a free one.
-        timeout_s: How long a rank waits for its peers.
-    """
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
 
 
 def join_group(
@@ -269,7 +270,7 @@ def join_group(
     """Forms the groups of an epoch. Returns when every executor has joined.
 
     Args:
-        host: Where the store of ``open_store`` listens.
+        host: Where the store of the first rank listens (rendezvous.py).
         port: Its port.
         epoch: Keeps these groups' keys apart from those of a store's earlier ones.
         topology: This executor's place.
@@ -288,20 +289,21 @@ def join_group(
     everyone = range(topology.world_size)
     first = topology.dp_rank * topology.attn_tp_size
     same_dp_rank = range(first, first + topology.attn_tp_size)
+    gate = Gate()
     with ExitStack() as formed:
 
         def form(name: str, members: range) -> RankGroup:
             keys, rank = PrefixStore(name, store), topology.world_rank - members.start
             group: RankGroup
             if device.type == "cpu":
-                group = _gloo_group(keys, rank, len(members), bind_host, timeout)
+                group = _gloo_group(keys, rank, len(members), bind_host, timeout, gate)
             else:
                 group = _nccl_group(keys, rank, members, device, timeout, f"{name}-{epoch}")
             formed.callback(group.close)
             return group
 
         keys = PrefixStore("host", store)
-        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout)
+        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout, gate)
         formed.callback(on_host.close)
         world = on_host if device.type == "cpu" else form("world", everyone)
         attn_tp: RankGroup | None = None
@@ -309,12 +311,19 @@ def join_group(
             attn_tp = world
         elif len(same_dp_rank) > 1:
             attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank)
+        keys = PrefixStore("links", store)
+        links = connect_all(keys, topology.world_rank, len(everyone), bind_host, timeout_s)
         formed.pop_all()
-    return EpochGroups(epoch, world, attn_tp, on_host)
+    return EpochGroups(epoch, world, attn_tp, on_host, links, gate)
 
 
 def _gloo_group(
-    store: PrefixStore, rank: int, world_size: int, bind_host: str | None, timeout: timedelta
+    store: PrefixStore,
+    rank: int,
+    world_size: int,
+    bind_host: str | None,
+    timeout: timedelta,
+    gate: Gate,
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -326,7 +335,7 @@ def _gloo_group(
     connections = Connections()
     with connections.collect():
         backend = gloo(store, rank, world_size, options)
-    return GlooGroup(rank, world_size, backend, connections)
+    return GlooGroup(rank, world_size, backend, connections, gate)
 
 
 def _nccl_group(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from executor.columns import BoolArray, Float32Array, Int64Array
-from executor.logits import coins, draw, draw_likeliest, penalize, temper
+from executor.logits import coins, draw, draw_likeliest, penalize, probabilities, temper
 from executor.sampling_fixed import Filters, RowParameters, sample_rows
 from executor.staging import to_device
 
@@ -223,35 +223,74 @@ class Sampler:
             int64 [S] token ids on the device.
         """
         at = self._index(rows) if at is None else at
+        tokens = self.pick(logits, rows, seq_lens, at, positions)
+        if self._agree is not None:
+            self._agree(tokens)
+        self.remember(tokens, rows, at)
+        return tokens
+
+    def pick(
+        self,
+        logits: torch.Tensor,
+        rows: Int64Array,
+        seq_lens: Int64Array,
+        at: torch.Tensor,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the token that each row of logits gives, and remembers nothing.
+
+        The arguments are those of ``sample``, but a row may come more than once: with the logits
+        behind each of its drafts. Its penalties are then exact only for the first.
+        """
         if not self._is_special[rows].any():
-            return self._remember(logits.argmax(dim=-1), at)
+            return logits.argmax(dim=-1)
         positions = self._index(seq_lens) if positions is None else positions
         is_suppressed = seq_lens < self._suppressed_until[rows]
         is_edited = self._is_penalized[rows] | self._is_biased[rows] | is_suppressed
         is_special = is_edited | self._is_random[rows]
         if is_special.all():
             edited = self._edit(logits.to(torch.float32, copy=True), rows, is_suppressed, at)
-            tokens = self._choose(edited, rows, at, positions)
-        else:
-            tokens = logits.argmax(dim=-1)
-            if is_special.any():
-                members, special = self._index(np.flatnonzero(is_special)), rows[is_special]
-                at_special, x = at[members], logits[members].float()
-                edited = self._edit(x, special, is_suppressed[is_special], at_special)
-                tokens[members] = self._choose(edited, special, at_special, positions[members])
-        tokens = self._remember(tokens, at)
-        self._count(rows, tokens)
+            return self._choose(edited, rows, at, positions)
+        tokens = logits.argmax(dim=-1)
+        if is_special.any():
+            members, special = self._index(np.flatnonzero(is_special)), rows[is_special]
+            at_special, x = at[members], logits[members].float()
+            edited = self._edit(x, special, is_suppressed[is_special], at_special)
+            tokens[members] = self._choose(edited, special, at_special, positions[members])
         return tokens
 
-    def _remember(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Stores the tokens that all agree on, and returns them."""
-        if self._agree is not None:
-            self._agree(tokens)
+    def probabilities(
+        self, logits: torch.Tensor, rows: Int64Array, seq_lens: Int64Array, at: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns what ``pick`` draws from, float32 [S, V]: one token has it all where it is greedy."""
+        is_suppressed = seq_lens < self._suppressed_until[rows]
+        edited = self._edit(logits.to(torch.float32, copy=True), rows, is_suppressed, at)
+        greedy = torch.nn.functional.one_hot(edited.argmax(dim=-1), self.vocab_size).float()
+        temperature = self._temperature[at]
+        is_random = temperature > 0
+        tempered = temper(edited, torch.where(is_random, temperature, 1.0))
+        drawn = probabilities(tempered, self._top_k[at], self._top_p[at], self._min_p[at])
+        return torch.where(is_random[:, None], drawn, greedy)
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """Returns int64 [R] on the device, the seed of each row."""
+        return self._seed
+
+    @property
+    def temperatures(self) -> torch.Tensor:
+        """Returns float32 [R] on the device, the temperature of each row."""
+        return self._temperature
+
+    def remember(self, tokens: torch.Tensor, rows: Int64Array, at: torch.Tensor) -> None:
+        """Stores each row's last token, and counts it where penalties depend on it.
+
+        Args:
+            tokens: int64 [S], which the executors that sample the same rows agree on.
+            rows: [S], no row twice.
+            at: ``rows`` on the device.
+        """
         self.last_tokens.index_copy_(0, at, tokens)
-        return tokens
-
-    def _count(self, rows: Int64Array, tokens: torch.Tensor) -> None:
-        """Remembers the tokens of rows whose penalties depend on them."""
         is_counted = self._is_penalized[rows]
         if is_counted.any():
             counted = tokens[self._index(np.flatnonzero(is_counted))]

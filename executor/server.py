@@ -8,7 +8,9 @@ ends. One thread computes, because steps are ordered and share tensors; it is no
 loop's, so that health checks are answered while a step runs or a model loads.
 
 The stream's life is that of its epoch: when it ends, for whatever reason, an executor with peers
-leaves their group at once, so that all of them are free for the next one.
+leaves their group at once, so that all of them are free for the next one. A step that goes on for
+long after that is stuck, in a kernel or a driver, and nothing can free its thread: the process has
+to end, and to be started again.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -37,6 +39,7 @@ from executor.errors import (
     StreamHeld,
 )
 from executor.measures import Measures
+from executor.step_stream import Answer, StepStream
 from protos.errors import RpcError, abort_on_error
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
@@ -56,8 +59,7 @@ LIVENESS, READINESS = "liveness", "readiness"
 # executor; a number out of the blue near the end of uint64 would be the last.
 MAX_EPOCH_LEAP = 1 << 32
 
-# Steps taken off a stream and not answered yet. A router sends 2; more only wait.
-MAX_UNANSWERED_STEPS = 8
+STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
 MESSAGE_BYTES = 256 * 1024 * 1024
 SERVER_OPTIONS = [
@@ -93,42 +95,6 @@ class Store(Protocol):
     def port(self) -> int: ...
 
 
-class StepStream:
-    """One open Step call: the answers it is owed, in order.
-
-    An answer is an awaitable response or error; None after the last one.
-    """
-
-    def __init__(self) -> None:
-        self.answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()
-        self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
-        self.has_ended = False  # steps that have not begun by then are dropped
-        self.is_over = asyncio.Event()  # the call itself: the router has been told how it ended
-        self.is_stray = False  # it is of another epoch than the one that it found here
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.is_over.set()
-
-    def end(self, error: RpcError) -> None:
-        """Answers what has begun, then ends the call with ``error``."""
-        self.has_ended = True
-        self.refuse(error)
-
-    def refuse(self, error: RpcError) -> None:
-        """Answers all steps that came, then ends the call with ``error``."""
-        ending: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        ending.set_result(error)
-        self.answers.put_nowait(ending)
-
-
-# Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
-# is the answer of a step that was dropped.
-Answer = pb.StepResponse | RpcError | None
-
-
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves one executor to one router.
 
@@ -137,6 +103,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         store_host: Host at which the group's members reach a store opened here.
         open_store: Opens a store on a free port.
         measures: Gets what becomes of steps and joins; None: nobody asks for it.
+        stuck_after_s: A step that outlives its stream for longer will never end.
+
+    Attributes:
+        stuck: Set when there is such a step. This process can do no other.
     """
 
     def __init__(
@@ -146,8 +116,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         store_host: str,
         open_store: Callable[[], Store],
         measures: Measures | None = None,
+        stuck_after_s: float = 60.0,
     ) -> None:
         self.health = HealthServicer()
+        self.stuck = asyncio.Event()
+        self._stuck_after_s = stuck_after_s
         self._is_first = is_first
         self._store_host = store_host
         self._open_store = open_store
@@ -165,6 +138,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         # stream that ends ends its epoch at once, whatever the compute thread waits for.
         self._epoch: int | None = None  # None while in no group
         self._next_step_id = 1
+        self._computing: StepStream | None = None  # whose step runs
 
     # Life of the process
 
@@ -307,6 +281,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                     if worker.has_peers and not stream.is_stray:
                         self._leave()  # from here: a step that waits for lost peers fails now
                 self._publish_readiness()
+                self._check_stuck(stream, STUCK_CHECKS)
 
     async def _read(
         self, stream: StepStream, requests: AsyncIterator[pb.StepRequest], worker: Worker
@@ -324,6 +299,18 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             stream.refuse(error)
         finally:
             stream.answers.put_nowait(None)
+
+    def _check_stuck(self, stream: StepStream, num_left: int) -> None:
+        """Looks at the last step of a stream that has ended, now and a few times more."""
+        if self._computing is not stream:
+            return
+        if num_left:
+            loop, wait_s = asyncio.get_running_loop(), self._stuck_after_s / STUCK_CHECKS
+            loop.call_later(wait_s, self._check_stuck, stream, num_left - 1)
+            return
+        log.error("step_stuck", stuck_after_s=self._stuck_after_s)
+        self.health.set(LIVENESS, False)
+        self.stuck.set()
 
     async def _join(self, worker: Worker, request: pb.JoinRequest) -> None:
         def join() -> None:
@@ -356,6 +343,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if stream.has_ended:
             return None
         queued_ns = time.perf_counter_ns() - arrival_ns
+        self._computing = stream
         try:
             self._check_order(request)
             response = worker.execute(request)
@@ -371,6 +359,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             log.exception("step_failed", **_ids(request))
             self._leave()
             return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
+        finally:
+            self._computing = None
         self._next_step_id += 1
         response.queued_ns = queued_ns
         self._measures.phase_ns["queue"] += queued_ns

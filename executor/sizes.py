@@ -14,7 +14,11 @@ from executor.graph.capture_sizes import (
     prefill_capture_sizes,
 )
 from executor.models.config import ModelConfig
+from executor.models.draft_config import DraftConfig
+from executor.speculation_plan import SpeculationPlan
 from executor.topology import divisors, require_gathered_buffer
+
+DEFAULT_DRAFT_STEPS = 3
 
 
 def splits_dense(config: ExecutorConfig, model: ModelConfig) -> bool:
@@ -94,8 +98,34 @@ def plan_graph_sizes(
     return GraphSizes(decode, extend)
 
 
+def plan_speculation(config: ExecutorConfig, draft: DraftConfig) -> SpeculationPlan:
+    """Returns how a draft model drafts.
+
+    Raises:
+        ValueError: The settings do not fit it. Says which to set, and to what.
+    """
+    steps = config.num_draft_steps
+    if draft.num_layers > 1:  # a layer drafts one token
+        steps = draft.num_layers if steps is None else steps
+        if steps > draft.num_layers:
+            raise ValueError(
+                f"num_draft_steps={steps}: the draft model has a layer for each of "
+                f"{draft.num_layers} drafts; set at most that"
+            )
+    return SpeculationPlan(
+        algorithm=draft.algorithm,
+        num_draft_steps=DEFAULT_DRAFT_STEPS if steps is None else steps,
+        topk=config.draft_topk,
+        num_draft_tokens=config.num_draft_tokens or 0,
+    )
+
+
 def plan_budget(
-    config: ExecutorConfig, model: ModelConfig, dtype: torch.dtype, graph_sizes: GraphSizes
+    config: ExecutorConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    graph_sizes: GraphSizes,
+    speculation: SpeculationPlan | None = None,
 ) -> TokenBudget:
     """Returns what every buffer is sized by.
 
@@ -104,6 +134,7 @@ def plan_budget(
         model: Sizes.
         dtype: Type of the hidden states.
         graph_sizes: What is captured.
+        speculation: How a draft model drafts; None without.
 
     Raises:
         ValueError: The settings do not fit one another. Says which to set, and to what.
@@ -112,6 +143,8 @@ def plan_budget(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_logits=config.num_logits,
+        num_tokens_per_bs=1 if speculation is None else speculation.num_rows_per_sequence,
+        draft_lookahead=0 if speculation is None else speculation.kv_lookahead,
         decode_graph_size=max(graph_sizes.decode, default=0),
         extend_graph_size=max(graph_sizes.extend, default=0),
         dp_size=config.dp_size,

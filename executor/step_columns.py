@@ -8,82 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor.budget import TokenBudget
-from executor.columns import INT32, UINT64, BoolArray, ColumnReader, Int64Array
-from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.columns import INT32, BoolArray, ColumnReader, Int64Array
+from executor.dp_layout import DpLayout
 from executor.errors import InvalidStep
-from executor.graph.capture_sizes import GraphSizes
+from executor.row_starts import read_starts
 from executor.sampler import RowStarts
-from executor.topology import Topology
+from executor.step_layout import check_padded, counts_by_rank, read_draft_counts, read_layout
+from executor.step_limits import RowProgress, StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last
-
-NO_GRAPHS = GraphSizes()
-PADDING_MODES = {
-    pb.DP_PADDING_MODE_MAX_LEN: DpPaddingMode.MAX_LEN,
-    pb.DP_PADDING_MODE_SUM_LEN: DpPaddingMode.SUM_LEN,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepLimits:
-    """What a step of this executor must fit in.
-
-    Attributes:
-        topology: This executor's place in its group.
-        budget: The most that one step may carry.
-        num_rows: Lines of the block table.
-        num_kv_blocks: Blocks of the KV pool, the scratch block included.
-        block_size: Tokens per block.
-        vocab_size: Token ids are below this.
-        max_model_len: Tokens of one sequence.
-        graph_sizes: What is captured.
-    """
-
-    topology: Topology
-    budget: TokenBudget
-    num_rows: int
-    num_kv_blocks: int
-    block_size: int
-    vocab_size: int
-    max_model_len: int
-    graph_sizes: GraphSizes = NO_GRAPHS
-
-    def __post_init__(self) -> None:
-        sizes = (self.topology.dp_size, self.topology.attn_tp_size)
-        if sizes != (self.budget.dp_size, self.budget.attn_tp_size):
-            raise ValueError(
-                f"the budget is for dp_size={self.budget.dp_size} and attn_tp_size="
-                f"{self.budget.attn_tp_size}, the executor's place for {sizes[0]} and {sizes[1]}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class RowProgress:
-    """What is known on the host of each row since it started.
-
-    Attributes:
-        is_live: bool [R], rows that have started in this epoch. The worker writes it.
-        has_sampled: bool [R], rows that have a last token. The worker writes it.
-        num_blocks: int64 [R], blocks that each row holds. The KV pool writes it.
-    """
-
-    is_live: BoolArray
-    has_sampled: BoolArray
-    num_blocks: Int64Array
-
-    @classmethod
-    def empty(cls, num_blocks: Int64Array) -> "RowProgress":
-        """Returns the progress of rows of which none has started."""
-        return cls(
-            np.zeros_like(num_blocks, np.bool_), np.zeros_like(num_blocks, np.bool_), num_blocks
-        )
-
-    def reset(self) -> None:
-        """Forgets all rows."""
-        self.is_live[:] = False
-        self.has_sampled[:] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +26,16 @@ class StepColumns:
 
     Attributes:
         layout: Every rank's token count.
+        draft_counts: [dp_size] tokens that the draft model runs on each DP rank behind this step;
+            empty if it runs none, or the same rows for every sequence of a speculative step.
+        num_sampled: [dp_size] sequences that sample, where there are such counts.
         starts: Rows that begin; None if there are none.
         rows: [B] row of each sequence.
-        num_tokens: [B] tokens to run.
+        num_draft_tokens: Tokens that each sequence runs in a speculative step, N; else 0.
+        num_tokens: [B] tokens to run; in a speculative step the most to gain.
+        num_rows: [B] token rows that run: ``num_tokens``, or N each.
         num_computed_tokens: [B] position of the first of them.
-        token_ids: [T], sequences end to end; -1 is the row's last sampled token.
+        token_ids: [T], sequences end to end; -1 is the row's last sampled token, or a draft.
         num_kept_blocks: [B] blocks that stay at the front of the row.
         num_new_blocks: [B] blocks to write after them.
         new_block_ids: [sum(num_new_blocks)].
@@ -108,9 +47,13 @@ class StepColumns:
     """
 
     layout: DpLayout
+    draft_counts: tuple[int, ...]
+    num_sampled: tuple[int, ...]
     starts: RowStarts | None
+    num_draft_tokens: int
     rows: Int64Array
     num_tokens: Int64Array
+    num_rows: Int64Array
     num_computed_tokens: Int64Array
     token_ids: Int64Array
     num_kept_blocks: Int64Array
@@ -138,7 +81,9 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
             f"dp_rank={part.dp_rank}: this executor is DP rank {limits.topology.dp_rank}",
             field="ranks[0].dp_rank",
         )
-    starts = read_starts(part.starts, limits) if part.HasField("starts") else None
+    starts = None
+    if part.HasField("starts"):
+        starts = read_starts(part.starts, num_rows=limits.num_rows, vocab_size=limits.vocab_size)
     columns = _read_sequences(request, starts, limits, progress)
     _check_mode(part, columns)
     _check_agreement(request.agreement, part, columns, limits)
@@ -155,15 +100,20 @@ def _read_sequences(
     read.unique("rows", rows, limits.num_rows)
     read.at_most("rows", count, limits.budget.max_num_seqs, "max_num_seqs")
 
-    num_tokens = read.counts("num_tokens", count, least=1, default=1)
-    total = int(num_tokens.sum())
-    read.at_most(
-        "num_tokens", total, limits.budget.max_num_batched_tokens, "max_num_batched_tokens"
-    )
+    width = _read_width(request.agreement, limits)
+    num_tokens = read.counts("num_tokens", count, least=1, most=width or None, default=width or 1)
+    num_rows = np.full(count, width) if width else num_tokens
+    total = int(num_rows.sum())
+    if not width:
+        read.at_most(
+            "num_tokens", total, limits.budget.max_num_batched_tokens, "max_num_batched_tokens"
+        )
     num_computed = read.counts("num_computed_tokens", count)
-    seq_lens = num_computed + num_tokens
     read.at_most(
-        "num_computed_tokens", int(seq_lens.max(initial=0)), limits.max_model_len, "max_model_len"
+        "num_computed_tokens",
+        int((num_computed + num_tokens).max(initial=0)),
+        limits.max_model_len,
+        "max_model_len",
     )
 
     is_starting = np.zeros(count, dtype=np.bool_)
@@ -182,37 +132,62 @@ def _read_sequences(
     )
     is_fresh = is_starting | ~progress.has_sampled[rows]
     if is_fresh.any():
-        is_wrong = (token_ids < 0) & np.repeat(is_fresh, num_tokens)
+        is_wrong = (token_ids < 0) & np.repeat(is_fresh, num_rows)
         if is_wrong.any():
-            row = np.repeat(rows, num_tokens)[is_wrong][0]
+            row = np.repeat(rows, num_rows)[is_wrong][0]
             raise read.error("token_ids", f"-1 for row {row}, which has not sampled a token")
+    if limits.speculation is not None:
+        first_ids = token_ids[np.cumsum(num_rows) - num_rows]
+        num_computed = _resolve(read, rows, num_computed, first_ids < 0, progress)
+    seq_lens = num_computed + num_tokens
 
     num_new = read.counts("num_new_blocks", count, default=0)
     block_ids = read.ids("new_block_ids", int(num_new.sum()), least=1, below=limits.num_kv_blocks)
-    kept = -(-seq_lens // limits.block_size) - num_new
     held = np.where(is_starting, -1, progress.num_blocks[rows])
-    _check_blocks(read, rows, num_computed, num_new, kept, held, limits.block_size)
+    if limits.speculation is None:
+        kept = -(-seq_lens // limits.block_size) - num_new
+        _check_blocks(read, rows, num_computed, num_new, kept, held, limits.block_size)
+    else:
+        kept = np.maximum(held, 0)
+        _check_appended_blocks(read, rows, seq_lens, kept + num_new, limits)
 
-    samples = read.flags("samples", count, default=True)
-    num_scored = read.counts("num_scored", count, default=0)
-    if (num_scored > num_tokens).any():
+    if width:
+        if message.samples or message.num_scored or message.token_ids:
+            raise read.error(
+                "samples",
+                "a speculative step has no samples, num_scored or token_ids: every "
+                "sequence goes on from its last token",
+            )
+        samples, num_scored = np.ones(count, np.bool_), num_rows - 1
+    else:
+        samples = read.flags("samples", count, default=True)
+        num_scored = read.counts("num_scored", count, default=0)
+    if (num_scored > num_rows).any():
         raise read.error("num_scored", "a sequence has fewer tokens than are to be scored")
     num_logits = num_scored + samples
-    read.at_most(
-        "num_scored", int(num_logits.sum()), limits.budget.max_num_logits, "max_num_logits"
+    if not width:
+        read.at_most(
+            "num_scored", int(num_logits.sum()), limits.budget.max_num_logits, "max_num_logits"
+        )
+    scored_ids = read.ids(
+        "scored_ids", 0 if width else int(num_scored.sum()), below=limits.vocab_size
     )
-    scored_ids = read.ids("scored_ids", int(num_scored.sum()), below=limits.vocab_size)
 
     sequence = np.repeat(np.arange(count), num_logits)
     place = np.arange(len(sequence)) - (np.cumsum(num_logits) - num_logits)[sequence]
     is_sampled = place == num_scored[sequence]
-    ends = np.cumsum(num_tokens)
-    first = ends - num_tokens
+    ends = np.cumsum(num_rows)
+    first = ends - num_rows
+    draft_counts, num_sampled = read_draft_counts(request.agreement, limits)
     return StepColumns(
-        layout=_read_layout(request.agreement, limits),
+        layout=read_layout(request.agreement, limits),
+        draft_counts=draft_counts,
+        num_sampled=num_sampled,
         starts=starts,
+        num_draft_tokens=width,
         rows=rows,
         num_tokens=num_tokens,
+        num_rows=num_rows,
         num_computed_tokens=num_computed,
         token_ids=token_ids,
         num_kept_blocks=kept,
@@ -223,6 +198,68 @@ def _read_sequences(
         is_sampled=is_sampled,
         scored_ids=scored_ids,
     )
+
+
+def _read_width(agreement: pb.StepAgreement, limits: StepLimits) -> int:
+    """Returns the tokens that each sequence runs in a speculative step, 0 in any other."""
+    width, plan = agreement.num_draft_tokens, limits.speculation
+    problem = None
+    if plan is None:
+        if width:
+            problem = "this executor has no draft model: start it with --draft-model"
+    elif width not in (0, plan.num_draft_tokens):
+        problem = f"need {plan.num_draft_tokens}, or 0 for a step that is not speculative"
+    elif width and agreement.has_extend:
+        problem = "with has_extend: a step that runs prompts is not speculative"
+    if problem is not None:
+        raise InvalidStep(
+            f"num_draft_tokens={width}: {problem}", field="agreement.num_draft_tokens"
+        )
+    return width
+
+
+def _resolve(
+    read: ColumnReader,
+    rows: Int64Array,
+    num_computed: Int64Array,
+    goes_on: BoolArray,
+    progress: RowProgress,
+) -> Int64Array:
+    """Returns the true number of computed tokens of each sequence.
+
+    Args:
+        num_computed: [B] as the router sent it.
+        goes_on: [B] sequences that go on from their last token, of which that is an upper bound.
+    """
+    own = progress.num_tokens[rows] - 1
+    is_below = goes_on & (num_computed < own)
+    if is_below.any():
+        at = int(is_below.argmax())
+        raise read.error(
+            "num_computed_tokens",
+            f"{num_computed[at]} for row {rows[at]}, which has computed {own[at]}",
+        )
+    return np.where(goes_on, own, num_computed)
+
+
+def _check_appended_blocks(
+    read: ColumnReader,
+    rows: Int64Array,
+    seq_lens: Int64Array,
+    num_blocks: Int64Array,
+    limits: StepLimits,
+) -> None:
+    """Checks that rows end up with blocks for all tokens, and not with more than a row holds."""
+    needed = -(-seq_lens // limits.block_size)
+    is_short = num_blocks < needed
+    if is_short.any():
+        at = int(is_short.argmax())
+        raise read.error(
+            "num_new_blocks",
+            f"row {rows[at]} comes to {num_blocks[at]} blocks and needs {needed[at]}",
+        )
+    most = -(-limits.max_model_len // limits.block_size)
+    read.at_most("num_new_blocks", int(num_blocks.max(initial=0)), most, "a row's blocks")
 
 
 def _check_blocks(
@@ -273,7 +310,9 @@ def _check_mode(part: pb.RankStep, columns: StepColumns) -> None:
             f"if there are none",
             field="ranks[0].forward_mode",
         )
-    is_decode = columns.is_sampled.all() and len(columns.is_sampled) == columns.num_tokens.sum()
+    is_decode = columns.num_draft_tokens > 0 or (
+        columns.is_sampled.all() and len(columns.is_sampled) == columns.num_tokens.sum()
+    )
     if mode == pb.FORWARD_MODE_DECODE and not is_decode:
         raise InvalidStep(
             "forward_mode is DECODE: every sequence runs 1 token and samples, and none is scored",
@@ -287,11 +326,20 @@ def _check_agreement(
     """Checks that what all ranks were told fits this rank's part."""
     num_tokens, num_logits = len(columns.token_ids), len(columns.is_sampled)
     budget = limits.budget
-    for field, mine, most in (
-        ("global_num_tokens", num_tokens, budget.max_num_batched_tokens),
-        ("global_num_tokens_for_logprob", num_logits, budget.max_num_logits),
-    ):
-        counts = _counts_by_rank(agreement, field, limits)
+    most_tokens, most_logits = budget.max_num_batched_tokens, budget.max_num_logits
+    if columns.num_draft_tokens:
+        most_tokens = most_logits = budget.max_num_seqs * columns.num_draft_tokens
+    expected = [
+        ("global_num_tokens", num_tokens, most_tokens),
+        ("global_num_tokens_for_logprob", num_logits, most_logits),
+    ]
+    if columns.draft_counts:
+        num_sampled = int(columns.is_sampled.sum())
+        num_rows = num_tokens + num_sampled - int((columns.token_ids < 0).sum())
+        expected.append(("global_num_tokens_for_draft", num_rows, budget.max_tokens_per_rank))
+        expected.append(("global_num_sampled", num_sampled, budget.max_num_seqs))
+    for field, mine, most in expected:
+        counts = counts_by_rank(agreement, field, limits)
         problem = None
         if max(counts) > most:  # first, so that all executors say the same
             problem = f"has {max(counts)}; the budget is {most}"
@@ -301,119 +349,9 @@ def _check_agreement(
             )
         if problem is not None:
             raise InvalidStep(f"{field} {problem}", field=f"agreement.{field}")
-    _check_padded(columns.layout, budget)
+    check_padded(columns.layout, budget)
     if part.forward_mode == pb.FORWARD_MODE_EXTEND and not agreement.has_extend:
         raise InvalidStep(
             "has_extend is not set, but this part's forward_mode is EXTEND",
             field="agreement.has_extend",
         )
-
-
-def _check_padded(layout: DpLayout, budget: TokenBudget) -> None:
-    """Checks that the step fits every buffer, with what padding and a graph add to its tokens.
-
-    The rows of the DP rank that has most bound the others: those of executors, those gathered.
-    """
-    rows = layout.max_num_tokens if layout.graph_size is None else layout.graph_size
-    most = budget.max_tokens_per_rank
-    if rows > most:
-        graph = "" if layout.graph_size is None else f" of graph_size={layout.graph_size}"
-        raise InvalidStep(
-            f"the step{graph} has {rows} rows on a DP rank; the budget is {most}",
-            field="agreement",
-        )
-
-
-def _read_layout(agreement: pb.StepAgreement, limits: StepLimits) -> DpLayout:
-    if agreement.padding_mode not in PADDING_MODES:
-        raise InvalidStep(
-            f"padding_mode={agreement.padding_mode}: need MAX_LEN or SUM_LEN",
-            field="agreement.padding_mode",
-        )
-    counts = _counts_by_rank(agreement, "global_num_tokens", limits)
-    graph_size = None
-    if agreement.HasField("graph_size"):
-        graph_size = agreement.graph_size
-        _check_graph_size(agreement, counts, limits)
-    mode = PADDING_MODES[agreement.padding_mode]
-    topology = limits.topology
-    return DpLayout(
-        counts,
-        mode,
-        topology.dp_rank,
-        graph_size,
-        agreement.has_extend,
-        topology.attn_tp_rank,
-        topology.attn_tp_size,
-    )
-
-
-def _check_graph_size(
-    agreement: pb.StepAgreement, counts: tuple[int, ...], limits: StepLimits
-) -> None:
-    kind, captured = "decode", limits.graph_sizes.decode
-    if agreement.has_extend:
-        kind, captured = "extend", limits.graph_sizes.extend
-    size, problem = agreement.graph_size, None
-    if size not in captured:
-        sizes = (
-            f"the {kind} graphs are {list(captured)}" if captured else f"there is no {kind} graph"
-        )
-        problem = f"is not captured: {sizes}"
-    elif size < max(counts):
-        problem = f"is below the {max(counts)} tokens of a rank"
-    elif agreement.has_extend and min(counts) == 0:
-        problem = "with has_extend, but a rank has no tokens: then every rank runs eagerly"
-    elif agreement.padding_mode != pb.DP_PADDING_MODE_MAX_LEN:
-        problem = "needs padding_mode MAX_LEN: a captured collective has one size"
-    if problem is not None:
-        raise InvalidStep(f"graph_size={size} {problem}", field="agreement.graph_size")
-
-
-def _counts_by_rank(agreement: pb.StepAgreement, field: str, limits: StepLimits) -> tuple[int, ...]:
-    counts = tuple(getattr(agreement, field))
-    if len(counts) != limits.topology.dp_size:
-        raise InvalidStep(
-            f"{field} has {len(counts)} entries; dp_size is {limits.topology.dp_size}",
-            field=f"agreement.{field}",
-        )
-    return counts
-
-
-def read_starts(message: pb.RowStarts, limits: StepLimits) -> RowStarts:
-    read = ColumnReader(message, "ranks[0].starts")
-    rows = read.ids("rows", len(message.rows) // INT32.itemsize, below=limits.num_rows)
-    count = len(rows)
-    read.unique("rows", rows, limits.num_rows)
-
-    def ragged(lengths_name: str, ids_name: str) -> tuple[Int64Array, Int64Array]:
-        lengths = read.counts(lengths_name, count, default=0)
-        return lengths, read.ids(ids_name, int(lengths.sum()), below=limits.vocab_size)
-
-    num_suppressed_ids, suppressed_ids = ragged("num_suppressed_ids", "suppressed_ids")
-    num_biases, bias_ids = ragged("num_biases", "bias_ids")
-    num_prompt_ids, prompt_ids = ragged("num_prompt_ids", "prompt_ids")
-    num_output_ids, output_ids = ragged("num_output_ids", "output_ids")
-    return RowStarts(
-        rows=rows,
-        temperature=read.floats("temperature", count, default=0.0, least=0.0),
-        top_k=read.counts("top_k", count, default=0),
-        top_p=read.floats("top_p", count, default=1.0, above=0.0, most=1.0),
-        min_p=read.floats("min_p", count, default=0.0, least=0.0, most=1.0),
-        repetition_penalty=read.floats("repetition_penalty", count, default=1.0, above=0.0),
-        presence_penalty=read.floats("presence_penalty", count, default=0.0),
-        frequency_penalty=read.floats("frequency_penalty", count, default=0.0),
-        seed=read.column("seed", UINT64, count, default=0).astype(np.uint64).view(np.int64),
-        scores_output=read.flags("scores_output", count, default=False),
-        num_top_logprobs=read.counts("num_top_logprobs", count, default=0, most=limits.vocab_size),
-        suppressed_until=read.counts("suppressed_until", count, default=0),
-        num_suppressed_ids=num_suppressed_ids,
-        suppressed_ids=suppressed_ids,
-        num_biases=num_biases,
-        bias_ids=bias_ids,
-        biases=read.floats("biases", len(bias_ids)),
-        num_prompt_ids=num_prompt_ids,
-        prompt_ids=prompt_ids,
-        num_output_ids=num_output_ids,
-        output_ids=output_ids,
-    )

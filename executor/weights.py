@@ -20,6 +20,7 @@ from executor.errors import CheckpointError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOATS = ("BF16", "F16", "F32")
+_INTEGERS = ("I64", "I32")
 
 OnProgress = Callable[[int, int], None]
 
@@ -74,7 +75,7 @@ def load_weights(
 ) -> None:
     """Fills every group from the checkpoint in ``path``.
 
-    Values are converted to the type of the parameter.
+    Values are converted to the type of the parameter: floats to floats, integers to integers.
 
     Args:
         path: Directory with model.safetensors, or shards and their index.
@@ -104,6 +105,16 @@ def load_weights(
                     on_progress(done, len(needed))
             group.finish()
             del group
+
+
+def tensor_names(path: str | Path) -> frozenset[str]:
+    """Returns the names of the tensors in ``path``.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+    with ExitStack() as stack:
+        return frozenset(_open_tensors(Path(path), stack))
 
 
 def _open_tensors(path: Path, stack: ExitStack) -> dict[str, tuple[Path, Any]]:
@@ -166,9 +177,11 @@ def _copy(file: Path, handle: Any, name: str, target: torch.Tensor | Part) -> No
         raise CheckpointError(
             f"{name} in {file} has shape {list(shape)}; this model needs {list(needed)}"
         )
-    if dtype not in _FLOATS:
+    parameter = target.target if isinstance(target, Part) else target
+    loadable = _FLOATS if parameter.is_floating_point() else _INTEGERS
+    if dtype not in loadable:
         raise CheckpointError(
-            f"{name} in {file} has type {dtype}; {', '.join(_FLOATS)} can be loaded"
+            f"{name} in {file} has type {dtype}; {', '.join(loadable)} can be loaded"
         )
     if not isinstance(target, Part):
         target.copy_(handle.get_tensor(name))

@@ -1,12 +1,16 @@
 """The executor's core: a function from StepRequest to StepResponse, and the tensors behind it.
 
+    any step            read ─▶ stage ─────────▶ run ─────▶ sample ─▶ answer
+    speculative step    read ─▶ stage ─▶ draft ─▶ verify ─▶ accept ─▶ answer
+    with a draft model                                        └▶ draft-extend
+
 Knows no policy and no network but the group's collectives. One thread calls it. A step that samples
 ends when its tokens are on the host, so the device waits while the next step is read and staged.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,21 +23,15 @@ from executor.logits import score
 from executor.measures import Measures
 from executor.parallel import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
-from executor.sampler import PARAMETER_WIDTH, Sampler
-from executor.staging import (
-    Copier,
-    ReadBack,
-    Staged,
-    StagingBuffer,
-    StepInputs,
-    copier_for,
-    to_device,
-)
+from executor.sampler import Sampler
+from executor.speculative.speculator import Speculator
+from executor.speculative.verifier import Verifier
+from executor.staging import Copier, ReadBack, Staged, copier_for, to_device
 from executor.step_check import StepCheck
-from executor.step_columns import RowProgress, StepColumns, StepLimits, read_step
+from executor.step_columns import StepColumns, read_step
+from executor.step_limits import RowProgress, StepLimits
+from executor.step_stager import StepStager
 from protos.executor.v1 import executor_pb2 as pb
-
-NUM_SLOTS = 3  # the router's steps in flight, 2, and one
 
 
 class GroupMember(Protocol):
@@ -46,6 +44,27 @@ class GroupMember(Protocol):
         """Forgets them. They are closed already; another thread may be inside a call."""
 
 
+class Speculation(NamedTuple):
+    """What a draft model adds to a worker."""
+
+    speculator: Speculator
+    verifier: Verifier
+
+
+class Gained(NamedTuple):
+    """What the sequences of a step gained, on the host.
+
+    Attributes:
+        num_tokens: [S], tokens of each sequence that samples; None: 1 each.
+        tokens: [sum(num_tokens)].
+        scored_logits: On the device, the rows of logits that are scored; None if none are.
+    """
+
+    num_tokens: Int64Array | None
+    tokens: Int64Array
+    scored_logits: torch.Tensor | None
+
+
 class Worker:
     """Runs the steps of one executor.
 
@@ -54,13 +73,15 @@ class Worker:
         kv_pool: Keys, values and block table.
         sampler: Sampling state of each row.
         runner: Takes a batch to logits, once it has captured.
+        speculation: The draft model's part; None without one.
         members: What talks to the other executors. It joins in this order, and leaves here.
         form_group: Forms the groups of an epoch, given the epoch and the store's host and port;
             raises RuntimeError if a member does not come. None for a world of one.
         device: Where the model runs.
         can_abort_device: Whether collectives run on the device and leaving the group ends them.
             A graph is then launched before it is known that all were told the same: only reading
-            its results waits for peers. Not so an eager pass, which can fill the launch queue.
+            its results waits for peers. Not so an eager pass, which can fill the launch queue. Where
+            collectives run on the host, a pass waits no sooner than at its first one.
         copier: How columns get there; the device's own way if None.
         measures: Gets the steps' times and sizes; None: nobody asks for them.
     """
@@ -72,6 +93,7 @@ class Worker:
         kv_pool: KVPool,
         sampler: Sampler,
         runner: RunnerByLayout,
+        speculation: Speculation | None = None,
         members: Sequence[GroupMember],
         form_group: Callable[[int, str, int], EpochGroups] | None,
         device: torch.device,
@@ -83,6 +105,7 @@ class Worker:
         self._kv_pool = kv_pool
         self._sampler = sampler
         self._runner = runner
+        self._speculation = speculation
         self._members = members
         self._can_abort_device = can_abort_device
         self._form_group = form_group
@@ -90,9 +113,9 @@ class Worker:
         self._check: StepCheck | None = None
         self._device = device
         copier = copier or copier_for(device)
-        self._capacity = _capacity(limits)
-        self._staging = StagingBuffer(self._capacity, NUM_SLOTS, copier)
-        self._sampled = ReadBack(limits.budget.max_num_seqs, copier)
+        self._stager = StepStager(limits, kv_pool, copier)
+        depth = 0 if limits.speculation is None else limits.speculation.num_draft_steps
+        self._sampled = ReadBack(limits.budget.max_num_seqs * (depth + 2), copier)
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
         self._measures = measures or Measures()
 
@@ -117,27 +140,25 @@ class Worker:
         groups, check = self._groups, self._check
         columns = read_step(request, self._limits, self._rows)
         if check is not None:  # after all that may refuse the step: peers then learn of that too
-            check.begin(_told(request), request.ranks[0].SerializeToString)
-        staged = self._stage(columns)
+            told, part = _told(request), request.ranks[0].SerializeToString
+            check.begin(told, part, partial(_describe_told, request))
+        staged = self._stager.stage(columns)
         self._update_rows(columns, staged)
         batch = self._build_batch(columns, staged)
+        if check is not None and not self._runs_ahead(check, columns):
+            check.finish()
         measures.end_phase("fill")
-        checks_late = self._can_abort_device and columns.layout.graph_size is not None
-        if check is not None and not checks_late:
-            check.finish(partial(_describe_told, request))
-            measures.end_phase("peers")
-        logits = self._runner.run(batch)
-        measures.end_phase("forward")
-        if check is not None and checks_late:
-            check.finish(partial(_describe_told, request))
-            measures.end_phase("peers")
-        tokens = self._sample(staged, logits)
+        settle = _nothing if check is None else check.finish
+        if columns.num_draft_tokens:
+            gained = self._speculate(columns, batch, settle)
+        else:
+            gained = self._run(columns, staged, batch, settle)
         if self._groups is not groups:  # NCCL ends the collectives of a group that is left
             raise PeerLost("this executor left its group during the step")
-        ranks = self._results(columns, logits, tokens)
+        ranks = self._results(columns, gained)
         measures.end_phase("sample")
         forward_ns = measures.end_step(
-            batch.forward_mode.name.lower(),
+            "verify" if columns.num_draft_tokens else batch.forward_mode.name.lower(),
             num_tokens=columns.layout.num_tokens,
             num_rows=columns.layout.num_rows,
             is_replay=columns.layout.graph_size is not None,
@@ -161,7 +182,8 @@ class Worker:
         if self._form_group is not None:
             groups = self._form(self._form_group, epoch, store_address)
             self._groups = groups
-            self._check = StepCheck(groups.host, self._limits.topology.attn_tp_size)
+            size = self._limits.topology.attn_tp_size
+            self._check = StepCheck(groups, size, self._measures)
         problem = "its group cannot be used"
         try:
             if self._groups is not None:
@@ -197,70 +219,10 @@ class Worker:
             for member in self._members:
                 member.leave()
 
-    def _stage(self, columns: StepColumns) -> Staged:
-        """Writes the host's block table, then all columns to a slot, and sends it."""
-        rows, starts, is_sampled = columns.rows, columns.starts, columns.is_sampled
-        row_of, positions = _flatten(rows, columns.num_computed_tokens, columns.num_tokens)
-        seq_lens = columns.num_computed_tokens + columns.num_tokens
-        unknown = np.flatnonzero(columns.token_ids < 0)
-        sequences = columns.logits_sequence[is_sampled]
-        places = self._write_blocks(columns)
-        num_tokens, num_starts = len(row_of), 0 if starts is None else len(starts.rows)
-        staged = self._staging.begin(
-            StepInputs(
-                input_ids=num_tokens,
-                positions=num_tokens,
-                out_cache_loc=num_tokens,
-                req_pool_indices=len(rows),
-                seq_lens=len(rows),
-                logits_indices=len(is_sampled),
-                sampled_rows=len(sequences),
-                sampled_positions=len(sequences),
-                sampled_at=len(sequences) if len(sequences) < len(is_sampled) else 0,
-                unknown_rows=len(unknown),
-                unknown_at=len(unknown) if len(unknown) < num_tokens else 0,
-                block_places=len(places),
-                block_ids=len(places),
-                start_rows=num_starts,
-                start_parameters=num_starts * PARAMETER_WIDTH,
-            )
-        )
-        to = staged.arrays
-        to.input_ids[:] = columns.token_ids
-        to.positions[:] = positions
-        self._kv_pool.locate(row_of, positions, out=to.out_cache_loc)
-        to.req_pool_indices[:] = rows
-        to.seq_lens[:] = seq_lens
-        to.logits_indices[:] = columns.logits_indices
-        to.sampled_rows[:] = rows[sequences]
-        to.sampled_positions[:] = seq_lens[sequences]
-        if to.sampled_at.size:
-            to.sampled_at[:] = np.flatnonzero(is_sampled)
-        to.unknown_rows[:] = row_of[unknown]
-        if to.unknown_at.size:
-            to.unknown_at[:] = unknown
-        if places.size:
-            to.block_places[:] = places
-            to.block_ids[:] = columns.new_block_ids
-        if starts is not None:
-            to.start_rows[:] = starts.rows
-            starts.pack_parameters(to.start_parameters)
-        self._staging.send(staged)
-        return staged
-
-    def _write_blocks(self, columns: StepColumns) -> Int64Array:
-        """Writes the host's block table. Returns the places to stage for the device's."""
-        pool, none = self._kv_pool, columns.rows[:0]
-        kept, new, ids = columns.num_kept_blocks, columns.num_new_blocks, columns.new_block_ids
-        if not ids.size and (kept == pool.row_num_blocks[columns.rows]).all():
-            return none
-        places = pool.append_blocks_on_host(columns.rows, kept, new, ids)
-        if pool.is_table_shared:
-            return none
-        if len(places) > self._capacity.block_places:
-            pool.write_blocks(self._to_device(places), self._to_device(ids))
-            return none
-        return places
+    def _runs_ahead(self, check: StepCheck, columns: StepColumns) -> bool:
+        """Whether the forward pass may begin before all are known to have been told the same."""
+        is_graph = columns.layout.graph_size is not None
+        return check.holds_collectives or (self._can_abort_device and is_graph)
 
     def _update_rows(self, columns: StepColumns, staged: Staged) -> None:
         """Brings up to date what the device remembers of each row, before the forward pass."""
@@ -272,6 +234,8 @@ class Worker:
             self._rows.has_sampled[rows] = False
         if staged.arrays.block_places.size:
             self._kv_pool.write_blocks(tensors.block_places, tensors.block_ids)
+        if self._speculation is not None:
+            self._speculation.speculator.start(columns)
 
     def _build_batch(self, columns: StepColumns, staged: Staged) -> ForwardBatch:
         arrays, tensors = staged.arrays, staged.tensors
@@ -298,49 +262,124 @@ class Worker:
             extend_seq_lens_cpu=columns.num_tokens if is_extend else None,
         )
 
-    def _sample(self, staged: Staged, logits: torch.Tensor) -> Int64Array:
-        """Returns one token for each sequence that samples, on the host."""
+    def _run(
+        self,
+        columns: StepColumns,
+        staged: Staged,
+        batch: ForwardBatch,
+        settle: Callable[[], None],
+    ) -> Gained:
+        """Runs a step in which every sequence that samples gains one token.
+
+        Args:
+            settle: Returns once all executors are known to have been told the same.
+        """
+        logits = self._runner.run(batch)
+        settle()
+        self._measures.end_phase("forward")
+        tokens = self._sample(staged, logits)
+        scored = self._take_scored(columns, logits)
+        if self._speculation is not None:
+            self._speculation.speculator.follow(columns, batch, tokens)
+            self._measures.end_phase("draft")
+            ran = columns.num_computed_tokens + columns.num_tokens
+            self._rows.num_tokens[columns.rows] = ran
+            self._rows.num_tokens[staged.arrays.sampled_rows] += 1
+        sampled = self._sampled.read(tokens) if len(tokens) else staged.arrays.sampled_rows
+        return Gained(None, sampled, scored)
+
+    def _speculate(
+        self, columns: StepColumns, batch: ForwardBatch, settle: Callable[[], None]
+    ) -> Gained:
+        """Runs a step in which every sequence gains a token, and drafts that are accepted.
+
+        The arguments are those of ``_run``.
+        """
+        assert self._speculation is not None, "else the step was refused"
+        speculator, verifier = self._speculation.speculator, self._speculation.verifier
+        measures, rows, at = self._measures, columns.rows, batch.req_pool_indices
+        drafts = speculator.draft(columns, at)
+        measures.end_phase("draft")
+        batch, verification = verifier.batch(columns, batch, drafts)
+        logits = self._runner.verify(batch)
+        settle()
+        measures.end_phase("forward")
+        accepted = verifier.accept(verification, logits)
+        last = accepted.tokens.gather(1, (accepted.num_tokens - 1).unsqueeze(1)).squeeze(1)
+        self._sampler.remember(last, rows, at)
+        scored = self._take_scored(columns, logits)
+        measures.end_phase("sample")
+        speculator.follow_accepted(verification, accepted)
+        measures.end_phase("draft")
+        gained = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
+        table = self._sampled.read(gained.flatten()).reshape(gained.shape)
+        num_tokens = table[:, 0].copy()
+        self._rows.num_tokens[rows] += num_tokens
+        is_gained = np.arange(table.shape[1] - 1) < num_tokens[:, None]
+        return Gained(num_tokens, table[:, 1:][is_gained], scored)
+
+    def _sample(self, staged: Staged, logits: torch.Tensor) -> torch.Tensor:
+        """Returns one token for each sequence that samples, int64 [S] on the device."""
         arrays, tensors = staged.arrays, staged.tensors
         rows, seq_lens = arrays.sampled_rows, arrays.sampled_positions
         if not rows.size:
-            return rows
+            return tensors.sampled_rows
         if arrays.sampled_at.size:
             logits = logits.index_select(0, tensors.sampled_at)
         at, positions = tensors.sampled_rows, tensors.sampled_positions
-        tokens = self._sampled.read(self._sampler.sample(logits, rows, seq_lens, at, positions))
+        tokens = self._sampler.sample(logits, rows, seq_lens, at, positions)
         self._rows.has_sampled[rows] = True
         return tokens
 
-    def _results(
-        self, columns: StepColumns, logits: torch.Tensor, tokens: Int64Array
-    ) -> list[pb.RankResult]:
+    def _take_scored(self, columns: StepColumns, logits: torch.Tensor) -> torch.Tensor | None:
+        """Returns a copy of the rows of logits that are scored: a draft's take their place."""
+        wanted = self._scored_rows(columns)
+        return logits[self._to_device(wanted)] if wanted.size else None
+
+    def _scored_rows(self, columns: StepColumns) -> Int64Array:
+        """Returns which rows of logits get log probabilities.
+
+        In a speculative step, these are of sequences that gain one token.
+        """
+        rows = columns.rows[columns.logits_sequence]
+        is_scored = self._sampler.scores_output[rows]
+        if columns.num_draft_tokens:
+            is_scored[np.arange(len(rows)) % columns.num_draft_tokens > 0] = False
+        else:
+            is_scored |= ~columns.is_sampled
+        return np.flatnonzero(is_scored)
+
+    def _results(self, columns: StepColumns, gained: Gained) -> list[pb.RankResult]:
         """Returns what this executor answers: one of its DP rank's executors does, for all."""
         topology = self._limits.topology
         if topology.attn_tp_rank > 0:
             return []
-        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(tokens))
-        self._score(columns, logits, tokens, result)
+        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(gained.tokens))
+        if gained.num_tokens is not None:
+            result.num_next_tokens = _int32(gained.num_tokens)
+        if gained.scored_logits is not None:
+            self._score(columns, gained, gained.scored_logits, result)
         return [result]
 
     def _score(
         self,
         columns: StepColumns,
+        gained: Gained,
         logits: torch.Tensor,
-        tokens: Int64Array,
         result: pb.RankResult,
     ) -> None:
         """Fills in the log probabilities that were asked for."""
-        rows = columns.rows[columns.logits_sequence]
-        wanted = np.flatnonzero(~columns.is_sampled | self._sampler.scores_output[rows])
-        if not wanted.size:
-            return
-        token_ids = np.empty(len(rows), dtype=np.int64)
-        token_ids[columns.is_sampled] = tokens
-        token_ids[~columns.is_sampled] = columns.scored_ids
+        token_ids = np.empty(len(columns.is_sampled), dtype=np.int64)
+        if gained.num_tokens is not None:
+            firsts = np.cumsum(gained.num_tokens) - gained.num_tokens
+            token_ids[:: columns.num_draft_tokens] = gained.tokens[firsts]
+        else:
+            token_ids[columns.is_sampled] = gained.tokens
+            token_ids[~columns.is_sampled] = columns.scored_ids
+        wanted = self._scored_rows(columns)
+        rows = columns.rows[columns.logits_sequence[wanted]]
         logprobs, top_ids, top_logprobs = score(
-            logits[self._to_device(wanted)],
-            self._to_device(token_ids[wanted]),
-            self._sampler.num_top_logprobs[rows[wanted]],
+            logits, self._to_device(token_ids[wanted]), self._sampler.num_top_logprobs[rows]
         )
         result.logprobs = _float32(logprobs)
         result.top_ids = _int32(top_ids.cpu().numpy())
@@ -363,48 +402,17 @@ def _describe_told(request: pb.StepRequest) -> str:
         f"global_num_tokens={list(agreement.global_num_tokens)}",
         f"global_num_tokens_for_logprob={list(agreement.global_num_tokens_for_logprob)}",
         f"has_extend={agreement.has_extend}",
+        f"num_draft_tokens={agreement.num_draft_tokens}",
+        f"global_num_tokens_for_draft={list(agreement.global_num_tokens_for_draft)}",
+        f"global_num_sampled={list(agreement.global_num_sampled)}",
         f"padding_mode={pb.DpPaddingMode.Name(agreement.padding_mode)}",
         f"graph_size={agreement.graph_size if agreement.HasField('graph_size') else None}",
     ]
     return " ".join(parts)
 
 
-def _capacity(limits: StepLimits) -> StepInputs[int]:
-    """Returns the most entries of each column of a step."""
-    budget = limits.budget
-    num_tokens, num_seqs = budget.max_step_tokens, budget.max_num_seqs
-    # Blocks for all of a step's tokens, and one each. Prefixes found in the cache bring more; a
-    # step with that many goes another way.
-    num_blocks = num_tokens // limits.block_size + 2 * num_seqs
-    return StepInputs(
-        input_ids=num_tokens,
-        positions=num_tokens,
-        out_cache_loc=num_tokens,
-        req_pool_indices=num_seqs,
-        seq_lens=num_seqs,
-        logits_indices=budget.max_num_logits,
-        sampled_rows=num_seqs,
-        sampled_positions=num_seqs,
-        sampled_at=num_seqs,
-        unknown_rows=num_tokens,
-        unknown_at=num_tokens,
-        block_places=num_blocks,
-        block_ids=num_blocks,
-        start_rows=num_seqs,
-        start_parameters=num_seqs * PARAMETER_WIDTH,
-    )
-
-
-def _flatten(
-    rows: Int64Array, num_computed: Int64Array, num_tokens: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """Returns each token's row and its position in the sequence."""
-    ends = np.cumsum(num_tokens)
-    total = int(ends[-1]) if ends.size else 0
-    if total == len(rows):
-        return rows, num_computed
-    shift = num_computed - (ends - num_tokens)
-    return np.repeat(rows, num_tokens), np.arange(total) + np.repeat(shift, num_tokens)
+def _nothing() -> None:
+    """An executor alone has nobody to wait for."""
 
 
 def _int32(values: Int64Array) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import grpc
 
-from protos.errors import RpcError, abort_on_error
+from protos.errors import OnRefused, RpcError, abort_on_error, nobody_counts
 from protos.tokens import SCHEME, AcceptedTokens
 
 AUTHORIZATION = "authorization"
@@ -29,10 +29,17 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     Args:
         tokens: Those that are taken.
         open_services: Full names of services that need none.
+        on_refused: Told the reason of each call that is refused.
     """
 
-    def __init__(self, tokens: AcceptedTokens, open_services: Collection[str]) -> None:
+    def __init__(
+        self,
+        tokens: AcceptedTokens,
+        open_services: Collection[str],
+        on_refused: OnRefused = nobody_counts,
+    ) -> None:
         self._tokens = tokens
+        self._on_refused = on_refused
         self._open = _prefixes(open_services)
         self._missing = _refusing(f"no token: {NEEDED}")
         self._repeated = _refusing("'authorization' is there more than once: send one token")
@@ -45,6 +52,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(self._open):
             refusing = self._refuse(handler_call_details.invocation_metadata)
             if refusing is not None:
+                self._on_refused(Unauthenticated.reason)
                 return refusing
         return await continuation(handler_call_details)
 
@@ -69,10 +77,17 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
     Args:
         names: Alternative names (DNS, URI or IP) of which the certificate needs one.
         open_services: Full names of services that may be called with any certificate.
+        on_refused: Told the reason of each call that is refused.
     """
 
-    def __init__(self, names: Collection[str], open_services: Collection[str]) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        open_services: Collection[str],
+        on_refused: OnRefused = nobody_counts,
+    ) -> None:
         self._names = frozenset(names)
+        self._on_refused = on_refused
         self._open = _prefixes(open_services)
         self._checked: dict[str, Any] = {}  # handlers, by method; there are only so many
 
@@ -116,6 +131,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
         found = context.auth_context().get("x509_subject_alternative_name", ())
         names = {name.decode(errors="replace") for name in found}
         if not names & self._names:
+            self._on_refused(Unauthenticated.reason)
             async with abort_on_error(context):
                 shown = ", ".join(sorted(names)) or "no name"
                 raise Unauthenticated(
@@ -155,9 +171,11 @@ class _TokenChannel:
         await self._channel.close()
 
     def _bring_token(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, metadata: Sequence[tuple[str, str]] = (), **kwargs: Any) -> Any:
+        def call(
+            *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
+        ) -> Any:
             authorization = (AUTHORIZATION, f"{SCHEME}{self._token()}")
-            return method(*args, metadata=(*metadata, authorization), **kwargs)
+            return method(*args, metadata=(*(metadata or ()), authorization), **kwargs)
 
         return call
 

@@ -4,7 +4,7 @@ Either side raises an RpcError; `abort_on_error` turns it into a status with goo
 and `error_details` reads the details back on the other end.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,12 @@ DOMAIN = "lockstep"
 # may take three bytes for one, and twice among the details.
 MAX_MESSAGE_BYTES = 1000
 MAX_QUOTED_LEN = 64
+
+OnRefused = Callable[[str], None]  # is told the reason of a call that was turned away
+
+
+def nobody_counts(reason: str) -> None:
+    """What is told of refused calls where nobody asks for their number."""
 
 
 class RpcError(Exception):

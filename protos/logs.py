@@ -19,7 +19,11 @@ def configure_logging(level: str = "info") -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    last: list[Processor] = [structlog.dev.ConsoleRenderer()]
+    # Tracebacks as they are: with `rich` at hand, structlog would print the values of all variables
+    # beside them, and tokens are among those.
+    last: list[Processor] = [
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    ]
     if not sys.stderr.isatty():
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     handler = logging.StreamHandler(sys.stderr)

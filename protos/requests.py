@@ -6,12 +6,13 @@ never ends one that was half-closed before its only message.
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from protos.errors import RpcError, abort_on_error, refuse
+from protos.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its type stubs alone
@@ -31,10 +32,16 @@ class RequestReader(grpc.aio.ServerInterceptor):
         checks: By full name of a method that answers with a stream, what raises an RpcError where
             its calls are refused whatever they say. It is asked first: to read a message takes
             longer than to refuse a call.
+        on_refused: Told the reason of each message that is none.
     """
 
-    def __init__(self, checks: Mapping[str, Callable[[], None]] | None = None) -> None:
+    def __init__(
+        self,
+        checks: Mapping[str, Callable[[], None]] | None = None,
+        on_refused: OnRefused = nobody_counts,
+    ) -> None:
         self._checks = checks or {}
+        self._on_refused = on_refused
         self._handlers: dict[str, Handler] = {}  # of methods that there are
 
     async def intercept_service(
@@ -47,24 +54,26 @@ class RequestReader(grpc.aio.ServerInterceptor):
         if handler is None:
             handler = await continuation(handler_call_details)
             if handler is not None:  # there is such a method
-                handler = self._handlers[method] = _reading(handler, self._checks.get(method))
+                handler = self._handlers[method] = _reading(
+                    handler, self._checks.get(method), self._on_refused
+                )
         return handler
 
 
 class _Handler(Handler):
     """A method that gRPC takes for one that gets a stream, whether it does or not."""
 
-    def __init__(self, handler: Handler, behavior: Any) -> None:
+    def __init__(self, handler: Handler, behavior: Any, on_refused: OnRefused) -> None:
         self.request_streaming = True
         self.response_streaming = handler.response_streaming
-        self.request_deserializer = _parser(handler.request_deserializer)
+        self.request_deserializer = _parser(handler.request_deserializer, on_refused)
         self.response_serializer = handler.response_serializer
         self.unary_unary = self.unary_stream = None
         self.stream_unary = None if handler.response_streaming else behavior
         self.stream_stream = behavior if handler.response_streaming else None
 
 
-def _reading(handler: Handler, check: Callable[[], None] | None) -> Handler:
+def _reading(handler: Handler, check: Callable[[], None] | None, on_refused: OnRefused) -> Handler:
     behavior: Any = next(
         filter(
             None,
@@ -76,7 +85,7 @@ def _reading(handler: Handler, check: Callable[[], None] | None) -> Handler:
             ),
         )
     )
-    take = _all_of if handler.request_streaming else _one_of
+    take = _all_of if handler.request_streaming else partial(_one_of, on_refused=on_refused)
 
     async def respond(messages: AsyncIterator[Any], context: Any) -> Any:
         async with abort_on_error(context):
@@ -96,25 +105,29 @@ def _reading(handler: Handler, check: Callable[[], None] | None) -> Handler:
                 yield response
 
     if inspect.isasyncgenfunction(behavior):
-        return _Handler(handler, generate)
-    return _Handler(handler, respond if check is None else respond_if_checked)
+        return _Handler(handler, generate, on_refused)
+    return _Handler(handler, respond if check is None else respond_if_checked, on_refused)
 
 
 async def _all_of(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
     return messages
 
 
-async def _one_of(messages: AsyncIterator[Any]) -> Any:
+async def _one_of(messages: AsyncIterator[Any], on_refused: OnRefused) -> Any:
     async for message in messages:
         return message
+    on_refused(MalformedMessage.reason)
     raise MalformedMessage("the call ended without a message; send exactly one")
 
 
-def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def _parser(
+    deserialize: Callable[[bytes], Any] | None, on_refused: OnRefused
+) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         try:
             return data if deserialize is None else deserialize(data)
         except DecodeError as error:
+            on_refused(MalformedMessage.reason)
             raise MalformedMessage(f"{len(data)} bytes came: {error}") from error
 
     return parse

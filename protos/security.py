@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked w
     import grpc
 
 ON_OFF = ("on", "off")
+PLAINTEXT = ("off", "side-ports", "on")
 OPEN_SERVICES = {
     "health": "grpc.health.v1.Health",
     "reflection": "grpc.reflection.v1alpha.ServerReflection",
@@ -28,7 +29,7 @@ HELP = {
     "tls_client_names": "Names, with commas, of which a caller's certificate needs one.",
     "auth_tokens": "File of tokens, one a line; callers then need one. Read again when it changes.",
     "open_services": "What needs no token: health, reflection, both with a comma, or none.",
-    "plaintext": "on: this port may be plain text off loopback.",
+    "plaintext": "Off loopback in plain text: no port, those for probes and metrics, or any.",
     "health_listen": "A second port, HOST:PORT, for probes alone, in plain text.  [default: none]",
 }
 PATHS = ("tls_cert", "tls_key", "tls_client_ca", "auth_tokens")
@@ -49,7 +50,8 @@ class PortSecurity:
         auth_tokens: File with the bearer tokens that are taken, one a line; None asks for none.
         open_services: Which of "health" and "reflection" may be called without a token and with any
             name; both with a comma, or "none".
-        plaintext: "on" lets the port be plain text off loopback.
+        plaintext: What may be plain text off loopback: "off" is nothing, "side-ports" the ports for
+            probes and metrics, which never have TLS, and "on" the port itself too.
         health_listen: Where probes may ask for grpc.health.v1 alone, in plain text and without a
             certificate, such as a kubelet's; None: at the port itself only.
     """
@@ -63,16 +65,18 @@ class PortSecurity:
     plaintext: str = "off"
     health_listen: str | None = None
 
-    def check_security(self, listen: str) -> None:
+    def check_security(self, listen: str, *, metrics_listen: str | None = None) -> None:
         """Checks these settings, and that their files are there and make sense.
 
         Args:
             listen: host:port of the port.
+            metrics_listen: host:port of the one for metrics; None: there is none.
 
         Raises:
             ValueError: Says what is wrong and what fits.
         """
-        check_on_off("plaintext", self.plaintext)
+        if self.plaintext not in PLAINTEXT:
+            raise ValueError(f"plaintext={self.plaintext}: need one of {', '.join(PLAINTEXT)}")
         check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca without tls_cert: without TLS nobody has a certificate")
@@ -90,12 +94,20 @@ class PortSecurity:
         check_files("tls_cert", self._tls_files)
         if self.auth_tokens is not None:
             check_tokens("auth_tokens", self.auth_tokens)
-        if self.tls_cert is None and self.plaintext == "off" and not is_loopback(listen):
+        if self.tls_cert is None and self.plaintext != "on" and not is_loopback(listen):
             raise ValueError(
                 f"listen={listen}: without TLS this would be plain text that others can read: set "
                 f"tls_cert and tls_key; or listen on loopback, such as 127.0.0.1:50051; or, where "
                 f"the network itself keeps others out, plaintext=on"
             )
+        sides = {"health_listen": self.health_listen, "metrics_listen": metrics_listen}
+        for name, address in sides.items():
+            if address is not None and self.plaintext == "off" and not is_loopback(address):
+                raise ValueError(
+                    f"{name}={address}: this port is plain text without a token: listen on "
+                    f"loopback, such as 127.0.0.1:9090; or, where the network itself keeps others "
+                    f"out, plaintext=side-ports"
+                )
 
     @property
     def asks_who_calls(self) -> bool:
@@ -106,8 +118,13 @@ class PortSecurity:
     def _tls_files(self) -> TlsFiles:
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
-    def interceptors(self) -> "list[grpc.aio.ServerInterceptor]":
+    def interceptors(
+        self, on_refused: Callable[[str], None] = lambda reason: None
+    ) -> "list[grpc.aio.ServerInterceptor]":
         """Returns what checks every call; a server runs them before its others.
+
+        Args:
+            on_refused: Told the reason of each call that is refused.
 
         Raises:
             OSError: The file of tokens cannot be read.
@@ -119,9 +136,12 @@ class PortSecurity:
         services = [OPEN_SERVICES[name] for name in names]
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if self.tls_client_names is not None:
-            interceptors.append(NameInterceptor(_split(self.tls_client_names), services))
+            interceptors.append(
+                NameInterceptor(_split(self.tls_client_names), services, on_refused)
+            )
         if self.auth_tokens is not None:
-            interceptors.append(TokenInterceptor(AcceptedTokens(self.auth_tokens), services))
+            tokens = AcceptedTokens(self.auth_tokens)
+            interceptors.append(TokenInterceptor(tokens, services, on_refused))
         return interceptors
 
     def open_port(self, server: "grpc.aio.Server", listen: str) -> int:

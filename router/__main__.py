@@ -13,7 +13,7 @@ import click
 
 from protos.logs import configure_logging
 from protos.security import HELP as SECURITY_HELP
-from protos.security import PATHS
+from protos.security import PATHS, PLAINTEXT
 from router.config import ON_OFF, RouterConfig
 
 BAD_CONFIGURATION = 2
@@ -32,6 +32,8 @@ HELP = {
     "max_connection_age_s": "Seconds after which a client is asked to connect anew; 0 is never.",
     "pipeline_depth": "Steps in flight at most.",
     "min_chunk_tokens": "A prompt runs at least this far in a step, however unequal the ranks.",
+    "speculation": "Whether steps are speculative where executors have a draft model.",
+    "min_tokens_per_draft_step": "Tokens that a sequence must gain in a speculative step to pay.",
     "form_timeout_s": "Seconds for each call that forms a group.",
     "step_timeout_s": "Seconds for the answer to a step; past it, the executor counts as lost.",
     "step_deadline_factor": "The same past so many times what such steps take, once that is known.",
@@ -54,11 +56,13 @@ HELP = {
 TYPES: dict[str, Any] = {
     "tokenizer": Path,
     "vllm_engine": click.Choice(ON_OFF),
+    "speculation": click.Choice(ON_OFF),
     "metrics_listen": str,
     "otlp_endpoint": str,
     **dict.fromkeys(PATHS, Path),
     **dict.fromkeys(("executor_ca", "executor_cert", "executor_key", "executor_token"), Path),
-    **dict.fromkeys(("plaintext", "executor_plaintext"), click.Choice(ON_OFF)),
+    "plaintext": click.Choice(PLAINTEXT),
+    "executor_plaintext": click.Choice(ON_OFF),
     **dict.fromkeys(("tls_client_names", "health_listen", "executor_name"), str),
 }
 # Other variables that set a field where its own does not.

@@ -19,10 +19,11 @@ from router.discovery import find_addresses
 from router.drain import StopSignals, drain
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
-from router.frontend import GENERATE, SERVER_OPTIONS, GenerationServicer
+from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.health import Health, enable_reflection
 from router.metrics import collector
 from router.readers import Readers
+from router.request_log import Observers, RequestLog
 from router.step_deadline import StepDeadline
 from router.tokenizer import Tokenizer
 
@@ -42,9 +43,12 @@ async def run(config: RouterConfig) -> None:
     signals.listen()
     tokenizer = None if config.tokenizer_file is None else Tokenizer(config.tokenizer_file)
     cleanup = AsyncExitStack()
-    interceptors, observer = _start_tracing(config, cleanup)
+    interceptors, observers = _start_tracing(config, cleanup)
+    observers = [RequestLog(lambda group: engines[group].ids()), *observers]
     cell = Cell(
-        Readers(config.max_calls), failover_after_s=config.failover_after_s, observer=observer
+        Readers(config.max_calls),
+        failover_after_s=config.failover_after_s,
+        observer=Observers(observers),
     )
     groups = [_connect(config, addresses) for addresses in config.groups]
     engines = [_build_engine(config, cell, number, group) for number, group in enumerate(groups)]
@@ -53,7 +57,7 @@ async def run(config: RouterConfig) -> None:
     servicer = GenerationServicer(cell, tokenizer, _version())
     _serve_metrics(config, cell, cleanup)
     await _serve_health(config, health, cleanup)
-    server = await _start_server(config, cell, servicer, health, interceptors)
+    server = await start_server(config, cell, servicer, health, interceptors)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engine.run()) for engine in engines]
@@ -107,20 +111,33 @@ def _build_engine(config: RouterConfig, cell: Cell, number: int, group: Executor
         retry_delay_s=config.retry_delay_s,
         on_end=cell.on_end,
         overdue_s=config.step_timeout_s,
+        drafts=config.drafts,
     )
 
 
-async def _start_server(
+async def start_server(
     config: RouterConfig,
     cell: Cell,
     servicer: GenerationServicer,
     health: Health,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
+    """Opens the public port and returns its server.
+
+    Args:
+        interceptors: What sees every call that may be made, before its handler does.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
     # Who may not call is refused before anything else is done.
-    interceptors = [*config.interceptors(), *interceptors]
+    measures = cell.measures
+    interceptors = [*config.interceptors(measures.add_refusal), *interceptors]
     server = grpc.aio.server(
-        interceptors=[*interceptors, RequestReader({GENERATE: servicer.check_room})],
+        interceptors=[
+            *interceptors,
+            RequestReader(servicer.checks(), measures.add_refusal),
+        ],
         options=server_options(config),
     )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -162,15 +179,15 @@ async def _serve_health(config: RouterConfig, health: Health, cleanup: AsyncExit
 
 def _start_tracing(
     config: RouterConfig, cleanup: AsyncExitStack
-) -> tuple[list[grpc.aio.ServerInterceptor], Observer | None]:
+) -> tuple[list[grpc.aio.ServerInterceptor], list[Observer]]:
     """Returns what traces need of the server and of the cell; nothing if there are to be none."""
     if config.otlp_endpoint is None:
-        return [], None
+        return [], []
     from router.tracing import CarrierInterceptor, start_tracing
 
     tracing = start_tracing(config.otlp_endpoint)
     cleanup.push_async_callback(asyncio.to_thread, tracing.close)
-    return [CarrierInterceptor()], tracing
+    return [CarrierInterceptor()], [tracing]
 
 
 def _add_vllm_engine(

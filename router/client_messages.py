@@ -9,7 +9,14 @@ import grpc
 
 from protos.errors import ErrorDetails, error_details
 from protos.serving.v1 import serving_pb2
-from router.status import GraphCount, GroupState, GroupStatus, RankStatus
+from router.status import (
+    GraphCount,
+    GroupState,
+    GroupStatus,
+    RankStatus,
+    SpeculationState,
+    SpeculationStatus,
+)
 
 Prompt = str | Iterable[int]  # text, or token ids
 
@@ -70,6 +77,8 @@ class Finish:
     total_s: float
     group: int
     dp_rank: int
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +194,11 @@ _STATES = {
     serving_pb2.GROUP_STATE_FORMING: GroupState.FORMING,
     serving_pb2.GROUP_STATE_READY: GroupState.READY,
 }
+_SPECULATION_STATES = {
+    serving_pb2.SPECULATION_STATE_DRAFTING: SpeculationState.DRAFTING,
+    serving_pb2.SPECULATION_STATE_PAUSED: SpeculationState.PAUSED,
+    serving_pb2.SPECULATION_STATE_OFF: SpeculationState.OFF,
+}
 _PARTS = {  # of a GenerateRequest, and the options that go there
     "sampling": serving_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
     "stop": serving_pb2.StopConditions.DESCRIPTOR.fields_by_name,
@@ -261,6 +275,9 @@ def to_group(message: serving_pb2.GroupStatus) -> GroupStatus:
         graphs=tuple(
             GraphCount(count.runner, count.size, count.miss, count.num_steps)
             for count in message.graphs
+        ),
+        speculation=(
+            _speculation(message.speculation) if message.HasField("speculation") else None
         ),
     )
 
@@ -344,6 +361,20 @@ def _finish(message: serving_pb2.Finish) -> Finish:
         total_s=message.total_time.ToNanoseconds() / 1e9,
         group=message.group,
         dp_rank=message.dp_rank,
+        num_drafts=message.num_drafts,
+        num_accepted_drafts=message.num_accepted_drafts,
+    )
+
+
+def _speculation(message: serving_pb2.SpeculationStatus) -> SpeculationStatus:
+    is_known = message.HasField("tokens_per_step")
+    return SpeculationStatus(
+        algorithm=message.algorithm,
+        state=_SPECULATION_STATES[message.state],
+        num_steps=message.num_steps,
+        num_drafts=message.num_drafts,
+        num_accepted_drafts=message.num_accepted_drafts,
+        tokens_per_step=message.tokens_per_step if is_known else None,
     )
 
 

@@ -9,6 +9,7 @@ from protos.metrics import split_address
 from protos.security import PortSecurity
 from router.credentials import ExecutorSecurity
 from router.discovery import check_address, check_group
+from router.speculation import DraftSettings
 
 ON_OFF = ("on", "off")
 
@@ -39,6 +40,10 @@ class RouterConfig(PortSecurity):
         pipeline_depth: Steps in flight at most. 2 hides the way to the executors; 1 helps when
             something is to be debugged.
         min_chunk_tokens: A prompt runs at least this far in a step, however unequal the ranks.
+        speculation: "off" plans no speculative steps, whatever the executors could draft.
+        min_tokens_per_draft_step: Tokens that a sequence must gain in a speculative step, on
+            average, for it to pay; below, a group decodes plainly for some hundred steps before it
+            tries again (router/speculation.py). 1 never gives up.
         form_timeout_s: For each call that forms a group.
         step_timeout_s: For the answer to a step, at most; past it, the executor counts as lost.
         step_deadline_factor: The same past so many times what steps of its kind take, once a few
@@ -69,6 +74,8 @@ class RouterConfig(PortSecurity):
     max_connection_age_s: float = 1800.0
     pipeline_depth: int = 2
     min_chunk_tokens: int = 512
+    speculation: str = "on"
+    min_tokens_per_draft_step: float = 1.5
     form_timeout_s: float = 120.0
     step_timeout_s: float = 60.0
     step_deadline_factor: float = 20.0
@@ -113,6 +120,13 @@ class RouterConfig(PortSecurity):
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: need at least 1")
+        if self.speculation not in ON_OFF:
+            raise ValueError(f"speculation={self.speculation}: need one of {', '.join(ON_OFF)}")
+        if not 1 <= self.min_tokens_per_draft_step < float("inf"):
+            raise ValueError(
+                f"min_tokens_per_draft_step={self.min_tokens_per_draft_step}: need at least 1, the "
+                f"token that each sequence gains in any step"
+            )
         for name in ("form_timeout_s", "step_timeout_s", "min_step_deadline_s", "retry_delay_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: need more than 0 seconds")
@@ -130,12 +144,12 @@ class RouterConfig(PortSecurity):
         ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: need 0 seconds or more")
-        self.check_security(self.listen)
-        self.executor_security.check(addresses)
         if self.health_listen is not None:
             check_address("health_listen", self.health_listen)
         if self.metrics_listen is not None:
             split_address(self.metrics_listen)  # raises what is wrong with it
+        self.check_security(self.listen, metrics_listen=self.metrics_listen)
+        self.executor_security.check(addresses)
         if self.otlp_endpoint is not None:
             self._check_otlp_endpoint(self.otlp_endpoint)
         if self.tokenizer_file is not None and not self.tokenizer_file.is_file():
@@ -161,6 +175,13 @@ class RouterConfig(PortSecurity):
                 f"otlp_endpoint={endpoint}: OpenTelemetry is not installed; install it with "
                 f"pip install 'lockstep[tracing]', or set no endpoint"
             )
+
+    @property
+    def drafts(self) -> DraftSettings:
+        """The settings for speculative steps."""
+        return DraftSettings(
+            is_on=self.speculation == "on", min_tokens_per_step=self.min_tokens_per_draft_step
+        )
 
     @property
     def executor_security(self) -> ExecutorSecurity:

@@ -23,10 +23,13 @@ from router.quarantine import Quarantine, accuse
 from router.readers import Reader, Readers
 from router.request import NO_COLUMNS, Columns, Request, Sequence
 from router.scheduler import Scheduler
-from router.status import GroupState, GroupStatus, RankStatus
+from router.speculation import DraftSettings
+from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 from router.step import StepPlan, StepResult
 
 log = structlog.get_logger()
+
+MAX_NAMED = 64  # requests, in one line of the log
 
 
 class Executors(Protocol):
@@ -75,6 +78,7 @@ class Engine:
         retry_delay_s: Between attempts to form the group.
         on_end: Told of each sequence that ends.
         overdue_s: A group that has work and whose last step is older does not serve.
+        drafts: See Scheduler.
 
     Attributes:
         on_change: Called when the group has formed or is lost; `Cell.drive` sets it.
@@ -94,6 +98,7 @@ class Engine:
         retry_delay_s: float,
         on_end: Callable[[Sequence], None],
         overdue_s: float = 60.0,
+        drafts: DraftSettings | None = None,
     ) -> None:
         self.group = group
         self.model: ServedModel | None = None
@@ -106,6 +111,7 @@ class Engine:
         self._min_chunk_tokens = min_chunk_tokens
         self._retry_delay_s = retry_delay_s
         self._on_end = on_end
+        self._drafts = drafts
         self._clock = asyncio.get_running_loop().time
         self.lost_time = self._clock()
         self._overdue_s = overdue_s
@@ -247,6 +253,22 @@ class Engine:
             graphs=stats.graph_counts(),
             block_size=0 if shape is None else shape.block_size,
             max_num_seqs=0 if shape is None else shape.rows_per_rank,
+            speculation=self._speculation_status(),
+        )
+
+    def _speculation_status(self) -> SpeculationStatus | None:
+        """What comes of drafts; None while there is no group, or it has no draft model."""
+        scheduler, info, drafts = self._scheduler, self._info, self._stats.drafts
+        if scheduler is None or info is None or info.shape.speculation is None:
+            return None
+        gate = scheduler.gate
+        return SpeculationStatus(
+            algorithm=info.shape.speculation.algorithm,
+            state=gate.state,
+            num_steps=drafts.num_steps,
+            num_drafts=drafts.num_drafts,
+            num_accepted_drafts=drafts.num_accepted,
+            tokens_per_step=gate.tokens_per_step,
         )
 
     def _rank_statuses(self) -> list[RankStatus]:
@@ -287,6 +309,7 @@ class Engine:
             clock=self._clock,
             on_end=self._on_end,
             measures=self.measures,
+            drafts=self._drafts,
         )
         self._info, self._scheduler = info, scheduler
         stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
@@ -326,9 +349,9 @@ class Engine:
         was_ready, self.is_ready = self.is_ready, False
         has_left = isinstance(error, ExecutorLeft)
         if was_ready and has_left:
-            log.info("group_left", **self._ids(), problem=str(error), steps=len(lost_plans))
+            log.info("group_left", **self.ids(), problem=str(error), steps=len(lost_plans))
         elif was_ready:
-            log.warning("group_lost", **self._ids(), problem=str(error), steps=len(lost_plans))
+            log.warning("group_lost", **self.ids(), problem=str(error), steps=len(lost_plans))
         elif str(error) != self._problem:
             log.info("group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
@@ -337,21 +360,26 @@ class Engine:
             self.measures.end_epoch(self.lost_time, is_planned=has_left)
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
-            guilty = [] if has_left else _accuse(lost_plans, scheduler)
+            lost, is_alone = _lost_sequences(lost_plans, scheduler)
+            names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
+            log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
+            guilty = [] if has_left else accuse(lost, is_alone=is_alone)
             scheduler.abandon()
+            if not has_left:
+                self._line.exonerate(lost)
             self._line.share_out()
             for sequence in guilty:
                 self._fail_request(sequence.request)
         if was_ready:
             self.on_change()
 
-    def _ids(self) -> dict[str, int]:
+    def ids(self) -> dict[str, int]:
         """Returns what a log says of the moment; step_id is the earliest that is not back."""
         epoch = 0 if self._info is None else self._info.epoch
         return {"group": self.group, "epoch": epoch, "step_id": self._stats.num_steps + 1}
 
     def _fail_request(self, request: Request) -> None:
-        log.error("request_failed", **self._ids(), request_id=request.request_id)
+        log.error("request_failed", **self.ids(), request_id=request.request_id)
         error = ExecutorFailed(
             "an executor was lost each time that it ran this request alone: it is not tried again"
         )
@@ -373,9 +401,11 @@ class Engine:
         self._has_work.clear()
 
 
-def _accuse(lost_plans: Collection[StepPlan], scheduler: Scheduler) -> list[Sequence]:
-    """Notes the loss against whom the lost steps ran. Returns those that are its cause for sure."""
+def _lost_sequences(
+    lost_plans: Collection[StepPlan], scheduler: Scheduler
+) -> tuple[list[Sequence], bool]:
+    """Returns the live sequences of the lost steps, and whether one alone ran in them."""
     sequences = scheduler.table.sequences
     rows = {row for plan in lost_plans for row in plan.runs.nonzero()[0].tolist()}
     live = [sequence for row in rows if (sequence := sequences[row]) is not None]
-    return accuse(live, is_alone=len(rows) == 1)
+    return live, len(rows) == 1

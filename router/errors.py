@@ -3,6 +3,7 @@
 RpcError
 ├── InvalidRequest      INVALID_ARGUMENT     can never succeed as sent
 │   └── PromptTooLong
+│       └── TextTooLong                      so much that its tokens were not counted
 ├── ModelNotFound       NOT_FOUND            this router serves another model
 ├── RequestNotFound     NOT_FOUND            nothing to cancel
 ├── RequestExists       ALREADY_EXISTS       a live request has this id
@@ -14,7 +15,8 @@ RpcError
 └── ExecutorFailed      INTERNAL             the request's step fails every time
 
 ExecutorLost            a group's step cannot be finished; the group forms again
-└── ExecutorLeft        because an executor was told to stop: nobody's fault
+├── ExecutorLeft        because an executor was told to stop: nobody's fault
+└── StepLost            because it failed on an executor, perhaps for want of another one
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
 
@@ -39,6 +41,16 @@ class PromptTooLong(InvalidRequest):
             field,
             f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit, "
             f"to leave room for an output token: send a shorter prompt",
+        )
+
+
+class TextTooLong(PromptTooLong):
+    def __init__(self, field: str, num_chars: int, max_chars: int, max_prompt_tokens: int) -> None:
+        InvalidRequest.__init__(
+            self,
+            field,
+            f"the prompt has {num_chars} characters; at most {max_prompt_tokens} tokens fit, to "
+            f"leave room for an output token, and {max_chars} characters: send a shorter prompt",
         )
 
 
@@ -109,6 +121,18 @@ class ExecutorLost(Exception):
 
 class ExecutorLeft(ExecutorLost):
     """An executor was told to stop, and said so before it left. No request is the cause."""
+
+
+class StepLost(ExecutorLost):
+    """A step failed on an executor. Where there are others, one of them may be the cause."""
+
+
+class WordLost(ExecutorLost):
+    """An executor's stream ended, and gRPC has nothing of its own that says why.
+
+    So it is when a step was being sent as the executor ended the stream: the failed sending takes
+    the place of what the executor said. It can be asked.
+    """
 
 
 class GroupMismatch(Exception):

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import grpc
@@ -13,13 +14,13 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from router.credentials import ChannelOpener
 from router.discovery import FindAddresses
-from router.errors import ExecutorLost
+from router.errors import ExecutorLost, StepLost, WordLost
 from router.formation import Member, check_group, describe_group
 from router.group import GroupInfo
-from router.step import StepPlan, StepResult
+from router.step import RankResult, StepPlan, StepResult
 from router.step_codec import decode_result, encode_step
 from router.step_deadline import StepDeadline
-from router.step_stream import StepStream
+from router.step_stream import KINDS, StepStream
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
@@ -31,6 +32,7 @@ T = TypeVar("T")
 # Describe is answered at once, also while a model loads or a step runs.
 DESCRIBE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step
+CAUSE_TIMEOUT_S = 0.5  # between a step that fails on one executor, and what another says of itself
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 256 << 20),
@@ -89,6 +91,8 @@ class ExecutorGroup:
         self._members: list[Member] = []
         self._instances: dict[Place, str] = {}
         self._streams: list[StepStream] = []
+        self._step_loss: StepLost | None = None  # of this epoch, the first
+        self._asking: set[asyncio.Task[None]] = set()
         self._clock = asyncio.get_running_loop().time
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -107,7 +111,12 @@ class ExecutorGroup:
                 raise ExecutorLost(f"{now} was restarted while the group formed")
         self._members = members
         self._streams = [
-            StepStream(str(member), self._channels[member.address], self._loss)
+            StepStream(
+                str(member),
+                self._channels[member.address],
+                self._loss,
+                partial(self._on_stream_end, self._loss, member),
+            )
             for member in members
         ]
         self._loss.add_done_callback(self._end_streams)
@@ -126,9 +135,7 @@ class ExecutorGroup:
         try:
             return await self._receive()
         except ExecutorLost as error:
-            if not self._loss.done():
-                self._loss.set_exception(error)
-                self._loss.exception()  # seen: this call raises it
+            _lose(self._loss, error)
             self._end_streams()
             raise
 
@@ -149,8 +156,7 @@ class ExecutorGroup:
                     f"step {step_id} of epoch {self._epoch} was due"
                 )
             if member.attn_tp_rank == 0:
-                rank = member.dp_rank
-                results.append(decode_result(response, plan.batches[rank], rank))
+                results.append(_decode(member, response, plan))
         return tuple(results)
 
     async def _responses(
@@ -201,6 +207,43 @@ class ExecutorGroup:
         for channel in self._channels.values():
             await channel.close()
 
+    def _on_stream_end(
+        self, loss: asyncio.Future[None], member: Member, error: ExecutorLost
+    ) -> None:
+        """Takes the end of a stream for the group's, once it is known whose fault it is.
+
+        When an executor leaves or dies, the step that the others run with it fails on them, and one
+        of them may be heard first. Another's own word is waited for, but not for long.
+
+        Args:
+            loss: Of the epoch that the stream was of.
+            member: Whose stream it was.
+            error: Why it ended, as far as that is known.
+        """
+        if isinstance(error, WordLost):
+            self._asking.add(asking := asyncio.create_task(self._ask_why(loss, member, error)))
+            asking.add_done_callback(self._asking.discard)
+            return
+        if isinstance(error, StepLost):
+            error = self._step_loss = self._step_loss or error
+            if not all(stream.has_ended for stream in self._streams):
+                asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, _lose, loss, error)
+                return
+        _lose(loss, error)
+
+    async def _ask_why(
+        self, loss: asyncio.Future[None], member: Member, error: ExecutorLost
+    ) -> None:
+        """Ends the epoch with what an executor says of itself, or with ``error``."""
+        try:
+            stub = self._stubs[member.address]
+            await stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as answer:
+            reason = error_details(answer).reason
+            if reason in KINDS:
+                error = KINDS[reason](f"{member}: {reason}: {answer.details()}")
+        _lose(loss, error)
+
     def _end_streams(self, _: object = None) -> None:
         """Ends every executor's part in the epoch; each then leaves its process groups."""
         for stream in self._streams:
@@ -208,7 +251,7 @@ class ExecutorGroup:
 
     def _leave_epoch(self) -> None:
         self._end_streams()
-        self._streams, self._last_step_id = [], 0
+        self._streams, self._step_loss, self._last_step_id = [], None, 0
         self._unanswered.clear()
         self._loss = asyncio.get_running_loop().create_future()
 
@@ -273,6 +316,13 @@ def _place_of(member: Member) -> Place:
     return member.dp_rank, member.attn_tp_rank
 
 
+def _lose(loss: asyncio.Future[None], error: ExecutorLost) -> None:
+    """Notes why an epoch is over; the first reason counts."""
+    if not loss.done():
+        loss.set_exception(error)
+        loss.exception()  # seen: a loss that nobody waits for is found at the next receive
+
+
 def _describe_late(
     late: Sequence[Member], silent: Sequence[Member], step_id: int, limit_s: float
 ) -> str:
@@ -283,6 +333,15 @@ def _describe_late(
     others = [member for member in late if member not in silent]
     waiting = f"; {_names(others)} waited for it" if others else ""
     return f"{_names(silent)} {missing}, nor any other call{waiting}"
+
+
+def _decode(member: Member, response: pb.StepResponse, plan: StepPlan) -> RankResult:
+    try:
+        return decode_result(response, plan.batches[member.dp_rank], member.dp_rank)
+    except ValueError as error:  # of bytes that are no whole number of entries
+        raise ExecutorLost(
+            f"{member} answered step {response.step_id} with a column that cannot be read: {error}"
+        ) from error
 
 
 def _names(members: Sequence[Member]) -> str:

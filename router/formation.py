@@ -7,6 +7,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
+from router.speculation import Speculation
 from router.step_builder import GraphSizes
 
 
@@ -101,6 +102,7 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             graph_sizes=GraphSizes(
                 tuple(graph_sizes.decode), tuple(graph_sizes.extend), graph_sizes.extend_runner
             ),
+            speculation=_speculation(descriptions[0]),
         )
     except ValueError as error:
         raise GroupMismatch(f"{leaders[0]}: {error}") from error
@@ -116,4 +118,20 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
         ),
         shape=shape,
         addresses=tuple(leader.address for leader in leaders),
+    )
+
+
+def _speculation(description: pb.DescribeResponse) -> Speculation | None:
+    """Returns what an executor can draft. Raises ValueError where that makes no sense."""
+    if not description.HasField("speculation"):
+        return None
+    given = description.speculation
+    return Speculation(
+        algorithm=given.algorithm,
+        num_draft_tokens=given.num_draft_tokens,
+        num_draft_steps=given.num_draft_steps,
+        topk=given.topk,
+        num_reserved_tokens=given.num_reserved_tokens,
+        kv_lookahead=given.kv_lookahead,
+        extends=given.extends,
     )

@@ -21,6 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
+GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
 
 RETRY_DELAY_S = 1.0  # for a call that found no free reader
 SERVER_OPTIONS = [
@@ -28,7 +29,9 @@ SERVER_OPTIONS = [
     # CANCELLED and no reason; how much may wait is the cell's to say, with QUEUE_FULL.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
-    ("grpc.max_receive_message_length", 64 << 20),  # a long prompt outgrows gRPC's 4 MiB
+    # A long prompt outgrows gRPC's 4 MiB. This has 5 million tokens, and takes 0.1 s to read, in
+    # which nothing else is done.
+    ("grpc.max_receive_message_length", 16 << 20),
     # Clients may ask every 10 s whether the router is there; gRPC's 5 minutes would shut them
     # out. The key has no "recv" in it: with that, gRPC ignores it.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -129,6 +132,10 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                 await _write_responses(submitted, write)
             finally:
                 self._cell.cancel(submitted)
+
+    def checks(self) -> dict[str, Callable[[], None]]:
+        """Returns, for RequestReader, what refuses calls before they are read, by method."""
+        return {GENERATE: self.check_room, GENERATE_VLLM: self.check_room}
 
     def check_room(self) -> None:
         """Refuses a request, whatever it says, if none is taken at present.

@@ -56,12 +56,13 @@ class ManyCall:
             InvalidRequest: A message fits no rule of the stream, so no tag can carry the error.
             ShuttingDown: The router takes no more requests, and those of this stream have ended.
         """
+        self._check_open()
         reading = asyncio.create_task(self._read(messages))
         reading.add_done_callback(self._on_read)
         try:
             while not (reading.done() and self._is_idle):
                 if self._cell.is_shutting_down and self._is_idle:
-                    raise ShuttingDown("this router is shutting down: open a stream to another one")
+                    raise _shutting_down()
                 await self._reader.wait()
                 if reading.done():
                     reading.result()  # raises what it raised
@@ -74,6 +75,11 @@ class ManyCall:
             for request in self._live.values():
                 self._cell.cancel(request)
             await asyncio.gather(reading, return_exceptions=True)
+
+    def _check_open(self) -> None:
+        """Refuses a new stream where one that is open would be ended."""
+        if self._cell.is_shutting_down:
+            raise self._counted(_shutting_down())
 
     @property
     def _is_idle(self) -> bool:
@@ -91,16 +97,17 @@ class ManyCall:
                     if message.tag in self._live:
                         self._cell.cancel(self._live[message.tag])
                 case _:
-                    raise InvalidRequest("action", "there is none; set start or cancel")
+                    raise self._counted(
+                        InvalidRequest("action", "there is none; set start or cancel")
+                    )
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
         self._reader.wake()
 
     async def _start(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
         if tag in self._live:
-            raise InvalidRequest(
-                "tag", f"{tag} is that of a request that still runs on this stream; use another"
-            )
+            problem = f"{tag} is that of a request that still runs on this stream; use another"
+            raise self._counted(InvalidRequest("tag", problem))
         try:
             self._cell.check_room()
             request = await read_request(
@@ -115,10 +122,14 @@ class ManyCall:
                 self._detailed[tag] = request
             self._cell.submit(request)
         except RpcError as error:
-            self._cell.measures.refused[error.reason] += 1
             self._forget(tag)
-            await self._refusals.put(tagged_error(tag, error))
+            await self._refusals.put(tagged_error(tag, self._counted(error)))
             self._reader.wake()
+
+    def _counted(self, error: RpcError) -> RpcError:
+        """Counts a refusal and returns it."""
+        self._cell.measures.refused[error.reason] += 1
+        return error
 
     def _forget(self, tag: int) -> None:
         self._live.pop(tag, None)
@@ -150,6 +161,10 @@ class ManyCall:
             message.errors.append(self._refusals.get_nowait())
         self._was_taken.set()
         return message
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("this router is shutting down: open a stream to another one")
 
 
 def _add_response(message: serving_pb2.GenerateManyResponse, sequence: Sequence) -> None:

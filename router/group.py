@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from router.model import ServedModel
+from router.speculation import Speculation
 from router.step import Agreement
 from router.step_builder import NO_GRAPHS, GraphSizes
 
@@ -21,6 +22,7 @@ class GroupShape:
         max_model_len: Tokens of one sequence.
         attn_tp_size: Executors that share one DP rank's attention, and its rows between.
         graph_sizes: What the executors have captured.
+        speculation: What they can draft; None without a draft model.
     """
 
     dp_size: int
@@ -32,6 +34,7 @@ class GroupShape:
     max_model_len: int
     attn_tp_size: int = 1
     graph_sizes: GraphSizes = NO_GRAPHS
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         if len(self.num_blocks) != self.dp_size:
@@ -55,11 +58,14 @@ class GroupShape:
         """Checks that a step is within what the executors have room for. They would refuse it."""
         num_tokens = max(agreement.global_num_tokens)
         num_logits = max(agreement.global_num_tokens_for_logprob)
-        assert num_tokens <= self.max_num_batched_tokens, (
-            f"planned {num_tokens} tokens on a rank; the budget is {self.max_num_batched_tokens}"
+        most_tokens, most_logits = self.max_num_batched_tokens, self.max_num_logits
+        if agreement.num_draft_tokens:  # for which there is room beside the budget
+            most_tokens = most_logits = self.rows_per_rank * agreement.num_draft_tokens
+        assert num_tokens <= most_tokens, (
+            f"planned {num_tokens} tokens on a rank; the budget is {most_tokens}"
         )
-        assert num_logits <= self.max_num_logits, (
-            f"planned {num_logits} rows of logits on a rank; the budget is {self.max_num_logits}"
+        assert num_logits <= most_logits, (
+            f"planned {num_logits} rows of logits on a rank; the budget is {most_logits}"
         )
 
 

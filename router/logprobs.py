@@ -9,12 +9,16 @@ def hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
 
     A sequence that ended meanwhile drops them, as it drops the step's token.
     """
-    position, top_position = 0, 0
+    position, top_position, first_tokens = 0, 0, None
+    if result.num_next_tokens is not None:  # who is scored gains one token, others may gain more
+        first_tokens = result.num_next_tokens.cumsum() - result.num_next_tokens
     for scoring in batch.scorings:
         num_top = scoring.sequence.request.output.top_logprobs
         token_ids = scoring.scored_ids.tolist()
         if scoring.sample_index is not None:
-            token_ids.append(int(result.next_token_ids[scoring.sample_index]))
+            place = scoring.sample_index
+            place = place if first_tokens is None else int(first_tokens[place])
+            token_ids.append(int(result.next_token_ids[place]))
         entries = []
         for token_id in token_ids:
             top = slice(top_position, top_position + num_top)

@@ -13,7 +13,9 @@ from operator import add, itemgetter
 
 import numpy as np
 
+from protos.auth import Unauthenticated
 from protos.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
+from protos.requests import MalformedMessage
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,6 +30,7 @@ from router.errors import (
 )
 from router.prefix_cache import PrefixCache
 from router.request import FinishReason, Sequence
+from router.speculation import DraftCounts
 from router.status import GraphCount
 from router.step import Agreement, DpPaddingMode, GraphMiss, RankResult, StepPlan, StepResult
 from router.step_builder import NO_GRAPHS, GraphSizes
@@ -41,6 +44,9 @@ REFUSALS = (
     QueueFull,
     NotReady,
     ShuttingDown,
+    DeadlineExceeded,
+    Unauthenticated,
+    MalformedMessage,
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ExecutorFailed)
 
@@ -93,6 +99,7 @@ class EpochStats:
         num_steps: Steps committed.
         last_time: Of the last commit; None before the first.
         num_output_tokens: Tokens sampled.
+        drafts: What came of drafts.
     """
 
     def __init__(
@@ -104,14 +111,15 @@ class EpochStats:
         self.num_steps = 0
         self.last_time: float | None = None
         self.num_output_tokens = 0
+        self.drafts = DraftCounts()
         self._caches = caches
         self._num_preemptions = num_preemptions
         self._graph_sizes = graph_sizes
         self._last_result: StepResult = ()
         # [4, dp_size]: scheduled, padding and imbalance tokens, idle steps; see RankCounts.
         self._counts = np.zeros((4, len(caches)), dtype=np.int64)
-        # By whether a rank extended, the graph's size, and why there was none.
-        self._num_steps: Counter[tuple[bool, int | None, GraphMiss | None]] = Counter()
+        # By whether a rank extended, whether any drafted, the graph's size, and why there was none.
+        self._num_steps: Counter[tuple[bool, bool, int | None, GraphMiss | None]] = Counter()
         self._agreements: list[Agreement] = []  # of steps that are not in the counts yet
         self._last_tokens: tuple[int, ...] = ()
 
@@ -120,7 +128,14 @@ class EpochStats:
         self.num_steps += 1
         self.last_time = now
         self._last_result = result
-        self.num_output_tokens += len(plan.sampled_rows)
+        num_rows = len(plan.sampled_rows)
+        if plan.limits is None:
+            self.num_output_tokens += num_rows
+        else:
+            num_tokens = sum(len(part.next_token_ids) for part in result)
+            self.num_output_tokens += num_tokens
+            num_drafts = int(plan.limits.sum()) - num_rows
+            self.drafts += DraftCounts(1, num_drafts, num_tokens - num_rows)
         self._agreements.append(plan.agreement)
         if len(self._agreements) == FOLD_STEPS:
             self._fold()
@@ -131,11 +146,13 @@ class EpochStats:
         if not agreements:
             return
         self._last_tokens = agreements[-1].global_num_tokens
-        self._num_steps.update((a.has_extend, a.graph_size, a.graph_miss) for a in agreements)
+        self._num_steps.update(
+            (a.has_extend, a.num_draft_tokens > 0, a.graph_size, a.graph_miss) for a in agreements
+        )
         tokens = np.array([a.global_num_tokens for a in agreements])
         longest = tokens.max(axis=1)
         is_level = np.array([a.padding_mode is DpPaddingMode.MAX_LEN for a in agreements])
-        rows = np.array([a.graph_size or 0 for a in agreements])
+        rows = np.array([(a.graph_size or 0) * (a.num_draft_tokens or 1) for a in agreements])
         rows = np.maximum(rows, longest)[:, None] * is_level[:, None]
         self._counts += (
             tokens.sum(axis=0),
@@ -184,11 +201,12 @@ class EpochStats:
         """Returns the steps by what ran them, runner by runner, sizes ascending."""
         self._fold()
         counts: Counter[tuple[str, int, str]] = Counter()
-        for (has_extend, size, miss), num_steps in self._num_steps.items():
+        for (has_extend, drafts, size, miss), num_steps in self._num_steps.items():
             if size is None:
                 counts["eager", 0, miss or ""] += num_steps
             else:
-                runner = self._graph_sizes.extend_runner if has_extend else "decode"
+                runner = "verify" if drafts else "decode"
+                runner = self._graph_sizes.extend_runner if has_extend else runner
                 counts[runner, size, ""] += num_steps
         return tuple(GraphCount(*key, num_steps) for key, num_steps in sorted(counts.items()))
 
@@ -249,14 +267,18 @@ class GroupTotals:
         steps: Steps by what ran them and why no graph did.
         step_seconds: By phase, see StepTimes.
         losses: Epochs that are over: "left" if an executor was told to stop, else "lost".
+        is_lost: Whether the last one was lost, and the group has not formed since.
+        drafts: What came of drafts.
     """
 
     ranks: list[RankCounts]
     steps: dict[tuple[str, str], int]
     step_seconds: dict[str, float]
     num_output_tokens: int
+    drafts: DraftCounts
     num_epochs: int
     losses: dict[str, int]
+    is_lost: bool
     queue_s: Histogram
     first_token_s: Histogram
     inter_token_s: Histogram
@@ -283,11 +305,13 @@ class GroupMeasures:
         self._num_epochs = 0
         self._losses = Counter({"lost": 0, "left": 0})
         self._lost_time: float | None = None
+        self._is_lost = False
         self._current = EpochStats()
         # What the epochs before the current one came to.
         self._ranks: list[RankCounts] = []
         self._steps: Counter[tuple[str, str]] = Counter()
         self._num_output_tokens = 0
+        self._drafts = DraftCounts()
 
     def begin_epoch(self, stats: EpochStats, now: float) -> EpochStats:
         """Notes that the group has formed. Returns the epoch's stats."""
@@ -295,6 +319,7 @@ class GroupMeasures:
         if self._lost_time is not None:
             self.recovery_s.observe(now - self._lost_time)
             self._lost_time = None
+        self._is_lost = False
         self._current = stats
         return stats
 
@@ -306,10 +331,12 @@ class GroupMeasures:
             is_planned: Whether an executor was told to stop, and said so.
         """
         self._lost_time = now
+        self._is_lost = not is_planned
         self._losses["left" if is_planned else "lost"] += 1
         self.times.forget_sent()
         self._ranks, self._steps = self._all_ranks(), self._all_steps()
         self._num_output_tokens += self._current.num_output_tokens
+        self._drafts += self._current.drafts
         self._current = EpochStats()
 
     def totals(self) -> GroupTotals:
@@ -319,8 +346,10 @@ class GroupMeasures:
             steps=dict(self._all_steps()),
             step_seconds=self.times.total(),
             num_output_tokens=self._num_output_tokens + self._current.num_output_tokens,
+            drafts=self._drafts + self._current.drafts,
             num_epochs=self._num_epochs,
             losses=dict(self._losses),
+            is_lost=self._is_lost,
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),
@@ -344,7 +373,7 @@ class RequestMeasures:
     """What became of requests, of all groups together.
 
     Attributes:
-        refused: Requests that were not taken, by the error's reason.
+        refused: Requests and calls that were not taken, by the error's reason.
         ended: Sequences that ended, by STOP, LENGTH or the error's reason.
         total_s: From arrival to the last token, of sequences that ended without an error.
     """
@@ -354,6 +383,10 @@ class RequestMeasures:
         self.ended = Counter({reason.name: 0 for reason in FinishReason})
         self.ended.update({error.reason: 0 for error in FAILURES})
         self.total_s = Histogram(LATENCY_BOUNDS)
+
+    def add_refusal(self, reason: str) -> None:
+        """Counts a call that was turned away before anybody read a request in it."""
+        self.refused[reason] += 1
 
     def add_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has just ended."""

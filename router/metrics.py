@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from protos.metrics import Family, Histogram
 from router.cell import Cell
 from router.measures import GroupTotals, RankCounts
-from router.status import GroupState, GroupStatus, RankStatus
+from router.status import GroupState, GroupStatus, RankStatus, SpeculationState
 
 SNAPSHOT_TIMEOUT_S = 5.0  # a loop that takes longer is stuck; the scrape then fails, and shows it
 
@@ -89,7 +89,7 @@ def _router_families(now: Snapshot) -> Iterator[Family]:
     yield Family(
         "lockstep_router_refused_requests_total",
         "counter",
-        "Requests that were not taken, by the reason that the client was given.",
+        "Requests and calls that were not taken, by the reason that the client was given.",
         ("reason",),
         [((reason,), count) for reason, count in now.refused.items()],
     )
@@ -136,6 +136,12 @@ def _group_families(now: Snapshot) -> Iterator[Family]:
         "Whether the group has formed and can step.",
         lambda g: float(g.state is GroupState.READY),
     )
+    yield of_totals(
+        "group_lost",
+        "gauge",
+        "1 from the loss of an executor that was not told to stop until the group has formed again.",
+        lambda t: float(t.is_lost),
+    )
     yield of_status("epoch", "Number of the group's epoch.", lambda g: g.epoch)
     yield of_status(
         "last_step_age_seconds",
@@ -156,6 +162,36 @@ def _group_families(now: Snapshot) -> Iterator[Family]:
     )
     yield of_totals(
         "output_tokens_total", "counter", "Tokens sampled.", lambda t: t.num_output_tokens
+    )
+    yield of_totals(
+        "speculative_steps_total",
+        "counter",
+        "Steps with drafts.",
+        lambda t: t.drafts.num_steps,
+    )
+    yield of_totals(
+        "drafts_total",
+        "counter",
+        "Drafts that could have been accepted.",
+        lambda t: t.drafts.num_drafts,
+    )
+    yield of_totals(
+        "accepted_drafts_total",
+        "counter",
+        "Drafts that were accepted.",
+        lambda t: t.drafts.num_accepted,
+    )
+    yield of_status(
+        "tokens_per_draft_step",
+        "Tokens that a sequence gains in a step with drafts, lately; none before the first.",
+        lambda g: None if g.speculation is None else g.speculation.tokens_per_step,
+    )
+    yield of_status(
+        "drafts_paused",
+        "1 while too few drafts are accepted to pay, so that steps are plain.",
+        lambda g: (
+            None if g.speculation is None else float(g.speculation.state is SpeculationState.PAUSED)
+        ),
     )
     yield of_totals("epochs_total", "counter", "Times the group formed.", lambda t: t.num_epochs)
     yield Family(

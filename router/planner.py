@@ -41,6 +41,9 @@ def agree(
     attn_tp_size: int = 1,
     decode_graph_sizes: Sequence[int] = (),
     extend_graph_sizes: Sequence[int] = (),
+    num_draft_tokens: int = 0,
+    num_draft_rows: Sequence[int] = (),
+    num_sampled: Sequence[int] = (),
 ) -> Agreement:
     """Decides padding and graph from each DP rank's counts.
 
@@ -56,6 +59,11 @@ def agree(
         attn_tp_size: Executors that share a rank's rows.
         decode_graph_sizes: Captured sizes in sequences, ascending; may be empty.
         extend_graph_sizes: Captured sizes in tokens, ascending; may be empty.
+        num_draft_tokens: Tokens that each sequence verifies, and `num_tokens` counts them all; 0:
+            the step is not speculative.
+        num_draft_rows: [dp_size] rows that the draft model runs behind a step that is not
+            speculative; empty where it runs none.
+        num_sampled: [dp_size] sequences that sample; empty likewise.
     """
     assert max(num_tokens) > 0, "an idle system takes no step"
     if has_extend:
@@ -70,7 +78,15 @@ def agree(
             num_tokens, has_extend=has_extend, attn_tp_size=attn_tp_size
         )
     return Agreement(
-        tuple(num_tokens), tuple(num_logits), has_extend, padding_mode, graph_size, graph_miss
+        tuple(num_tokens),
+        tuple(num_logits),
+        has_extend,
+        padding_mode,
+        graph_size,
+        graph_miss,
+        num_draft_tokens,
+        tuple(num_draft_rows),
+        tuple(num_sampled),
     )
 
 

@@ -9,6 +9,9 @@ suspected until it has gained a few tokens, and while there are suspects they ru
     lost alone      twice: its step kills executors, and it is not tried again
 
 Those who prove themselves go on running. Nobody is failed for a step that others were in.
+
+Some steps kill only now and then, after more tokens than the proof takes. So whoever is suspected
+again and again has to gain ever more of them, unless executors are lost without it, too.
 """
 
 from bisect import insort
@@ -22,6 +25,9 @@ from router.request import Request, Sequence, Suspicion
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
 MAX_LOSSES_ALONE = 2
+FREE_ACQUITTALS = 4  # without a longer proof: that many are bad luck
+PROOF_GROWTH = 4  # for each further one
+MAX_PROOF_TOKENS = 1024
 
 
 class Quarantine:
@@ -70,8 +76,8 @@ class Quarantine:
         self._head = None
         if not self._suspects and not self._on_trial:
             return self._admission.peek()
-        num_losses = max(self._num_losses_on_trial, *map(_num_losses, self._suspects[:1]), 0)
         suspect = self._suspects[0] if self._suspects else None
+        num_losses = self._num_losses_on_trial or _num_losses(self._suspects[0])
         if suspect and not may_be_tried(suspect, num_losses, len(self._on_trial)):
             suspect = None
         # Whoever stands before another here does so on the ranks too, or they would take each
@@ -115,15 +121,25 @@ class Quarantine:
             return
         for suspect in [s for s in self._on_trial if s.is_ended or is_proven(s)]:
             suspect.suspicion = None
+            suspect.num_acquittals += 1
             self._on_trial.remove(suspect)
         self._num_losses_on_trial = max(map(_num_losses, self._on_trial), default=0)
+
+    def exonerate(self, lost: Collection[Sequence]) -> None:
+        """Forgets old suspicions of those who wait now and were not in the lost steps."""
+        for sequence in set(self).difference(lost):
+            if sequence.suspicion is not None and is_old_offender(sequence):
+                sequence.suspicion.num_losses = 1
+                sequence.suspicion.num_losses_alone = 0
+            sequence.num_acquittals = 0
+        self._suspects.sort(key=_turn)
 
 
 def may_be_tried(suspect: Sequence, num_losses: int, num_on_trial: int) -> bool:
     """Whether the first suspect in line may run now.
 
     Args:
-        num_losses: The most of any suspect, in line or on trial; those are tried first.
+        num_losses: Of those on trial; if there are none, of the first in line.
         num_on_trial: Suspects that run and have not proven themselves.
     """
     assert suspect.suspicion is not None
@@ -133,9 +149,22 @@ def may_be_tried(suspect: Sequence, num_losses: int, num_on_trial: int) -> bool:
 def is_proven(sequence: Sequence) -> bool:
     """Whether a sequence has lived through steps such as it was lost in."""
     suspicion = sequence.suspicion
-    return suspicion is None or (
-        sequence.num_output_tokens - suspicion.num_output_tokens >= PROOF_TOKENS
-    )
+    if suspicion is None:
+        return True
+    num_gained = sequence.num_output_tokens - suspicion.num_output_tokens
+    return num_gained >= proof_tokens(sequence.num_acquittals)
+
+
+def is_old_offender(sequence: Sequence) -> bool:
+    """Whether it was acquitted so often that its proof is longer than usual."""
+    return sequence.num_acquittals > FREE_ACQUITTALS
+
+
+def proof_tokens(num_acquittals: int) -> int:
+    """Returns how many tokens a suspect has to gain that was acquitted so often before."""
+    num_longer = max(0, num_acquittals - FREE_ACQUITTALS)
+    tokens: int = PROOF_TOKENS * PROOF_GROWTH**num_longer
+    return min(tokens, MAX_PROOF_TOKENS)
 
 
 def accuse(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]:
@@ -149,6 +178,7 @@ def accuse(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]
     for sequence in sequences:
         suspicion = sequence.suspicion
         if suspicion is None or is_proven(sequence):
+            sequence.num_acquittals += suspicion is not None
             suspicion = sequence.suspicion = Suspicion()
         suspicion.num_losses += 1
         suspicion.num_losses_alone += is_alone
@@ -167,5 +197,11 @@ def _standing(sequence: Sequence) -> tuple[float, int, int]:
     return (*sequence.request.turn, sequence.index)
 
 
-def _turn(suspect: Sequence) -> tuple[int, float, int, int]:
-    return (-_num_losses(suspect), *_standing(suspect))
+def _turn(suspect: Sequence) -> tuple[bool, int, float, int, int]:
+    """Sorts suspects: those with most losses first, for a short trial, so that all can go on.
+
+    A long one is for those who have least against them first: an executor may be lost meanwhile, and
+    then it was not the others.
+    """
+    is_old, num_losses = is_old_offender(suspect), _num_losses(suspect)
+    return (is_old, num_losses if is_old else -num_losses, *_standing(suspect))

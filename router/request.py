@@ -228,6 +228,8 @@ class Progress:
     end_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0  # of its steps, that could have been accepted; up to date when not bound
+    num_accepted_drafts: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -245,6 +247,8 @@ class Sequence:
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
         suspicion: Set while its steps may be what executors die of (quarantine.py).
+        num_acquittals: How often it was suspected, and lived on, while no executor was lost whose
+            steps it was not in.
         finish_reason: Set when it ended well.
         error: Set when it ended otherwise.
     """
@@ -263,6 +267,7 @@ class Sequence:
     group: int = 0
     dp_rank: int = 0
     suspicion: Suspicion | None = None
+    num_acquittals: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None

@@ -7,7 +7,13 @@ from protos.serving.v1 import serving_pb2
 from router.model import ServedModel
 from router.output_text import OutputText
 from router.request import FinishReason, Sequence, TokenLogprob
-from router.status import GroupState, GroupStatus, RankStatus
+from router.status import (
+    GroupState,
+    GroupStatus,
+    RankStatus,
+    SpeculationState,
+    SpeculationStatus,
+)
 
 _FINISH_REASONS = {
     FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,
@@ -16,6 +22,11 @@ _FINISH_REASONS = {
 _GROUP_STATES = {
     GroupState.FORMING: serving_pb2.GROUP_STATE_FORMING,
     GroupState.READY: serving_pb2.GROUP_STATE_READY,
+}
+_SPECULATION_STATES = {
+    SpeculationState.DRAFTING: serving_pb2.SPECULATION_STATE_DRAFTING,
+    SpeculationState.PAUSED: serving_pb2.SPECULATION_STATE_PAUSED,
+    SpeculationState.OFF: serving_pb2.SPECULATION_STATE_OFF,
 }
 
 
@@ -88,6 +99,18 @@ def group_message(status: GroupStatus) -> serving_pb2.GroupStatus:
             )
             for count in status.graphs
         ],
+        speculation=None if status.speculation is None else _speculation(status.speculation),
+    )
+
+
+def _speculation(status: SpeculationStatus) -> serving_pb2.SpeculationStatus:
+    return serving_pb2.SpeculationStatus(
+        algorithm=status.algorithm,
+        state=_SPECULATION_STATES[status.state],
+        num_steps=status.num_steps,
+        num_drafts=status.num_drafts,
+        num_accepted_drafts=status.num_accepted_drafts,
+        tokens_per_step=status.tokens_per_step,
     )
 
 
@@ -140,6 +163,8 @@ def _finish(sequence: Sequence) -> serving_pb2.Finish:
         total_time=since_arrival(progress.end_time),
         group=sequence.group,
         dp_rank=sequence.dp_rank,
+        num_drafts=progress.num_drafts,
+        num_accepted_drafts=progress.num_accepted_drafts,
     )
 
 

@@ -7,14 +7,14 @@ in its rank's PrefixCache, and the engine's task alone touches either.
 """
 
 from collections.abc import Callable
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.errors import RpcError
 from router.admission import WaitingLine
-from router.block_pool import BlockIds, BlockPool
+from router.block_pool import BlockIds
 from router.group import GroupShape
 from router.load import RankLoads
 from router.logprobs import hand_out_logprobs
@@ -22,11 +22,14 @@ from router.measures import GroupMeasures
 from router.planner import fill_level, pick_rank
 from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.readers import Readers
-from router.request import FinishReason, Sequence
-from router.sequence_table import NO_TOKEN, Rows, RowStatus, SequenceTable
+from router.request import FinishReason, Int32Array, Sequence
+from router.row_blocks import RowBlocks
+from router.sequence_table import NO_TOKEN, RowSet, RowStatus, SequenceTable
+from router.speculation import DraftGate, DraftSettings
 from router.step import StepPlan, StepResult
 from router.step_builder import Chunk, build_plan
 from router.token_gaps import TokenGaps
+from router.token_runs import gains_of, write_runs
 
 
 class Scheduler:
@@ -40,6 +43,11 @@ class Scheduler:
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
         measures: Gets the sequences' times; None: nobody asks for them.
+        drafts: When steps are speculative, if the group can draft; None: the defaults.
+
+    Attributes:
+        num_preemptions: [dp_size] sequences that lost their blocks to others.
+        gate: Knows whether drafts pay.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Scheduler:
         clock: Callable[[], float],
         on_end: Callable[[Sequence], None],
         measures: GroupMeasures | None = None,
+        drafts: DraftSettings | None = None,
     ) -> None:
         self.table = SequenceTable(
             dp_size=shape.dp_size,
@@ -60,15 +69,15 @@ class Scheduler:
             block_size=shape.block_size,
         )
         self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
-        self._pools = [cache.pool for cache in self.caches]
-        self.num_preemptions = [0] * shape.dp_size
+        self._blocks = RowBlocks(self.table, self.caches, self._send_back)
+        self.num_preemptions = self._blocks.num_preemptions
+        self.gate = DraftGate(drafts or DraftSettings())
         self._shape = shape
         self._admission = admission
         self._readers = readers
         self._min_chunk_tokens = min_chunk_tokens
         self._clock = clock
         self._on_end = on_end
-        self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
         self._sampled = np.full(len(self.table.status), NO_TOKEN, dtype=np.int32)
         self._measures = measures or GroupMeasures()
         self._gaps = TokenGaps(len(self.table.status), self._measures.inter_token_s)
@@ -89,13 +98,25 @@ class Scheduler:
         decodes = table.row_set(runs)
         if not any(chunks) and not len(decodes.rows):
             # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
-            has_place = sum(self.num_preemptions) > num_preemptions and not self._leaving
+            has_lost = sum(self.num_preemptions) > num_preemptions
+            has_place = has_lost and not self._blocks.has_leaving
             return self.schedule() if has_place else None
-        shape = self._shape
-        plan = build_plan(table, decodes, runs, chunks, shape.graph_sizes, shape.attn_tp_size)
+        shape, limits = self._shape, None
+        if shape.speculation is not None and self.gate.settings.is_on:
+            limits = self._prepare_drafts(decodes, runs, chunks)
+        plan = build_plan(
+            table,
+            decodes,
+            runs,
+            chunks,
+            shape.graph_sizes,
+            shape.attn_tp_size,
+            speculation=shape.speculation,
+            limits=limits,
+        )
         shape.check(plan.agreement)
         for chunk in chain.from_iterable(chunks):
-            self._name_blocks(chunk.row)
+            self._blocks.name(chunk.row)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
@@ -105,10 +126,18 @@ class Scheduler:
         for batch, rank_result in zip(plan.batches, result, strict=True):
             if batch.scorings:
                 hand_out_logprobs(batch, rank_result)
+        if plan.limits is None:
+            self._take_tokens(plan, result)
+        else:
+            self._take_runs(plan, plan.limits, result)
+        self._blocks.release_leaving()
 
+    def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes the tokens of a step in which each row that samples gained one."""
+        table = self.table
         rows = plan.sampled_rows
         tokens = np.concatenate([part.next_token_ids for part in result])
-        if self._leaving:
+        if self._blocks.has_leaving:
             is_live = table.status.take(rows) != RowStatus.ENDED
             rows, tokens = rows[is_live], tokens[is_live]
         table.flat_tokens[(table.row_starts + table.num_tokens).take(rows)] = tokens
@@ -137,26 +166,58 @@ class Scheduler:
         self._readers.wake(table.reader.take(rows))
         for row in np.flatnonzero(is_event).tolist():
             self._finish_if_due(row, int(sampled[row]))
-        self._release_leaving()
+
+    def _take_runs(self, plan: StepPlan, limits: Int32Array, result: StepResult) -> None:
+        """Takes the tokens of a speculative step, and takes back what was computed in vain."""
+        table = self.table
+        rows, gains = plan.sampled_rows, gains_of(result)
+        tokens = np.concatenate([part.next_token_ids for part in result])
+        table.num_computed[rows] -= limits - gains
+        table.num_drafts[rows] += limits - 1
+        table.num_accepted[rows] += gains - 1
+        if self._blocks.has_leaving:
+            is_live = table.status.take(rows) != RowStatus.ENDED
+            tokens = tokens[np.repeat(is_live, gains)]
+            rows, gains = rows[is_live], gains[is_live]
+        kept, is_due = write_runs(table, rows, tokens, gains)
+        if len(rows):  # what comes behind an end is nobody's gain
+            self.gate.add(len(rows), int(kept.sum()))
+        lens = table.num_tokens.take(rows)
+        has_token = np.zeros(len(table.status), dtype=np.bool_)
+        has_token[rows] = True
+        self._gaps.add(has_token, len(rows), (), self._clock())
+
+        self._readers.wake(table.reader.take(rows))
+        is_inspected = table.is_inspected.take(rows)
+        for place in np.flatnonzero(is_due | is_inspected).tolist():
+            row, end = int(rows[place]), int(lens[place])
+            begin = end - int(kept[place]) if is_inspected[place] else end - 1
+            sequence = table.bound(row)
+            for position in range(begin, end):
+                table.num_tokens[row] = position + 1
+                self._finish_if_due(row, int(table.tokens[row, position]))
+                if sequence.is_ended:
+                    break
+        # What one step gives a sequence comes together: no time passes between its tokens.
+        num_kept = int((table.num_tokens.take(rows) - lens + kept).sum())
+        self._measures.inter_token_s.observe(0.0, num_kept - len(rows))
 
     # ---- ends
 
     def end(self, sequence: Sequence) -> None:
         """Lets go of a bound sequence whose finish_reason or error was just set."""
         row = sequence.row
-        self._name_blocks(row)
+        self._blocks.name(row)
         self._gaps.leave(row)
         self.table.detach(sequence)
-        if self.table.status[row] != RowStatus.PREEMPTED:
-            self._leaving.append(row)
-        self.table.status[row] = RowStatus.ENDED
+        self._blocks.end(row)
         self._on_end(sequence)
 
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a bound sequence with an error, now; its row is free when no step runs it."""
         sequence.error = error
         self.end(sequence)
-        self._release_leaving()
+        self._blocks.release_leaving()
 
     def abandon(self) -> list[Sequence]:
         """Returns every bound sequence to the waiting line; the epoch is over. Returns them."""
@@ -194,62 +255,41 @@ class Scheduler:
         can_run &= table.num_computed < table.max_computed
         is_full = table.num_computed == table.num_blocks * table.block_size
         is_full &= can_run
-        if is_full.any() and not self._grow(np.flatnonzero(is_full)):
+        if is_full.any() and not self._blocks.grow(np.flatnonzero(is_full)):
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
         return can_run
 
-    def _grow(self, rows: Rows) -> bool:
-        """Gives each row one block, as far as the ranks' pools and preemption allow.
+    def _prepare_drafts(
+        self, decodes: RowSet, runs: npt.NDArray[np.bool_], chunks: list[list[Chunk]]
+    ) -> Int32Array | None:
+        """Gives rows blocks beyond what they run, for drafts.
 
-        Returns whether all of them got one and nobody was preempted.
+        Returns int32, of each decode the most tokens that it may gain in a speculative step; None
+        if the step is not to be one.
         """
-        table = self.table
-        cuts = table.cuts_of(rows)
-        counts = [end - start for start, end in pairwise(cuts)]
-        pools = self._pools
-        had_room = all(map(BlockPool.can_acquire, pools, counts))
-        if not had_room:
-            parts = [
-                self._make_room(rank, rows[start:end])
-                for rank, (start, end) in enumerate(pairwise(cuts))
-            ]
-            rows, counts = np.concatenate(parts), [len(part) for part in parts]
-        block_ids = [
-            pool.acquire(count) for pool, count in zip(pools, counts, strict=True) if count
-        ]
-        if not block_ids:
-            return False
-        ends = (table.block_starts + table.num_blocks).take(rows)
-        table.flat_blocks[ends] = np.concatenate(block_ids)
-        table.num_blocks[rows] += 1
-        return had_room
-
-    def _make_room(self, rank: int, rows: Rows) -> Rows:
-        """Preempts until a block each is there for those rows that it returns."""
-        granted: list[int] = []
-        for row in sorted(rows.tolist(), key=self._standing):
-            if self.table.status[row] != RowStatus.DECODE:
-                continue  # preempted for a better one
-            if self._find_blocks(rank, len(granted) + 1, row):
-                granted.append(row)
-        still_there = [row for row in granted if self.table.status[row] == RowStatus.DECODE]
-        return np.array(still_there, dtype=np.int64)
-
-    def _find_blocks(self, rank: int, count: int, row: int) -> bool:
-        """Preempts sequences that stand behind ``row``, itself last, until ``count`` are there.
-
-        Returns False if they are not, or not yet: what a step in flight still uses comes later.
-        """
-        pool = self.caches[rank].pool
-        while pool.num_available < count:
-            if pool.num_available + self._num_leaving_blocks(rank) >= count:
-                return False
-            victim = self._last_in_standing(rank)
-            self._preempt(victim)
-            if victim == row:
-                return False
-        return True
+        table, speculation = self.table, self._shape.speculation
+        assert speculation is not None
+        if not any(chunks):
+            # Below its least length, only what a first token may be is known beforehand.
+            takes_drafts = table.takes_drafts & (table.num_tokens >= table.min_len)
+            limits = np.where(takes_drafts, speculation.max_gain, 1)
+            np.minimum(limits, table.max_computed - table.num_computed, out=limits)
+            if limits.take(decodes.rows).max() > 1 and self.gate.wants_drafts():
+                num_reserved = speculation.num_reserved_tokens
+                self._blocks.reserve(np.where(runs, table.num_computed + num_reserved, 0))
+                held = table.num_blocks * table.block_size - table.num_computed
+                gains: Int32Array = np.minimum(limits, held).take(decodes.rows).astype(np.int32)
+                if gains.max() > 1:
+                    return gains
+        if speculation.kv_lookahead:
+            ends = np.where(runs, table.num_computed + 1, 0)
+            for chunk in chain.from_iterable(chunks):
+                end = int(table.num_computed[chunk.row]) + chunk.num_tokens
+                ends[chunk.row] = end if end == table.num_extend[chunk.row] else 0
+            ends[ends > 0] += speculation.kv_lookahead
+            self._blocks.reserve(ends)
+        return None
 
     # ---- waiting sequences
 
@@ -312,15 +352,15 @@ class Scheduler:
 
     def _preempt_for(self, sequence: Sequence) -> None:
         """Makes place for a waiting sequence at the cost of one of lower priority, if any."""
-        if self._leaving:
+        if self._blocks.has_leaving:
             return
-        rows = self._live_rows()
+        rows = self._blocks.live_rows()
         if len(rows) == 0:
             return
-        victim, request = max(rows.tolist(), key=self._standing), sequence.request
+        victim, request = max(rows.tolist(), key=self._blocks.standing), sequence.request
         last = self.table.bound(victim).request
         if last.priority < request.priority and last.turn > request.turn:
-            self._preempt(victim)
+            self._blocks.preempt(victim)
 
     # ---- prompts
 
@@ -349,7 +389,7 @@ class Scheduler:
         )
         tokens_left = [level - num for num in num_decodes]
         logits_left = [shape.max_num_logits - num for num in num_decodes]
-        for row in sorted(left_of, key=self._standing):
+        for row in sorted(left_of, key=self._blocks.standing):
             rank = table.rank_of(row)
             count = min(tokens_left[rank], left_of[row])
             num_logits = 1
@@ -357,50 +397,12 @@ class Scheduler:
                 count = num_logits = min(count, logits_left[rank])
             if count <= 0 or logits_left[rank] <= 0 or table.status[row] != RowStatus.EXTEND:
                 continue
-            count = self._give_blocks(rank, row, count)
+            count = self._blocks.give(rank, row, count)
             if count > 0:
                 chunks[rank].append(Chunk(row, count))
                 tokens_left[rank] -= count
                 logits_left[rank] -= num_logits
         return [[c for c in rank if table.status[c.row] == RowStatus.EXTEND] for rank in chunks]
-
-    def _give_blocks(self, rank: int, row: int, num_tokens: int) -> int:
-        """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
-        table, pool = self.table, self.caches[rank].pool
-        start, held = int(table.num_computed[row]), int(table.num_blocks[row])
-        num_new = -(-(start + num_tokens) // table.block_size) - held
-        if num_new > pool.num_available and not self._find_blocks(rank, num_new, row):
-            if table.status[row] != RowStatus.EXTEND:
-                return 0
-            num_new = pool.num_available
-        block_ids = pool.acquire(max(0, num_new))
-        table.block_table[row, held : held + len(block_ids)] = block_ids
-        table.num_blocks[row] += len(block_ids)
-        return min(num_tokens, (held + len(block_ids)) * table.block_size - start)
-
-    # ---- preemption and release
-
-    def _preempt(self, row: int) -> None:
-        """Takes a sequence off its rank; at once, or when the step that runs it is back."""
-        self.table.bound(row).progress.num_preemptions += 1
-        self.num_preemptions[self.table.rank_of(row)] += 1
-        self.table.status[row] = RowStatus.PREEMPTED
-        self._leaving.append(row)
-        self._release_leaving()
-
-    def _release_leaving(self) -> None:
-        """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
-        still_leaving = []
-        for row in self._leaving:
-            if self.table.num_in_flight[row] > 0:
-                still_leaving.append(row)
-                continue
-            self._name_blocks(row)
-            self.caches[self.table.rank_of(row)].pool.release(self.table.blocks_of(row))
-            if self.table.status[row] == RowStatus.PREEMPTED:
-                self._send_back(self.table.bound(row))
-            self.table.free_row(row)
-        self._leaving = still_leaving
 
     def _send_back(self, sequence: Sequence) -> None:
         sequence.progress.last_token_time = self._gaps.leave(sequence.row)
@@ -408,43 +410,3 @@ class Scheduler:
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # it starts over
         self._admission.push(sequence)
-
-    def _name_blocks(self, row: int) -> None:
-        """Lets others find the full blocks of a row whose tokens are known and handed out."""
-        table = self.table
-        sequence = table.sequences[row]
-        if sequence is None:
-            return  # named when it ended
-        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
-        first, end = int(table.num_named_blocks[row]), num_known // table.block_size
-        if first == end:
-            return
-        hashes = sequence.block_hashes
-        if len(hashes) < end:
-            extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
-        cache = self.caches[table.rank_of(row)]
-        cache.insert(hashes[first:end], table.block_table[row, first:end])
-        table.num_named_blocks[row] = end
-
-    def _num_leaving_blocks(self, rank: int) -> int:
-        return sum(
-            int(self.table.num_blocks[row])
-            for row in self._leaving
-            if self.table.rank_of(row) == rank
-        )
-
-    # ---- order and counts
-
-    def _standing(self, row: int) -> tuple[float, int, int]:
-        """Sorts rows: who stands first is scheduled first and preempted last."""
-        sequence = self.table.bound(row)
-        return (*sequence.request.turn, sequence.index)
-
-    def _last_in_standing(self, rank: int) -> int:
-        rows = self._live_rows()
-        rank_rows: list[int] = rows[self.table.rank_of(rows) == rank].tolist()
-        return max(rank_rows, key=self._standing)
-
-    def _live_rows(self) -> Rows:
-        status = self.table.status
-        return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))

@@ -9,10 +9,13 @@ r * rows_per_rank to (r + 1) * rows_per_rank - 1; row % rows_per_rank is the exe
                   0                     num_prompt      num_tokens        max_len
     computed    [ handed out to the executor ......... | ]
                   0                                      num_computed
+
+With drafts, a step that is not back may have computed fewer tokens than it was allowed to: while it
+is in flight, num_computed counts all of them, and is an upper bound.
 """
 
 from itertools import pairwise
-from typing import Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +40,7 @@ class RowStatus:
 
     FREE: Final = 0
     EXTEND: Final = 1  # some of its known tokens have not been handed out
-    DECODE: Final = 2  # one token a step
+    DECODE: Final = 2  # one token a step, and drafts
     PREEMPTED: Final = 3  # lost its place, but a step in flight still runs it
     ENDED: Final = 4  # has its result, but a step in flight still runs it
 
@@ -58,6 +61,14 @@ class RowSet(NamedTuple):
     local_rows: list[Int32Array]
 
 
+def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
+    """Returns ``counts[i]`` places from ``starts[i]`` on, for each i, end to end."""
+    offsets = np.cumsum(counts) - counts
+    places: Rows = np.repeat(starts - offsets, counts)
+    places += np.arange(len(places))
+    return places
+
+
 class SequenceTable:
     """The arrays, and how a sequence gets in and out of them. R rows in all.
 
@@ -65,7 +76,8 @@ class SequenceTable:
         status: uint8 [R], a RowStatus.
         num_tokens: int32 [R], tokens known: prompt and committed output.
         num_prompt: int32 [R], tokens of the prompt.
-        num_computed: int32 [R], tokens handed out for computing.
+        num_computed: int32 [R], tokens handed out for computing; an upper bound while a
+            speculative step is in flight.
         num_extend: int32 [R], tokens known when it was bound: what EXTEND has to hand out.
         max_len: int32 [R], prompt and output tokens at most.
         max_computed: int32 [R], max_len - 1: the last token is never computed.
@@ -79,6 +91,10 @@ class SequenceTable:
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
             probabilities, many stop tokens.
+        takes_drafts: bool [R], it may gain several tokens in a step. Not so where the executor
+            needs more than a length for the next one: penalties, log probabilities.
+        num_drafts: int64 [R], drafts of its steps that could have been accepted.
+        num_accepted: int64 [R], those that were.
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
         reader: int64 [R], index of its reader.
@@ -119,6 +135,9 @@ class SequenceTable:
         self.num_stop_ids = 0
         self.stop_ids = np.full((NUM_STOP_IDS, num_rows), -1, dtype=np.int32)
         self.is_inspected = np.zeros(num_rows, dtype=np.bool_)
+        self.takes_drafts = np.zeros(num_rows, dtype=np.bool_)
+        self.num_drafts = np.zeros(num_rows, dtype=np.int64)
+        self.num_accepted = np.zeros(num_rows, dtype=np.int64)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
         self.reader = np.zeros(num_rows, dtype=np.int64)
@@ -203,6 +222,11 @@ class SequenceTable:
             self.num_stop_ids = max(self.num_stop_ids, len(stop.stop_token_ids))
             self.stop_ids[: len(stop.stop_token_ids), row] = stop.stop_token_ids
         self.scores_output[row] = request.output.logprobs
+        self.takes_drafts[row] = not (
+            request.output.logprobs or request.sampling.has_output_penalty
+        )
+        self.num_drafts[row] = sequence.progress.num_drafts
+        self.num_accepted[row] = sequence.progress.num_accepted_drafts
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
         self.reader[row] = request.reader.index
@@ -223,6 +247,8 @@ class SequenceTable:
         row = sequence.row
         sequence.tokens = self.tokens[row, : self.num_tokens[row]].copy()
         sequence.num_taken = int(self.num_taken[row])
+        sequence.progress.num_drafts = int(self.num_drafts[row])
+        sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
         sequence.table = None
         self.sequences[row] = None
         self.reader[row] = 0
@@ -257,7 +283,5 @@ class SequenceTable:
         if counts.max(initial=1) == 1:
             return Columns(self.tag.take(rows), counts, self.last_token.take(rows))
         places = self.row_starts.take(rows) + self.num_tokens.take(rows) - counts
-        offsets = np.cumsum(counts) - counts
-        within = np.arange(counts.sum()) - np.repeat(offsets, counts)
-        tokens = self.flat_tokens.take(np.repeat(places, counts) + within)
+        tokens = self.flat_tokens.take(spread(places, counts))
         return Columns(self.tag.take(rows), counts, tokens)

@@ -44,8 +44,8 @@ class GraphCount:
     """How many steps ran in one way.
 
     Attributes:
-        runner: What ran them: "decode", "prefill_breakable", …; "eager" without a graph.
-        size: Sequences of a decode graph, tokens of a prefill graph; 0 without a graph.
+        runner: What ran them: "decode", "verify", "prefill_breakable", …; "eager" without a graph.
+        size: Sequences of a decode or verify graph, tokens of a prefill graph; 0 without a graph.
         miss: Why there was no graph, such as "too_large"; empty with one.
     """
 
@@ -53,6 +53,32 @@ class GraphCount:
     size: int
     miss: str
     num_steps: int
+
+
+class SpeculationState(Enum):
+    DRAFTING = auto()  # steps without prompts are speculative
+    PAUSED = auto()  # too few drafts were accepted to pay; they will be tried again
+    OFF = auto()  # the router was told not to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationStatus:
+    """What came of a group's drafts in this epoch.
+
+    Attributes:
+        algorithm: Which runners draft.
+        num_steps: Speculative steps.
+        num_drafts: Drafts that could have been accepted.
+        num_accepted_drafts: Those that were.
+        tokens_per_step: That a sequence gains in one, lately; None before the first.
+    """
+
+    algorithm: str
+    state: SpeculationState
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
+    tokens_per_step: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +95,7 @@ class GroupStatus:
         graphs: The steps of this epoch, by what ran them.
         block_size: Tokens per KV block; 0 before the first forming.
         max_num_seqs: Sequences that each rank runs at most; 0 before the first forming.
+        speculation: None without a draft model.
     """
 
     group: int
@@ -83,3 +110,4 @@ class GroupStatus:
     graphs: tuple[GraphCount, ...] = ()
     block_size: int = 0
     max_num_seqs: int = 0
+    speculation: SpeculationStatus | None = None

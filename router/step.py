@@ -16,7 +16,7 @@ from router.request import Float32Array, Int32Array, Sequence
 
 class ForwardMode(IntEnum):
     IDLE = 0  # no sequences, but every collective call
-    DECODE = 1  # one token per sequence, none of them a prompt's
+    DECODE = 1  # one token per sequence, none of them a prompt's; with drafts, some
     EXTEND = 2  # some sequence runs prompt tokens
 
 
@@ -52,9 +52,10 @@ class RankBatch(NamedTuple):
 
     Attributes:
         rows: [B] rows of this rank's block table.
-        num_computed_tokens: [B].
+        num_computed_tokens: [B]; upper bounds where an earlier step with drafts is not back.
         token_ids: [sum(num_tokens)], -1 for the row's last sampled token; None: -1 each.
-        num_tokens: [B]; None: 1 each.
+        num_tokens: [B]; None: 1 each. In a speculative step, the only kind of DECODE that has
+            it, the most tokens that each sequence may gain.
         num_new_blocks: [B]; None: none.
         new_block_ids: [sum(num_new_blocks)].
         samples: [B]; None: all of them.
@@ -93,6 +94,10 @@ class Agreement:
 
     Attributes:
         graph_miss: Why ``graph_size`` is None; for statistics, not sent.
+        num_draft_tokens: Tokens that each sequence verifies; 0: the step is not speculative.
+        global_num_tokens_for_draft: [dp_size] rows that the draft model runs behind a step that
+            is not speculative; empty where it runs none.
+        global_num_sampled: [dp_size] sequences that sample; as empty.
     """
 
     global_num_tokens: tuple[int, ...]
@@ -101,6 +106,9 @@ class Agreement:
     padding_mode: DpPaddingMode
     graph_size: int | None
     graph_miss: GraphMiss | None = None
+    num_draft_tokens: int = 0
+    global_num_tokens_for_draft: tuple[int, ...] = ()
+    global_num_sampled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +119,14 @@ class StepPlan:
         batches: One per DP rank.
         runs: bool [R], rows of the sequence table that take part.
         sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order.
+        limits: int32, of each of those rows, the most tokens that it may gain; None: 1 each.
     """
 
     agreement: Agreement
     batches: tuple[RankBatch, ...]
     runs: npt.NDArray[np.bool_]
     sampled_rows: npt.NDArray[np.int64]
+    limits: Int32Array | None = None
 
 
 NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -124,7 +134,12 @@ NO_INTS = np.zeros(0, dtype=np.int32)
 
 
 class RankResult(NamedTuple):
-    """What one DP rank's part of a step gave; RankResult in executor.proto."""
+    """What one DP rank's part of a step gave; RankResult in executor.proto.
+
+    Attributes:
+        next_token_ids: [sum(num_next_tokens)], sequences that sample end to end.
+        num_next_tokens: Of each of them; None: 1 each.
+    """
 
     next_token_ids: Int32Array
     logprobs: Float32Array = NO_FLOATS
@@ -132,6 +147,7 @@ class RankResult(NamedTuple):
     top_logprobs: Float32Array = NO_FLOATS
     queued_ns: int = 0
     forward_ns: int = 0
+    num_next_tokens: Int32Array | None = None
 
 
 StepResult = tuple[RankResult, ...]

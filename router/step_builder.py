@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from router.planner import agree
 from router.request import Int32Array
-from router.sequence_table import Rows, RowSet, RowStatus, SequenceTable
+from router.sequence_table import Rows, RowSet, RowStatus, SequenceTable, spread
+from router.speculation import Speculation
 from router.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan
 
 LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
@@ -47,8 +48,13 @@ def build_plan(
     chunks: Sequence[Sequence[Chunk]],
     graph_sizes: GraphSizes,
     attn_tp_size: int = 1,
+    *,
+    speculation: Speculation | None = None,
+    limits: Int32Array | None = None,
 ) -> StepPlan:
     """Builds the step that runs the next token of each decode and all of each chunk.
+
+    With limits it is speculative: each decode verifies drafts behind its next token.
 
     Args:
         decodes: Rows that decode, each with a block for its next token.
@@ -56,13 +62,24 @@ def build_plan(
         chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
         graph_sizes: What the executors have captured.
         attn_tp_size: Executors that share a rank's rows.
+        speculation: What the executors can draft; None: nothing.
+        limits: int32, of each decode, the most tokens that it may gain, each with a block; then
+            there are no chunks. None: the step is not speculative.
     """
-    batches = _decode_batches(table, decodes, runs)
+    batches = _decode_batches(table, decodes, runs, limits, grows_by_one=speculation is None)
     sampled = decodes.rows
-    num_sequences = num_tokens = num_logits = decodes.num_rows
+    num_sequences = num_tokens = num_logits = num_draft_rows = num_sampled = decodes.num_rows
+    num_draft_tokens = 0
+    if limits is not None:
+        assert speculation is not None
+        assert not any(chunks)
+        num_draft_tokens = speculation.num_draft_tokens
+        num_tokens = num_logits = [num_draft_tokens * count for count in num_sequences]
     has_extend = any(chunks)
     if has_extend:
-        num_tokens, num_logits = list(num_tokens), list(num_logits)
+        num_tokens, num_logits, num_draft_rows, num_sampled = (
+            list(decodes.num_rows) for _ in range(4)
+        )
         sampled_parts, sampled_end = [], 0
         for rank, rank_chunks in enumerate(chunks):
             if not rank_chunks:
@@ -78,11 +95,15 @@ def build_plan(
             num_scored = sum(len(scoring.scored_ids) for scoring in batch.scorings)
             num_tokens[rank] += len(batch.token_ids)
             num_logits[rank] += sum(samples) + num_scored
+            num_draft_rows[rank] += len(batch.token_ids) + sum(samples)
+            num_sampled[rank] += sum(samples)
             batches[rank] = _join(batches[rank], batch)
         sampled = np.concatenate((*sampled_parts, decodes.rows[sampled_end:]))
         runs[_rows_of(chain.from_iterable(chunks))] = True
         num_sequences = [len(batch.rows) for batch in batches]
     table.num_in_flight += runs
+    if speculation is None or not speculation.extends or limits is not None:
+        num_draft_rows = num_sampled = []  # no draft-extend of its own follows
     agreement = agree(
         num_tokens,
         num_logits,
@@ -91,8 +112,11 @@ def build_plan(
         attn_tp_size=attn_tp_size,
         decode_graph_sizes=graph_sizes.decode,
         extend_graph_sizes=graph_sizes.extend,
+        num_draft_tokens=num_draft_tokens,
+        num_draft_rows=num_draft_rows,
+        num_sampled=num_sampled,
     )
-    return StepPlan(agreement, tuple(batches), runs, sampled)
+    return StepPlan(agreement, tuple(batches), runs, sampled, limits)
 
 
 def _rows_of(chunks: Iterable[Chunk]) -> Rows:
@@ -100,18 +124,33 @@ def _rows_of(chunks: Iterable[Chunk]) -> Rows:
 
 
 def _decode_batches(
-    table: SequenceTable, decodes: RowSet, runs: npt.NDArray[np.bool_]
+    table: SequenceTable,
+    decodes: RowSet,
+    runs: npt.NDArray[np.bool_],
+    limits: Int32Array | None,
+    *,
+    grows_by_one: bool,
 ) -> list[RankBatch]:
     """Returns every rank's decodes: columns of all ranks at once, then cut by rank."""
     computed = table.num_computed.take(decodes.rows)
-    table.num_computed += runs
+    if limits is None:
+        table.num_computed += runs
+    else:
+        table.num_computed[decodes.rows] = computed + limits
     new_blocks = [NO_NEW_BLOCKS] * table.dp_size
     has_grown = table.num_blocks != table.num_sent_blocks
     has_grown &= runs
     if has_grown.any():
-        new_blocks = _new_blocks(table, decodes, has_grown)
+        new_blocks = _new_blocks(table, decodes, has_grown, grows_by_one=grows_by_one)
     batches = [
-        RankBatch(ForwardMode.DECODE, local_rows, computed[part], None, None, *blocks)
+        RankBatch(
+            ForwardMode.DECODE,
+            local_rows,
+            computed[part],
+            None,
+            None if limits is None else limits[part],
+            *blocks,
+        )
         if len(local_rows)
         else IDLE
         for local_rows, part, blocks in zip(
@@ -125,16 +164,30 @@ def _decode_batches(
 
 
 def _new_blocks(
-    table: SequenceTable, decodes: RowSet, has_grown: npt.NDArray[np.bool_]
+    table: SequenceTable,
+    decodes: RowSet,
+    has_grown: npt.NDArray[np.bool_],
+    *,
+    grows_by_one: bool,
 ) -> list[NewBlocks]:
-    """Returns each rank's `num_new_blocks` and `new_block_ids`: one for each of its grown rows."""
+    """Returns each rank's `num_new_blocks` and `new_block_ids`, of its grown rows in order."""
     grown = np.flatnonzero(has_grown)
-    block_ids = table.flat_blocks.take((table.block_starts + table.num_sent_blocks).take(grown))
-    table.num_sent_blocks += has_grown
-    num_new = has_grown.take(decodes.rows).astype(np.int32)
+    cuts = table.cuts_of(grown)
+    places = (table.block_starts + table.num_sent_blocks).take(grown)
+    if grows_by_one:
+        table.num_sent_blocks += has_grown
+        num_new = has_grown.take(decodes.rows).astype(np.int32)
+    else:  # drafts may take a row over several blocks' ends
+        num_unsent = np.where(has_grown, table.num_blocks - table.num_sent_blocks, 0)
+        num_new = num_unsent.take(decodes.rows)
+        table.num_sent_blocks += num_unsent
+        counts = num_unsent.take(grown)
+        places = spread(places, counts)
+        cuts = np.concatenate(([0], counts.cumsum())).take(cuts).tolist()
+    block_ids = table.flat_blocks.take(places)
     return [
         (num_new[part], block_ids[start:end]) if start < end else NO_NEW_BLOCKS
-        for part, (start, end) in zip(decodes.parts, pairwise(table.cuts_of(grown)), strict=True)
+        for part, (start, end) in zip(decodes.parts, pairwise(cuts), strict=True)
     ]
 
 

@@ -8,12 +8,13 @@ import numpy.typing as npt
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
-from router.request import Request
+from router.request import Int32Array, Request
 from router.step import (
     NO_FLOATS,
     NO_INTS,
     Agreement,
     DpPaddingMode,
+    ForwardMode,
     RankBatch,
     RankResult,
     RowStart,
@@ -68,6 +69,9 @@ def _encode_agreement(agreement: Agreement) -> bytes:
         has_extend=agreement.has_extend,
         padding_mode=PADDING_MODES[agreement.padding_mode],
         graph_size=agreement.graph_size,
+        num_draft_tokens=agreement.num_draft_tokens,
+        global_num_tokens_for_draft=agreement.global_num_tokens_for_draft,
+        global_num_sampled=agreement.global_num_sampled,
     )
     return pb.StepRequest(agreement=message).SerializeToString()
 
@@ -174,12 +178,18 @@ def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> Ran
         answered = [part.dp_rank for part in parts]
         raise ExecutorLost(f"DP rank {rank} answered for the ranks {answered}, not for itself")
     tokens = np.frombuffer(part.next_token_ids, INT32)
-    num_sampled = len(batch.rows) if batch.samples is None else np.count_nonzero(batch.samples)
-    if len(tokens) != num_sampled:
+    samples = batch.samples
+    num_sampled = len(batch.rows) if samples is None else int(np.count_nonzero(samples))
+    gains = part.num_next_tokens
+    num_next_tokens = _check_gains(gains, batch, num_sampled, rank) if gains else None
+    num_due = num_sampled if num_next_tokens is None else int(num_next_tokens.sum())
+    if len(tokens) != num_due:
+        given = "" if num_next_tokens is None else f", whose num_next_tokens add up to {num_due}"
         raise ExecutorLost(
-            f"DP rank {rank} answered {len(tokens)} tokens for {num_sampled} sequences that sample"
+            f"DP rank {rank} answered {len(tokens)} tokens for {num_sampled} sequences that "
+            f"sample{given}"
         )
-    times = response.queued_ns, response.forward_ns
+    times = response.queued_ns, response.forward_ns, num_next_tokens
     if not batch.scorings:
         return RankResult(tokens, NO_FLOATS, NO_INTS, NO_FLOATS, *times)
     result = RankResult(
@@ -191,6 +201,28 @@ def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> Ran
     )
     _check_scores(result, batch, rank)
     return result
+
+
+def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) -> Int32Array | None:
+    """Returns how many tokens each sampling sequence gained; None: 1 each."""
+    if len(gains) != num_sampled * INT32.itemsize:
+        raise ExecutorLost(
+            f"DP rank {rank} answered {len(gains)} bytes of num_next_tokens for {num_sampled} "
+            f"sequences that sample, which take {num_sampled * INT32.itemsize}"
+        )
+    gained = np.frombuffer(gains, INT32)
+    # Only a decode that drafts has `num_tokens`: what each may gain.
+    limits = batch.num_tokens if batch.mode is ForwardMode.DECODE else None
+    is_wrong = (gained < 1) | (gained > (1 if limits is None else limits))
+    if is_wrong.any():
+        rows = batch.rows if batch.samples is None else batch.rows[batch.samples != 0]
+        place = int(is_wrong.argmax())
+        limit = 1 if limits is None else limits[place]
+        raise ExecutorLost(
+            f"DP rank {rank} answered {gained[place]} tokens for row {rows[place]}, which gains "
+            + (f"1 to {limit} in this step" if limit > 1 else "1 in this step")
+        )
+    return gained if len(gained) and gained.max() > 1 else None
 
 
 def _check_scores(result: RankResult, batch: RankBatch, rank: int) -> None:

@@ -1,10 +1,10 @@
 """How long a step may take before its executors count as hung: learnt from steps that came back.
 
-What a step takes depends on whether it runs prompts, whether a graph runs it, and on its tokens. So
-steps are told apart by these, tokens by powers of two, and each kind keeps an upper estimate: it
-follows a slower step by a fifth of the difference and a faster one by a hundredth, which settles
-near the slowest twentieth and forgets a single hiccup. A kind that was rarely seen has no
-estimate yet; the longest limit alone holds for it, so that a first prefill is never cut.
+What a step takes depends on whether it runs prompts or drafts, whether a graph runs it, and on its
+tokens. So steps are told apart by these, tokens by powers of two, and each kind keeps an upper
+estimate: it follows a slower step by a fifth of the difference and a faster one by a hundredth,
+which settles near the slowest twentieth and forgets a single hiccup. A kind that was rarely seen
+has no estimate yet; the longest limit alone holds for it, so that a first prefill is never cut.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from router.step import Agreement
 RISE, FALL = 0.2, 0.01
 MIN_STEPS = 16  # of a kind, before its estimate counts
 
-Kind = tuple[bool, bool, int]
+Kind = tuple[bool, int, bool, int]
 
 
 @dataclass(slots=True)
@@ -59,4 +59,5 @@ class StepDeadline:
 
 def _kind_of(agreement: Agreement) -> Kind:
     has_graph = agreement.graph_size is not None
-    return agreement.has_extend, has_graph, max(agreement.global_num_tokens).bit_length()
+    size = max(agreement.global_num_tokens).bit_length()
+    return agreement.has_extend, agreement.num_draft_tokens, has_graph, size

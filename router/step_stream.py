@@ -2,14 +2,16 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
-from router.errors import ExecutorLeft, ExecutorLost
+from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
 
+# What the reason of a stream's end says, beyond that the executor is lost.
+KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": StepLost}
 STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
 
@@ -19,12 +21,24 @@ class StepStream:
     Args:
         name: Who it is, for errors.
         channel: To the executor.
-        loss: Gets an ExecutorLost when the stream ends before `close`.
+        loss: Has an ExecutorLost when the group is lost; whoever waits for an answer gets it.
+        on_end: Told why the stream ended before `close`.
+
+    Attributes:
+        has_ended: Whether it did.
     """
 
-    def __init__(self, name: str, channel: grpc.aio.Channel, loss: asyncio.Future[None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        channel: grpc.aio.Channel,
+        loss: asyncio.Future[None],
+        on_end: Callable[[ExecutorLost], None],
+    ) -> None:
         self.name = name
+        self.has_ended = False
         self._loss = loss
+        self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
         self._news = asyncio.Event()  # an answer, or the loss
@@ -74,11 +88,13 @@ class StepStream:
             async for response in self._call:
                 self._responses.append(response)
                 self._news.set()
-            loss = ExecutorLost(f"{self.name}: it ended the Step stream")
+            end = ExecutorLost(f"{self.name}: it ended the Step stream")
         except grpc.aio.AioRpcError as error:
-            reason = error_details(error).reason or error.code().name
-            kind = ExecutorLeft if reason == "SHUTTING_DOWN" else ExecutorLost
-            loss = kind(f"{self.name}: {reason}: {error.details()}")
-        if not self._loss.done():
-            self._loss.set_exception(loss)
-            self._loss.exception()  # Seen: a loss that nobody waits for is found at the next send.
+            reason = error_details(error).reason
+            kind = KINDS.get(reason, ExecutorLost)
+            if not reason:
+                reason = error.code().name
+                kind = WordLost if error.code() is grpc.StatusCode.INTERNAL else ExecutorLost
+            end = kind(f"{self.name}: {reason}: {error.details()}")
+        self.has_ended = True
+        self._on_end(end)

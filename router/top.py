@@ -1,11 +1,14 @@
 """``python -m router.top HOST:PORT``: a live picture of every group and rank of a router.
 
-Plain text and ANSI colours. On a terminal it is drawn anew each second, at the terminal's width;
-anywhere else one frame is printed. The picture comes from GetStatus alone.
+Plain text and ANSI colours. On a terminal it is drawn anew each second, at the terminal's size;
+anywhere else one frame is printed. The picture comes from GetStatus alone. A router that is gone or
+stuck is said to be, and the picture is back when it is.
 """
 
 import asyncio
+import os
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -14,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import grpc
 
-from router.client import CallFailed, Client, TlsFiles
-from router.status import GroupState, GroupStatus, RankStatus
+from protos.errors import ErrorDetails
+from router.client import CallFailed, Client, TimedOut, TlsFiles
+from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 
 HOME, CLEAR_REST, CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
-NO_CURSOR, CURSOR = "\x1b[?25l", "\x1b[?25h"
+# Without a cursor, and long lines cut by a terminal that is narrower than the picture.
+BEGIN, END = "\x1b[?25l\x1b[?7l", "\x1b[?25h\x1b[?7h"
 RESET, BOLD, DIM, RED, GREEN, YELLOW = (f"\x1b[{code}m" for code in (0, 1, 2, 31, 32, 33))
 MIN_WIDTH = 40
+ANSWER_S = 5.0  # a router that takes longer is stuck, and an old picture would hide it
 MAX_BAR = 24
 FULL, PART, EMPTY = "█", "▒", "·"
 ASCII = str.maketrans({FULL: "#", PART: "+", EMPTY: "."})
@@ -101,6 +108,8 @@ def _group_lines(group: GroupStatus, width: int, rates: _Rates, colours: bool) -
         lines += _rank_lines(group.ranks, width, paint)
     elif is_ready:
         lines.append("  no ranks")
+    if group.speculation is not None:
+        lines.append(paint(_cut("  drafts: " + _drafts(group.speculation), width), DIM))
     if group.graphs:
         lines.append(paint(_cut("  steps by what ran them: " + _graphs(group), width), DIM))
     return lines
@@ -157,6 +166,15 @@ def _graphs(group: GroupStatus) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 
+def _drafts(status: SpeculationStatus) -> str:
+    """Returns whether the group drafts, and what comes of it."""
+    parts = [status.algorithm, status.state.name.lower()]
+    if status.tokens_per_step is not None:
+        accepted = status.num_accepted_drafts / max(1, status.num_drafts)
+        parts += [f"{status.tokens_per_step:.2f} tokens per step", f"{accepted:.0%} accepted"]
+    return ", ".join(part for part in parts if part)
+
+
 def _bar(width: int, full: float, part: float = 0.0) -> str:
     """Returns a bar of two shares of its width; whatever is not nothing shows."""
     num_full = _cells(width, full)
@@ -207,8 +225,8 @@ async def watch(client: Client, address: str, interval_s: float, *, once: bool) 
     async with client:
         while True:
             try:
-                frame = Frame(time.monotonic(), await client.get_status())
-                text = render(frame, _width(), before=before, colours=not once)
+                frame = Frame(time.monotonic(), await _ask(client))
+                text = render(frame, _size().columns, before=before, colours=not once)
                 before = frame
             except CallFailed as error:
                 if before is None:
@@ -218,15 +236,31 @@ async def watch(client: Client, address: str, interval_s: float, *, once: bool) 
                 _write(text)
                 return
             lines = f"{address}   {time.strftime('%H:%M:%S')}   Ctrl-C ends\n\n" + text
-            height = shutil.get_terminal_size().lines
-            shown = lines.splitlines()[: height - 1]
+            shown = _fit(lines.splitlines(), _size().lines - 1)
             # Each line clears what an earlier, longer one left; no flicker, unlike a clear screen.
             _write(HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in shown) + CLEAR_REST)
             await asyncio.sleep(interval_s)
 
 
-def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
+async def _ask(client: Client) -> list[GroupStatus]:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await client.get_status()
+    except TimeoutError as error:
+        problem = f"no answer for {ANSWER_S:g} s"
+        raise TimedOut(grpc.StatusCode.DEADLINE_EXCEEDED, problem, ErrorDetails()) from error
+
+
+def _fit(lines: Sequence[str], height: int) -> list[str]:
+    """Returns what a terminal has room for, and says how much that leaves out."""
+    if len(lines) <= height:
+        return list(lines)
+    shown = max(0, height - 1)
+    return [*lines[:shown], f"… {len(lines) - shown} more lines: make the window taller"]
+
+
+def _size() -> os.terminal_size:
+    return shutil.get_terminal_size((100, 24))
 
 
 def _write(text: str) -> None:
@@ -270,7 +304,10 @@ def main(
     once = once or not sys.stdout.isatty()
     try:
         if not once:
-            _write(NO_CURSOR)
+            signal.signal(
+                signal.SIGTERM, signal.default_int_handler
+            )  # it, too, gives the cursor back
+            _write(BEGIN)
         asyncio.run(watch(client, address, interval_s, once=once))
     except KeyboardInterrupt:
         pass
@@ -278,7 +315,7 @@ def main(
         raise click.ClickException(f"{address} does not answer: {error}") from error
     finally:
         if not once:
-            _write(CURSOR)
+            _write(END)
 
 
 if __name__ == "__main__":

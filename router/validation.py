@@ -14,7 +14,7 @@ import numpy as np
 
 from protos.errors import quoted
 from protos.serving.v1 import serving_pb2
-from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong
+from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.model import ServedModel
 from router.readers import Reader
 from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
@@ -30,6 +30,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 256
 MAX_TOP_LOGPROBS = 20
+MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not encoded to see
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 NOT_READY_DELAY_S = 1.0
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
@@ -148,6 +149,9 @@ def _read_token_ids(token_ids: Sequence[int], model: ServedModel) -> Int32Array:
 async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) -> Int32Array:
     if tokenizer is None:
         raise InvalidRequest("text", f"{_NO_TOKENIZER}; send token_ids")
+    max_chars = MAX_CHARS_PER_TOKEN * model.max_prompt_tokens
+    if len(text) > max_chars:  # its tokens would take a hundred times its memory
+        raise TextTooLong("text", len(text), max_chars, model.max_prompt_tokens)
     if len(text) <= SHORT_TEXT_LEN:
         prompt = tokenizer.encode(text)
     else:  # in a thread: every rank would wait for a long text to be encoded

@@ -77,7 +77,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, request: Message, context: Context) -> None:
         call = asyncio.current_task()
         assert call is not None, "gRPC runs each call in a task"
-        self._calls.setdefault(request.request_id, call)
+        if request.request_id:  # else nobody can name it
+            self._calls.setdefault(request.request_id, call)
         try:
             async with abort_on_error(context):
                 try:

@@ -1,10 +1,13 @@
 """Settings that would leave a door open must stop the start, and say what to set instead."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.launch import DEMO_MODEL
+from executor.config import ExecutorConfig
 from protos.security import PortSecurity, is_loopback
 from router.config import RouterConfig
 from tests.certificates import Authority, replace
@@ -42,7 +45,8 @@ def test_only_loopback_counts_as_loopback():
     [
         ({}, "listen=0.0.0.0:1: without TLS .* set tls_cert and tls_key; .* or, .*, plaintext=on"),
         ({"auth_tokens": "tokens"}, "without TLS this would be plain text"),
-        ({"plaintext": "yes"}, "plaintext=yes: need one of on, off"),
+        ({"plaintext": "yes"}, "plaintext=yes: need one of off, side-ports, on"),
+        ({"plaintext": "side-ports"}, "listen=0.0.0.0:1: without TLS"),
         ({"tls_cert": "server.pem"}, "tls_cert without tls_key"),
         ({"tls_key": "server.key"}, "tls_key without tls_cert"),
         ({"tls_client_ca": "ca.pem"}, "tls_client_ca without tls_cert"),
@@ -79,6 +83,32 @@ def test_settings_that_do_not_fit_are_named_with_what_does(
 def test_plain_text_is_for_loopback_or_for_who_asks():
     PortSecurity().check_security("127.0.0.1:1")
     PortSecurity(plaintext="on").check_security("0.0.0.0:1")
+
+
+@pytest.mark.parametrize("program", ["router", "executor"])
+@pytest.mark.parametrize("name", ["health_listen", "metrics_listen"])
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_ports_beside_it_are_plain_text_for_loopback_or_for_who_asks(
+    authority: Authority, program: str, name: str, has_tls: bool
+):
+    """TLS is for the port that clients call: those for probes and metrics have none."""
+
+    def configure(address: str, plaintext: str) -> None:
+        settings: dict[str, Any] = {name: address, "plaintext": plaintext}
+        if has_tls:
+            files = authority.issue("server", "127.0.0.1")
+            settings |= {"tls_cert": files.cert, "tls_key": files.key}
+        if program == "router":
+            RouterConfig(groups=(("127.0.0.1:1",),), **settings)
+        else:
+            ExecutorConfig(model=DEMO_MODEL, **settings)
+
+    configure("127.0.0.1:9090", "off")
+    for address in ("0.0.0.0:9090", "[::]:9090", "10.0.0.7:9090"):
+        with pytest.raises(ValueError, match=f"{name}={re.escape(address)}: .*=side-ports"):
+            configure(address, "off")
+        configure(address, "side-ports")
+        configure(address, "on")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/demo_model /opt/demo_model
-WORKDIR /tmp
+# Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
+WORKDIR /opt
 USER 65532:65532
 EXPOSE 50061
 ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

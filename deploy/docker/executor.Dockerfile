@@ -11,7 +11,8 @@ ENV PYTHONUNBUFFERED=1 \
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ ninja-build python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
+    && useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep \
+    && install --directory --owner=lockstep --group=lockstep /cache
 WORKDIR /src
 COPY constraints.txt ./
 # PyTorch alone first: it is the largest layer, and changes least.
@@ -21,9 +22,11 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY executor executor
 RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[cuda]'
-# Where FlashInfer keeps compiled kernels: mount a volume there, as the root is read-only.
+# Where FlashInfer keeps compiled kernels: mount a volume there, as the root is read-only. A new
+# volume of Docker's takes over the folder's owner.
 ENV FLASHINFER_WORKSPACE_BASE=/cache
-WORKDIR /tmp
+# Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
+WORKDIR /opt
 USER 65532:65532
 EXPOSE 50061
 ENTRYPOINT ["/opt/venv/bin/python", "-m", "executor"]

@@ -17,7 +17,8 @@ RUN useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin 
 COPY --from=build /opt/venv /opt/venv
 # The demo model's tokenizer, 5 KB, so that the demo needs no volume.
 COPY deploy/demo_model/tokenizer.json /opt/demo_model/tokenizer.json
-WORKDIR /tmp
+# Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
+WORKDIR /opt
 # By number: Kubernetes cannot tell from a name that it is not root.
 USER 65532:65532
 EXPOSE 50051

@@ -52,12 +52,29 @@ class PageTable:
         kv_indptr: int32 [B + 1] on the host, first entry in ``kv_indices`` of each sequence.
         last_page_len: int32 [B] on the host, keys in each sequence's last page, 1 to block_size.
         kv_indices: int32 [P] on the device, pages, sequence after sequence.
+        mask: bool on the device, which keys each query sees, one query after another; None if the
+            wrapper is causal, or has ``MaskBuffers``.
     """
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
     kv_indices: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskBuffers:
+    """Where a captured graph reads which keys each query sees. Nothing here writes them.
+
+    Attributes:
+        bits: uint8 on the device, a bit for each query and key, as ``tree_bits.py`` lays them.
+        indptr: int32 [B + 1] on the device, first byte of each sequence. To be written after
+            planning, which leaves something else there.
+    """
+
+    bits: torch.Tensor
+    indptr: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,8 +185,10 @@ def paged_prefill(
     backend: str,
     buffers: PageTableBuffers | None = None,
     uniform_len: int | None = None,
+    is_causal: bool = True,
+    mask: MaskBuffers | None = None,
 ) -> PagedAttention:
-    """Returns causal attention of the last query rows of each sequence, any number of them.
+    """Returns attention of the last query rows of each sequence, any number of them.
 
     Args:
         ops: The library.
@@ -178,6 +197,9 @@ def paged_prefill(
         backend: ``fa2``, ``fa3`` (Hopper only) or ``auto``. In graphs ``fa2``.
         buffers: Where graphs read. The first plan then fixes the most query rows.
         uniform_len: Query rows of each sequence, if every plan has as many.
+        is_causal: Whether each query sees the keys up to its own; if not, a mask says what it sees,
+            and the backend is ``fa2``.
+        mask: Where graphs read that mask.
     """
     wrapper = ops.library.BatchPrefillWithPagedKVCacheWrapper(
         float_workspace_buffer=float_workspace,
@@ -187,9 +209,11 @@ def paged_prefill(
         paged_kv_indptr_buf=None if buffers is None else buffers.kv_indptr,
         paged_kv_indices_buf=None if buffers is None else buffers.kv_indices,
         paged_kv_last_page_len_buf=None if buffers is None else buffers.last_page_len,
+        custom_mask_buf=None if mask is None else mask.bits,
+        mask_indptr_buf=None if mask is None else mask.indptr,
         backend=backend,
     )
-    arguments = partial(_prefill_arguments, shape, uniform_len)
+    arguments = partial(_prefill_arguments, shape, uniform_len, is_causal, mask)
     return PagedAttention(wrapper, arguments, enable_pdl=ops.enable_pdl)
 
 
@@ -215,9 +239,16 @@ def _decode_arguments(shape: PagedShape, table: PageTable) -> dict[str, Any]:
 
 
 def _prefill_arguments(
-    shape: PagedShape, uniform_len: int | None, table: PageTable
+    shape: PagedShape,
+    uniform_len: int | None,
+    is_causal: bool,
+    mask: MaskBuffers | None,
+    table: PageTable,
 ) -> dict[str, Any]:
-    """What ``workspace_size`` and ``plan`` are told."""
+    """What ``workspace_size`` and ``plan`` are told.
+
+    A graph's mask is given as no bytes: planning copies none, and ``run`` reads the buffer.
+    """
     return {
         "qo_indptr": table.qo_indptr,
         "paged_kv_indptr": table.kv_indptr,
@@ -228,7 +259,9 @@ def _prefill_arguments(
         "head_dim_qk": shape.head_dim,
         "head_dim_vo": shape.head_dim,
         "page_size": shape.block_size,
-        "causal": True,
+        "custom_mask": table.mask,
+        "packed_custom_mask": None if mask is None else mask.bits[:0],
+        "causal": is_causal,
         "pos_encoding_mode": "NONE",
         "use_fp16_qk_reduction": False,
         "window_left": -1,

@@ -1,4 +1,5 @@
-"""Which inputs each kind of captured graph has: the registries of decode, prefill and eager runs.
+"""Which inputs each kind of captured graph has: the registries of decode, prefill, draft and eager
+runs.
 
 The public module of the registry; how it works is in ``buffer_registry.py``, what a slot is in
 ``graph_slot.py``, and each slot's shape, type and padding in ``slot_tables.py``.
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from executor.graph.buffer_registry import CudaGraphBufferRegistry
+from executor.graph.draft_slots import tree_mask_slot
 from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from executor.graph.slot_tables import (
@@ -26,6 +28,7 @@ __all__ = [
     "GraphSlot",
     "PaddingPolicy",
     "build_decode_registry",
+    "build_draft_registry",
     "build_eager_registry",
     "build_prefill_registry",
 ]
@@ -49,11 +52,12 @@ def build_decode_registry(
     attn_tp_rank: int = 0,
     num_dp_ranks: int = 1,
     register_global_num_tokens: bool = True,
+    num_tree_nodes: int = 0,
     share_pool: bool = True,
     source: Any = None,
     structured_fields: Sequence[str] = (),
 ) -> CudaGraphBufferRegistry:
-    """Returns the inputs of decode graphs: verify and drafts use it with other sizes.
+    """Returns the inputs of decode graphs: verify uses it with other sizes.
 
     Args:
         device: Where the graphs run.
@@ -73,6 +77,7 @@ def build_decode_registry(
         attn_tp_rank: This one.
         num_dp_ranks: Ranks that token counts are for.
         register_global_num_tokens: Whether the device needs the token counts.
+        num_tree_nodes: Tokens of a sequence where these are verified as a tree, else 0.
         share_pool: Shares buffers with other runners; without effect on adopted ones.
         source: An object whose tensors are adopted as the slots' buffers, attribute by attribute.
         structured_fields: Dotted paths of further tensors to adopt from ``source``.
@@ -91,6 +96,8 @@ def build_decode_registry(
         encoder_len_fill_value=encoder_len_fill_value,
         encoder_lens_dtype=encoder_lens_dtype,
     )
+    if num_tree_nodes:
+        slots.append(tree_mask_slot(num_tree_nodes))
     if enable_num_token_non_padded:
         slots.append(
             num_token_non_padded_slot(
@@ -169,6 +176,48 @@ def build_prefill_registry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
     )
     return _with_slots(registry, slots, source, structured_fields)
+
+
+def build_draft_registry(
+    slots: Iterable[GraphSlot],
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    width: int,
+    require_gathered_buffer: bool = False,
+    require_mlp_tp_gather: bool = False,
+    attn_tp_size: int = 1,
+    attn_tp_rank: int = 0,
+    num_dp_ranks: int = 1,
+    register_global_num_tokens: bool = True,
+    share_pool: bool = True,
+) -> CudaGraphBufferRegistry:
+    """Returns the inputs of a phase of the draft model.
+
+    Args:
+        slots: Those of the phase (``draft_slots.py``).
+        max_bs: Sequences of the largest graph.
+        width: Token rows of each, in every pass of the phase.
+
+    The other arguments and errors are those of ``build_decode_registry``.
+    """
+    counts = [
+        num_token_non_padded_slot(
+            require_gathered_buffer=require_gathered_buffer,
+            attn_tp_size=attn_tp_size,
+            attn_tp_rank=attn_tp_rank,
+        )
+    ]
+    if register_global_num_tokens:
+        counts += global_num_tokens_slots(
+            require_gathered_buffer=require_gathered_buffer,
+            require_mlp_tp_gather=require_mlp_tp_gather,
+            num_dp_ranks=num_dp_ranks,
+        )
+    registry = CudaGraphBufferRegistry(
+        device=device, max_bs=max_bs, max_num_tokens=max_bs * width, share_pool=share_pool
+    )
+    return _with_slots(registry, [*slots, *counts], None, ())
 
 
 def build_eager_registry(

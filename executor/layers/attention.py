@@ -17,15 +17,15 @@ class AttentionCall(NamedTuple):
     """What a model hands to attention: the arguments of ``Attention.forward``."""
 
     q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
     layer_id: int
 
 
 # A forward pass that yields its attention calls, is sent their results [T, H * D], and returns
 # the hidden states [T, D].
 Stages = Generator[AttentionCall, torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
 
 
 def run_stages(stages: Stages, attend: Attend) -> torch.Tensor:
@@ -69,14 +69,16 @@ class Attention(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
         """Stores keys and values, then attends.
 
         Args:
             q: [T, H, D], rotated.
-            k: [T, N, D], rotated.
-            v: [T, N, D].
+            k: [T, N, D], rotated. None: nothing is stored, and each sequence, which has one query
+                then, sees all keys that it has. It may have none, and several sequences may be
+                one row of the block table.
+            v: [T, N, D]; None where k is.
             layer_id: Layer of the KV pool.
 
         Returns:

@@ -1,22 +1,25 @@
 """Grouped-query attention by FlashInfer: on CUDA, whole in a captured graph.
 
     planning   host: offsets (paging.py), pages looked up on the device, FlashInfer's schedule
-    in graph   slots of this pass's keys, as int32
+    in graph   slots of this pass's keys, as int32; the tree mask, as bits (tree_bits.py)
     forward    keys and values to their slots, then attention over pages
 
 A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
-its page table where the graph reads it. Every other batch goes to one of two wrappers for any size:
-one query row per sequence, or several.
+its page table and mask where the graph reads them. Every other batch goes to one of three wrappers
+for any size: one query row per sequence, several, or several with a tree mask. The last is planned
+when the pass begins, since planning packs the mask, and then waits for the device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from executor.flashinfer_ops.operators import FlashInferOps, KVPages
 from executor.flashinfer_ops.paged import (
+    MaskBuffers,
     PagedAttention,
     PagedShape,
     PageTable,
@@ -27,12 +30,15 @@ from executor.flashinfer_ops.paged import (
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
 from executor.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
+from executor.layers.tree_bits import TreeBits, flat_mask
 
 # Bytes that plans of batches outside graphs find room in. Such a plan splits keys over at most two
 # blocks of threads per SM, 128 rows each: 42 MiB with 160 SMs and heads of 256.
 # Source: FlashInfer, attention/scheduler.cuh, PrefillPlanImpl; its documentation says 128 MB.
 _EAGER_WORKSPACE = 128 << 20
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
+
+_GraphKey = tuple[int, int, bool]  # sequences, rows of each, and whether there is a tree mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,14 @@ class _Metadata:
         slots: int32 [T], the same; filled on the device before the first layer.
         num_rows: Rows that belong to sequences; the rest is padding.
         attention: Has planned this batch; None if it has no sequences.
+        begin: What reads the tree mask when the pass begins; None without one.
     """
 
     out_cache_loc: torch.Tensor
     slots: torch.Tensor
     num_rows: int
     attention: PagedAttention | None
+    begin: Callable[[], None] | None
 
 
 class FlashInferAttention:
@@ -100,10 +108,13 @@ class FlashInferAttention:
         )
         self._extend = paged_prefill(ops, self._shape, self._workspace, backend=extend_backend)
         self._places = self._zeros(0, torch.int32)  # 0, 1, … of at least the most pages so far
-        self._by_graph: dict[tuple[int, int], PagedAttention] = {}  # (sequences, rows of each)
+        self._by_tree: PagedAttention | None = None  # made when first needed
+        self._by_graph: dict[_GraphKey, tuple[PagedAttention, TreeBits | None]] = {}
         self._metadata: _Metadata | None = None
 
-    def init_cuda_graph_state(self, sizes: Sequence[int], num_tokens_per_bs: int = 1) -> None:
+    def init_cuda_graph_state(
+        self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False
+    ) -> None:
         """Makes a wrapper for each size that will be captured. Before the first capture.
 
         What an earlier call made stays, and graphs captured with it stay valid.
@@ -111,9 +122,10 @@ class FlashInferAttention:
         Args:
             sizes: Sequences.
             num_tokens_per_bs: Query rows of each sequence.
+            has_tree: Whether batches have a tree mask.
         """
         width = num_tokens_per_bs
-        sizes = [size for size in sizes if (size, width) not in self._by_graph]
+        sizes = [size for size in sizes if (size, width, has_tree) not in self._by_graph]
         if not sizes:
             return
         most = max(sizes)
@@ -124,17 +136,18 @@ class FlashInferAttention:
             last_page_len=self._zeros(most, torch.int32),
             kv_indices=self._zeros(most * columns, torch.int32),
         )
+        trees = self._tree_bits(sizes, width) if has_tree else {}
         made: list[tuple[PagedAttention, torch.Tensor]] = []
         num_bytes = len(self._workspace)
         for size in sizes:
-            attention = self._for_graph(size, width, room)
+            attention = self._for_graph(size, width, room, trees.get(size))
             num_float, num_int = attention.workspace_size(self._longest(size, width, room))
             num_bytes = max(num_bytes, num_float)
             own = self._zeros(num_int, torch.uint8)
             # At once: a wrapper begins with 8 MB here and 8 MB on the host.
             attention.set_workspace(self._workspace, own)
             made.append((attention, own))
-            self._by_graph[size, width] = attention
+            self._by_graph[size, width, has_tree] = (attention, trees.get(size))
         if num_bytes > len(self._workspace):
             larger = self._zeros(num_bytes, torch.uint8)
             for attention, own in made:
@@ -145,28 +158,39 @@ class FlashInferAttention:
         assert kv_pool is self._kv_pool, "made for another KV pool"
         slots = self._slots.of(len(batch.input_ids))
         if batch.batch_size == 0:
-            self._metadata = _Metadata(batch.out_cache_loc, slots, 0, None)
+            self._metadata = _Metadata(batch.out_cache_loc, slots, 0, None, None)
             return
         plan = plan_pages(
             batch.seq_lens_cpu.numpy(), batch.extend_seq_lens_cpu, self._shape.block_size
         )
-        attention = self._choose(batch, plan)
-        attention.plan(self._page_table(plan, batch.req_pool_indices))
-        self._metadata = _Metadata(batch.out_cache_loc, slots, plan.num_rows, attention)
+        table = self._page_table(plan, batch.req_pool_indices)
+        attention, bits = self._choose(batch, plan)
+        begin = None
+        if batch.tree_mask is None or bits is not None:
+            attention.plan(table)
+        else:
+            begin = partial(_plan_tree, attention, table, batch.tree_mask, plan.num_keys)
+        if batch.tree_mask is not None and bits is not None:
+            bits.plan(plan.num_keys)  # after the attention's own planning
+            begin = partial(bits.write, batch.tree_mask)
+        self._metadata = _Metadata(batch.out_cache_loc, slots, plan.num_rows, attention, begin)
 
     def init_forward_metadata_in_graph(self) -> None:
         metadata = self._planned()
         metadata.slots.copy_(metadata.out_cache_loc)
+        if metadata.begin is not None:
+            metadata.begin()
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Nothing: metadata stays as planned."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
         metadata = self._planned()
         pages = self._slots.pages(layer_id)
-        self._slots.store(self._ops, k, v, pages, metadata.slots)
+        if k is not None and v is not None:
+            self._slots.store(self._ops, k, v, pages, metadata.slots)
         num_rows = metadata.num_rows
         shape = (len(q), self._num_heads, self._shape.head_dim)
         out = q.new_empty(shape) if num_rows == len(q) else q.new_zeros(shape)
@@ -178,13 +202,42 @@ class FlashInferAttention:
         assert self._metadata is not None, "init_forward_metadata_out_graph runs before each pass"
         return self._metadata
 
-    def _choose(self, batch: ForwardBatch, plan: PagePlan) -> PagedAttention:
-        layout = batch.layout
+    def _choose(
+        self, batch: ForwardBatch, plan: PagePlan
+    ) -> tuple[PagedAttention, TreeBits | None]:
+        """Returns the wrapper of a batch, and in a graph the bits of its tree mask."""
+        layout, has_tree = batch.layout, batch.tree_mask is not None
         if layout.graph_size is not None and not layout.has_extend:
-            key = (batch.batch_size, plan.num_rows // batch.batch_size)
-            assert key in self._by_graph, f"no init_cuda_graph_state for (size, width) {key}"
+            key = (batch.batch_size, plan.num_rows // batch.batch_size, has_tree)
+            assert key in self._by_graph, f"no init_cuda_graph_state for (size, width, tree) {key}"
             return self._by_graph[key]
-        return self._decode if batch.extend_seq_lens_cpu is None else self._extend
+        if has_tree:
+            return self._for_any_tree(), None
+        return (self._decode if batch.extend_seq_lens_cpu is None else self._extend), None
+
+    def _for_any_tree(self) -> PagedAttention:
+        if self._by_tree is None:
+            self._by_tree = paged_prefill(
+                self._ops, self._shape, self._workspace, backend="fa2", is_causal=False
+            )
+        return self._by_tree
+
+    def _tree_bits(self, sizes: Sequence[int], width: int) -> dict[int, TreeBits]:
+        """Returns room for the bits of each size. All share their memory."""
+        most, pool = max(sizes), self._kv_pool
+        max_len = pool.max_blocks_per_row * pool.block_size
+        bits = self._zeros(TreeBits.num_bytes(most, width, max_len), torch.uint8)
+        indptr = self._zeros(most + 1, torch.int32)
+        num_keys = self._zeros(most, torch.int32)
+        return {
+            size: TreeBits(
+                bits[: TreeBits.num_bytes(size, width, max_len)],
+                indptr[: size + 1],
+                num_keys[:size],
+                width,
+            )
+            for size in sizes
+        }
 
     def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
         if plan.num_pages > len(self._places):
@@ -204,14 +257,16 @@ class FlashInferAttention:
             ),
         )
 
-    def _for_graph(self, size: int, width: int, room: PageTableBuffers) -> PagedAttention:
+    def _for_graph(
+        self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None
+    ) -> PagedAttention:
         buffers = PageTableBuffers(
             qo_indptr=room.qo_indptr[: size + 1],
             kv_indptr=room.kv_indptr[: size + 1],
             last_page_len=room.last_page_len[:size],
             kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
         )
-        if width == 1:
+        if width == 1 and tree is None:
             return paged_decode(
                 self._ops,
                 self._shape,
@@ -226,6 +281,8 @@ class FlashInferAttention:
             backend="fa2",
             buffers=buffers,
             uniform_len=width,
+            is_causal=tree is None,
+            mask=None if tree is None else MaskBuffers(bits=tree.bits, indptr=tree.indptr),
         )
 
     def _longest(self, size: int, width: int, room: PageTableBuffers) -> PageTable:
@@ -247,6 +304,12 @@ class FlashInferAttention:
 
     def _zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(length, dtype=dtype, device=self._kv_pool.device)
+
+
+def _plan_tree(
+    attention: PagedAttention, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
+) -> None:
+    attention.plan(replace(table, mask=flat_mask(tree_mask, num_keys)))
 
 
 class _WholePool:

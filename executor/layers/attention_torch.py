@@ -1,21 +1,23 @@
 """Grouped-query attention over the paged KV pool, in plain PyTorch.
 
-Sequences with one new token are attended a few together: of about equal length, so that a long one
-does not make short ones pay for its padding, and as many as the workspace holds. A sequence with
-more new tokens is attended by itself, in tiles of queries.
+Sequences with one new token, or a few as verified drafts have, are attended in groups
+(attention_groups.py): of about equal length, so that a long one does not make short ones pay for its
+padding, and as many as the workspace holds. A sequence with more new tokens is attended by itself, in
+tiles of queries.
 
 Keys and values are copied from their blocks into a workspace that stays in the cache of a core.
 It is sized by the pool's longest row, never by a batch.
 
-    B sequences    T token rows    H query heads    N KV heads    G = H / N    D head width
+    B sequences    Q new tokens of each    T token rows    H query heads    N KV heads
+    G = H / N    D head width
 
-The group is laid along the query dimension (decode) or the head dimension (extend) with the KV
-head as batch dimension, so keys and values are never repeated: repeating them, as
-``enable_gqa`` does, costs a copy of the context per layer.
+Query heads of one KV head are laid along the query dimension (groups) or the head dimension
+(extend) with the KV head as batch dimension, so keys and values are never repeated: repeating them,
+as ``enable_gqa`` does, costs a copy of the context per layer.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +26,12 @@ import torch.nn.functional as F
 
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
+from executor.layers.attention_groups import MAX_GROUPED_WIDTH, Group, GroupPlanner
 from executor.layers.workers import WorkerPool
 
-_MIN_BUCKET_BLOCKS = 8  # below this, padding costs less than another batch
 _WORKSPACE_TOKENS = 2048  # 1 MiB of keys for 4 heads of 64 in bfloat16; more if a row is longer
 _QUERY_TILE = 128  # queries per tile: each tile leaves out the keys in its future
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGroup:
-    """Sequences with one new token and about equally many blocks.
-
-    Attributes:
-        start, stop: Their places among all sequences with one new token, in ``decode_rows``.
-        blocks: int64 [B * max_blocks], their blocks, each padded with its own first one.
-        unwritten: int64, the places in those blocks that hold no token of theirs.
-        mask: [B, 1, G, max_blocks * block_size], 0 or -inf; None if nothing is padded.
-    """
-
-    start: int
-    stop: int
-    blocks: torch.Tensor
-    unwritten: torch.Tensor
-    mask: torch.Tensor | None
+_MAX_CACHED_VIEWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +71,17 @@ class _Metadata:
     """What ``forward`` needs of a batch, the same for every layer.
 
     Attributes:
-        decode_rows: int64, the rows in q of sequences with one new token, group after group;
-            None if these are all rows, in order.
+        grouped_rows: int64, the rows in q of sequences in groups, group after group; None if these
+            are all rows, in order.
+        tree_mask: The batch's.
     """
 
     out_cache_loc: torch.Tensor
     kv_pool: KVPool
     workspaces: "tuple[_Workspace, ...]"
-    decode_rows: torch.Tensor | None
-    decode_groups: tuple[_DecodeGroup, ...]
+    grouped_rows: torch.Tensor | None
+    groups: tuple[Group, ...]
+    tree_mask: torch.Tensor | None
     extend_sequences: tuple[_ExtendSequence, ...]
 
 
@@ -111,27 +98,42 @@ class _Workspace:
         width = kv_pool.block_size * kv_pool.shape.num_kv_heads * kv_pool.shape.head_dim
         size = (2, self.num_blocks, width)  # keys, values
         room = torch.zeros(size, dtype=kv_pool.shape.dtype, device=kv_pool.device)
-        self._keys, self._values = room
+        self._room = room
         # A fill writes element by element: of eight bytes, it takes half as long as of two.
         num_tokens = self.num_blocks * kv_pool.block_size
         self._words = room.view(torch.int64).view(2, num_tokens, -1)
+        # By blocks, for each layer.
+        self._caches = [
+            (keys.view(kv_pool.num_blocks, -1), values.view(kv_pool.num_blocks, -1))
+            for keys, values in zip(kv_pool.key_cache, kv_pool.value_cache, strict=True)
+        ]
+        # Room for so many sequences of so many blocks: making views costs more than small copies.
+        self._views = lru_cache(_MAX_CACHED_VIEWS)(self._make_views)
 
-    def take(self, blocks: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of the blocks, each [len(blocks) * block_size, N, D]."""
-        pool = self.kv_pool
-        taken = []
-        for cache, room in (
-            (pool.key_cache[layer_id], self._keys),
-            (pool.value_cache[layer_id], self._values),
-        ):
-            out = room[: len(blocks)]
-            torch.index_select(cache.view(pool.num_blocks, -1), 0, blocks, out=out)
-            taken.append(out.view(-1, *cache.shape[1:]))
-        return taken[0], taken[1]
+    def take(
+        self, blocks: torch.Tensor, layer_id: int, num_sequences: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the blocks, each [num_sequences, N, S, D]."""
+        (into_keys, keys), (into_values, values) = self._views(blocks.shape[0], num_sequences)
+        key_cache, value_cache = self._caches[layer_id]
+        torch.index_select(key_cache, 0, blocks, out=into_keys)
+        torch.index_select(value_cache, 0, blocks, out=into_values)
+        return keys, values
 
     def clear(self, places: torch.Tensor) -> None:
-        """Zeroes keys and values at these places of what ``take`` returned."""
+        """Zeroes keys and values at these places of what ``take`` returned: sequence * S + key."""
         self._words.index_fill_(1, places, 0)
+
+    def _make_views(
+        self, num_blocks: int, num_sequences: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns room for keys, then for values: by block, and as ``take`` gives it."""
+        shape = self.kv_pool.shape
+        by_token = (num_sequences, -1, shape.num_kv_heads, shape.head_dim)
+        return [
+            (room[:num_blocks], room[:num_blocks].view(by_token).transpose(1, 2))
+            for room in self._room
+        ]
 
 
 class TorchAttention:
@@ -163,79 +165,67 @@ class TorchAttention:
         self.head_dim = head_dim
         self.dtype = dtype
         self._metadata: _Metadata | None = None
+        self._is_tree_read = False
         self._workers = WorkerPool(num_workers)
         self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
+        self._planner: GroupPlanner | None = None
 
     def init_forward_metadata_in_graph(self) -> None:
-        """Nothing: all is planned on the host."""
+        """Has the next ``forward`` read the tree mask: nothing is recorded."""
+        self._is_tree_read = False
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Nothing: metadata stays as planned."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
-        seq_lens = batch.seq_lens_cpu.numpy()
-        if batch.extend_seq_lens_cpu is None:
-            new_lens = np.ones(batch.batch_size, dtype=np.int64)
-        else:
-            new_lens = batch.extend_seq_lens_cpu
-        starts = np.cumsum(new_lens) - new_lens
-        decoding = np.flatnonzero(new_lens == 1)
-        rows = batch.req_pool_indices.cpu().numpy()
-        if not self._workspaces or self._workspaces[0].kv_pool is not kv_pool:
-            self._workspaces = tuple(_Workspace(kv_pool) for _ in range(self._workers.size))
-        groups = _group_by_blocks(
-            decoding, seq_lens, kv_pool.block_size, self._workspaces[0].num_blocks
-        )
-        decode_order = starts[np.concatenate(groups)] if groups else starts[:0]
-        is_whole = bool(groups) and np.array_equal(decode_order, np.arange(len(batch.input_ids)))
-        stops = np.cumsum([len(group) for group in groups]).tolist()
+        planner = self._use(kv_pool)
+        seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices.cpu().numpy()
+        new_lens, tree_width = batch.extend_seq_lens_cpu, None
+        grouped = np.arange(batch.batch_size)
+        extended: tuple[_ExtendSequence, ...] = ()
+        if batch.tree_mask is not None:
+            num_sequences, num_queries, tree_width = batch.tree_mask.shape
+            given = [1] * batch.batch_size if new_lens is None else new_lens.tolist()
+            assert given == [num_queries] * num_sequences, (
+                f"tree_mask is for {num_sequences} sequences of {num_queries} tokens; the batch has "
+                f"{batch.batch_size}, of {np.unique(given)}"
+            )
+        elif new_lens is not None and new_lens.max(initial=0) > MAX_GROUPED_WIDTH:
+            is_grouped = new_lens <= MAX_GROUPED_WIDTH
+            grouped = np.flatnonzero(is_grouped)
+            starts = np.cumsum(new_lens) - new_lens
+            extended = tuple(
+                self._plan_extend(
+                    int(starts[i]), int(new_lens[i]), int(seq_lens[i]), int(rows[i]), kv_pool
+                )
+                for i in np.flatnonzero(~is_grouped)
+            )
+        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width)
+        grouped_rows = _rows_of(groups, new_lens, batch.input_ids.shape[0])
+        self._is_tree_read = False
         self._metadata = _Metadata(
             out_cache_loc=batch.out_cache_loc,
             kv_pool=kv_pool,
             workspaces=self._workspaces,
-            decode_rows=None if is_whole else torch.from_numpy(decode_order).to(kv_pool.device),
-            decode_groups=tuple(
-                self._plan_decode(stop - len(group), rows[group], seq_lens[group], kv_pool)
-                for group, stop in zip(groups, stops, strict=True)
+            grouped_rows=(
+                None if grouped_rows is None else torch.from_numpy(grouped_rows).to(kv_pool.device)
             ),
-            extend_sequences=tuple(
-                self._plan_extend(
-                    int(starts[i]), int(new_lens[i]), int(seq_lens[i]), int(rows[i]), kv_pool
-                )
-                for i in np.flatnonzero(new_lens > 1)
-            ),
+            groups=groups,
+            tree_mask=batch.tree_mask,
+            extend_sequences=extended,
         )
 
-    def _plan_decode(
-        self,
-        start: int,
-        rows: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-        kv_pool: KVPool,
-    ) -> _DecodeGroup:
-        block_size = kv_pool.block_size
-        max_blocks = -(-int(seq_lens.max()) // block_size)
-        num_keys = max_blocks * block_size
-        mask = None
-        if int(seq_lens.min()) < num_keys:
-            hidden = torch.arange(num_keys) >= torch.from_numpy(seq_lens)[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
-            mask = mask[:, None, None, :].expand(-1, 1, self.group_size, -1).contiguous()
-            mask = mask.to(kv_pool.device)
-        # A mask hides neither NaN nor infinity, and a slot without a token of the sequence holds
-        # what another left there. Its first block is its own: in the padding it saves clearing.
-        columns = np.arange(max_blocks)
-        columns = np.where(columns * block_size < seq_lens[:, None], columns, 0)
-        blocks = kv_pool.block_table_cpu.numpy()[rows[:, None], columns]
-        positions = columns[:, :, None] * block_size + np.arange(block_size)
-        unwritten = np.flatnonzero(positions >= seq_lens[:, None, None])
-        return _DecodeGroup(
-            start=start,
-            stop=start + len(rows),
-            blocks=torch.from_numpy(blocks.ravel().astype(np.int64)).to(kv_pool.device),
-            unwritten=torch.from_numpy(unwritten).to(kv_pool.device),
-            mask=mask,
-        )
+    def _use(self, kv_pool: KVPool) -> GroupPlanner:
+        """Returns what plans for a pool, after making what depends on it, if it is another one."""
+        if self._planner is None or self._planner.kv_pool is not kv_pool:
+            self._workspaces = tuple(_Workspace(kv_pool) for _ in range(self._workers.size))
+            self._planner = GroupPlanner(
+                kv_pool=kv_pool,
+                max_blocks=self._workspaces[0].num_blocks,
+                group_size=self.group_size,
+                dtype=self.dtype,
+            )
+        return self._planner
 
     def _plan_extend(
         self, start: int, new_len: int, seq_len: int, row: int, kv_pool: KVPool
@@ -259,70 +249,74 @@ class TorchAttention:
         return _ExtendSequence(start, start + new_len, blocks, tuple(tiles))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
         metadata = self._metadata
         assert metadata is not None, "init_forward_metadata_out_graph runs before each pass"
-        with self._workers.sharing(len(q)):
+        if metadata.tree_mask is not None and not self._is_tree_read:
+            for group in metadata.groups:
+                group.read_tree(metadata.tree_mask)
+            self._is_tree_read = True
+        with self._workers.sharing(q.shape[0]):
             return self._attend(q, k, v, metadata, layer_id)
 
     def _attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         metadata: _Metadata,
         layer_id: int,
     ) -> torch.Tensor:
-        key_cache = metadata.kv_pool.key_cache[layer_id]
-        value_cache = metadata.kv_pool.value_cache[layer_id]
-        key_cache.index_copy_(0, metadata.out_cache_loc, k)
-        value_cache.index_copy_(0, metadata.out_cache_loc, v)
-        if metadata.decode_rows is None:
-            return self._decode(q, metadata, layer_id)
+        if k is not None and v is not None:
+            pool, slots = metadata.kv_pool, metadata.out_cache_loc
+            pool.key_cache[layer_id].index_copy_(0, slots, k)
+            pool.value_cache[layer_id].index_copy_(0, slots, v)
+        if metadata.grouped_rows is None:
+            return self._attend_groups(q, metadata, layer_id)
         out = q.new_zeros(q.shape[0], q.shape[1] * self.head_dim)
-        if metadata.decode_groups:
-            attended = self._decode(q[metadata.decode_rows], metadata, layer_id)
-            out.index_copy_(0, metadata.decode_rows, attended)
+        if metadata.groups:
+            attended = self._attend_groups(q[metadata.grouped_rows], metadata, layer_id)
+            out.index_copy_(0, metadata.grouped_rows, attended)
         for sequence in metadata.extend_sequences:
+            assert k is not None, "without keys each sequence has one query"
+            assert v is not None, "without keys each sequence has one query"
             self._extend(q, k, v, sequence, metadata.workspaces[0], layer_id, out)
         return out
 
-    def _decode(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
-        """Returns [B, H * D] for q [B, H, D], group after group. Workers share the groups."""
-        groups = metadata.decode_groups
+    def _attend_groups(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
+        """Returns [T, H * D] for q [T, H, D], group after group. Workers share the groups."""
+        groups = metadata.groups
         if len(groups) == 1:
-            return self._decode_groups(q, groups, metadata.workspaces[0], layer_id)[0]
+            return self._run_groups(q, groups, metadata.workspaces[0], layer_id)[0]
         shares = self._workers.shares([len(group.blocks) for group in groups])
         pieces = [
-            partial(self._decode_groups, q, groups[share], workspace, layer_id)
+            partial(self._run_groups, q, groups[share], workspace, layer_id)
             for share, workspace in zip(shares, metadata.workspaces, strict=False)
         ]
         attended = [x for piece in self._workers.run(pieces) for x in piece]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _decode_groups(
+    def _run_groups(
         self,
         q: torch.Tensor,
-        groups: tuple[_DecodeGroup, ...],
+        groups: tuple[Group, ...],
         workspace: _Workspace,
         layer_id: int,
     ) -> list[torch.Tensor]:
-        """Returns [B, H * D] of each group."""
+        """Returns [B * Q, H * D] of each group."""
         attended = []
         for group in groups:
-            shape = (group.stop - group.start, -1, self.num_kv_heads, self.head_dim)
-            k, v = (taken.view(shape) for taken in workspace.take(group.blocks, layer_id))
-            if len(group.unwritten):
+            count, width = group.num_sequences, group.width
+            k, v = workspace.take(group.blocks, layer_id, count)
+            if group.unwritten is not None:
                 workspace.clear(group.unwritten)
-            grouped = (shape[0], self.num_kv_heads, self.group_size, self.head_dim)
-            out = F.scaled_dot_product_attention(
-                q[group.start : group.stop].reshape(grouped),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=group.mask,
-            )
-            attended.append(out.reshape(shape[0], -1))
+            by_token = (count, width, self.num_kv_heads, self.group_size, self.head_dim)
+            by_head = (count, self.num_kv_heads, width, self.group_size, self.head_dim)
+            queries = q[group.start : group.stop].reshape(by_token).transpose(1, 2)
+            out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
+            out = out.view(by_head).transpose(1, 2)
+            attended.append(out.reshape(group.stop - group.start, -1))
         return attended
 
     def _extend(
@@ -337,9 +331,9 @@ class TorchAttention:
     ) -> None:
         """Writes the sequence's rows of ``out`` [T, H * D]. Workers share the tiles."""
         if sequence.blocks is None:
-            keys, values = k[sequence.start : sequence.stop], v[sequence.start : sequence.stop]
+            keys, values = (x[sequence.start : sequence.stop].transpose(0, 1) for x in (k, v))
         else:
-            keys, values = workspace.take(sequence.blocks, layer_id)
+            keys, values = (x[0] for x in workspace.take(sequence.blocks, layer_id))
         shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
         q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
         out = out.view(shape).permute(1, 2, 0, 3)
@@ -349,8 +343,32 @@ class TorchAttention:
         self._workers.run([partial(_run_tiles, q, keys, values, out, tiles[s]) for s in shares])
 
     def _per_group(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [S, N, D] as [N, G, S, D] without copying."""
-        return x.transpose(0, 1)[:, None].expand(-1, self.group_size, -1, -1)
+        """Returns x [N, S, D] as [N, G, S, D] without copying."""
+        return x[:, None].expand(-1, self.group_size, -1, -1)
+
+
+def _rows_of(
+    groups: tuple[Group, ...], new_lens: npt.NDArray[np.int64] | None, num_rows: int
+) -> npt.NDArray[np.int64] | None:
+    """Returns the rows of sequences in groups, group after group; None if these are all, in order.
+
+    Args:
+        groups: At least one if there are rows that are attended in groups.
+        new_lens: [B] rows of each sequence; None if each has one.
+        num_rows: Of the batch.
+    """
+    if len(groups) == 1 and groups[0].stop == num_rows:
+        return None
+    ends = None if new_lens is None else np.cumsum(new_lens)
+    rows = [np.zeros(0, dtype=np.int64)]
+    for group in groups:
+        firsts = group.members
+        if ends is not None and new_lens is not None:
+            firsts = ends[firsts] - new_lens[firsts]
+        rows.append((firsts[:, None] + np.arange(group.width)).ravel())
+    joined = np.concatenate(rows)
+    is_whole = len(joined) == num_rows and bool((joined == np.arange(num_rows)).all())
+    return None if groups and is_whole else joined
 
 
 def _run_tiles(
@@ -369,24 +387,3 @@ def _run_tiles(
             attn_mask=tile.mask,
             is_causal=tile.mask is None,
         )
-
-
-def _group_by_blocks(
-    sequences: npt.NDArray[np.int64],
-    seq_lens: npt.NDArray[np.int64],
-    block_size: int,
-    max_group_blocks: int,
-) -> list[npt.NDArray[np.int64]]:
-    """Splits sequence indices so that none pays for more than twice its own blocks.
-
-    A group's sequences, padded to its longest, need at most ``max_group_blocks``.
-    """
-    groups = []
-    num_blocks = np.maximum(-(-seq_lens[sequences] // block_size), 1)
-    buckets = np.ceil(np.log2(np.maximum(num_blocks, _MIN_BUCKET_BLOCKS))).astype(np.int64)
-    for bucket in np.unique(buckets):
-        members = buckets == bucket
-        size = max(max_group_blocks // int(num_blocks[members].max()), 1)
-        alike = sequences[members]
-        groups += [alike[i : i + size] for i in range(0, len(alike), size)]
-    return groups

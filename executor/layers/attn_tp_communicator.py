@@ -32,6 +32,8 @@ class AttnTpCommunicator:
         dtype: Their type, and that of logits before they are gathered.
         max_logits_rows: Most rows of logits.
         vocab_slice: Columns of logits that each executor computes.
+        gathered_size: Width of the widest rows that are gathered: hidden states, with a draft's
+            features beside them; that of hidden states if None.
         device: Where the tensors live.
     """
 
@@ -44,6 +46,7 @@ class AttnTpCommunicator:
         dtype: torch.dtype,
         max_logits_rows: int = 0,
         vocab_slice: int = 0,
+        gathered_size: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.topology = topology
@@ -58,7 +61,7 @@ class AttnTpCommunicator:
         def buffer(count: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
 
-        self._gathered = buffer(rows)
+        self._gathered = buffer(shards * self.size * max(hidden_size, gathered_size or 0))
         self._padded = buffer(rows)
         self._scratch = buffer(rows if torch.device(device).type == "cpu" else 0)
         self._summed = buffer(shards * hidden_size)

@@ -51,7 +51,8 @@ class Operators(Protocol):
         """Returns each head's norm times its row of weights, [T, H + N, D].
 
         Args:
-            qk: [T, H + N, D], query heads first. Heads lie side by side, rows may be strided.
+            qk: [T, H + N, D], query heads first. Heads lie side by side, rows may be strided. N may
+                be 0.
             weight: [H + N, D]. All query heads have the same weights, and all KV heads.
             num_heads: H.
             eps: As in ``rms_norm``.
@@ -164,7 +165,8 @@ class FlashInferOperators:
     ) -> torch.Tensor:
         out = torch.empty_like(qk, memory_format=torch.contiguous_format)
         self._ops.rms_norm(qk[:, :num_heads], weight[0], eps, out[:, :num_heads])
-        self._ops.rms_norm(qk[:, num_heads:], weight[num_heads], eps, out[:, num_heads:])
+        if len(weight) > num_heads:
+            self._ops.rms_norm(qk[:, num_heads:], weight[num_heads], eps, out[:, num_heads:])
         return out
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
@@ -174,7 +176,9 @@ class FlashInferOperators:
         self, qk: torch.Tensor, num_heads: int, rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        self._ops.rotate_(q, k, rotation, self._cos_sin)
+        # The kernel wants a key head: where there is none, it gets one that nobody reads.
+        turned = k if k.shape[1] else torch.zeros_like(q[:, :1])
+        self._ops.rotate_(q, turned, rotation, self._cos_sin)
         return q, k
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,13 @@ class PagePlan:
         qo_indptr: int32 [B + 1], first query row of each sequence, then their sum.
         kv_indptr: int32 [B + 1], first page of each sequence, then P.
         last_page_len: int32 [B], keys in each sequence's last page, 1 to block_size.
+        num_keys: int32 [B], keys of each sequence, at least 1.
     """
 
     qo_indptr: Int32Array
     kv_indptr: Int32Array
     last_page_len: Int32Array
+    num_keys: Int32Array
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +61,7 @@ def plan_pages(seq_lens: Int64Array, new_lens: Int64Array | None, block_size: in
         qo_indptr=_offsets(new_lens),
         kv_indptr=_offsets(num_pages),
         last_page_len=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
+        num_keys=num_keys.astype(np.int32),
     )
 
 

@@ -41,7 +41,8 @@ class RotaryEmbedding:
 
         Looked up once per forward pass, for all layers.
         """
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Returns x [T, heads, head_dim] turned by what ``at`` returned."""

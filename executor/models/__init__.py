@@ -1,5 +1,6 @@
 """Model families by the class name in config.json, imported only when asked for."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
@@ -11,6 +12,8 @@ from executor.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
+from executor.layers.embedding import Embedding
+from executor.layers.lm_head import LMHead
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels
 from executor.models.peers import Peers
@@ -23,11 +26,22 @@ _MODULES = {"Qwen3MoeForCausalLM": "executor.models.qwen3_moe"}
 
 
 class Model(Protocol):
-    """A loaded model, as runners see it."""
+    """A loaded model, as runners see it, and what a draft shares with it.
+
+    Attributes:
+        embed_tokens: The same rows on every executor; those past the vocabulary are zeros.
+        lm_head: Takes normalised hidden states to logits.
+        peers: Its ways to the other executors.
+    """
+
+    embed_tokens: Embedding
+    lm_head: LMHead
+    peers: Peers
 
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass up to each attention call; returns the hidden states [T, D].
 
+        With ``aux_layers``, their features stand beside them, [T, D + len(aux_layers) * D].
         Every executor must run it, also with T = 0.
         """
         ...
@@ -50,6 +64,7 @@ class _Loadable(Model, Protocol):
         device: torch.device,
         peers: Peers,
         kernels: Kernels,
+        aux_layers: Sequence[int],
     ) -> None: ...
 
     def weight_groups(self) -> list[WeightGroup]: ...
@@ -69,6 +84,7 @@ def load_model(
     dispatcher: Dispatcher | None = None,
     moe_dense_tp_size: int | None = None,
     kernels: Kernels | None = None,
+    aux_layers: Sequence[int] = (),
     on_progress: OnProgress | None = None,
 ) -> Model:
     """Builds the model that ``config`` names and fills it from ``path``.
@@ -87,6 +103,8 @@ def load_model(
         moe_dense_tp_size: 1 runs dense MLPs whole on each executor; None splits them over the
             group.
         kernels: What the layers call; those of the CPU if None.
+        aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft
+            (``DraftConfig.aux_layers``).
         on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
@@ -107,6 +125,12 @@ def load_model(
             f"the attention-TP communicator joins {attn_tp_communicator.size} executors, the "
             f"model's attention is shared by attn_tp_size={topology.attn_tp_size}"
         )
+    absent = [layer for layer in aux_layers if not 0 <= layer < config.num_hidden_layers]
+    if absent:
+        raise ValueError(
+            f"aux_layers={list(aux_layers)}: the model has layers 0 to "
+            f"{config.num_hidden_layers - 1}"
+        )
     local_experts = topology.local_experts(config.num_experts)
     dtype = dtype or config.dtype
     model = _model_class(config.architecture)(
@@ -121,6 +145,7 @@ def load_model(
             moe_dense_tp_size=moe_dense_tp_size,
         ),
         kernels=kernels or cpu_kernels(config, dtype=dtype),
+        aux_layers=aux_layers,
     )
     load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)
     return model

@@ -5,19 +5,22 @@ A field that would change the numbers and is not implemented is an error here, b
 that ignores it answers fluently and wrongly.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from executor.errors import CheckpointError
 from executor.kv_pool import KVShape
+from executor.models.config_fields import Fields
 from executor.topology import Topology, divisors, share_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SUPPORTED = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class ModelConfig:
         max_position_embeddings: Longest sequence, in tokens.
         dtype: Type of the weights as saved.
         eos_token_ids: Tokens that end a text.
+        has_qk_norm: Whether each head of queries and keys is normalised.
+        num_nextn_predict_layers: Layers of a draft (MTP) that the checkpoint holds after the model's.
     """
 
     architecture: str
@@ -74,6 +79,8 @@ class ModelConfig:
     max_position_embeddings: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    has_qk_norm: bool = True
+    num_nextn_predict_layers: int = 0
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -83,8 +90,18 @@ class ModelConfig:
             CheckpointError: A file or field is missing, or says what is not supported.
         """
         path = Path(path)
-        fields = _Fields(path / "config.json")
-        _refuse_unsupported(fields)
+        fields = Fields.read(path / "config.json")
+        eos_token_ids = _eos_token_ids(path / "generation_config.json", fields)
+        return cls.from_fields(fields, eos_token_ids=eos_token_ids)
+
+    @classmethod
+    def from_fields(cls, fields: Fields, *, eos_token_ids: tuple[int, ...] = ()) -> "ModelConfig":
+        """Takes what config.json says.
+
+        Raises:
+            CheckpointError: A field is missing, or says what is not supported.
+        """
+        fields.refuse(_SUPPORTED)
         hidden_size = fields.integer("hidden_size")
         num_heads = fields.integer("num_attention_heads")
         num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
@@ -110,7 +127,7 @@ class ModelConfig:
             num_experts=num_experts,
             num_experts_per_tok=top_k,
             decoder_sparse_step=fields.integer("decoder_sparse_step", default=1),
-            mlp_only_layers=tuple(fields.get("mlp_only_layers") or ()),
+            mlp_only_layers=fields.integers("mlp_only_layers"),
             norm_topk_prob=bool(fields.get("norm_topk_prob", default=False)),
             attention_bias=bool(fields.get("attention_bias", default=False)),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", default=False)),
@@ -118,7 +135,8 @@ class ModelConfig:
             rope_theta=_rope_theta(fields),
             max_position_embeddings=fields.integer("max_position_embeddings"),
             dtype=_dtype(fields),
-            eos_token_ids=_eos_token_ids(path / "generation_config.json", fields),
+            eos_token_ids=eos_token_ids,
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0),
         )
 
     def is_moe_layer(self, layer_id: int) -> bool:
@@ -174,62 +192,7 @@ class ModelConfig:
         )
 
 
-class _Fields:
-    """The fields of a JSON file. A null counts as absent, as Hugging Face means it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path} does not exist: need a model in Hugging Face format"
-            ) from error
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object")
-        self._values: Mapping[str, Any] = values
-
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {message}")
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Returns the first of the names that is there."""
-        found = [self._values[name] for name in names if self._values.get(name) is not None]
-        return found[0] if found else default
-
-    def integer(self, *names: str, default: int | None = None) -> int:
-        value = self.get(*names, default=default)
-        if value is None:
-            raise self.error(f"{' or '.join(names)} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{names[0]}={value!r} is not a whole number from 0")
-        return value
-
-    def architecture(self) -> str:
-        names = self.get("architectures", default=[])
-        if len(names) != 1:
-            raise self.error(f"architectures={names!r}: need exactly one class name")
-        return str(names[0])
-
-
-def _refuse_unsupported(fields: _Fields) -> None:
-    """Raises for what would change the numbers and is not implemented."""
-    needed = {
-        "hidden_act": ("silu",),
-        "use_sliding_window": (False,),
-        "partial_rotary_factor": (1, 1.0),
-        "quantization_config": (),
-    }
-    for name, supported in needed.items():
-        value = fields.get(name)
-        if value is not None and value not in supported:
-            fits = f"only {supported[0]!r} is" if supported else "leaving it out is"
-            raise fields.error(f"{name}={value!r} is not supported; {fits}")
-
-
-def _rope_theta(fields: _Fields) -> float:
+def _rope_theta(fields: Fields) -> float:
     rope = {**fields.get("rope_scaling", default={}), **fields.get("rope_parameters", default={})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default" or "factor" in rope:
@@ -240,15 +203,15 @@ def _rope_theta(fields: _Fields) -> float:
     return float(theta)
 
 
-def _dtype(fields: _Fields) -> torch.dtype:
+def _dtype(fields: Fields) -> torch.dtype:
     name = str(fields.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
     if name not in _DTYPES:
         raise fields.error(f"dtype={name!r} is not supported; {', '.join(_DTYPES)} are")
     return _DTYPES[name]
 
 
-def _eos_token_ids(generation_config: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(generation_config: Path, fields: Fields) -> tuple[int, ...]:
     """The generation config decides where there is one, as in Transformers' generate."""
-    eos = _Fields(generation_config).get("eos_token_id") if generation_config.exists() else None
+    eos = Fields.read(generation_config).get("eos_token_id") if generation_config.exists() else None
     eos = fields.get("eos_token_id", default=[]) if eos is None else eos
     return tuple(eos) if isinstance(eos, list) else (int(eos),)

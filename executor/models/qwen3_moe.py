@@ -13,273 +13,22 @@ Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
-from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch
-from executor.layers.attention import AttentionCall, Stages
+from executor.layers.attention import Stages
 from executor.layers.embedding import Embedding
-from executor.layers.linear import Linear
 from executor.layers.lm_head import LMHead, vocab_slice
 from executor.layers.norm import RMSNorm
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels
 from executor.models.peers import Peers
-from executor.moe.layer import MoELayer
-from executor.topology import share_of
-from executor.weights import Part, WeightGroup
+from executor.models.qwen3_moe_layers import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.weights import WeightGroup
 
-_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-_O_BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.o_proj\.bias")
-
-
-class Qwen3MoeAttention:
-    """Projections, norms and rotation around the attention backend, for this executor's heads."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_id: int,
-        peers: Peers,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.layer_id = layer_id
-        self.operators = kernels.operators
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        share = config.attention_share(peers.topology)
-        self.num_heads, self.num_kv_heads = len(share.q_heads), len(share.kv_heads)
-        # By the letter of its projection: what this executor has of the checkpoint's rows.
-        self._parts = {
-            "q": (self._rows(share.q_heads), config.num_attention_heads * self.head_dim),
-            **dict.fromkeys(
-                "kv", (self._rows(share.kv_heads), config.num_key_value_heads * self.head_dim)
-            ),
-        }
-        self._attn_tp = peers.attn_tp
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(
-            config.hidden_size,
-            q_size + 2 * kv_size,
-            has_bias=config.attention_bias,
-            dtype=dtype,
-            device=device,
-            workers=kernels.workers,
-        )
-        # The executors' products are summed, so the first one adds the bias.
-        self.o_proj = Linear(
-            q_size,
-            config.hidden_size,
-            has_bias=config.attention_bias and peers.topology.attn_tp_rank == 0,
-            dtype=dtype,
-            device=device,
-            workers=kernels.workers,
-        )
-        # Queries and keys are normalised in one call, each head with its own row of weights.
-        self.qk_norm_weight = torch.empty(
-            self.num_heads + self.num_kv_heads, self.head_dim, dtype=dtype, device=device
-        )
-        self.sizes = (q_size, kv_size, kv_size)
-
-    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
-        """Returns the rotated queries, keys and values [T, heads, D] of x [S, D]."""
-        x = self._attn_tp.gather(x, layout)
-        heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        num_qk = self.num_heads + self.num_kv_heads
-        qk = self.operators.norm_heads(
-            heads[:, :num_qk], self.qk_norm_weight, self.num_heads, self.eps
-        )
-        q, k = self.operators.rotate(qk, self.num_heads, rotation)
-        return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
-
-    def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
-        """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * D]."""
-        return self._attn_tp.scatter_sum(self.o_proj(attended), layout)
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        qkv, o = self.qkv_proj, self.o_proj
-        weights = torch.split_with_sizes(qkv.weight, self.sizes)
-        qkv_targets = self._qkv_parts(f"{prefix}{{}}_proj.weight", weights)
-        o_targets: dict[str, torch.Tensor | Part] = {
-            f"{prefix}o_proj.weight": Part(o.weight, 1, *self._parts["q"])
-        }
-        if qkv.bias is not None:
-            biases = torch.split_with_sizes(qkv.bias, self.sizes)
-            qkv_targets |= self._qkv_parts(f"{prefix}{{}}_proj.bias", biases)
-        if o.bias is not None:
-            o_targets[f"{prefix}o_proj.bias"] = o.bias
-        q_norm = torch.empty_like(self.qk_norm_weight[0])
-        k_norm = torch.empty_like(q_norm)
-
-        def spread_norms() -> None:
-            self.qk_norm_weight[: self.num_heads] = q_norm
-            self.qk_norm_weight[self.num_heads :] = k_norm
-
-        norms = {f"{prefix}q_norm.weight": q_norm, f"{prefix}k_norm.weight": k_norm}
-        return [
-            WeightGroup(qkv_targets, qkv.finish),
-            WeightGroup(o_targets, o.finish),
-            WeightGroup(norms, spread_norms),
-        ]
-
-    def _qkv_parts(self, name: str, targets: Sequence[torch.Tensor]) -> dict[str, Part]:
-        return {
-            name.format(letter): Part(target, 0, *self._parts[letter])
-            for letter, target in zip("qkv", targets, strict=True)
-        }
-
-    def _rows(self, heads: range) -> range:
-        """Returns the rows of a projection that belong to these heads."""
-        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
-
-
-class Qwen3MoeMLP:
-    """A dense gated MLP: whole on each executor for its own rows, or split for everybody's."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        peers: Peers,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.operators = kernels.operators
-        self._size = intermediate_size
-        self._at = range(intermediate_size)
-        self._communicator = peers.communicator if peers.splits_dense else None
-        if peers.splits_dense:
-            rank, count = peers.topology.world_rank, peers.topology.world_size
-            try:
-                self._at = share_of("intermediate_size", intermediate_size, rank, count)
-            except ValueError as error:
-                raise ValueError(f"{error}, or set moe_dense_tp_size=1") from error
-        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
-        self.gate_up_proj = linear(hidden_size, 2 * len(self._at))
-        self.down_proj = linear(len(self._at), hidden_size)
-
-    def __call__(
-        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self._communicator is None:
-            return self._run(x)
-        y = self._run(self._communicator.gather(x, layout))
-        return self._communicator.scatter_sum(y, layout)
-
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.operators.silu_and_mul(self.gate_up_proj(x)))
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        gate, up = (Part(x, 0, self._at, self._size) for x in self.gate_up_proj.weight.chunk(2))
-        down = Part(self.down_proj.weight, 1, self._at, self._size)
-        targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        return [
-            WeightGroup(targets, self.gate_up_proj.finish),
-            WeightGroup({f"{prefix}down_proj.weight": down}, self.down_proj.finish),
-        ]
-
-
-class Qwen3MoeSparseBlock:
-    """Routed experts, of which this executor holds a part."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        peers: Peers,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.gate = Linear(config.hidden_size, config.num_experts, dtype=dtype, device=device)
-        self.experts = kernels.new_experts(peers.topology)
-        self._layer = MoELayer(
-            self.gate,
-            config.num_experts_per_tok,
-            num_experts=config.num_experts,
-            renormalize=config.norm_topk_prob,
-            dispatcher=peers.dispatcher,
-            runner=self.experts.runner,
-        )
-
-    def __call__(
-        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._layer(x, layout, is_padding)
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        gate = WeightGroup({f"{prefix}gate.weight": self.gate.weight}, self.gate.finish)
-        return [gate, *self.experts.weight_groups(f"{prefix}experts.")]
-
-
-class Qwen3MoeDecoderLayer:
-    """Attention, then experts or a dense MLP, each around a residual."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_id: int,
-        peers: Peers,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        hidden = config.hidden_size
-        norm = partial(
-            RMSNorm, hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
-        )
-        self.input_layernorm = norm()
-        self.self_attn = Qwen3MoeAttention(
-            config, layer_id, peers, kernels, dtype=dtype, device=device
-        )
-        self.post_attention_layernorm = norm()
-        self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
-        if config.is_moe_layer(layer_id):
-            self.mlp = Qwen3MoeSparseBlock(config, peers, kernels, dtype=dtype, device=device)
-        else:
-            self.mlp = Qwen3MoeMLP(
-                hidden, config.intermediate_size, peers, kernels, dtype=dtype, device=device
-            )
-
-    def before_attention(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, layout: DpLayout
-    ) -> tuple[AttentionCall, torch.Tensor]:
-        """Takes what the layer before added, and the sum up to it; returns the whole sum, too."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        return self.self_attn.project(x, rotation, layout), residual
-
-    def after_attention(
-        self,
-        attended: torch.Tensor,
-        residual: torch.Tensor,
-        layout: DpLayout,
-        is_padding: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what this layer's experts add, [S, D], and the sum without it."""
-        x = self.self_attn.merge(attended, layout)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x, layout, is_padding), residual
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        norms = {
-            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
-            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
-        }
-        attention = self.self_attn.weight_groups(f"{prefix}self_attn.")
-        return [WeightGroup(norms), *attention, *self.mlp.weight_groups(f"{prefix}mlp.")]
+_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 
 
 class Qwen3MoeForCausalLM:
@@ -291,6 +40,7 @@ class Qwen3MoeForCausalLM:
         device: Where everything lives.
         peers: Says what share that is, and joins it to the others.
         kernels: What the layers call.
+        aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft.
 
     Raises:
         ValueError: Heads, experts or dense MLPs do not divide among the executors.
@@ -304,15 +54,20 @@ class Qwen3MoeForCausalLM:
         device: torch.device,
         peers: Peers,
         kernels: Kernels,
+        aux_layers: Sequence[int] = (),
     ) -> None:
         hidden = config.hidden_size
         topology = peers.topology
+        self.peers = peers
+        self._config = config
+        self._aux_columns = {
+            layer_id: slice(hidden * (1 + i), hidden * (2 + i))
+            for i, layer_id in enumerate(aux_layers)
+        }
         self._attn_tp = peers.attn_tp
         self._operators = kernels.operators
         self._workers = kernels.workers
         self._tied = config.tie_word_embeddings
-        self._local_experts = topology.local_experts(config.num_experts)
-        self._leaves_o_bias = config.attention_bias and topology.attn_tp_rank > 0
         self._vocab_size = config.vocab_size
         self.embed_tokens = Embedding(
             vocab_slice(config.vocab_size, topology.attn_tp_size) * topology.attn_tp_size,
@@ -340,20 +95,39 @@ class Qwen3MoeForCausalLM:
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass that stops at each attention call.
 
-        Every executor must run it, also with T = 0.
+        Every executor must run it, also with T = 0. Returns the hidden states [T, D], and beside
+        them, if there are ``aux_layers``, their features: [T, D + len(aux_layers) * D].
         """
         layout = batch.layout
         with self._workers.sharing(layout.global_dp_buffer_len):
             rotation = self._operators.rotation(batch.positions)
             is_padding = batch.is_padding()
             x = self.embed_tokens(self._attn_tp.shard(batch.input_ids, layout))
+            out = self._new_out(x)
             residual = None
-            for layer in self.layers:
+            for layer_id, layer in enumerate(self.layers):
                 call, residual = layer.before_attention(x, residual, rotation, layout)
+                self._keep_sum(out, layer_id - 1, residual)
                 attended = yield call
                 x, residual = layer.after_attention(attended, residual, layout, is_padding)
             assert residual is not None, "a model has layers"
-            return self._attn_tp.gather(self.norm.add(x, residual)[0], layout)
+            hidden, residual = self.norm.add(x, residual)
+            self._keep_sum(out, len(self.layers) - 1, residual)
+            if out is not None:
+                out[:, : hidden.shape[1]] = hidden
+                hidden = out
+            return self._attn_tp.gather(hidden, layout)
+
+    def _new_out(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns room for hidden states and features; None if there are no features."""
+        if not self._aux_columns:
+            return None
+        return x.new_empty(len(x), x.shape[1] * (1 + len(self._aux_columns)))
+
+    def _keep_sum(self, out: torch.Tensor | None, layer_id: int, total: torch.Tensor) -> None:
+        """Copies the sum after a layer, which the next norm may overwrite, if it is a feature."""
+        if out is not None and layer_id in self._aux_columns:
+            out[:, self._aux_columns[layer_id]] = total
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 logits [L, vocab_size] of hidden states [L, D].
@@ -384,10 +158,14 @@ class Qwen3MoeForCausalLM:
         ]
 
     def skips(self, name: str) -> bool:
-        """Whether a tensor may be left unread: another executor's to use, or a tied copy."""
-        expert = _EXPERT.fullmatch(name)
-        if expert is not None:
-            return int(expert[1]) not in self._local_experts
-        if _O_BIAS.fullmatch(name):
-            return self._leaves_o_bias
+        """Whether a tensor may be left unread: another executor's, a draft's, or a tied copy."""
+        if is_left_to_others(name, self._config, self.peers.topology) or self._is_of_draft(name):
+            return True
         return self._tied and name == "lm_head.weight"
+
+    def _is_of_draft(self, name: str) -> bool:
+        layer = _LAYER.fullmatch(name)
+        first = self._config.num_hidden_layers
+        if layer is not None:
+            return 0 <= int(layer[1]) - first < self._config.num_nextn_predict_layers
+        return name.startswith("mtp.")

@@ -24,11 +24,12 @@ class Runner(Protocol):
         ...
 
 
-class GraphRunner(Runner, Protocol):
-    """Runs the batches whose layout names one of its sizes.
+class Capturable(Protocol):
+    """Has graphs.
 
     Attributes:
-        sizes: What is captured, ascending: sequences for decodes, token rows for extends.
+        sizes: What is captured, ascending: sequences for decodes and drafts, token rows for
+            extends.
     """
 
     sizes: tuple[int, ...]
@@ -46,3 +47,7 @@ class GraphRunner(Runner, Protocol):
             CaptureError: A size cannot be captured.
         """
         ...
+
+
+class GraphRunner(Runner, Capturable, Protocol):
+    """Runs the batches whose layout names one of its sizes."""

@@ -47,6 +47,11 @@ class DecodeRunner:
         self._pass = forward_pass
         self._registry = registry
         self._backend = backend
+        self._has_tree = registry.has_slot("tree_mask")
+        padded_len = registry.get_slot("seq_lens").pad_value or 0
+        assert padded_len >= num_tokens_per_bs or num_tokens_per_bs == 1, (
+            f"a padded sequence of {padded_len} tokens cannot run {num_tokens_per_bs}"
+        )
         self._logits = forward_pass.new_logits(self.sizes[-1] * num_tokens_per_bs)
         attend = forward_pass.attention.forward
         is_whole = forward_pass.attention.is_capturable
@@ -60,9 +65,13 @@ class DecodeRunner:
     def capture(self) -> None:
         """Captures every size, the largest first, so that smaller ones fit into its memory."""
         self._registry.reset_for_capture()
-        with self._backend.session(label="decode", num_captures=len(self.sizes)):
+        label = "decode" if self.num_tokens_per_bs == 1 else "verify"
+        with self._backend.session(label=label, num_captures=len(self.sizes)):
             for size in reversed(self.sizes):
-                view = self._load(decode_stand_in(self._pass, size, self.num_tokens_per_bs), size)
+                stand_in = decode_stand_in(
+                    self._pass, size, self.num_tokens_per_bs, has_tree=self._has_tree
+                )
+                view = self._load(stand_in, size)
                 run = partial(self._forward, view)
                 self._backend.warm_up(run)
                 self._pass.attention.on_after_cuda_graph_warmup()
@@ -82,6 +91,7 @@ class DecodeRunner:
         An idle rank runs it as well: every row is padding then.
         """
         width = self.num_tokens_per_bs
+        assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         view = fill(
             self._registry,
             batch,

@@ -28,6 +28,11 @@ class ForwardPass:
         dtype: Type of hidden states.
         topology: This executor's place in its group.
         require_mlp_tp_gather: Whether some layer gathers the rows of every DP rank.
+        features: [rows of the largest pass, F], where each pass leaves what a draft takes of its
+            rows: what ``stages`` returns beside the hidden states, or these themselves. None if
+            there is no draft.
+        max_len: Tokens of the longest sequence; None: as many as a row of the block table holds,
+            which may have room for drafts behind.
     """
 
     stages: Callable[[ForwardBatch], Stages]
@@ -40,6 +45,14 @@ class ForwardPass:
     dtype: torch.dtype
     topology: Topology = field(default_factory=Topology)
     require_mlp_tp_gather: bool = False
+    features: torch.Tensor | None = None
+    max_len: int | None = None
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequence: no position beyond has a rotation."""
+        row = self.kv_pool.max_blocks_per_row * self.kv_pool.block_size
+        return row if self.max_len is None else min(row, self.max_len)
 
     @property
     def require_gathered_buffer(self) -> bool:
@@ -51,13 +64,27 @@ class ForwardPass:
         self.attention.init_forward_metadata_out_graph(batch, self.kv_pool)
 
     def run(self, batch: ForwardBatch, attend: Attend | None = None) -> torch.Tensor:
-        """Returns hidden states [T, D] of a planned batch.
+        """Returns hidden states [T, D] of a planned batch, and leaves its features.
 
         Args:
             attend: Takes the place of the attention backend's ``forward``.
         """
         self.attention.init_forward_metadata_in_graph()
-        return run_stages(self.stages(batch), attend or self.attention.forward)
+        return self.keep_features(run_stages(self.stages(batch), attend or self.attention.forward))
+
+    def keep_features(self, out: torch.Tensor) -> torch.Tensor:
+        """Copies features to their buffer, if there is one; returns the hidden states [T, D].
+
+        Device work alone. Whoever runs ``stages`` without ``run`` calls it, in what is captured.
+
+        Args:
+            out: What ``stages`` returned, [T, D] or [T, D + F].
+        """
+        if self.features is None:
+            return out
+        is_beside = out.shape[1] > self.hidden_size
+        self.features[: len(out)] = out[:, self.hidden_size :] if is_beside else out
+        return out[:, : self.hidden_size].contiguous() if is_beside else out
 
     def captured_layout(self, num_rows: int, *, has_extend: bool) -> DpLayout:
         """Returns the layout of a graph in which every rank runs ``num_rows`` rows."""

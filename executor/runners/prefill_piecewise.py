@@ -98,11 +98,14 @@ class PiecewisePrefillRunner:
         return self._pass.compute_logits(self._hidden.index_select(0, batch.logits_indices))
 
     def _keep_call(self, call: AttentionCall) -> None:
+        assert call.k is not None, "prompts have keys of their own"
+        assert call.v is not None, "prompts have keys of their own"
         size = len(call.q)
         for buffer, x in ((self._q, call.q), (self._k, call.k), (self._v, call.v)):
             buffer[:size].copy_(x)
 
-    def _keep_hidden(self, hidden: torch.Tensor) -> None:
+    def _keep_hidden(self, out: torch.Tensor) -> None:
+        hidden = self._pass.keep_features(out)
         self._hidden[: len(hidden)].copy_(hidden)
 
 
@@ -113,7 +116,7 @@ class _CutPass:
         stages: Starts the pass.
         attended: Where attention's result is when a piece goes on, [T, H * D].
         on_call: Takes what a piece hands to attention.
-        on_end: Takes the hidden states [T, D].
+        on_end: Takes what the pass returns.
     """
 
     def __init__(

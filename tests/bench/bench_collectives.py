@@ -2,14 +2,16 @@
 
     python -m tests.bench.bench_collectives [--batches 1,8] [--steps 600]
 
-Two processes of one thread each run the demo model as executors do, over gloo on loopback. Every
-other decode step is checked, so that steps with and without meet the same neighbours; each kind is
-shown by its lower quartile, since a neighbour that takes a core makes both ranks wait. CPU time, of
-all threads of a rank, leaves such waits out, and with them what a rank waits for the other.
-Neither router nor gRPC takes part, so a step here is shorter than any that a client sees.
+Two processes of one thread each run the demo model as executors do, over gloo on loopback. Decode
+steps take turns, so that all kinds meet the same neighbours: without a check, with the check that
+the first collective finishes, and with one that is awaited before the forward pass, as on a GPU
+without graphs. Each kind is shown by its lower quartile, since a neighbour that takes a core makes
+both ranks wait. CPU time, of all threads of a rank, leaves such waits out, and with them what a rank
+waits for the other. Neither router nor gRPC takes part, so a step here is shorter than any that a
+client sees.
 
-Below, single collectives on rows of the same model, by themselves: the time from the call to its
-result, and next to each the check's exchange of 16 bytes a rank.
+Below, single collectives on rows of the same model, by themselves, and first the check: the time from
+the call to its result.
 """
 
 import argparse
@@ -40,12 +42,13 @@ BLOCK_SIZE = 64
 PROMPT_LEN = 16
 HIDDEN_SIZE = 128  # of the demo model
 ROUNDS = 400
+CHECKS = ("none", "held", "awaited")  # what finishes it: nothing, the first collective, the worker
 
 
 def decode(
     rank: int, port: int, batch_size: int, num_steps: int
-) -> dict[tuple[str, bool], list[float]]:
-    """Returns the seconds of decode steps, by clock and by whether they were checked."""
+) -> dict[tuple[str, str], list[float]]:
+    """Returns the seconds of decode steps, by clock and by how they were checked."""
     quiet()
     worker, _ = build_worker(
         ExecutorConfig(
@@ -61,18 +64,20 @@ def decode(
     )
     worker.join(1, f"{HOST}:{port}")
     check = worker._check
-    seconds: dict[tuple[str, bool], list[float]] = {
-        (clock, is_checked): [] for clock in CLOCKS for is_checked in (True, False)
+    assert check is not None
+    seconds: dict[tuple[str, str], list[float]] = {
+        (clock, kind): [] for clock in CLOCKS for kind in CHECKS
     }
     worker.execute(prompts(rank, batch_size))
     for number in range(num_steps):
-        is_checked = number % 2 == 0
-        worker._check = check if is_checked else None
+        kind = CHECKS[number % len(CHECKS)]
+        worker._check = None if kind == "none" else check
+        check.holds_collectives = kind == "held"
         request = decodes(rank, batch_size, number)
         started = {clock: now() for clock, now in CLOCKS.items()}
         worker.execute(request)
         for clock, now in CLOCKS.items():
-            seconds[clock, is_checked].append(now() - started[clock])
+            seconds[clock, kind].append(now() - started[clock])
     worker.leave()
     return seconds
 
@@ -124,13 +129,13 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
         topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
     )
     communicator.join(groups)
-    check = StepCheck(groups.host)
+    check = StepCheck(groups)
     x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
     y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
 
     def exchange() -> None:
-        check.begin(b"12345 global_num_tokens", bytes)
-        check.finish(str)
+        check.begin(b"12345 global_num_tokens", bytes, str)
+        check.finish()
 
     timed: list[tuple[str, Callable[[], object]]] = [("check", exchange)]
     for mode in DpPaddingMode:
@@ -196,18 +201,18 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     print(
-        f"{'decode step':<14} {'unchecked us':>13} {'checked us':>11} {'check us':>9} {'share':>7}"
+        f"{'decode step':<12} {'unchecked us':>13} {'checked us':>11} {'share':>7} "
+        f"{'awaited first us':>17} {'share':>7}"
     )
     for batch_size in map(int, options.batches.split(",")):
         by_rank = run_ranks(decode, 2, batch_size, options.steps)
         for clock in CLOCKS:
-            with_check, without = (
-                max(quartile(seconds[clock, is_checked]) for seconds in by_rank)
-                for is_checked in (True, False)
+            none, held, awaited = (
+                max(quartile(seconds[clock, kind]) for seconds in by_rank) for kind in CHECKS
             )
             print(
-                f"{f'B={batch_size} {clock}':<14} {without * 1e6:13.0f} {with_check * 1e6:11.0f} "
-                f"{(with_check - without) * 1e6:9.0f} {with_check / without - 1:7.1%}",
+                f"{f'B={batch_size} {clock}':<12} {none * 1e6:13.0f} {held * 1e6:11.0f} "
+                f"{held / none - 1:7.1%} {awaited * 1e6:17.0f} {awaited / none - 1:7.1%}",
                 flush=True,
             )
     for num_rows in map(int, options.batches.split(",")):

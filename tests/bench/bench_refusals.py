@@ -1,11 +1,15 @@
 """How much thousands of refused calls a second slow the streams that were accepted.
 
-    python -m tests.bench.bench_refusals [--streams 64] [--rate 5000] [--turns 6]
+    python -m tests.bench.bench_refusals [--kind generate] [--streams 64] [--rate 5000] [--turns 6]
 
 The real frontend, cell, engine and scheduler run in this process, with the timer of bench_front for
 executors. One other process reads the accepted streams; all rows run and the waiting line is full,
 so every call of a third process (http2_load) is refused with QUEUE_FULL. That one rests and calls in
 turns of two seconds, so that the two token rates come from one run.
+
+Kinds of refusal: "generate" is a Generate call each, "vllm" the same of VllmEngine; "many" is a
+GenerateMany stream with one request each, "many10" one with ten; "token" is a Generate call whose
+bearer token is missing.
 
 Required: the streams keep nine tenths of their tokens. On a machine with fewer free cores than the
 three processes want, the kernel's shares decide as much as the router does; so CPU is printed too,
@@ -18,15 +22,20 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import uvloop
 
+from protos.auth import with_token
 from protos.requests import RequestReader
+from protos.security import PortSecurity
+from protos.serving.v1 import serving_pb2
 from protos.serving.v1.serving_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
@@ -34,7 +43,7 @@ from protos.serving.v1.serving_pb2_grpc import (
 from router.admission import Admission
 from router.cell import Cell
 from router.engine import Engine
-from router.frontend import GENERATE, SERVER_OPTIONS, GenerationServicer
+from router.frontend import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.readers import Readers
 from tests.bench.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
 from tests.bench.quiet import quiet
@@ -44,6 +53,16 @@ TURN_S = 2.0
 SAMPLE_S = 0.05
 NUM_CHANNELS = 4
 REQUIRED_SHARE = 0.9
+GENERATE_MANY = GENERATE + "Many"
+# Method, requests in one call, and the reason with which they are refused.
+KINDS = {
+    "generate": (GENERATE, 1, "QUEUE_FULL"),
+    "vllm": (GENERATE_VLLM, 1, "QUEUE_FULL"),
+    "many": (GENERATE_MANY, 1, "QUEUE_FULL"),
+    "many10": (GENERATE_MANY, 10, "QUEUE_FULL"),
+    "token": (GENERATE, 1, "UNAUTHENTICATED"),
+}
+TOKEN = "a-token-of-the-benchmark"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +87,7 @@ async def sample(count: Callable[[], float], samples: list[Sample]) -> None:
 
 
 @asynccontextmanager
-async def full_router(num_streams: int) -> AsyncIterator[tuple[Cell, str]]:
+async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Cell, str]]:
     """Runs a router with so many rows, and as many may wait. Yields it and its address."""
     cell = Cell(Readers(8192))
     engine = Engine(
@@ -84,9 +103,23 @@ async def full_router(num_streams: int) -> AsyncIterator[tuple[Cell, str]]:
     cell.drive([engine])
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
     servicer = GenerationServicer(cell, None, "bench")
-    reader = RequestReader({GENERATE: servicer.check_room})
-    server = grpc.aio.server(interceptors=[reader], options=options)
+    interceptors: list[grpc.aio.ServerInterceptor] = [
+        RequestReader(servicer.checks(), cell.measures.add_refusal)
+    ]
+    if kind == "token":
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "tokens").write_text(TOKEN)
+            security = PortSecurity(auth_tokens=Path(folder) / "tokens")
+            interceptors = [*security.interceptors(cell.measures.add_refusal), *interceptors]
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     add_GenerationServiceServicer_to_server(servicer, server)
+    if kind == "vllm":
+        from router import vllm_engine
+
+        vllm_engine.add_vllm_engine(
+            server,
+            vllm_engine.VllmEngineServicer(servicer, cell, None, "bench", is_ready=lambda: True),
+        )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     running = asyncio.create_task(engine.run())
@@ -97,9 +130,23 @@ async def full_router(num_streams: int) -> AsyncIterator[tuple[Cell, str]]:
         await server.stop(grace=None)
 
 
-async def measure(num_streams: int, rate: float, turns: int) -> bool:
+def refused_message(kind: str) -> bytes:
+    """Returns a request as the kind's method takes it."""
+    message = make_message(1, 100)
+    if kind.startswith("many"):
+        return serving_pb2.GenerateManyRequest(tag=1, start=message).SerializeToString()
+    if kind == "vllm":
+        from smg_grpc_proto.generated import vllm_engine_pb2
+
+        prompt = vllm_engine_pb2.TokenizedInput(input_ids=message.token_ids.ids)
+        return bytes(vllm_engine_pb2.GenerateRequest(tokenized=prompt).SerializeToString())
+    return message.SerializeToString()
+
+
+async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
     """Runs all turns and prints what came of them. Returns whether enough tokens did."""
-    async with full_router(num_streams) as (cell, address):
+    method, num_messages, reason = KINDS[kind]
+    async with full_router(num_streams, kind) as (cell, address):
         readers = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.bench.bench_refusals"),
             *(f"--read={address}", f"--streams={num_streams}"),
@@ -113,12 +160,12 @@ async def measure(num_streams: int, rate: float, turns: int) -> bool:
         tasks = [
             asyncio.create_task(_collect(readers.stdout, tokens)),
             asyncio.create_task(sample(time.process_time, cpu)),
-            asyncio.create_task(sample(lambda: cell.measures.refused["QUEUE_FULL"], refused)),
+            asyncio.create_task(sample(lambda: cell.measures.refused[reason], refused)),
         ]
         load = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.bench.http2_load", address, f"--method={GENERATE}"),
-            *(f"--rate={rate}", f"--seconds={TURN_S}", f"--turns={turns}"),
-            f"--message={make_message(1, 100).SerializeToString().hex()}",
+            *(sys.executable, "-m", "tests.bench.http2_load", address, f"--method={method}"),
+            *(f"--rate={rate / num_messages}", f"--seconds={TURN_S}", f"--turns={turns}"),
+            *(f"--message={refused_message(kind).hex()}", f"--messages={num_messages}"),
             stdout=asyncio.subprocess.PIPE,
         )
         assert load.stdout is not None
@@ -145,7 +192,7 @@ async def measure(num_streams: int, rate: float, turns: int) -> bool:
         )
     share = statistics.median(shares)
     print(f"the streams keep {share:.2f} of their tokens, median of the turns")
-    print(f"a refused call takes {statistics.median(per_call):.0f} us of the router's CPU time")
+    print(f"a refused request takes {statistics.median(per_call):.0f} us of the router's CPU time")
     return share >= REQUIRED_SHARE
 
 
@@ -160,8 +207,9 @@ async def _collect(lines: asyncio.StreamReader, samples: list[Sample]) -> None:
 async def read_streams(address: str, num_streams: int) -> None:
     """Prints a line when every stream has a token, then how many there are, over and over."""
     counts = [0] * num_streams
+    options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [
-        grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        with_token(grpc.aio.insecure_channel(address, options), lambda: TOKEN)
         for _ in range(NUM_CHANNELS)
     ]
     stubs = [GenerationServiceStub(channel) for channel in channels]
@@ -189,15 +237,16 @@ async def read_streams(address: str, num_streams: int) -> None:
 async def run(options: argparse.Namespace) -> None:
     print(
         f"{options.streams} streams, a token each every {STEP_S * 1e3:.0f} ms, and "
-        f"{options.rate:.0f} refused calls a second, in turns of {TURN_S:g} s"
+        f"{options.rate:.0f} requests a second refused ({options.kind}), in turns of {TURN_S:g} s"
     )
-    if not await measure(options.streams, options.rate, options.turns):
+    if not await measure(options.streams, options.rate, options.turns, options.kind):
         sys.exit(f"required are {REQUIRED_SHARE:g}")
 
 
 def main() -> None:
     quiet()
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--kind", choices=KINDS, default="generate")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5000.0)
     parser.add_argument("--turns", type=int, default=6)

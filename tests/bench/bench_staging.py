@@ -28,7 +28,8 @@ from executor.budget import TokenBudget
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool, KVShape
 from executor.sampler import Sampler
-from executor.step_columns import StepColumns, StepLimits, read_step
+from executor.step_columns import StepColumns, read_step
+from executor.step_limits import StepLimits
 from executor.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb

@@ -1,6 +1,7 @@
 """Calls one gRPC method over and over, at a rate: just enough HTTP/2 to cost next to nothing.
 
     python -m tests.bench.http2_load HOST:PORT --rate 5000 --seconds 2 --turns 5 [--message HEX]
+        [--messages N]
 
 gRPC's own Python client takes longer for a call than the server that refuses it. Here a call is one
 HEADERS and one DATA frame, whose bytes are the same but for the stream's number, and its end is a
@@ -42,16 +43,18 @@ class Load(asyncio.Protocol):
     Args:
         method: Full path of the method.
         message: Of each call.
+        num_messages: How often it is sent in a call.
     """
 
-    def __init__(self, method: str, message: bytes) -> None:
+    def __init__(self, method: str, message: bytes, num_messages: int = 1) -> None:
         headers = [
             *((":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "x")),
             *(("te", "trailers"), ("content-type", "application/grpc")),
         ]
         block = b"".join(literal(name, value) for name, value in headers)
         self._headers = frame(HEADERS, END_HEADERS, 0, block)
-        self._data = frame(DATA, END_STREAM, 0, struct.pack(">BI", 0, len(message)) + message)
+        messages = (struct.pack(">BI", 0, len(message)) + message) * num_messages
+        self._data = frame(DATA, END_STREAM, 0, messages)
         self._next_stream = 1
         self._window = 65_535  # of the connection: what the server takes before it has read some
         self._received = bytearray()
@@ -133,13 +136,14 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--method", required=True)
     parser.add_argument("--message", default="", help="in hexadecimal")
-    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--messages", type=int, default=1, help="of each call")
+    parser.add_argument("--rate", type=float, required=True, help="calls a second")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--turns", type=int, required=True)
     options = parser.parse_args()
 
     async def start() -> None:
-        load = Load(options.method, bytes.fromhex(options.message))
+        load = Load(options.method, bytes.fromhex(options.message), options.messages)
         await run(options.address, load, options.rate, options.seconds, options.turns)
 
     uvloop.run(start())

@@ -23,6 +23,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM_KINDS = {
     "GRPCRoute": "grpc_route.json",
     "LeaderWorkerSet": "leader_worker_set.json",
+    "PodMonitor": "pod_monitor.json",
     "ScaledObject": "scaled_object.json",
 }
 

@@ -208,8 +208,9 @@ async def use_and_replace(running: LoopbackCluster) -> None:
     for pod in running.cluster.pods:
         assert "# HELP lockstep_" in await scrape(pod)
     for scaled in of_kind(render("gpu-node"), "ScaledObject"):
-        [metric] = re.findall(r"lockstep_\w+", scaled["spec"]["triggers"][0]["metadata"]["query"])
-        assert f"# TYPE {metric} gauge" in await scrape(router)
+        for trigger in scaled["spec"]["triggers"]:
+            [metric] = re.findall(r"lockstep_\w+", trigger["metadata"]["query"])
+            assert f"# TYPE {metric} gauge" in await scrape(router)
 
     before = running.pod("lockstep-executor-1").ip
     await running.replace("lockstep-executor-1")

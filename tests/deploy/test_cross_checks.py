@@ -1,6 +1,7 @@
 """What one manifest says must be so in the others, and in the programs that they start."""
 
 import asyncio
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from deploy.launch import DEMO_MODEL
+from deploy.processes import ROOT
 from executor.config import ExecutorConfig
 from executor.server import LIVENESS as EXECUTOR_LIVENESS
 from executor.server import READINESS as EXECUTOR_READINESS
@@ -103,8 +105,8 @@ def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Clu
     for pod in running.pods_of("executor"):
         for container in pod.containers:
             executor = container.settings
-            assert executor["plaintext"] == router["executor_plaintext"]
-            uses_tls = executor["plaintext"] == "off"
+            uses_tls = executor["plaintext"] != "on"
+            assert uses_tls == (router["executor_plaintext"] == "off")
             assert (
                 uses_tls
                 == (executor["tls_cert"] is not None)
@@ -329,3 +331,68 @@ def test_what_programs_write_to_is_a_volume(running: Cluster) -> None:
             if folder is not None and not str(folder).startswith("/opt/"):
                 mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
                 assert str(Path(folder)) in mounts
+
+
+@pytest.mark.parametrize(
+    ("waiting", "usages", "wanted"),
+    [
+        (0, [0.0], 1),
+        (20, [0.5], 1),
+        (40, [0.5], 2),
+        (0, [0.7], 2),
+        (0, [0.4, 0.4], 2),  # two that keep the line empty between them
+        (0, [0.2, 0.2], 1),
+        (500, [1.0, 1.0], 2),
+    ],
+)
+def test_as_many_groups_run_as_the_line_and_the_kv_pools_ask_for(
+    waiting: int, usages: list[float], wanted: int
+) -> None:
+    [scaled] = of_kind(render("gpu-node"), "ScaledObject")
+    measured = {"waiting_sequences": waiting, "kv_usage_ratio": sum(usages)}
+    asked = []
+    for trigger in scaled["spec"]["triggers"]:
+        assert trigger["metricType"] == "AverageValue"
+        [total] = [v for name, v in measured.items() if name in trigger["metadata"]["query"]]
+        asked.append(math.ceil(total / float(trigger["metadata"]["threshold"])))
+    spec = scaled["spec"]
+    assert min(spec["maxReplicaCount"], max(spec["minReplicaCount"], *asked)) == wanted
+
+
+@pytest.mark.parametrize("overlay", ["gpu-node", "multi-node"])
+def test_every_container_is_scraped_as_a_job_that_the_alerts_know(overlay: str) -> None:
+    running = cluster(overlay)
+    rules = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
+    scraped = set()
+    for monitor in of_kind(running.manifests, "PodMonitor"):
+        spec = monitor["spec"]
+        for pod in running.pods:
+            if matches(spec["selector"], pod.labels):
+                assert f'job="{pod.labels[spec["jobLabel"]]}"' in rules
+                ports = {
+                    p["name"]: p["containerPort"] for c in pod.containers for p in c.spec["ports"]
+                }
+                scraped |= {(pod.name, ports[e["port"]]) for e in spec["podMetricsEndpoints"]}
+    assert scraped == {
+        (pod.name, port_of(container, "metrics_listen")) for pod, container in containers(running)
+    }
+
+
+@pytest.mark.parametrize("overlay", ["gpu-node", "multi-node"])
+def test_executors_of_a_pod_can_hand_memory_to_one_another(overlay: str) -> None:
+    for pod in cluster(overlay).pods_of("executor"):
+        assert pod.spec["shareProcessNamespace"] is True
+        for path in ("/tmp", "/dev/shm"):
+            volumes = {
+                mount["name"]
+                for container in pod.containers
+                for mount in container.spec["volumeMounts"]
+                if mount["mountPath"] == path
+                and not mount.get("readOnly")
+                and "subPath" not in mount
+            }
+            mounted = [
+                path in [m["mountPath"] for m in c.spec["volumeMounts"]] for c in pod.containers
+            ]
+            assert all(mounted)
+            assert len(volumes) == 1, f"{path} is not the same for all"

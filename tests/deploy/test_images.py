@@ -1,6 +1,7 @@
 """No image can be built here, so what its Dockerfile names is checked: files, user, command."""
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +16,9 @@ from tests.deploy.cluster import COMMANDS, Cluster, twins
 from tests.deploy.rendering import OVERLAYS, render
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
+OWN_SERVICES = {name: spec for name, spec in COMPOSE["services"].items() if "build" in spec}
 OTHER_VARIABLES = {"OMP_NUM_THREADS"}
 
 
@@ -61,6 +64,60 @@ def test_only_executors_have_pytorch() -> None:
         assert has_torch == (image != "lockstep-router")
 
 
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {_normal(name): version for name, version in pairs}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def required(extras: list[str]) -> set[str]:
+    """What pyproject.toml asks for, with some extras, and those that they name."""
+    wanted = list(PROJECT["dependencies"])
+    for extra in extras:
+        wanted += PROJECT["optional-dependencies"][extra]
+    names = set()
+    for requirement in wanted:
+        within = re.fullmatch(r"lockstep\[([\w,]+)\]", requirement)
+        names |= (
+            required(within[1].split(","))
+            if within
+            else {_normal(re.split(r"[^\w.-]", requirement)[0])}
+        )
+    return names
+
+
+@pytest.mark.parametrize("image", dockerfiles.FILES)
+def test_what_an_image_installs_is_of_a_version_that_was_tested(image: str) -> None:
+    text = " ".join(rest for _, rest in dockerfiles.instructions(dockerfiles.FILES[image]))
+    [extras] = re.findall(r"'\.\[([\w,]+)\]'", text)
+    wanted = required(extras.split(","))
+    assert {"grpcio", "click"} < wanted
+    assert wanted - pinned().keys() == set()
+
+
+def test_flashinfer_has_one_version() -> None:
+    text = (ROOT / "deploy" / "requirements-flashinfer.txt").read_text()
+    [version] = re.findall(r"^flashinfer-python==([\w.]+)", text, re.MULTILINE)
+    assert version == pinned()["flashinfer-python"]
+
+
+@pytest.mark.parametrize("image", dockerfiles.FILES)
+def test_a_program_does_not_start_where_it_may_write(image: str) -> None:
+    """`python -m` takes modules from the folder that it starts in, ahead of its own library's."""
+    path = dockerfiles.FILES[image]
+    assert dockerfiles.last(path, "WORKDIR") == "/opt"
+    for overlay in OVERLAYS:
+        for pod in Cluster(render(overlay)).pods:
+            for container in pod.containers:
+                mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
+                assert not any(Path(mount).is_relative_to("/opt") for mount in mounts)
+                assert "workingDir" not in container.spec
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_images_that_are_built_here_in_this_version(overlay: str) -> None:
     for pod in Cluster(render(overlay)).pods:
@@ -68,7 +125,7 @@ def test_pods_run_images_that_are_built_here_in_this_version(overlay: str) -> No
             assert container.image in dockerfiles.FILES
             assert container.spec["image"] == f"{container.image}:{VERSION}"
             assert "command" not in container.spec, "the image's own is checked"
-    for name, service in COMPOSE["services"].items():
+    for name, service in OWN_SERVICES.items():
         image, _, version = service["image"].partition(":")
         assert version == VERSION, name
         assert ROOT / service["build"]["dockerfile"] == dockerfiles.FILES[image]
@@ -86,7 +143,7 @@ def test_what_the_manifests_read_inside_an_image_was_copied_there() -> None:
 
 def test_compose_starts_one_group_with_settings_that_exist() -> None:
     places = []
-    for name, service in COMPOSE["services"].items():
+    for name, service in OWN_SERVICES.items():
         command = COMMANDS[service["image"].partition(":")[0]]
         env = service["environment"]
         assert all(isinstance(value, str) for value in env.values())
@@ -109,6 +166,50 @@ def test_every_service_of_compose_is_hardened_and_executors_are_out_of_reach() -
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-        assert (name == "router") == ("ports" in service)
-        assert name == "router" or set(service["networks"]) == {"group"}
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+        assert not name.startswith("executor") or "ports" not in service
+        assert not name.startswith("executor") or set(service["networks"]) == {"group"}
     assert COMPOSE["networks"]["group"] == {"internal": True}
+
+
+def test_prometheus_scrapes_every_service_where_it_can_reach_it() -> None:
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())
+    jobs = {
+        job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]
+    }
+    expected: dict[str, list[str]] = {"lockstep-router": [], "lockstep-executor": []}
+    networks = set(COMPOSE["services"]["prometheus"]["networks"])
+    for name, service in OWN_SERVICES.items():
+        job = "lockstep-router" if name == "router" else "lockstep-executor"
+        variable = f"{job.upper().replace('-', '_')}_METRICS_LISTEN"
+        expected[job].append(f"{name}:{service['environment'][variable].rpartition(':')[2]}")
+        assert networks & set(service["networks"])
+    assert jobs == expected
+
+
+def test_prometheus_and_grafana_find_their_files_and_one_another() -> None:
+    eyes = {name: COMPOSE["services"][name] for name in ("prometheus", "grafana")}
+    inside = {}
+    for service in eyes.values():
+        assert service["profiles"] == ["eyes"], "the demo itself downloads nothing more"
+        for volume in service["volumes"]:
+            source, target, mode = volume.split(":")
+            assert mode == "ro"
+            inside[target] = ROOT / "deploy" / source
+            assert inside[target].exists()
+    flags = dict(flag.split("=") for flag in eyes["prometheus"]["command"])
+    config = Path(flags["--config.file"])
+    assert (inside[str(config.parent)] / config.name).exists()
+    assert flags["--storage.tsdb.path"] in eyes["prometheus"]["tmpfs"]
+
+    provisioning = inside["/etc/grafana/provisioning"]
+    [source] = yaml.safe_load((provisioning / "datasources/lockstep.yaml").read_text())[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    scraping = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())["global"]
+    assert source["jsonData"]["timeInterval"] == scraping["scrape_interval"]
+    [provider] = yaml.safe_load((provisioning / "dashboards/lockstep.yaml").read_text())[
+        "providers"
+    ]
+    assert f"{provider['options']['path']}/lockstep.json" in inside

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +28,14 @@ DOCUMENT = PROMETHEUS / "METRICS.md"
 WORDS = {
     *("and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right"),
     *("bool", "offset", "sum", "min", "max", "avg", "count", "rate", "increase", "changes"),
-    *("histogram_quantile", "label_values", "min_over_time", "max_over_time", "avg_over_time"),
+    *(
+        "absent",
+        "histogram_quantile",
+        "label_values",
+        "min_over_time",
+        "max_over_time",
+        "avg_over_time",
+    ),
 }
 COUNTERS_ONLY = ("rate", "irate", "increase", "changes")
 
@@ -209,6 +217,34 @@ def test_the_dashboard_is_one_that_grafana_can_load():
     assert {"Traffic", "Latency", "Ranks", "KV cache", "Steps", "Recoveries"} <= set(titles)
 
 
+def unit_of(query: str) -> str:
+    """Returns the end that a panel's unit must have for what a query gives."""
+    metric = max(names_in(query)[0], key=len)
+    if metric.endswith("_bytes"):
+        return "bytes"
+    if " / " in query:
+        return "s" if "_seconds" in query else "percentunit"
+    if metric.endswith(("_seconds", "_seconds_bucket")):
+        return "s"
+    if "rate(" in query and not metric.endswith("cpu_seconds_total"):
+        return "s"  # of "reqps", "suffix: tok/s"
+    return "percentunit" if metric.endswith("usage_ratio") else ""
+
+
+@pytest.mark.parametrize(
+    "panel",
+    [p for p in json.loads(DASHBOARD.read_text())["panels"] if "targets" in p],
+    ids=lambda panel: panel["title"],
+)
+def test_a_panel_says_in_which_unit_its_numbers_are(panel: dict[str, Any]):
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    for target in panel["targets"]:
+        query = target["expr"]
+        assert unit.endswith(unit_of(query)), query
+        is_rate = "rate(" in query and " / " not in query and "histogram_quantile" not in query
+        assert is_rate == unit.endswith(("/s", "ps", " cores")), query
+
+
 def test_every_alert_says_what_to_do():
     for group in yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
@@ -240,6 +276,30 @@ def test_promtool_finds_a_mistake_in_a_rule(tmp_path: Path):
     text = (PROMETHEUS / "alerts.yaml").read_text()
     (tmp_path / "alerts.yaml").write_text(text.replace("sum by (instance)", "sum by instance", 1))
     assert promtool("check", "rules", "alerts.yaml", folder=tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("min_over_time(lockstep_router_waiting", "max_over_time(lockstep_router_waiting"),
+        ('reason="QUEUE_FULL"', 'reason=~".+"'),
+        ("lockstep_router_group_lost == 1", "lockstep_router_group_ready == 0"),
+        ('reason="EXECUTOR_FAILED"', 'reason!="STOP"'),
+        ('reason="lost"}[30m]', "}[30m]"),
+        ("lockstep_router_last_step_age_seconds > 60", "lockstep_router_last_step_age_seconds > 0"),
+        ("rate(lockstep_router_preemptions_total[10m])) > 0.5", "lockstep_router_ready) > 0.5"),
+        ("for: 30m", "for: 10m"),
+        ("> 3\n", "> 0\n"),
+    ],
+)
+def test_an_alert_that_is_too_eager_would_be_found(tmp_path: Path, right: str, wrong: str):
+    """One that fires while nothing is wrong is soon not looked at any more."""
+    text = (PROMETHEUS / "alerts.yaml").read_text()
+    assert right in text
+    (tmp_path / "alerts.yaml").write_text(text.replace(right, wrong))
+    (tmp_path / "alerts_test.yaml").write_text((PROMETHEUS / "alerts_test.yaml").read_text())
+    assert promtool("check", "rules", "alerts.yaml", folder=tmp_path).returncode == 0
+    assert promtool("test", "rules", "alerts_test.yaml", folder=tmp_path).returncode != 0
 
 
 def promtool(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from tests.executor.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes
-from tests.fuzz.requests import SERVICE, Call, any_call, right_request
+from tests.fuzz.requests import Call, any_call, right_request
 from tests.fuzz.steps import Sizes, any_step, right_step
 
 NUM_MESSAGES = int(os.environ.get("LOCKSTEP_FUZZ", "2500"))
@@ -110,7 +110,7 @@ async def serving(log_dir: Path) -> AsyncIterator[LocalStack]:
     stack = LocalStack(
         dp_size=1,
         executor_args=EXECUTOR_ARGS,
-        router_args=("--metrics-listen", "127.0.0.1:0"),
+        router_args=("--metrics-listen", "127.0.0.1:0", "--vllm-engine", "on"),
         log_dir=log_dir,
     )
     async with stack:
@@ -124,7 +124,7 @@ def make_call(channel: grpc.Channel, call: Call) -> tuple[str, str]:
 
     With threads: gRPC's client for asyncio says INTERNAL where it still wrote when the call ended.
     """
-    rpc = channel.stream_stream(f"{SERVICE}/{call.method}")(
+    rpc = channel.stream_stream(f"{call.service}/{call.method}")(
         iter(call.messages), timeout=CALL_TIMEOUT_S
     )
     try:

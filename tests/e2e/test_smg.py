@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from deploy.demo import idle_group
+from deploy.demo import idle_group, token_ids
 from deploy.demo_tasks import Problem, problems, rev, solved_lines
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.processes import Process
@@ -218,6 +218,40 @@ async def test_log_probabilities_are_those_of_our_own_api(gateway: Gateway, clie
             assert top == pytest.approx([logprob for _, logprob in own.top], abs=1e-3)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_asking_completions_for_log_probabilities_changes_no_answer(
+    gateway: Gateway, is_streamed: bool
+):
+    """smg passes the wish on, and leaves out what comes of it."""
+    fields = {"prompt": "\n17+25=", "max_tokens": 16, "logprobs": 2, "n": 2}
+    answers = await gateway.answers(COMPLETIONS, is_streamed, **fields)
+
+    assert answers == {0: "42", 1: "42"}
+
+
+async def test_a_prompt_of_token_ids_is_answered_at_smgs_own_path(gateway: Gateway):
+    prompt = token_ids("\n17+25=")
+    sampling = {"temperature": 0, "max_new_tokens": 16}
+    [answer] = await gateway.ask("/generate", input_ids=prompt, sampling_params=sampling)
+
+    assert answer["text"] == "42"
+    assert answer["output_ids"] == token_ids("42\n")
+    assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_from_several_choices_frees_all_their_blocks(
+    gateway: Gateway, client: Client, is_streamed: bool
+):
+    num_tokens = await tokens_run(client)
+    await leave_in_the_middle(gateway, client, CHAT, is_streamed, n=3)
+
+    async with asyncio.timeout(60):
+        group = await idle_group(client)
+    assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
+    assert await tokens_run(client) - num_tokens < 3 * ENDLESS_TOKENS
+
+
 async def test_a_seed_makes_sampling_repeatable(gateway: Gateway):
     fields = {"prompt": "\nrev ", "max_tokens": 24, "temperature": 1.5, "ignore_eos": True}
     texts = [
@@ -255,7 +289,20 @@ async def test_a_client_that_goes_away_frees_its_blocks(
 ):
     """smg tells the router by Abort if the answer was a stream, else by a reset of the call."""
     num_tokens = await tokens_run(client)
-    fields = fields_of(path, rev("abacus"))
+    await leave_in_the_middle(gateway, client, path, is_streamed, n=1)
+
+    async with asyncio.timeout(60):
+        group = await idle_group(client)
+    assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
+    assert await tokens_run(client) - num_tokens < ENDLESS_TOKENS  # it did not just run out
+
+
+async def leave_in_the_middle(
+    gateway: Gateway, client: Client, path: str, is_streamed: bool, *, n: int
+) -> None:
+    """Asks for endless answers, and goes away when there are some tokens."""
+    num_tokens = await tokens_run(client)
+    fields = fields_of(path, rev("abacus")) | {"n": n}
     fields |= {"max_tokens": ENDLESS_TOKENS, "ignore_eos": True, "stream": is_streamed}
     connection = await asyncio.to_thread(gateway.connect, path, fields)
     if is_streamed:
@@ -266,11 +313,6 @@ async def test_a_client_that_goes_away_frees_its_blocks(
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-    async with asyncio.timeout(60):
-        group = await idle_group(client)
-    assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
-    assert await tokens_run(client) - num_tokens < ENDLESS_TOKENS  # it did not just run out
 
 
 def _read_lines(connection: http.client.HTTPConnection) -> None:

@@ -145,6 +145,41 @@ async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
         assert json.loads(last_line)["event"] in ("stopped", "stopping")
 
 
+def child_of(pid: int, *args: str) -> int:
+    """Returns the child of a process that was given these arguments."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    given = " ".join(args)
+    [child] = [
+        int(child)
+        for child in children
+        if given in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    ]
+    return child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
+async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path: Path):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "deploy.serve", "--listen", "127.0.0.1:0"),
+        *("--log-dir", str(tmp_path)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            await process.stdout.readuntil(b"Ctrl-C stops it.")
+            os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
+            await process.stdout.readuntil(b"executor-1 ended with exit code -9")
+            while '"epoch": 2' not in (tmp_path / "router.log").read_text():
+                await asyncio.sleep(0.05)
+            child_of(process.pid, "--dp-rank 1")
+    finally:
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 0
+
+
 ORPHAN_MAKER = """
 import asyncio, json, sys
 from pathlib import Path

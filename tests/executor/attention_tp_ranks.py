@@ -81,9 +81,12 @@ def serve_cases(
 
 
 def communicators(
-    config: ModelConfig, topology: Topology, max_rows: int
+    config: ModelConfig, topology: Topology, max_rows: int, gathered_size: int | None = None
 ) -> tuple[DpCommunicator, AttnTpCommunicator]:
-    """Returns both of an executor, for steps of up to ``max_rows`` rows per DP rank."""
+    """Returns both of an executor, for steps of up to ``max_rows`` rows per DP rank.
+
+    ``gathered_size`` is the width of its widest rows, that of hidden states if None.
+    """
     shard = -(-max_rows // topology.attn_tp_size)
     return (
         DpCommunicator(
@@ -100,6 +103,7 @@ def communicators(
             dtype=config.dtype,
             max_logits_rows=max_rows,
             vocab_slice=-(-config.vocab_size // topology.attn_tp_size),
+            gathered_size=gathered_size,
         ),
     )
 

@@ -3,7 +3,7 @@
 Each call is bound to the installed library's signature, so that one that the library would refuse
 fails here too; then it is computed in plain PyTorch, so that what is built on it can be compared with
 the torch backends. In graph mode attention reads its page table from the buffers it was given, as the
-kernels do, and refuses to run a plan that was made for other queries.
+kernels do, its mask likewise, and refuses to run a plan that was made for other queries.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,10 +267,12 @@ class _Wrapper:
 
     Attributes:
         table: qo_indptr, kv_indptr, kv_indices and last_page_len: in graph mode the buffers given.
+        mask: Bits and the first byte of each sequence, likewise; empty if causal.
     """
 
     launch: Callable[[Callable[..., None]], Callable[..., None]]
     table: list[torch.Tensor]
+    mask: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self, *, float_workspace_buffer: torch.Tensor, kv_layout: str, **options: Any
@@ -318,7 +321,7 @@ class _Wrapper:
         assert out.is_contiguous()
         assert out.dtype == q.dtype == self.what["q_data_type"] == self.what["kv_data_type"]
         scale = self.what["sm_scale"]
-        self.launch(_attend)(q, *paged_kv_cache, out, scale, *self.table)
+        self.launch(_attend)(q, *paged_kv_cache, out, scale, *self.table, *self.mask)
 
 
 class _DecodeWrapper(_Wrapper):
@@ -350,10 +353,15 @@ class _PrefillWrapper(_Wrapper):
         paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor,
         causal: bool,
+        custom_mask: torch.Tensor | None,
+        packed_custom_mask: torch.Tensor | None,
         **what: Any,
     ) -> None:
-        assert causal
         options = self.options
+        assert causal == (custom_mask is None and packed_custom_mask is None)
+        num_keys = (paged_kv_indptr.diff() - 1) * what["page_size"] + paged_kv_last_page_len
+        if not causal:
+            self.mask = self.pack(qo_indptr.diff() * num_keys, custom_mask, packed_custom_mask)
         buffers = [
             options["qo_indptr_buf"],
             options["paged_kv_indptr_buf"],
@@ -362,6 +370,28 @@ class _PrefillWrapper(_Wrapper):
         ]
         table = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
         self.keep(buffers, table, **what)
+
+    def pack(
+        self, num_bits: torch.Tensor, mask: torch.Tensor | None, packed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A mask that comes packed gets offsets in bits, of which the kernels want bytes."""
+        if packed is None:
+            assert mask is not None
+            assert mask.dtype == torch.bool
+            parts = torch.split_with_sizes(mask, num_bits.tolist())
+            packed = torch.cat([_packbits(part) for part in parts])
+            num_bits = (num_bits + 7) // 8
+        indptr = F.pad(num_bits.cumsum(0), (1, 0)).to(torch.int32)
+        if not self.is_graph:
+            return packed, indptr
+        buffer, indptr_buffer = self.options["custom_mask_buf"], self.options["mask_indptr_buf"]
+        buffer[: len(packed)].copy_(packed)
+        indptr_buffer.copy_(indptr)
+        return buffer, indptr_buffer
+
+
+def _packbits(bits: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
 
 def _attend(
@@ -374,8 +404,10 @@ def _attend(
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
     last_page_len: torch.Tensor,
+    bits: torch.Tensor | None = None,
+    mask_indptr: torch.Tensor | None = None,
 ) -> None:
-    """Each sequence by itself, causal at its end."""
+    """Each sequence by itself, causal at its end unless there are bits."""
     starts, pages = qo_indptr.tolist(), kv_indptr.tolist()
     page_size = key_pages.shape[1]
     for i, last in enumerate(last_page_len.tolist()):
@@ -385,6 +417,10 @@ def _attend(
         keys, values = (x[mine].flatten(0, 1)[:num_keys] for x in (key_pages, value_pages))
         queries = q[starts[i] : starts[i + 1]]
         seen = torch.ones(len(queries), num_keys, dtype=torch.bool).tril(num_keys - len(queries))
+        if bits is not None and mask_indptr is not None:
+            mine_packed = bits[int(mask_indptr[i]) : int(mask_indptr[i + 1])].numpy()
+            unpacked = np.unpackbits(mine_packed, count=seen.numel(), bitorder="little")
+            seen = torch.from_numpy(unpacked).bool().view(seen.shape)
         attended = F.scaled_dot_product_attention(
             queries.transpose(0, 1),
             keys.transpose(0, 1),

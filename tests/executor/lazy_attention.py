@@ -45,8 +45,10 @@ class LazyAttention:
             self._upgraded = None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
+        assert k is not None, "it stores keys and values"
+        assert v is not None, "it stores keys and values"
         batch, pool = self._batch, self._pool
         assert batch is not None
         assert pool is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from executor.parallel import open_store
+from executor.rendezvous import open_store
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

@@ -6,15 +6,16 @@ Imports no Transformers: the processes of a group start here.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
-from executor.build import PADDED_SEQ_LEN, build_runners
+from executor.build_runners import build_runners
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.flashinfer_ops.operators import FlashInferOps
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.capture_sizes import GraphSizes
@@ -45,7 +46,13 @@ MAX_TOKENS = 64
 DECODE_SIZES = (1, 2, 4, 8, 16)
 PREFILL_SIZES = (4, 8, 16, 32, 64)
 PREFILL_GRAPHS = ("piecewise", "breakable")
-R = TypeVar("R", DecodeRunner, RunnerByLayout)
+
+
+class HasGraphs(Protocol):
+    def capture(self) -> None: ...
+
+
+R = TypeVar("R", bound=HasGraphs)
 NewAttention = Callable[[ModelConfig], Attention]
 
 
@@ -67,6 +74,9 @@ class RunnerCase:
         is_capturable: Whether layers do device work alone, as on CUDA.
         topology: This executor's place in its group. In one of several, ``members`` must join a
             group before the first run.
+        aux_layers: Layers whose sums are features for a draft, or none of them: the hidden states
+            are. None if there is no draft.
+        ops: FlashInfer for the layers of a capturable case; None runs PyTorch's operators.
     """
 
     def __init__(
@@ -76,6 +86,8 @@ class RunnerCase:
         *,
         is_capturable: bool = False,
         topology: Topology | None = None,
+        aux_layers: Sequence[int] | None = None,
+        ops: FlashInferOps | None = None,
     ) -> None:
         topology = topology or Topology()
         config = ModelConfig.from_dir(path)
@@ -83,8 +95,11 @@ class RunnerCase:
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
-            kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=None)
-        communicator, attn_tp_communicator = communicators(config, topology, MAX_TOKENS)
+            kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=ops)
+        num_aux = len(aux_layers or ())
+        communicator, attn_tp_communicator = communicators(
+            config, topology, MAX_TOKENS, config.hidden_size * (1 + num_aux)
+        )
         self.members = (communicator, attn_tp_communicator)
         model: Any = load_model(
             path,
@@ -93,7 +108,12 @@ class RunnerCase:
             communicator=communicator,
             attn_tp_communicator=attn_tp_communicator,
             kernels=kernels,
+            aux_layers=aux_layers or (),
         )
+        features = None
+        if aux_layers is not None:
+            feature_size = config.hidden_size * max(num_aux, 1)
+            features = torch.zeros(MAX_TOKENS, feature_size, dtype=config.dtype)
         blocks_per_row = MAX_LEN // BLOCK_SIZE
         self.pool = KVPool(
             config.kv_shape(BLOCK_SIZE, config.dtype, topology),
@@ -117,6 +137,7 @@ class RunnerCase:
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_hidden_layers
         self.num_experts = config.num_experts
+        self.aux_layers = aux_layers or ()
         self.model = model
         self.model_config = config
         self.forward_pass = ForwardPass(
@@ -136,6 +157,7 @@ class RunnerCase:
             dtype=config.dtype,
             topology=topology,
             require_mlp_tp_gather=topology.dp_size > 1,
+            features=features,
         )
         torch.manual_seed(1)
         for cache in self.caches:
@@ -158,12 +180,13 @@ class RunnerCase:
         budget = plan_budget(settings, self.model_config, self.forward_pass.dtype, sizes)
         return build_runners(settings, budget, self.forward_pass, sizes, new_backend)
 
-    def decode(self, backend: RunnerBackend, width: int = 1) -> Runner:
+    def decode(self, backend: RunnerBackend, width: int = 1, *, has_tree: bool = False) -> Runner:
         """Returns a runner of decodes that has captured.
 
         Args:
             backend: Of the runner.
-            width: Tokens of each sequence. The executor builds no runner of more than one yet.
+            width: Tokens of each sequence.
+            has_tree: Whether they are a tree of drafts.
         """
         runner = self.build(GraphSizes(decode=DECODE_SIZES), lambda: backend)
         if width == 1:
@@ -172,10 +195,11 @@ class RunnerCase:
             device="cpu",
             max_bs=DECODE_SIZES[-1],
             max_num_token=DECODE_SIZES[-1] * width,
-            seq_len_fill_value=PADDED_SEQ_LEN,
+            seq_len_fill_value=width,
             cache_loc_dtype=torch.int64,
             enable_num_token_non_padded=True,
             register_global_num_tokens=False,
+            num_tree_nodes=width if has_tree else 0,
         )
         return captured(
             DecodeRunner(
@@ -270,14 +294,21 @@ class RunnerCase:
         return self.run(self.build(GraphSizes()), replace(batch, layout=layout))
 
     def run(self, runner: Runner, batch: ForwardBatch) -> list[torch.Tensor]:
-        """Returns the logits and all keys and values after a run, which leaves no trace."""
+        """Returns the logits and all keys and values after a run, which leaves no trace.
+
+        And at the end the features of the batch's rows, if the case has any.
+        """
         before = [cache.clone() for cache in self.caches]
+        features = self.forward_pass.features
+        if features is not None:
+            features.fill_(torch.nan)
         with torch.inference_mode():
             logits = runner.run(batch).clone()
         after = [cache[BLOCK_SIZE:].clone() for cache in self.caches]  # without the scratch block
         for cache, old in zip(self.caches, before, strict=True):
             cache.copy_(old)
-        return [logits, *after]
+        left = [] if features is None else [features[: len(batch.input_ids)].clone()]
+        return [logits, *after, *left]
 
 
 def registry_of(runner: Any) -> CudaGraphBufferRegistry:

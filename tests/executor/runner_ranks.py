@@ -116,8 +116,8 @@ def _replay_in_epoch(
     if not backends[0].outlives_group:
         groups = replace(
             groups,
-            world=_RecordedGroup(groups.world, backends),
-            attn_tp=groups.attn_tp and _RecordedGroup(groups.attn_tp, backends),
+            world=RecordedGroup(groups.world, backends),
+            attn_tp=groups.attn_tp and RecordedGroup(groups.attn_tp, backends),
         )
     for member in case.members:
         member.join(groups)
@@ -154,7 +154,7 @@ def _counts(runner: Any) -> dict[str, list[int]]:
     return {name: runner._registry.get_slot(name).allocated().tolist() for name in COUNTS}
 
 
-class _RecordedGroup:
+class RecordedGroup:
     """A group whose collectives each of the backends records, as a GPU does NCCL's."""
 
     def __init__(self, group: RankGroup, backends: Sequence[RecordingBackend]) -> None:

@@ -240,7 +240,7 @@ def test_a_size_that_was_never_prepared_is_refused(library: CpuFlashInfer) -> No
     pool = new_pool()
     attention = flashinfer_attention(pool)
     attention.init_cuda_graph_state([1, 2])
-    with pytest.raises(AssertionError, match=r"no init_cuda_graph_state for .* \(4, 1\)"):
+    with pytest.raises(AssertionError, match=r"no init_cuda_graph_state for .* \(4, 1, False\)"):
         attend(attention, pool, batch_of(pool, [(5, 1)] * 4, DpLayout.single(4, 4)))
 
 

@@ -27,7 +27,8 @@ from executor.graph.capture_sizes import GraphSizes, decode_capture_sizes, prefi
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
-from executor.step_columns import RowProgress, StepLimits, read_step
+from executor.step_columns import read_step
+from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import prompt_part, step
@@ -588,6 +589,22 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
 )
 def test_the_bound_that_decides_is_named(sizes: dict[str, int], bound: str):
     assert budget_table(make_budget(**sizes))[0].bound == bound
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound"),
+    [
+        ({}, "max_num_logits"),
+        ({"num_tokens_per_bs": 8}, "max_num_seqs * num_tokens_per_bs"),
+        (
+            {"num_tokens_per_bs": 8, "decode_graph_size": 64},
+            "largest decode graph * num_tokens_per_bs",
+        ),
+    ],
+)
+def test_the_bound_that_decides_on_logits_is_named(sizes: dict[str, int], bound: str):
+    lines = {line.what: line.bound for line in budget_table(make_budget(**sizes))}
+    assert lines["logits of a DP rank"] == bound
 
 
 @pytest.mark.parametrize(

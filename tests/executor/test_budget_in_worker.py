@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from deploy.demo_speculative import FOLDER
+from deploy.launch import DEMO_MODEL
 from executor.build import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
@@ -270,6 +272,15 @@ OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe_runner": ("cutlass", {}),
     "flashinfer_pdl": ("on", {}),
 }
+DRAFTING_OTHERWISE: dict[
+    str, tuple[Any, dict[str, Any], str]
+] = {  # and what the agreement calls it
+    "draft_model": (FOLDER / "mtp", {}, "draft_fingerprint"),
+    "num_draft_steps": (2, {}, "num_draft_steps"),
+    "draft_topk": (2, {}, "topk"),
+    "num_draft_tokens": (5, {"draft_topk": 2}, "num_draft_tokens"),
+    "draft_sampling": ("rejection", {}, "draft_sampling"),
+}
 MAY_DIFFER = {  # besides who may call
     "model",  # its folder; its fingerprint may not
     "listen",
@@ -316,6 +327,16 @@ def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
     assert agreement_digest(one) != agreement_digest(other)
 
 
+@pytest.mark.parametrize("name", DRAFTING_OTHERWISE)
+def test_members_that_draft_otherwise_do_not_agree(name: str):
+    value, both, key = DRAFTING_OTHERWISE[name]
+    both = {"moe_a2a": "none", "draft_model": FOLDER / "eagle"} | both
+    one = member_agreement(DEMO_MODEL, **both)
+    other = member_agreement(DEMO_MODEL, **both | {name: value})
+    assert one[key] != other[key]
+    assert agreement_digest(one) != agreement_digest(other)
+
+
 def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path):
     one = member_agreement(tiny_checkpoint)
     other = member_agreement(
@@ -329,4 +350,4 @@ def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path)
 def test_every_setting_is_one_that_members_agree_on_or_may_differ_in():
     settings = {field.name for field in fields(ExecutorConfig)}
     settings -= {field.name for field in fields(PortSecurity)}
-    assert settings == OTHERWISE.keys() | MAY_DIFFER
+    assert settings == OTHERWISE.keys() | DRAFTING_OTHERWISE.keys() | MAY_DIFFER

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.cutedsl import CuteDslExperts, scratch_rows
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.flashinfer_ops.paged import (
+    MaskBuffers,
     PagedAttention,
     PagedShape,
     PageTable,
@@ -134,6 +136,30 @@ def call_attention(ops: FlashInferOps) -> None:
         attention.set_workspace(workspace, torch.zeros(WORKSPACE[1], dtype=torch.uint8))
         attention.plan(table)
         attention.run(half(2, 8, 64), pages, half(2, 8, 64))
+    mask = MaskBuffers(bits=torch.full((4,), 0xFF, dtype=torch.uint8), indptr=int32(0, 0, 0))
+    for attention, masked in (
+        (
+            paged_prefill(ops, SHAPE, workspace, backend="fa2", is_causal=False),
+            replace(table, mask=torch.ones(3 + 5, dtype=torch.bool)),
+        ),
+        (
+            paged_prefill(
+                ops,
+                SHAPE,
+                workspace,
+                backend="fa2",
+                buffers=buffers,
+                uniform_len=1,
+                is_causal=False,
+                mask=mask,
+            ),
+            table,
+        ),
+    ):
+        assert attention.workspace_size(masked) == WORKSPACE
+        attention.plan(masked)
+        mask.indptr.copy_(int32(0, 1, 2))
+        attention.run(half(2, 8, 64), pages, half(2, 8, 64))
 
 
 CALLS = {
@@ -238,7 +264,7 @@ def test_one_switch_decides_about_dependent_launches(
 def test_no_dtype_is_left_to_the_library(library: CpuFlashInfer) -> None:
     call_attention(FlashInferOps(enable_pdl=True))
     planned = [kwargs for name, kwargs in library.calls if name.endswith((".plan", "_size"))]
-    assert len(planned) == 8
+    assert len(planned) == 12
     for kwargs in planned:
         assert {kwargs[f"{x}_data_type"] for x in ("q", "kv", "o")} == {torch.bfloat16}
         assert kwargs["sm_scale"] == 0.125

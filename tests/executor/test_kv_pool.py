@@ -1,5 +1,7 @@
 """If this fails, one user's tokens are written over another's."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,32 @@ def test_a_table_of_the_devices_own_is_kept_up_to_date(pool: KVPool):
     pool.append_blocks([1], [0], [2], [5, 6])
     assert pool.block_table[1, :2].tolist() == [5, 6]
     assert not pool.is_table_shared
+
+
+def test_a_sibling_has_keys_and_values_of_its_own_in_the_same_blocks(pool: KVPool):
+    pool.append_blocks([1], [0], [2], [5, 6])
+    draft = pool.sibling(replace(SHAPE, num_layers=1, num_kv_heads=1, head_dim=16))
+    assert [cache.shape for cache in draft.key_cache] == [(48, 1, 16)]
+    assert draft.bytes_per_block == 2 * 16 * 4 * 2
+    draft.key_cache[0].fill_(1.0)
+    assert not pool.key_cache[0].any()
+    assert len(pool.key_cache) == len(pool.value_cache) == 2
+    assert draft.out_cache_loc([1], [3], [3]).tolist() == [23, 24, 25]
+
+
+@pytest.mark.parametrize("appends_to_draft", [False, True])
+def test_blocks_appended_to_one_sibling_are_in_both(pool: KVPool, appends_to_draft: bool):
+    draft = pool.sibling(replace(SHAPE, num_layers=1))
+    (draft if appends_to_draft else pool).append_blocks([2], [0], [2], [7, 3])
+    for either in (pool, draft):
+        assert either.out_cache_loc([2], [3], [2]).tolist() == [31, 12]
+        assert either.block_table[2, :2].tolist() == [7, 3]
+        assert either.row_num_blocks.tolist() == [0, 0, 2]
+
+
+def test_a_sibling_of_another_block_size_is_refused(pool: KVPool):
+    with pytest.raises(ValueError, match="block_size=8: the blocks that it shares have 4 tokens"):
+        pool.sibling(replace(SHAPE, block_size=8))
 
 
 def test_locations_may_be_written_over_the_rows(pool: KVPool):

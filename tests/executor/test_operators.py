@@ -87,6 +87,23 @@ def test_both_compute_the_same(num_rows: int, dtype: torch.dtype, ops: FlashInfe
         torch.testing.assert_close(ours[name], result, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_queries_without_keys_are_normalised_and_turned_alike(
+    num_rows: int, ops: FlashInferOps
+) -> None:
+    inputs = Inputs(num_rows, torch.float32)
+    results = []
+    for operators in (flashinfer_operators(ops), torch_operators(torch.float32)):
+        queries = operators.norm_heads(
+            inputs.heads[:, :HEADS], inputs.qk_weight[:HEADS], HEADS, EPS
+        )
+        rotation = operators.rotation(inputs.positions)
+        q, k = operators.rotate(queries, HEADS, rotation)
+        assert k.shape == (num_rows, 0, HEAD_DIM)
+        results.append(q)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
 def test_inputs_that_others_still_read_are_left_alone(ops: FlashInferOps) -> None:
     inputs, untouched = Inputs(5, torch.float32), Inputs(5, torch.float32)
     inputs.through(flashinfer_operators(ops))

@@ -30,6 +30,7 @@ def test_offsets_count_rows_and_pages() -> None:
     assert plan.qo_indptr.tolist() == [0, 1, 4, 5, 9]
     assert plan.kv_indptr.tolist() == [0, 1, 2, 4, 7]
     assert plan.last_page_len.tolist() == [1, 4, 1, 4]
+    assert plan.num_keys.tolist() == [1, 4, 5, 12]
     assert (plan.num_rows, plan.num_pages) == (9, 7)
     assert {x.dtype for x in (plan.qo_indptr, plan.kv_indptr, plan.last_page_len)} == {
         np.dtype(np.int32)
@@ -41,7 +42,8 @@ def test_a_decode_has_one_row_per_sequence() -> None:
 
 
 def test_a_padded_sequence_has_a_key_for_each_of_its_rows() -> None:
-    plan = plan_pages(np.array([7, 1, 1]), np.array([5, 5, 5]), 4)
+    plan = plan_pages(np.array([7, 1, 0]), np.array([5, 5, 5]), 4)
+    assert plan.num_keys.tolist() == [7, 5, 5]
     assert plan.kv_indptr.tolist() == [0, 2, 4, 6]
     assert plan.last_page_len.tolist() == [3, 1, 1]
 

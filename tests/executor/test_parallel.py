@@ -15,53 +15,10 @@ import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
 from executor import parallel
-from executor.parallel import EpochGroups, NcclGroup, RankGroup, join_group, open_store
+from executor.parallel import EpochGroups, NcclGroup, RankGroup, join_group
+from executor.rendezvous import open_store
 from executor.topology import Topology
-
-HOST = "127.0.0.1"
-TIMEOUT_S = 30.0
-
-
-def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
-    """Returns every executor's place, in order of world rank."""
-    return [
-        Topology(
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            attn_tp_rank=attn_tp_rank,
-            attn_tp_size=attn_tp_size,
-        )
-        for dp_rank in range(dp_size)
-        for attn_tp_rank in range(attn_tp_size)
-    ]
-
-
-def on_every_rank(
-    port: int,
-    epoch: int,
-    places: list[Topology],
-    act: Callable[[Topology, EpochGroups], Any],
-) -> list[Any]:
-    """Returns what ``act`` gave on each rank, or the error it raised."""
-    results: list[Any] = [None] * len(places)
-
-    def run(place: Topology) -> None:
-        groups = join_group(
-            HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
-        )
-        try:
-            results[place.world_rank] = act(place, groups)
-        except RuntimeError as error:
-            results[place.world_rank] = error
-        finally:
-            groups.close()
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in places]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+from tests.executor.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
 
 
 def sums(place: Topology, groups: EpochGroups) -> list[int]:
@@ -115,11 +72,39 @@ def test_a_group_that_was_left_collects_nothing():
     def act(place: Topology, groups: EpochGroups) -> None:
         groups.close()
         groups.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            groups.links.send(b"x")
         groups.world.all_reduce(torch.zeros(1))
 
     store = open_store(HOST, timeout_s=TIMEOUT_S)
-    [result] = on_every_rank(store.port, 1, topologies(1, 1), act)
-    assert "has left the group" in str(result)
+    for result in on_every_rank(store.port, 1, topologies(2, 1), act):
+        assert "has left the group" in str(result)
+
+
+def test_the_gate_is_opened_once_and_before_a_collective_of_either_group():
+    """What opens it may refuse, and then the collective does not begin."""
+
+    def act(place: Topology, groups: EpochGroups) -> list[object]:
+        seen: list[object] = []
+        for group in (groups.world, groups.attn_tp):
+            assert group is not None
+            x = torch.ones(1)
+            groups.gate.hold(lambda x=x: seen.append(float(x)))
+            group.all_reduce(x)
+            group.all_reduce(x)
+            seen.append(float(x))
+            groups.gate.hold(refuse)
+            with pytest.raises(ValueError, match="not this one"):
+                group.all_reduce(x)
+            assert float(x) == seen[-1]
+        return seen
+
+    def refuse() -> None:
+        raise ValueError("not this one")
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), act)
+    assert seen == [[1, 16, 1, 4]] * 4
 
 
 def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):

@@ -16,17 +16,16 @@ from transformers import (
 )
 
 from executor.logits import coins, draw, score
+from executor.row_starts import read_starts
 from executor.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
 from executor.sampling_fixed import TorchFilters
-from executor.step_columns import read_starts
 from tests.executor.steps import row_starts
-from tests.executor.test_step_columns import limits
 
 VOCAB_SIZE = 20
 
 
 def starts(vocab_size: int = VOCAB_SIZE, num_rows: int = 4096, **columns: Any) -> RowStarts:
-    return read_starts(row_starts(**columns), limits(vocab_size=vocab_size, num_rows=num_rows))
+    return read_starts(row_starts(**columns), num_rows=num_rows, vocab_size=vocab_size)
 
 
 def sample_one(

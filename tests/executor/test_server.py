@@ -43,6 +43,7 @@ class FakeWorker:
         self.num_joins = self.num_leaves = 0
         self.has_peers = False
         self.failure: Exception | None = None
+        self.servicer: Any = None  # who has it
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         self.begun.append(request.step_id)
@@ -63,7 +64,7 @@ class FakeWorker:
 @pytest.fixture
 async def fake() -> AsyncIterator[tuple[FakeWorker, Client]]:
     worker = FakeWorker()
-    async with serving(lambda: (worker, pb.DescribeResponse())) as (_, client):
+    async with serving(lambda: (worker, pb.DescribeResponse())) as (worker.servicer, client):
         yield worker, client
         worker.gate.set()
 
@@ -400,6 +401,41 @@ async def test_a_router_hears_that_its_executor_stops_before_the_group_does():
         worker.leave = lambda: was_told.append(stream.is_over.is_set())  # type: ignore[method-assign]
         await asyncio.gather(servicer.stop(), reason_of(call))
         assert was_told == [True]
+
+
+async def test_an_executor_whose_step_outlives_its_stream_for_long_is_stuck(fake: Any):
+    worker, client = fake
+    servicer = worker.servicer
+    servicer._stuck_after_s = 0.1
+    await client.join(1)
+    for epoch in (1, 2):
+        worker.gate.clear()
+        call = client.executor.Step()
+        await call.write(request(1, epoch))
+        await until(lambda epoch=epoch: len(worker.begun) == epoch)
+        call.cancel()
+        await until(lambda: servicer._stream is None)
+        if epoch == 1:  # it ends in time
+            worker.gate.set()
+            await client.join(2)
+            await asyncio.sleep(3 * servicer._stuck_after_s)
+            assert not servicer.stuck.is_set()
+    await asyncio.wait_for(servicer.stuck.wait(), 60)
+    assert await client.status("liveness") != health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_step_may_take_as_long_as_its_stream_lasts(fake: Any):
+    worker, client = fake
+    worker.servicer._stuck_after_s = 0.01
+    await client.join(1)
+    worker.gate.clear()
+    call = client.executor.Step()
+    await call.write(request(1))
+    await until(lambda: worker.begun == [1])
+    await asyncio.sleep(0.1)
+    assert not worker.servicer.stuck.is_set()
+    worker.gate.set()
+    assert await read_ids(call, 1) == [1]
 
 
 async def test_reflection_lists_the_service(fake: Any):

@@ -13,7 +13,8 @@ from executor.budget import TokenBudget
 from executor.dp_layout import DpPaddingMode
 from executor.errors import InvalidStep
 from executor.graph.capture_sizes import GraphSizes
-from executor.step_columns import RowProgress, StepLimits, read_step
+from executor.step_columns import read_step
+from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from executor.__main__ import _stop
+from executor.__main__ import STUCK, _serve_until, _stop
 
 
 class Servicer:
     """Stops once its step has ended."""
+
+    epoch = 1
 
     def __init__(self) -> None:
         self.step_ended = asyncio.Event()
@@ -68,3 +70,13 @@ async def test_what_goes_wrong_is_not_swallowed(servicer: Any):
     servicer.stop = fail
     with pytest.raises(RuntimeError, match="mine"):
         await _stop(servicer, Server(), 600.0, asyncio.Event())
+
+
+@pytest.mark.parametrize(("event", "exit_code"), [(0, 0), (1, STUCK)])
+async def test_an_executor_serves_until_it_is_told_to_stop_or_is_stuck(event: int, exit_code: int):
+    ends = [asyncio.Event(), asyncio.Event()]
+    serving = asyncio.create_task(_serve_until(*ends))
+    await asyncio.sleep(0)
+    assert not serving.done()
+    ends[event].set()
+    assert await asyncio.wait_for(serving, 30) == exit_code

@@ -232,7 +232,7 @@ def apart(worker: Worker) -> Worker:
 
 
 def num_copies(worker: Worker) -> int:
-    copier = worker._staging._copier
+    copier = worker._stager._staging._copier
     assert isinstance(copier, SeparateMemory)
     return copier.num_copies
 
@@ -296,7 +296,8 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
         raise AssertionError("a copy beside the staged one")
 
     monkeypatch.setattr("executor.sampler.to_device", refuse)
-    monkeypatch.setattr("executor.worker.to_device", refuse)
+    for module in ("worker", "step_stager"):
+        monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     for length in range(3, 12):
         before = num_copies(apart)
         new = [2 + length // 4] if length % 4 == 0 else []
@@ -306,7 +307,7 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
 
 def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker):
     """A long prefix found in the cache brings more blocks than a step's own tokens fill."""
-    most = apart._capacity.block_places
+    most = apart._stager._capacity.block_places
     num_blocks = most + 1
     part = prompt_part(1, [7], np.arange(1, num_blocks + 1).tolist())
     part.sequences.MergeFrom(sequences(num_computed_tokens=[4 * num_blocks - 1]))
@@ -369,33 +370,48 @@ def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
 class RecordingCheck:
     """Notes when a step is checked, among the other things that happen to it."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: list[str], *, holds_collectives: bool) -> None:
+        self.holds_collectives = holds_collectives
         self._events = events
 
-    def begin(self, told: bytes, part: Any) -> None:
+    def begin(self, told: bytes, part: Any, describe: Any) -> None:
         self._events.append("begin")
 
-    def finish(self, describe: Any) -> None:
-        self._events.append("finish")
+    def finish(self) -> None:
+        """Like the real one, the second time in a step it does nothing."""
+        if "finish" not in self._events:
+            self._events.append("finish")
 
 
-@pytest.mark.parametrize("can_abort_device", [False, True])
-def test_only_a_graph_is_launched_before_it_is_known_that_all_were_told_the_same(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, can_abort_device: bool
+@pytest.mark.parametrize(
+    ("can_abort_device", "holds_collectives", "runs_ahead"),
+    [
+        (False, False, []),
+        (True, False, ["graph"]),
+        (False, True, ["eager", "graph"]),
+    ],
+)
+def test_a_pass_runs_before_the_check_only_where_what_it_begins_can_wait_or_be_taken_back(
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    can_abort_device: bool,
+    holds_collectives: bool,
+    runs_ahead: list[str],
 ):
-    """And only on a device where a launch can be taken back. Nothing is read before."""
+    """One launch can be aborted, and on the host a collective waits. Nothing is read before."""
     events: list[str] = []
     run, read = worker._runner.run, worker._sampled.read
-    monkeypatch.setattr(worker, "_check", RecordingCheck(events))
+    check = RecordingCheck(events, holds_collectives=holds_collectives)
+    monkeypatch.setattr(worker, "_check", check)
     monkeypatch.setattr(worker, "_can_abort_device", can_abort_device)
     monkeypatch.setattr(worker._runner, "run", lambda batch: events.append("run") or run(batch))
     monkeypatch.setattr(worker._sampled, "read", lambda x: events.append("read") or read(x))
     count = len(PROMPT)
     worker.execute(step(1, prompt_part(0, PROMPT, [1, 2, 3]), num_tokens=[count], num_logits=[1]))
-    assert events == ["begin", "finish", "run", "read"]
+    early, late = ["begin", "finish", "run", "read"], ["begin", "run", "finish", "read"]
+    assert events == (late if "eager" in runs_ahead else early)
     events.clear()
     request = step(2, decode_part(0, count), num_tokens=[1])
     request.agreement.graph_size = 1
     worker.execute(request)
-    late = ["begin", "run", "finish", "read"]
-    assert events == (late if can_abort_device else ["begin", "finish", "run", "read"])
+    assert events == (late if "graph" in runs_ahead else early)

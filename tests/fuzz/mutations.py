@@ -6,7 +6,7 @@ All of it comes from one seeded `random.Random`, so that a failure can be had ag
 import math
 import random
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -64,11 +64,16 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
             return data[:at] + random_bytes(rng, 16) + data[at:]
 
 
-def filled(rng: random.Random, cls: type[AnyMessage], density: float = 0.5) -> AnyMessage:
+def filled(
+    rng: random.Random,
+    cls: type[AnyMessage],
+    density: float = 0.5,
+    skipped: Collection[str] = (),
+) -> AnyMessage:
     """Returns a message with random, mostly extreme, values in some of its fields."""
     message = cls()
     for field in cls.DESCRIPTOR.fields:
-        if rng.random() < density:
+        if field.name not in skipped and rng.random() < density:
             put_random(rng, message, field)
     return message
 
@@ -101,7 +106,11 @@ def put_random(rng: random.Random, message: Any, field: FieldDescriptor) -> None
     if _is_map(field):
         key, value = field.message_type.fields
         for _ in range(_count(rng)):
-            target[_scalar(rng, key)] = _scalar(rng, value)
+            if value.type == _KIND.TYPE_MESSAGE:
+                entry = target[_scalar(rng, key)]  # which adds it
+                entry.CopyFrom(filled(rng, type(entry)))
+            else:
+                target[_scalar(rng, key)] = _scalar(rng, value)
     elif field.type == _KIND.TYPE_MESSAGE:
         for _ in range(_count(rng) % 4 if field.is_repeated else 1):
             inner = filled(rng, type(target.add() if field.is_repeated else target))

@@ -2,11 +2,17 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos.serving.v1 import serving_pb2 as pb
 from tests.fuzz.mutations import changed, damaged, filled, random_bytes
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
+VLLM_SERVICE = "/vllm.grpc.engine.VllmEngine"
+MEDIA = ("mm_inputs", "extra_mm_inputs", "media_refs")  # take long to fill, and nobody looks inside
 IDS = ("", "same", "other", "i" * 128, "i" * 129, "\N{ROCKET}\n")  # so few that they meet
 
 
@@ -17,6 +23,7 @@ class Call:
     method: str
     messages: tuple[bytes, ...]
     leaves_early: bool
+    service: str = SERVICE
 
 
 def right_request(rng: random.Random, vocab_size: int) -> pb.GenerateRequest:
@@ -60,7 +67,12 @@ def any_call(rng: random.Random, vocab_size: int) -> Call:
     """Returns a call of any method."""
     leaves_early = rng.random() < 0.1
     kind = rng.random()
-    if kind < 0.6:
+    service = SERVICE
+    if kind < 0.2:
+        service = VLLM_SERVICE
+        method, message = any_vllm_message(rng, vocab_size)
+        messages = [message.SerializeToString()]
+    elif kind < 0.65:
         messages = [any_request(rng, vocab_size).SerializeToString()]
         method = "Generate"
     elif kind < 0.85:
@@ -82,7 +94,51 @@ def any_call(rng: random.Random, vocab_size: int) -> Call:
         messages = [random_bytes(rng)]
     elif damage < 0.37 and method != "GenerateMany":
         messages = []
-    return Call(method, tuple(messages), leaves_early)
+    return Call(method, tuple(messages), leaves_early, service)
+
+
+def any_vllm_message(rng: random.Random, vocab_size: int) -> tuple[str, Message]:
+    """Returns a method of VllmEngine and what it gets from a gateway that may be wrong."""
+    kind = rng.random()
+    if kind < 0.1:
+        return "Abort", vllm.AbortRequest(request_ids=rng.sample(IDS, rng.randint(0, 3)))
+    if kind < 0.15:
+        return "GetLoads", filled(rng, vllm.GetLoadsRequest)
+    if kind < 0.2:
+        method = rng.choice(("HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer"))
+        return method, vllm.HealthCheckRequest()  # all of them are empty
+    return "Generate", any_vllm_request(rng, vocab_size)
+
+
+def any_vllm_request(rng: random.Random, vocab_size: int) -> Any:
+    """Returns a request of VllmEngine that may be wrong, but is one."""
+    kind = rng.random()
+    if kind < 0.2:
+        skipped = MEDIA if rng.random() < 0.9 else ()
+        return filled(rng, vllm.GenerateRequest, rng.choice((0.2, 0.8)), skipped)
+    request = vllm.GenerateRequest(
+        request_id=rng.choice(("", "", *IDS[:4])),
+        stream=rng.random() < 0.5,
+        sampling_params=vllm.SamplingParams(
+            temperature=rng.choice((0.0, 0.7)),
+            max_tokens=rng.randint(1, 4),
+            n=rng.choice((0, 1, 2)),
+            stop_token_ids=[1],
+            logprobs=rng.choice((None, 0, 2)),
+            seed=rng.choice((None, -1, 7)),
+        ),
+    )
+    if rng.random() < 0.7:
+        ids = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 30))]
+        request.tokenized.input_ids.extend(ids)
+    else:
+        request.text = rng.choice(("1+1=", "\n17+25=", "héé \N{ROCKET}"))
+    if kind < 0.4:
+        return request
+    if kind < 0.9:
+        request.sampling_params.CopyFrom(changed(rng, request.sampling_params))
+        return request
+    return changed(rng, request)
 
 
 def _any_action(rng: random.Random, vocab_size: int) -> pb.GenerateManyRequest:

@@ -6,15 +6,19 @@ in less time.
 
 import asyncio
 import random
+import re
 
 import numpy as np
 import pytest
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from executor.budget import TokenBudget
 from executor.errors import InvalidStep
 from executor.graph.capture_sizes import GraphSizes
-from executor.step_columns import RowProgress, StepLimits, read_step
+from executor.step_columns import read_step
+from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2
@@ -23,7 +27,8 @@ from router.model import ServedModel
 from router.readers import Readers
 from router.request import Request
 from router.validation import read_request
-from tests.fuzz.requests import any_request
+from router.vllm_messages import read_generate, use_field_names
+from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
 
 VOCAB_SIZE = 264
@@ -62,6 +67,49 @@ def test_a_request_is_read_in_range_or_refused_by_name(seed: int) -> None:
     asyncio.run(read_all())
     assert unnamed == []
     assert min(outcomes.values()) > 50, outcomes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_gateways_request_is_read_in_range_or_refused_by_its_own_names(seed: int) -> None:
+    rng = random.Random(seed)
+    model = ServedModel(
+        name="tiny",
+        architecture="Tiny",
+        fingerprint="",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(2,),
+    )
+    reader = Readers(max_readers=1).open()
+    num_read, refusals = 0, []
+
+    async def read_all() -> None:
+        nonlocal num_read
+        for _ in range(500):
+            message = any_vllm_request(rng, VOCAB_SIZE)
+            try:
+                ours = read_generate(message)
+                check_request(await read_request(ours, model=model, tokenizer=None, reader=reader))
+                num_read += 1
+            except RpcError as error:
+                use_field_names(error)
+                refusals.append(error)
+
+    asyncio.run(read_all())
+    assert min(num_read, len(refusals)) > 50
+    for error in refusals:
+        assert error.field is not None
+        assert str(error).startswith(f"{error.field}: ")
+        check_path(vllm_engine_pb2.GenerateRequest.DESCRIPTOR, error.field)
+
+
+def check_path(message: Descriptor | None, path: str) -> None:
+    """Every step of the path is a field of the message before, or one of its unions."""
+    for name in re.sub(r"\[[^]]*\]", "", path).split("."):
+        assert message is not None, path
+        assert name in message.fields_by_name or name in message.oneofs_by_name, path
+        field = message.fields_by_name.get(name)
+        message = None if field is None else field.message_type
 
 
 def check_request(request: Request) -> None:

@@ -23,6 +23,7 @@ CHECKS_TABLE = "Checks"
 GROUPS = {
     "test_ops": "norms, rotation, activation, experts and filters against PyTorch on the CPU",
     "test_attention": "attention and stored keys against PyTorch on the CPU, graphs' wrappers too",
+    "test_attention_trees": "attention under tree masks, likewise, and masks of replays",
     "test_all_to_all": "FlashInfer's all-to-all between ranks on one GPU, against all experts on one",
     "test_runners": "replays against eager runs, poisoned tails, idle ranks, capturing again",
     "test_sampling": "a seed's token in any slot of a captured graph",

@@ -59,13 +59,28 @@ class Twins:
             fill_pool(pool)
 
     def check(
-        self, attention: Attention, mix: list[tuple[int, int]], *, graph_size: int | None = None
+        self,
+        attention: Attention,
+        mix: list[tuple[int, int]],
+        *,
+        graph_size: int | None = None,
+        tree_mask: torch.Tensor | None = None,
+        has_keys: bool = True,
     ) -> None:
-        """Attends with both, and compares results and all keys and values."""
+        """Attends with both, and compares results and all keys and values.
+
+        Args:
+            attention: To be compared with the authority.
+            mix: What the batch consists of.
+            graph_size: Token rows of the graph whose wrapper runs it.
+            tree_mask: bool [B, Q, W] on the CPU.
+            has_keys: Whether the pass stores keys and values.
+        """
         authority = torch_attention(self.exact_config, self.theirs, SIZES)
         heads = self._heads(sum(count for _, count in mix))
-        ours = self._attend(attention, self.ours, mix, heads, graph_size)
-        theirs = self._attend(authority, self.theirs, mix, heads, graph_size)
+        what = (mix, heads, graph_size, tree_mask, has_keys)
+        ours = self._attend(attention, self.ours, *what)
+        theirs = self._attend(authority, self.theirs, *what)
         torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
         for caches in ("key_cache", "value_cache"):
             [stored], [right] = getattr(self.ours, caches), getattr(self.theirs, caches)
@@ -85,14 +100,17 @@ class Twins:
         mix: list[tuple[int, int]],
         heads: torch.Tensor,
         graph_size: int | None,
+        tree_mask: torch.Tensor | None,
+        has_keys: bool,
     ) -> torch.Tensor:
         config = self.config
         batch = batch_of(pool, mix, graph_size)
+        batch.tree_mask = None if tree_mask is None else tree_mask.to(pool.device)
         splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
         q, k, v = torch.split_with_sizes(heads.to(pool.device, pool.shape.dtype), splits, dim=1)
         attention.init_forward_metadata_out_graph(batch, pool)
         attention.init_forward_metadata_in_graph()
-        return attention.forward(q, k, v, 0)
+        return attention.forward(q, k, v, 0) if has_keys else attention.forward(q, None, None, 0)
 
 
 def batch_of(pool: KVPool, mix: list[tuple[int, int]], graph_size: int | None) -> ForwardBatch:
@@ -169,3 +187,12 @@ def test_a_graph_that_needs_more_workspace_leaves_eager_batches_alone(
     for mix in (EXTENDS["mixed"], DECODES["long and short"], EXTENDS["chunks"]):
         twins.check(attention, mix)
         twins.check(attention, [(LONG - 1, 1)] * 2, graph_size=2)
+
+
+@pytest.mark.parametrize("mix", DECODES.values(), ids=DECODES)
+def test_queries_without_keys_attend_like_the_authority(
+    machine: Machine, ops: FlashInferOps, config: ModelConfig, mix: list[tuple[int, int]]
+) -> None:
+    twins = Twins(config, machine.device)
+    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
+    twins.check(attention, mix, has_keys=False)

@@ -14,7 +14,7 @@ from protos.errors import RpcError
 from protos.requests import RequestReader
 from protos.serving.v1 import serving_pb2_grpc
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
-from router.frontend import GENERATE, SERVER_OPTIONS, GenerationServicer
+from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.health import Health
 from router.measures import RequestMeasures
 from router.model import ServedModel
@@ -150,7 +150,7 @@ async def serve(
     """Serves a cell on loopback and yields the target to connect to."""
     servicer = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
     server = grpc.aio.server(
-        interceptors=[RequestReader({GENERATE: servicer.check_room})],
+        interceptors=[RequestReader(servicer.checks(), cell.measures.add_refusal)],
         options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
     )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +18,16 @@ from tests.sim.fake_executors import FakeExecutors
 
 
 @asynccontextmanager
-async def running(dp_size: int = 2, observer: Observer | None = None) -> AsyncIterator[Cell]:
-    """A cell whose group steps over executors that take 1 ms."""
+async def running(
+    dp_size: int = 2,
+    observer: Observer | None = None,
+    sizes: dict[str, Any] | None = None,
+    **faults: float,
+) -> AsyncIterator[Cell]:
+    """A cell whose group steps over executors that take 1 ms, and may have faults."""
     cell = Cell(Readers(max_readers=50), observer=observer)
-    executors = FakeExecutors(make_shape(dp_size=dp_size), random.Random(0), step_s=0.001)
+    shape = make_shape(dp_size=dp_size, **(sizes or {}))
+    executors = FakeExecutors(shape, random.Random(0), step_s=0.001, **faults)
     engine = Engine(
         0,
         executors,

@@ -9,12 +9,14 @@ import numpy as np
 
 from router.admission import Admission
 from router.group import GroupShape
+from router.measures import GroupMeasures
 from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduler import Scheduler
 from router.sequence_table import RowStatus
+from router.speculation import DraftSettings
 from router.step import StepPlan
-from tests.sim.fake_executors import FakeRank
+from tests.sim.fake_rank import FakeRank
 
 
 def make_shape(**sizes: Any) -> GroupShape:
@@ -34,18 +36,31 @@ def make_shape(**sizes: Any) -> GroupShape:
 class Stepper:
     """Plans and commits steps when told to. Each position of the fakes' KV holds its token.
 
+    Args:
+        acceptance: Share of drafts that are accepted if those before them are.
+        drafts: See Scheduler.
+
     Attributes:
         ended: Sequences that ended, in order.
         reader: Of every request made here.
+        results: What the executors have answered to the steps in flight.
     """
 
-    def __init__(self, shape: GroupShape, *, min_chunk_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        shape: GroupShape,
+        *,
+        min_chunk_tokens: int = 1,
+        acceptance: float = 1.0,
+        drafts: DraftSettings | None = None,
+    ) -> None:
         self.shape = shape
         self.admission = Admission(max_sequences=1000, max_tokens=100_000)
         self.readers = Readers(max_readers=4)
         self.reader = self.readers.open()
         self.ended: list[Sequence] = []
         self.now = 0.0
+        self.measures = GroupMeasures()
         self.scheduler = Scheduler(
             shape,
             self.admission,
@@ -53,14 +68,13 @@ class Stepper:
             min_chunk_tokens=min_chunk_tokens,
             clock=lambda: self.now,
             on_end=self.ended.append,
+            measures=self.measures,
+            drafts=drafts,
         )
         self.table = self.scheduler.table
         self.in_flight: deque[StepPlan] = deque()
-        self._ranks = [
-            FakeRank(np.full((num_blocks, shape.block_size), -1, np.int64))
-            for num_blocks in shape.num_blocks
-        ]
-        self._results: deque[Any] = deque()
+        self.ranks = FakeRank.of_group(shape, acceptance=acceptance)
+        self.results: deque[Any] = deque()
         self._numbers = itertools.count(1)
 
     def submit(
@@ -71,15 +85,20 @@ class Stepper:
         stop_token_ids: tuple[int, ...] = (),
         min_tokens: int = 0,
         output: OutputOptions | None = None,
+        sampling: SamplingParams | None = None,
+        has_stop_strings: bool = False,
         **fields: Any,
     ) -> Request:
         number = next(self._numbers)
         request = Request(
             request_id=f"r{number}",
             prompt=np.array(prompt, dtype=np.int32),
-            sampling=SamplingParams(),
+            sampling=sampling or SamplingParams(),
             stop=StopConditions(
-                max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_token_ids
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+                has_stop_strings=has_stop_strings,
             ),
             output=output or OutputOptions(),
             reader=self.reader,
@@ -95,17 +114,17 @@ class Stepper:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.in_flight.append(plan)
-            self._results.append(
+            self.results.append(
                 tuple(
-                    rank.run(batch, self.shape)
-                    for rank, batch in zip(self._ranks, plan.batches, strict=True)
+                    rank.run(batch, plan.agreement)
+                    for rank, batch in zip(self.ranks, plan.batches, strict=True)
                 )
             )
         return plan
 
     def commit(self) -> None:
         """Commits the earliest step in flight."""
-        self.scheduler.commit(self.in_flight.popleft(), self._results.popleft())
+        self.scheduler.commit(self.in_flight.popleft(), self.results.popleft())
 
     def step(self) -> StepPlan:
         """Plans and commits one step; there is work for one."""
@@ -138,7 +157,15 @@ class Stepper:
         for plan in self.in_flight:
             taken += plan.runs
         assert (table.num_in_flight == taken).all()
-        assert (table.num_tokens <= table.max_len)[table.status != RowStatus.FREE].all()
+        is_bound = table.status != RowStatus.FREE
+        assert (table.num_tokens <= table.max_len)[is_bound].all()
+        assert (table.num_computed <= table.max_computed)[is_bound].all()
+        assert (table.num_computed <= table.num_blocks * table.block_size)[is_bound].all()
+        # What is in flight may gain nothing; what is not is known to the last token.
+        is_decode = table.status == RowStatus.DECODE
+        assert (table.num_computed >= table.num_tokens - 1)[is_decode].all()
+        is_known = is_decode & (table.num_in_flight == 0)
+        assert (table.num_computed == table.num_tokens - 1)[is_known].all()
 
     def check_idle(self) -> None:
         """Asserts that no sequence, row or block is left behind."""

@@ -28,7 +28,13 @@ from router.client import (
 from router.errors import NotReady, QueueFull
 from router.request import FinishReason
 from router.request import TokenLogprob as EngineLogprob
-from router.status import GroupState, GroupStatus, RankStatus
+from router.status import (
+    GroupState,
+    GroupStatus,
+    RankStatus,
+    SpeculationState,
+    SpeculationStatus,
+)
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer, serve
 
 
@@ -298,6 +304,23 @@ async def test_the_status_comes_back_as_it_was_given(cell: FakeCell):
         GroupStatus(group=0, state=GroupState.FORMING, problem="executor 1: no answer"),
         GroupStatus(
             group=1, state=GroupState.READY, epoch=2, step=7, last_step_age_s=0.25, ranks=(rank,)
+        ),
+        GroupStatus(
+            group=2,
+            state=GroupState.READY,
+            speculation=SpeculationStatus(
+                algorithm="eagle",
+                state=SpeculationState.PAUSED,
+                num_steps=9,
+                num_drafts=27,
+                num_accepted_drafts=5,
+                tokens_per_step=1.25,
+            ),
+        ),
+        GroupStatus(
+            group=3,
+            state=GroupState.READY,
+            speculation=SpeculationStatus(algorithm="eagle", state=SpeculationState.OFF),
         ),
     ]
     async with connected(cell) as client:

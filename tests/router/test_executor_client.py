@@ -1,179 +1,19 @@
 """If attention-TP peers get unlike steps, or a lost one goes unnoticed, a whole group hangs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from collections.abc import Callable
 
 import grpc
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2 as pb
 from router.discovery import find_addresses
-from router.errors import ExecutorLost
+from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
 from router.executor_client import ExecutorGroup
-from router.step import StepPlan
 from router.step_deadline import MIN_STEPS, StepDeadline
-from tests.router.stepper import Stepper, make_shape
-
-SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
-FORM_TIMEOUT_S = 30.0
-NEVER_LATE = StepDeadline(factor=20, min_s=30, max_s=30)
-
-
-class Peer:
-    """An executor behind a real port: keeps the bytes of its steps, and answers when it may.
-
-    Attributes:
-        steps: The StepRequests that came, as they came.
-        prepared, joined: Epochs of these calls.
-        may_answer: Holds its answers back while it is not set.
-        on_describe: Awaited before Describe is answered.
-        instance_id: Of its process.
-        shift: What is added to the epoch and the step of its answers.
-        num_streams: Step streams that are open.
-        dies: Set by a test to end the Step stream with an error.
-    """
-
-    def __init__(self, dp_rank: int, attn_tp_rank: int, dp_size: int, attn_tp_size: int) -> None:
-        self.place = (dp_rank, attn_tp_rank)
-        self.steps: list[bytes] = []
-        self.prepared: list[int] = []
-        self.joined: list[int] = []
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.dies = asyncio.Event()
-        self.on_describe: Callable[[], Awaitable[object]] = _nothing
-        self.instance_id = "first"
-        self.shift = (0, 0)
-        self.num_streams = 0
-        self._sizes = (dp_size, attn_tp_size)
-
-    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        await self.on_describe()
-        (dp_rank, attn_tp_rank), (dp_size, attn_tp_size) = self.place, self._sizes
-        return pb.DescribeResponse(
-            instance_id=self.instance_id,
-            coordinates=pb.Coordinates(
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                attn_tp_rank=attn_tp_rank,
-                attn_tp_size=attn_tp_size,
-            ),
-            model=pb.ModelInfo(vocab_size=50, max_model_len=48, block_size=4),
-            num_kv_blocks=40,
-            num_rows=8,
-            budget=pb.TokenBudget(max_num_batched_tokens=32, max_num_seqs=8, max_num_logits=16),
-        )
-
-    async def prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
-        self.prepared.append(request.epoch)
-        return pb.PrepareResponse(store_address="127.0.0.1:1")
-
-    async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        self.joined.append(request.epoch)
-        return pb.JoinResponse()
-
-    async def step(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Answers a token for each sequence: 10 * dp_rank + attn_tp_rank."""
-        self.num_streams += 1
-        answering = asyncio.create_task(self._answer(requests, context))
-        dying = asyncio.create_task(self.dies.wait())
-        try:
-            await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.num_streams -= 1
-            answering.cancel()
-            dying.cancel()
-        if self.dies.is_set():
-            await context.abort(grpc.StatusCode.INTERNAL, "its attention failed")
-
-    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        dp_rank, attn_tp_rank = self.place
-        async for data in requests:
-            self.steps.append(data)
-            request = pb.StepRequest.FromString(data)
-            num_sampled = sum(request.ranks[0].sequences.samples)
-            tokens = np.full(num_sampled, 10 * dp_rank + attn_tp_rank, dtype="<i4").tobytes()
-            await self.may_answer.wait()
-            result = pb.RankResult(dp_rank=request.ranks[0].dp_rank, next_token_ids=tokens)
-            await context.write(
-                pb.StepResponse(
-                    epoch=request.epoch + self.shift[0],
-                    step_id=request.step_id + self.shift[1],
-                    ranks=[result],
-                )
-            )
-
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """The service. Steps come as bytes, so that a test sees what travelled."""
-        unary = grpc.unary_unary_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Describe": unary(
-                    self.describe,
-                    request_deserializer=pb.DescribeRequest.FromString,
-                    response_serializer=pb.DescribeResponse.SerializeToString,
-                ),
-                "Prepare": unary(
-                    self.prepare,
-                    request_deserializer=pb.PrepareRequest.FromString,
-                    response_serializer=pb.PrepareResponse.SerializeToString,
-                ),
-                "Join": unary(
-                    self.join,
-                    request_deserializer=pb.JoinRequest.FromString,
-                    response_serializer=pb.JoinResponse.SerializeToString,
-                ),
-                "Step": grpc.stream_stream_rpc_method_handler(
-                    self.step, response_serializer=pb.StepResponse.SerializeToString
-                ),
-            },
-        )
-
-
-async def _nothing() -> None:
-    pass
-
-
-Peers = dict[tuple[int, int], Peer]
-
-
-@asynccontextmanager
-async def run_group(
-    dp_size: int, attn_tp_size: int, deadline: StepDeadline | None = None
-) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
-    """Peers of every place, by place, and a client that was given their addresses backwards."""
-    peers, addresses = {}, []
-    async with AsyncExitStack() as stack:
-        for place in np.ndindex(dp_size, attn_tp_size):
-            peers[place] = Peer(*place, dp_size, attn_tp_size)
-            server = grpc.aio.server()
-            server.add_generic_rpc_handlers((peers[place].handlers(),))
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            await server.start()
-            stack.push_async_callback(server.stop, None)
-        group = ExecutorGroup(
-            find_addresses(addresses[::-1]),
-            "moe",
-            form_timeout_s=FORM_TIMEOUT_S,
-            deadline=deadline or NEVER_LATE,
-        )
-        stack.push_async_callback(group.close)
-        yield group, peers
-
-
-def plan_step(dp_size: int) -> StepPlan:
-    """A step in which every DP rank runs a prompt of its own."""
-    world = Stepper(make_shape(dp_size=dp_size))
-    for first in range(dp_size):
-        world.submit([1 + first, 2, 3, 4, 5])
-    plan = world.plan()
-    assert plan is not None
-    return plan
+from tests.router.peers import FORM_TIMEOUT_S, NEVER_LATE, Peer, nothing, plan_step, run_group
 
 
 async def test_attention_tp_peers_get_the_same_bytes_and_the_first_ones_tokens_count() -> None:
@@ -240,6 +80,75 @@ async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all(
         group.send(plan_step(dp_size=2))
         results = await group.receive()
         assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
+
+
+class StepFailed(RpcError):
+    """What an executor says whose step fails, also if it does for want of another."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "STEP_FAILED"
+
+
+class Stopping(RpcError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "SHUTTING_DOWN"
+
+
+async def heard(group: ExecutorGroup, dp_rank: int) -> None:
+    """Returns when the end of a rank's stream has come."""
+    await until(lambda: group._streams[dp_rank].has_ended)
+
+
+@pytest.mark.parametrize("word", [Stopping("it was told to stop"), None])
+async def test_who_left_is_named_though_another_one_says_first_that_its_step_failed(
+    word: RpcError | None,
+) -> None:
+    """The message of the one that left may come last, if its host is farther away."""
+    async with run_group(dp_size=3, attn_tp_size=1) as (group, peers):
+        await group.form()
+        peers[0, 0].last_word = StepFailed("a peer is gone")
+        peers[1, 0].last_word = word
+        peers[0, 0].dies.set()
+        await heard(group, 0)
+        peers[1, 0].dies.set()
+        with pytest.raises(ExecutorLost, match="dp_rank 1") as caught:
+            await asyncio.wait_for(group.lost(), 30)
+        assert type(caught.value) is (ExecutorLeft if word else WordLost)
+
+
+async def test_who_left_is_asked_when_grpc_lost_its_word() -> None:
+    """It does if a step is being sent as the stream ends: "Internal error from Core"."""
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        leaving = peers[1, 0]
+
+        async def say_why() -> None:
+            raise Stopping("it was told to stop")
+
+        leaving.on_describe = say_why
+        leaving.dies.set()
+        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
+            await asyncio.wait_for(group.lost(), 30)
+
+
+async def test_a_step_that_failed_on_one_executor_alone_ends_the_epoch_too() -> None:
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        peers[1, 0].last_word = StepFailed("out of memory")
+        peers[1, 0].dies.set()
+        with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
+            await asyncio.wait_for(group.lost(), 30)
+
+
+async def test_of_a_step_that_failed_everywhere_the_first_to_say_so_is_named() -> None:
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        for rank in (1, 0):
+            peers[rank, 0].last_word = StepFailed("out of memory" if rank else "a peer is gone")
+            peers[rank, 0].dies.set()
+            await heard(group, rank)
+        with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
+            await asyncio.wait_for(group.lost(), 30)
 
 
 def hurried() -> StepDeadline:
@@ -337,6 +246,21 @@ async def test_an_answer_to_another_step_or_epoch_is_refused(
             await group.receive()
 
 
+@pytest.mark.parametrize(
+    ("spare_bytes", "problem"),
+    [(b"xy", "a column that cannot be read"), (b"four", "answered 2 tokens for 1")],
+)
+async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
+    spare_bytes: bytes, problem: str
+) -> None:
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        peers[1, 0].spare_bytes = spare_bytes
+        group.send(plan_step(dp_size=2))
+        with pytest.raises(ExecutorLost, match=problem):
+            await group.receive()
+
+
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
     deadline = StepDeadline(factor=20, min_s=5, max_s=30)
     async with run_group(dp_size=2, attn_tp_size=1, deadline=deadline) as (group, peers):
@@ -370,7 +294,7 @@ async def test_an_executor_that_restarts_while_the_group_forms_is_not_taken_for_
         peers[1, 0].on_describe = restart
         with pytest.raises(ExecutorLost, match=r"dp_rank 1.*was restarted while the group formed"):
             await group.form()
-        peers[1, 0].on_describe = _nothing
+        peers[1, 0].on_describe = nothing
         await group.form()
 
 

@@ -7,6 +7,7 @@ import pytest
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.formation import Member, check_group, describe_group
+from router.speculation import Speculation
 
 
 def make_member(
@@ -111,3 +112,54 @@ def test_a_budget_below_one_step_of_decodes_is_refused_with_the_executor_s_name(
     member.description.budget.max_num_batched_tokens = 7
     with pytest.raises(GroupMismatch, match=r"host00:9000.*max_num_batched_tokens=7"):
         describe_group([member], epoch=1, model_name="moe")
+
+
+# ---- drafts
+
+
+def drafting_member(**fields: Any) -> Member:
+    defaults = {
+        "algorithm": "eagle",
+        "num_draft_tokens": 4,
+        "num_draft_steps": 3,
+        "topk": 1,
+        "num_reserved_tokens": 5,
+        "kv_lookahead": 1,
+        "extends": True,
+    }
+    member = make_member(0, dp_size=1)
+    member.description.speculation.CopyFrom(pb.Speculation(**{**defaults, **fields}))
+    return member
+
+
+def test_a_group_without_a_draft_model_has_no_speculation() -> None:
+    info = describe_group([make_member(0, dp_size=1)], epoch=1, model_name="moe")
+    assert info.shape.speculation is None
+
+
+def test_a_group_drafts_as_its_executors_say() -> None:
+    info = describe_group([drafting_member()], epoch=1, model_name="moe")
+    assert info.shape.speculation == Speculation(
+        algorithm="eagle",
+        num_draft_tokens=4,
+        num_draft_steps=3,
+        topk=1,
+        num_reserved_tokens=5,
+        kv_lookahead=1,
+        extends=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_draft_tokens": 0}, "host00:9000.*num_draft_tokens=0.*need 2 or more"),
+        ({"num_draft_steps": 7}, "host00:9000.*num_draft_steps=7.*need 1 to 3"),
+        ({"num_reserved_tokens": 0}, "host00:9000.*num_reserved_tokens=0"),
+    ],
+)
+def test_drafts_that_cannot_be_planned_are_refused_with_the_executor_s_name(
+    fields: dict[str, int], message: str
+) -> None:
+    with pytest.raises(GroupMismatch, match=message):
+        describe_group([drafting_member(**fields)], epoch=1, model_name="moe")

@@ -1,5 +1,6 @@
 """What callers of the API see: every token once and in order, one end, no request left behind."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ async def test_the_finish_tells_what_the_request_took():
         progress.start_time, progress.first_token_time = arrival + 1, arrival + 2.5
         progress.end_time = arrival + 4
         progress.num_cached_tokens, progress.num_preemptions = 2, 1
+        progress.num_drafts, progress.num_accepted_drafts = 9, 4
         cell.give(sequence, [9])
         cell.finish(sequence)
         [last] = await responses(call)
@@ -98,6 +100,7 @@ async def test_the_finish_tells_what_the_request_took():
         times = (finish.queue_time, finish.first_token_time, finish.total_time)
         assert [time.ToMilliseconds() for time in times] == [1000, 2500, 4000]
         assert (finish.num_cached_tokens, finish.num_preemptions) == (2, 1)
+        assert (finish.num_drafts, finish.num_accepted_drafts) == (9, 4)
 
 
 async def test_what_came_since_the_last_wake_is_one_message():
@@ -523,6 +526,30 @@ async def test_a_message_that_no_tag_can_answer_ends_the_stream(
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert error_details(error).field == field
         await cell.idle()
+    assert +cell.measures.refused == {"INVALID_REQUEST": 1}
+
+
+async def test_a_stream_to_a_router_that_shuts_down_is_refused_and_counted():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        open_before = stub.GenerateMany(iter(()))
+        assert await responses(open_before) == []
+        cell.shut_down()
+        error = await failure(stub.GenerateMany())
+        assert error_details(error).reason == "SHUTTING_DOWN"
+    assert +cell.measures.refused == {"SHUTTING_DOWN": 1}
+
+
+async def test_an_idle_stream_that_a_shutdown_ends_is_not_one_that_was_refused():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.GenerateMany()
+        while cell.readers.num_free == 8:
+            await asyncio.sleep(0)  # until the stream is open
+        cell.shut_down()
+        error = await failure(call)
+        assert error_details(error).reason == "SHUTTING_DOWN"
+    assert +cell.measures.refused == {}
 
 
 async def test_a_tag_may_be_used_again_once_its_request_has_ended():

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ from router.cell import Cell
 from router.engine import Engine
 from router.errors import Cancelled, QueueFull
 from router.group import GroupShape
-from router.measures import PHASES, GroupMeasures, RequestMeasures, StepTimes
+from router.measures import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
 from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.speculation import DraftCounts
 from router.step import DpPaddingMode, RankResult, StepPlan
 from router.step_builder import GraphSizes
 from tests.router.stepper import Stepper, make_shape
+from tests.router.test_speculation import speculation
 from tests.sim import virtual_clock
-from tests.sim.fake_executors import EOS, VOCAB_SIZE, FakeExecutors
+from tests.sim.fake_executors import FakeExecutors
+from tests.sim.fake_rank import EOS, VOCAB_SIZE
 
 DP_SIZE = 3
 SHAPE = GroupShape(
@@ -33,6 +37,7 @@ SHAPE = GroupShape(
     max_model_len=48,
     graph_sizes=GraphSizes((1, 2, 4), (8, 16), "prefill"),
 )
+DRAFTING = replace(SHAPE, speculation=speculation())
 
 
 class RecordingExecutors(FakeExecutors):
@@ -50,9 +55,9 @@ class RecordingExecutors(FakeExecutors):
 class Run:
     """A router under load whose executors die now and then, on a virtual clock."""
 
-    def __init__(self, seed: int, loss_rate: float) -> None:
+    def __init__(self, seed: int, loss_rate: float, shape: GroupShape) -> None:
         self.rng = random.Random(seed)
-        self.executors = RecordingExecutors(SHAPE, self.rng, loss_rate=loss_rate, slow_rate=0.02)
+        self.executors = RecordingExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
         self.cell = Cell(Readers(max_readers=100))
         self.engine = Engine(
             0,
@@ -100,13 +105,16 @@ class Run:
         self.cell.readers.close(request.reader)
 
 
-@pytest.fixture(params=[0.0, 0.03], ids=["steady", "losing executors"])
+@pytest.fixture(
+    params=[(0.0, SHAPE), (0.03, SHAPE), (0.0, DRAFTING), (0.03, DRAFTING)],
+    ids=["steady", "losing executors", "drafting", "drafting, and losing executors"],
+)
 def finished(request: pytest.FixtureRequest) -> Run:
-    loss_rate: float = request.param
+    loss_rate, shape = request.param
     run: list[Run] = []
 
     async def main() -> None:
-        run.append(Run(7, loss_rate))
+        run.append(Run(7, loss_rate, shape))
         await run[0].run()
 
     virtual_clock.run(main())
@@ -161,7 +169,8 @@ def test_steps_and_tokens_add_up_over_epochs(finished: Run):
         longest = sum(max(plan.agreement.global_num_tokens) for plan in plans)
         assert {r.scheduled_tokens + r.imbalance_tokens for r in totals.ranks} == {longest}
         rows = [
-            plan.agreement.graph_size or max(plan.agreement.global_num_tokens)
+            (plan.agreement.graph_size or 0) * (plan.agreement.num_draft_tokens or 1)
+            or max(plan.agreement.global_num_tokens)
             if plan.agreement.padding_mode is DpPaddingMode.MAX_LEN
             else plan.agreement.global_num_tokens[0]
             for plan in plans
@@ -177,6 +186,54 @@ def test_steps_and_tokens_add_up_over_epochs(finished: Run):
         len(r.prompt) for r in finished.requests if r.sequences[0].progress.start_time is not None
     ]
     assert sum(rank.prompt_tokens for rank in totals.ranks) == sum(prompts)
+
+
+def test_drafts_add_up_over_epochs(finished: Run):
+    """Of each sequence and of the group, whoever loses an executor in between."""
+    engine = finished.engine
+    totals, progress = engine.measures.totals(), [s.progress for s in sequences_of(finished)]
+    drafts, status = totals.drafts, finished.cell.status()[0].speculation
+    offered = sum(p.num_drafts for p in progress)
+    accepted = sum(p.num_accepted_drafts for p in progress)
+    num_verified = sum(n for (runner, _), n in totals.steps.items() if runner == "verify")
+    if finished.executors.shape.speculation is None:
+        assert status is None
+        assert drafts == DraftCounts()
+        assert offered == accepted == num_verified == 0
+        return
+    assert status is not None
+    assert status.algorithm == "eagle"
+    assert 0 < num_verified <= drafts.num_steps  # some are larger than any graph
+    # Of a sequence that ended, what a step in flight gave it still counts for the group.
+    assert 0 < accepted <= drafts.num_accepted <= 1.1 * accepted
+    assert accepted < offered <= drafts.num_drafts <= 1.1 * offered
+    assert status.num_steps <= drafts.num_steps
+    assert status.tokens_per_step is not None
+    assert 1 < status.tokens_per_step < 4
+
+
+def sequences_of(finished: Run) -> list[Sequence]:
+    return [request.sequences[0] for request in finished.requests]
+
+
+def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width():
+    shape = make_shape(graph_sizes=GraphSizes((2,)), speculation=speculation(), max_num_logits=32)
+    stepper = Stepper(shape)
+    stats = EpochStats(
+        stepper.scheduler.caches, stepper.scheduler.num_preemptions, shape.graph_sizes
+    )
+    stepper.submit([1, 2, 3], max_tokens=7)
+    for plan in (stepper.plan(), stepper.plan()):
+        assert plan is not None
+        stats.add(plan, stepper.results[-1], 1.0)
+    assert stats.drafts == DraftCounts(num_steps=1, num_drafts=3, num_accepted=3)
+    assert stats.num_output_tokens == 1 + 4
+    [rank] = stats.rank_counts()
+    assert (rank.scheduled_tokens, rank.padding_tokens) == (3 + 4, 2 * 4 - 4)
+    assert [(count.runner, count.size) for count in stats.graph_counts()] == [
+        ("eager", 0),
+        ("verify", 2),
+    ]
 
 
 def test_preemptions_are_counted_where_they_happen():
@@ -211,6 +268,19 @@ def test_a_loss_forgets_what_was_sent():
     measures.times.add_answer(result, 10.0)
     with pytest.raises(IndexError):
         measures.times.add_answer(result, 10.0)
+
+
+def test_a_group_is_lost_from_an_unplanned_loss_until_it_has_formed_again():
+    measures = GroupMeasures()
+    seen = [measures.totals().is_lost]
+    measures.begin_epoch(EpochStats(), 0.0)
+    measures.end_epoch(1.0)
+    seen.append(measures.totals().is_lost)
+    measures.begin_epoch(EpochStats(), 2.0)
+    seen.append(measures.totals().is_lost)
+    measures.end_epoch(3.0, is_planned=True)
+    seen.append(measures.totals().is_lost)
+    assert seen == [False, True, False, False]
 
 
 def test_every_reason_is_there_before_it_happens():

@@ -3,9 +3,11 @@
 import asyncio
 import math
 import random
+import socket
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,15 +15,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.metrics import Family, Histogram, serve_metrics, split_address
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from router import app
 from router.admission import Admission
 from router.cell import Cell
+from router.config import RouterConfig
 from router.engine import Engine
 from router.errors import InvalidRequest, QueueFull
+from router.frontend import GenerationServicer
+from router.health import Health
 from router.metrics import collector, families, take_snapshot
 from router.readers import Readers
 from tests.router.fake_cell import FakeCell, serve
 from tests.router.running_cell import complete, running
 from tests.router.stepper import make_shape
+from tests.router.test_speculation import speculation
 from tests.sim.fake_executors import FakeExecutors
 
 Samples = dict[str, dict[tuple[str, ...], float]]
@@ -84,6 +91,34 @@ async def test_a_scrape_says_what_happened():
     assert samples["lockstep_router_epochs_total"]["0",] == 1
     assert samples["lockstep_router_step_seconds_total"]["0", "plan"] > 0
     assert samples["process_resident_memory_bytes"][()] > 1e6
+
+
+async def test_a_scrape_says_what_came_of_drafts():
+    async with running(sizes={"speculation": speculation()}, acceptance=1.0) as cell:
+        port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+        before = read(await scrape(port.number))
+        await complete(cell, "a", [1, 2, 3], max_tokens=9)
+        samples = read(await scrape(port.number))
+        await asyncio.to_thread(port.close)
+
+    # One token of the prompt, then four twice: three drafts in each are right.
+    assert samples["lockstep_router_speculative_steps_total"]["0",] == 2
+    assert samples["lockstep_router_drafts_total"]["0",] == 6
+    assert samples["lockstep_router_accepted_drafts_total"]["0",] == 6
+    assert samples["lockstep_router_tokens_per_draft_step"]["0",] == 4
+    assert samples["lockstep_router_drafts_paused"]["0",] == 0
+    assert samples["lockstep_router_output_tokens_total"]["0",] == 9
+    assert samples["lockstep_router_inter_token_seconds_count"]["0",] == 8
+    assert before["lockstep_router_drafts_total"]["0",] == 0
+    assert "lockstep_router_tokens_per_draft_step" not in before
+
+
+async def test_a_group_without_a_draft_model_says_nothing_of_whether_drafts_pay():
+    async with running() as cell:
+        families_now = families(take_snapshot(cell, "1"))
+        series = {family.name: family.series for family in families_now}
+    assert series["lockstep_router_drafts_total"] == [(("0",), 0)]
+    assert series["lockstep_router_drafts_paused"] == []
 
 
 async def test_a_router_without_a_group_answers_too():
@@ -202,3 +237,22 @@ async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
         assert cell.measures.refused["QUEUE_FULL"] == 1
         stream.cancel()
     assert +cell.measures.ended == {}
+
+
+async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: Path):
+    (tmp_path / "tokens").write_text("right-token-0123456789\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    config = RouterConfig(
+        groups=(("127.0.0.1:1",),), listen=address, auth_tokens=tmp_path / "tokens"
+    )
+    cell, right = Cell(Readers(4)), ("authorization", "Bearer right-token-0123456789")
+    server = await app.start_server(config, cell, GenerationServicer(cell, None, "1"), Health(), [])
+    async with grpc.aio.insecure_channel(address) as channel:
+        method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
+        for data, metadata in ((b"", []), (b"\xff", [right])):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method(data, metadata=metadata).read()
+    await server.stop(None)
+    assert +cell.measures.refused == {"UNAUTHENTICATED": 1, "MALFORMED_MESSAGE": 1}

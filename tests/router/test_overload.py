@@ -93,10 +93,12 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
     ],
 )
 async def test_bytes_that_are_no_message_are_refused_as_such(method: str, messages: list[bytes]):
-    async with serve(FakeCell()) as target:
+    cell = FakeCell()
+    async with serve(cell) as target:
         code, reason, _ = await outcome(target, method, *messages)
         assert (code, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
         assert await outcome(target, "GetModel", b"") == ("OK", "", "")
+    assert +cell.measures.refused == {"MALFORMED_MESSAGE": 1}
 
 
 async def test_no_answer_repeats_more_of_a_request_than_a_client_takes():

@@ -150,6 +150,35 @@ def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
             assert agreement.padding_mode is expected, (num_tokens, attn_tp_size)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_speculative_step_replays_the_graph_of_its_sequences(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(NUM_CASES):
+        width, attn_tp_size = rng.randint(2, 9), rng.randint(1, 3)
+        num_sequences = [rng.randint(0, 9) for _ in range(rng.randint(1, 5))]
+        num_sequences[0] += 1
+        num_tokens = [width * count for count in num_sequences]
+        captured = tuple(attn_tp_size * size for size in sorted(rng.sample(range(1, 10), 3)))
+        agreement = agree(
+            num_tokens,
+            num_tokens,
+            has_extend=False,
+            num_sequences=num_sequences,
+            attn_tp_size=attn_tp_size,
+            decode_graph_sizes=captured,
+            extend_graph_sizes=(max(num_tokens),),
+            num_draft_tokens=width,
+        )
+        assert agreement.num_draft_tokens == width
+        assert agreement.global_num_tokens == tuple(num_tokens)
+        assert agreement.graph_size == naive_graph_size(num_sequences, captured)
+        if agreement.graph_size is None:
+            expected = naive_padding_mode(num_tokens, False, attn_tp_size)
+            assert agreement.padding_mode is expected
+        else:
+            assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+
+
 def test_a_step_without_tokens_is_never_planned() -> None:
     with pytest.raises(AssertionError, match="idle"):
         agree([0, 0], [0, 0], has_extend=False, num_sequences=[0, 0])

@@ -5,7 +5,14 @@ from typing import Any
 import numpy as np
 
 from router.admission import Admission
-from router.quarantine import PARTS, PROOF_TOKENS, Quarantine, accuse
+from router.quarantine import (
+    FREE_ACQUITTALS,
+    MAX_PROOF_TOKENS,
+    PARTS,
+    PROOF_TOKENS,
+    Quarantine,
+    accuse,
+)
 from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from tests.router.stepper import Stepper, make_shape
@@ -50,6 +57,7 @@ class Line:
         guilty = accuse(lost, is_alone=len(lost) == 1)
         for sequence in lost:
             self.quarantine.push(sequence)
+        self.quarantine.exonerate(lost)
         self.quarantine.share_out()
         return guilty
 
@@ -104,13 +112,37 @@ def test_ten_losses_with_others_make_nobody_guilty():
         assert accuse(sequences, is_alone=False) == []
 
 
-def test_ten_losses_alone_with_tokens_between_them_make_nobody_guilty():
+def test_ten_losses_alone_with_many_tokens_between_them_make_nobody_guilty():
     line = Line()
     [one] = line.submit(1)
     for _ in range(10):
         assert line.take() == [one]
-        gain(one)
+        gain(one, count=MAX_PROOF_TOKENS)
         assert line.lose(one) == []
+
+
+def test_whoever_is_lost_again_and_again_needs_ever_more_tokens_for_a_proof():
+    line = Line()
+    [poison] = line.submit(1)
+    verdicts: list[list[Sequence]] = []
+    while len(verdicts) < FREE_ACQUITTALS + 8 and not any(verdicts):
+        assert line.take() == [poison]
+        gain(poison, count=20 * PROOF_TOKENS)
+        verdicts.append(line.lose(poison))
+    assert verdicts[-1] == [poison]
+    assert len(verdicts) > FREE_ACQUITTALS + 2
+
+
+def test_a_loss_without_a_suspect_takes_its_past_from_it():
+    line = Line()
+    one, other = line.submit(2)
+    for _ in range(10):
+        line.take()
+        gain(one, other)
+        line.lose(one)
+        assert one.num_acquittals <= 1
+        line.lose(other)
+    assert one.num_acquittals == 0
 
 
 def test_a_suspect_that_is_cancelled_makes_way_for_the_next():

@@ -11,7 +11,7 @@ from router.errors import Cancelled
 from router.request import FinishReason, OutputOptions, Request
 from router.step import DpPaddingMode, StepPlan
 from tests.router.stepper import Stepper, make_shape
-from tests.sim.fake_executors import EOS, expected_output
+from tests.sim.fake_rank import EOS, expected_output
 
 
 def output_of(request: Request) -> list[list[int]]:

@@ -101,6 +101,24 @@ def test_every_rank_gets_the_same_agreement_and_its_own_part() -> None:
     assert first.padding_mode == pb.DP_PADDING_MODE_SUM_LEN
 
 
+def test_a_speculative_step_says_its_width_and_what_each_sequence_may_gain() -> None:
+    [request] = encode(DRAFTING, global_num_tokens=(8,), num_draft_tokens=4)
+    assert request.agreement.num_draft_tokens == 4
+    assert not request.agreement.global_num_tokens_for_draft
+    [part] = request.ranks
+    assert part.forward_mode == pb.FORWARD_MODE_DECODE
+    assert column(part.sequences.num_tokens) == [4, 2]
+    assert part.sequences.token_ids == b""
+
+
+def test_a_step_that_is_not_says_what_the_draft_model_runs() -> None:
+    requests = encode(DECODE, IDLE, global_num_tokens_for_draft=(3, 0), global_num_sampled=(2, 0))
+    for request in requests:
+        assert request.agreement.num_draft_tokens == 0
+        assert list(request.agreement.global_num_tokens_for_draft) == [3, 0]
+        assert list(request.agreement.global_num_sampled) == [2, 0]
+
+
 def test_no_graph_is_not_graph_size_zero() -> None:
     [request] = encode(DECODE)
     assert not request.agreement.HasField("graph_size")
@@ -292,6 +310,64 @@ def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
     )
     with pytest.raises(ExecutorLost):
         decode_result(answer(next_token_ids=ints(4, 5).tobytes()), chunk, 1)
+
+
+DRAFTING = RankBatch(ForwardMode.DECODE, ints(3, 5), ints(17, 3), num_tokens=ints(4, 2))
+
+
+def gained(tokens: int, *gains: int) -> pb.StepResponse:
+    return answer(
+        next_token_ids=np.arange(tokens, dtype=np.int32).tobytes(),
+        num_next_tokens=ints(*gains).tobytes(),
+    )
+
+
+def test_the_tokens_that_drafts_gained_are_read_back() -> None:
+    result = decode_result(gained(5, 4, 1), DRAFTING, rank=1)
+    assert result.next_token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert result.num_next_tokens is not None
+    assert result.num_next_tokens.tolist() == [4, 1]
+
+
+@pytest.mark.parametrize("batch", [DECODE, DRAFTING])
+def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
+    for response in (gained(2, 1, 1), gained(2)):
+        result = decode_result(response, batch, rank=1)
+        assert result.num_next_tokens is None
+        assert result.next_token_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "response", "message"),
+    [
+        (DRAFTING, gained(4, 1, 3), "rank 1 answered 3 tokens for row 5, which gains 1 to 2 in"),
+        (DRAFTING, gained(2, 0, 2), "rank 1 answered 0 tokens for row 3, which gains 1 to 4 in"),
+        (DRAFTING, gained(3, -1, 4), "rank 1 answered -1 tokens for row 3"),
+        (DECODE, gained(3, 1, 2), "rank 1 answered 2 tokens for row 4, which gains 1 in"),
+        (DRAFTING, gained(4, 3, 2), "4 tokens for 2 .*, whose num_next_tokens add up to 5"),
+        (DRAFTING, gained(3, 3), "4 bytes of num_next_tokens for 2 .* which take 8"),
+        (DRAFTING, gained(5), "answered 5 tokens for 2 sequences that sample$"),
+    ],
+)
+def test_gains_that_were_not_planned_lose_the_executor(
+    batch: RankBatch, response: pb.StepResponse, message: str
+) -> None:
+    with pytest.raises(ExecutorLost, match=message):
+        decode_result(response, batch, rank=1)
+
+
+def test_a_last_chunk_gains_one_token() -> None:
+    """Its `num_tokens` is what it runs, not what it may gain."""
+    chunks = RankBatch(
+        ForwardMode.EXTEND,
+        ints(7, 9),
+        ints(0, 0),
+        ints(1, 2, 3, 4),
+        num_tokens=ints(2, 2),
+        samples=np.array([0, 1], np.uint8),
+    )
+    with pytest.raises(ExecutorLost, match="2 tokens for row 9, which gains 1 in this step"):
+        decode_result(gained(2, 2), chunks, rank=1)
 
 
 def test_an_answer_for_another_rank_loses_the_executor() -> None:

@@ -1,5 +1,7 @@
 """A deadline that is too short loses a healthy group; one that is too long leaves callers waiting."""
 
+from dataclasses import replace
+
 from router.step import Agreement, DpPaddingMode
 from router.step_deadline import MIN_STEPS, StepDeadline
 
@@ -68,3 +70,14 @@ def test_all_is_forgotten_when_executors_are_new():
     deadline = learnt(*[(decode, 0.2)] * 100)
     deadline.forget()
     assert deadline.limit_s(decode) == MAX_S
+
+
+def test_steps_with_drafts_are_told_apart_from_plain_ones_of_as_many_tokens():
+    plain = agreement(8)
+    deadline = learnt(*[(plain, 0.2)] * MIN_STEPS)
+    drafting = replace(plain, num_draft_tokens=4)
+    assert deadline.limit_s(drafting) == MAX_S
+    for _ in range(MIN_STEPS):
+        deadline.add(drafting, 0.5)
+    assert round(deadline.limit_s(drafting), 6) == 10.0
+    assert round(deadline.limit_s(plain), 6) == 4.0

@@ -1,14 +1,30 @@
 """The picture is read in a hurry, on whatever terminal there is."""
 
+import asyncio
+import os
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
+from protos.serving.v1 import serving_pb2_grpc
 from router import top
 from router.client import Client
+from router.frontend import GenerationServicer
 from router.health import Health
-from router.status import GraphCount, GroupState, GroupStatus, RankStatus
+from router.status import (
+    GraphCount,
+    GroupState,
+    GroupStatus,
+    RankStatus,
+    SpeculationState,
+    SpeculationStatus,
+)
 from router.top import Frame, render
 from tests.router.fake_cell import FakeCell, serve
 
@@ -89,6 +105,24 @@ def test_a_queue_is_shown_as_its_share_of_what_is_live():
     assert bar.count(top.FULL) * 2 == len(bar)
 
 
+def test_what_comes_of_drafts_is_shown_where_there_is_a_draft_model():
+    status = SpeculationStatus(algorithm="eagle", state=SpeculationState.DRAFTING)
+    assert "drafts" not in render(Frame(0.0, [ready(rank(0))]), 100)
+    assert "  drafts: eagle, drafting\n" in render(
+        Frame(0.0, [replace(ready(rank(0)), speculation=status)]), 100
+    )
+    status = replace(
+        status,
+        state=SpeculationState.PAUSED,
+        num_drafts=300,
+        num_accepted_drafts=45,
+        tokens_per_step=1.4501,
+    )
+    assert "  drafts: eagle, paused, 1.45 tokens per step, 15% accepted\n" in render(
+        Frame(0.0, [replace(ready(rank(0)), speculation=status)]), 100
+    )
+
+
 def test_rates_take_two_frames_of_one_epoch():
     old = Frame(10.0, [ready(rank(0, total_tokens=100), step=50)])
     new = Frame(12.0, [ready(rank(0, total_tokens=700), step=110)])
@@ -131,6 +165,101 @@ async def test_prints_one_picture_where_there_is_no_terminal(capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "group 0 READY" in printed
     assert "\x1b" not in printed
+
+
+class Screen:
+    """Takes what `watch` draws, picture by picture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lines: int = 50) -> None:
+        self.pictures: list[str] = []
+        monkeypatch.setattr(top, "_write", self.pictures.append)
+        size = os.terminal_size((100, lines))
+        monkeypatch.setattr(top, "_size", lambda: size)
+
+    async def shows(self, text: str) -> str:
+        """Waits for a picture, from the next one on, that has a text in it."""
+        start = len(self.pictures)
+        async with asyncio.timeout(20):
+            while True:
+                for picture in self.pictures[start:]:
+                    if text in picture:
+                        return picture
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def watching(target: str) -> AsyncIterator[None]:
+    drawing = asyncio.create_task(top.watch(Client(target), target, 0.01, once=False))
+    yield
+    drawing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drawing
+
+
+async def test_the_picture_comes_back_with_the_router(monkeypatch: pytest.MonkeyPatch):
+    screen = Screen(monkeypatch)
+    cell = FakeCell()
+    cell.groups = [ready(rank(0))]
+    stub = servicer_of(cell)
+    server, port = await start(stub, 0)
+    async with watching(f"127.0.0.1:{port}"):
+        await screen.shows("READY")
+        await server.stop(None)
+        await screen.shows(f"127.0.0.1:{port} does not answer: ")
+        server, _ = await start(stub, port)
+        await screen.shows("READY")
+    await server.stop(None)
+
+
+async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPatch):
+    """Else the last picture would stay, and look well."""
+    screen = Screen(monkeypatch)
+    monkeypatch.setattr(top, "ANSWER_S", 0.2)
+    cell = FakeCell()
+    cell.groups = [ready(rank(0))]
+    servicer = servicer_of(cell)
+    server, port = await start(servicer, 0)
+    async with watching(f"127.0.0.1:{port}"):
+        await screen.shows("READY")
+        going_on = asyncio.Event()
+        answer = servicer.GetStatus
+
+        async def wait(request: Any, context: Any) -> Any:
+            await going_on.wait()
+            return await answer(request, context)
+
+        servicer.GetStatus = wait
+        await server.stop(None)
+        server, _ = await start(servicer, port)
+        await screen.shows("no answer for 0.2 s")
+        going_on.set()
+        await screen.shows("READY")
+    await server.stop(None)
+
+
+async def test_a_low_terminal_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch):
+    screen = Screen(monkeypatch, lines=8)
+    cell = FakeCell()
+    cell.groups = [ready(*[rank(number) for number in range(16)])]
+    server, port = await start(servicer_of(cell), 0)
+    async with watching(f"127.0.0.1:{port}"):
+        picture = await screen.shows("more lines")
+    await server.stop(None)
+    assert picture.count("\n") == 7  # the last line of a terminal stays empty, or it would scroll
+    all_of_it = render(Frame(0.0, cell.groups), 100).count("\n") + 2
+    assert f"… {all_of_it - 6} more lines" in picture
+
+
+def servicer_of(cell: FakeCell) -> Any:
+    return GenerationServicer(cell, None, version="1.2.3")  # type: ignore[arg-type]
+
+
+async def start(servicer: Any, port: int) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server, port
 
 
 def test_a_router_that_is_not_there_is_an_error_for_people():

@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from router.errors import InvalidRequest, PromptTooLong
 from router.model import ServedModel
 from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
 from router.tokenizer import Tokenizer
 from router.validation import read_request
 
@@ -88,7 +88,7 @@ BAD = [
     (ids(*[1] * 32), INVALID, "token_ids.ids", "32 tokens; at most 31"),
     (pb.GenerateRequest(text=""), INVALID, "text", "no tokens"),
     (pb.GenerateRequest(text="x" * 32), INVALID, "text", "32 tokens; at most 31"),
-    (pb.GenerateRequest(text="x" * 5000), INVALID, "text", "5000 tokens; at most 31"),
+    (pb.GenerateRequest(text="x" * 600), INVALID, "text", "600 tokens; at most 31"),
     (pb.GenerateRequest(text="<beyond>"), INVALID, "text", "another model's"),
     (message(model="other"), NOT_FOUND, "model", "'other' is not served here; 'tiny-moe' is"),
     (message(request_id="r" * 129), INVALID, "request_id", "129 characters"),
@@ -158,6 +158,28 @@ async def test_what_needs_a_tokenizer_is_refused_without_one(bad: pb.GenerateReq
 async def test_a_prompt_that_is_too_long_has_a_reason_of_its_own():
     with pytest.raises(PromptTooLong):
         await read(ids(*[1] * 32))
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 64 MiB of text, the tokens would take gigabytes."""
+    encoded: list[int] = []
+
+    def encode(text: str) -> Int32Array:
+        encoded.append(len(text))
+        return np.ones(1, dtype=np.int32)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    most = 64 * MODEL.max_prompt_tokens
+    await read(pb.GenerateRequest(text="x" * most), tokenizer)
+    with pytest.raises(
+        PromptTooLong, match=f"has {most + 1} characters.* and {most} char"
+    ) as error:
+        await read(pb.GenerateRequest(text="x" * (most + 1)), tokenizer)
+
+    assert (error.value.reason, error.value.field) == ("PROMPT_TOO_LONG", "text")
+    assert encoded == [most]
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token():

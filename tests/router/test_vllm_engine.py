@@ -11,8 +11,10 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from protos.errors import error_details
 from router import config, vllm_engine
 from router.config import RouterConfig
+from router.errors import QueueFull
 from router.request import FinishReason, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus
 from router.tokenizer import Tokenizer
@@ -212,6 +214,32 @@ async def test_abort_of_nobody_is_fine():
     async with connected(FakeCell()) as stub:
         await stub.Abort(pb.AbortRequest(request_ids=["nobody"]))
         await stub.Abort(pb.AbortRequest())
+
+
+async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.0)
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(request_id=""))
+        [sequence] = (await cell.arrivals.get()).sequences
+        await stub.Abort(pb.AbortRequest(request_ids=[""]))
+        for _ in range(10):
+            await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
+        assert sequence.request.is_live
+        cell.give(sequence, [10])
+        cell.finish(sequence)
+        assert [answer.index for answer in await answers(call)] == [0, 0]
+
+
+async def test_a_full_router_does_not_read_what_a_gateway_sends():
+    cell = FakeCell()
+    cell.refusal = QueueFull("too much waits", retry_delay_s=1.0)
+    async with connected(cell) as stub:
+        error = await failure(stub.Generate(generate(regex="a+")))  # which is never taken
+        assert error_details(error).reason == "QUEUE_FULL"
+    assert cell.measures.refused["QUEUE_FULL"] == 1
 
 
 async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(

@@ -10,6 +10,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from protos.requests import RequestReader
 from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.tokenizer import Tokenizer
 from router.vllm_engine import VllmEngineServicer, add_vllm_engine
@@ -25,8 +26,11 @@ async def connected(
     tokenizer_file: Path | None = None,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Any]:
-    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
     generation = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    server = grpc.aio.server(
+        interceptors=[RequestReader(generation.checks(), cell.measures.add_refusal)],
+        options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
+    )
     servicer = VllmEngineServicer(
         generation,
         cell,  # type: ignore[arg-type]

@@ -1,11 +1,4 @@
-"""Executors that keep numbers where real ones keep KV.
-
-What a token's keys and values depend on is that token and every one before it. So each KV position
-here holds a hash over the tokens up to it, chained through what the position before holds, and a
-sequence's next token is a hash over all that its blocks hold. A block that was handed out twice
-or shared behind another prefix, a row that kept an old block, or a token that was fed at the wrong
-place changes the output, as it would on a real executor. So does a row that begins with another
-seed than its sequence has.
+"""Groups of executors that are numbers in memory (fake_rank.py), on a virtual device.
 
 They die and hang when a test says so, and of poison: requests that no step survives.
 """
@@ -14,131 +7,36 @@ import asyncio
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from router.block_pool import SCRATCH_BLOCK
 from router.errors import ExecutorLost
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
 from router.request import Sequence as LiveSequence
-from router.step import (
-    Agreement,
-    DpPaddingMode,
-    ForwardMode,
-    RankBatch,
-    RankResult,
-    StepPlan,
-    StepResult,
-)
-
-VOCAB_SIZE = 50
-EOS = 0
-
-
-def extend_kv(before: int, token: int) -> int:
-    """What a position holds, given what the one before it holds (0 at the start)."""
-    return (before * 1_000_003 + int(token) + 1) % (1 << 61)
-
-
-def next_token(kv: Sequence[int], seed: int = 0) -> int:
-    """The model: ends a sequence about once in 40 tokens."""
-    state = 17 + seed
-    for held in kv:
-        state = (state * 1_000_003 + held) % (1 << 61)
-    return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
-
-
-def expected_output(
-    prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], seed: int = 0
-) -> list[int]:
-    """What a sequence must give, computed without any router."""
-    kv: list[int] = []
-    for token in prompt:
-        kv.append(extend_kv(kv[-1] if kv else 0, token))
-    output: list[int] = []
-    while len(output) < max_tokens:
-        output.append(next_token(kv, seed))
-        if output[-1] in stop_ids:
-            break
-        kv.append(extend_kv(kv[-1], output[-1]))
-    return output
-
-
-@dataclass
-class FakeRank:
-    """One DP rank's memory."""
-
-    kv: np.ndarray  # [num_blocks, block_size]: extend_kv of the token whose KV is there, or -1
-    tables: dict[int, list[int]] = field(default_factory=dict)
-    last_tokens: dict[int, int] = field(default_factory=dict)
-    sequences: dict[int, LiveSequence] = field(default_factory=dict)
-
-    def run(self, batch: RankBatch, shape: GroupShape) -> RankResult:
-        num_seqs = len(batch.rows)
-        num_tokens = np.ones(num_seqs, np.int32) if batch.num_tokens is None else batch.num_tokens
-        num_new = (
-            np.zeros(num_seqs, np.int32) if batch.num_new_blocks is None else batch.num_new_blocks
-        )
-        num_all = int(num_tokens.sum())
-        known_ids = np.full(num_all, -1) if batch.token_ids is None else batch.token_ids
-        samples = np.ones(num_seqs, np.uint8) if batch.samples is None else batch.samples
-        num_scored = np.zeros(num_seqs, np.int32) if batch.num_scored is None else batch.num_scored
-        assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
-        assert num_all == len(known_ids) <= shape.max_num_batched_tokens
-        assert samples.sum() + num_scored.sum() <= shape.max_num_logits
-        for start in batch.starts:
-            self.tables[start.row] = []
-            self.last_tokens.pop(start.row, None)
-            self.sequences[start.row] = start.sequence
-        new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
-        token_ids = iter(known_ids.tolist())
-        sampled = []
-        for i, row in enumerate(batch.rows.tolist()):
-            table = self.tables[row]
-            table += [next(new_blocks) for _ in range(num_new[i])]
-            assert SCRATCH_BLOCK not in table
-            assert len(set(table)) == len(table)
-            end = int(batch.num_computed_tokens[i] + num_tokens[i])
-            assert len(table) == -(-end // shape.block_size)
-            for position in range(int(batch.num_computed_tokens[i]), end):
-                token = next(token_ids)
-                token = self.last_tokens[row] if token == -1 else token
-                before = self._held(table, position - 1, shape) if position else 0
-                block, offset = divmod(position, shape.block_size)
-                self.kv[table[block], offset] = extend_kv(before, token)
-            if samples[i]:
-                seed = self.sequences[row].seed
-                token = next_token(self.kv[table].reshape(-1)[:end].tolist(), seed)
-                self.last_tokens[row] = token
-                sampled.append(token)
-        num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
-        return RankResult(
-            np.array(sampled, np.int32),
-            np.zeros(num_scores, np.float32),
-            np.zeros(0, np.int32),
-            np.zeros(0, np.float32),
-        )
-
-    def _held(self, table: list[int], position: int, shape: GroupShape) -> int:
-        block, offset = divmod(position, shape.block_size)
-        return int(self.kv[table[block], offset])
+from router.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan, StepResult
+from tests.sim.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
 
 
 @dataclass(frozen=True)
 class Poison:
-    """Which steps of a request kill: those that compute a position, or all of its decodes."""
+    """Which steps of a request kill: those that compute a position, or its decodes.
+
+    Attributes:
+        position: None: it is the decodes.
+        period: One in so many of them.
+    """
 
     position: int | None
+    period: int = 1
 
-    def kills(self, start: int, end: int, num_prompt: int) -> bool:
-        """Whether a step that computes the positions from ``start`` to ``end`` does."""
+    def kills(self, ran: Ran) -> bool:
+        """Whether a step that computes so much does."""
         if self.position is not None:
-            return start <= self.position < end
-        return start >= num_prompt and end == start + 1
+            return ran.start <= self.position < ran.end
+        return ran.is_decode and ran.end % self.period == 0
 
 
 class Pending(NamedTuple):
@@ -163,6 +61,7 @@ class FakeExecutors:
         loss_rate: Share of steps after which an executor is lost.
         slow_rate: Share of steps that take a hundred times as long.
         poison: By request id.
+        acceptance: See FakeRank.
 
     Attributes:
         num_losses: Epochs that ended.
@@ -178,6 +77,7 @@ class FakeExecutors:
         slow_rate: float = 0.0,
         step_s: float = 0.01,
         poison: dict[str, Poison] | None = None,
+        acceptance: float = 0.7,
     ) -> None:
         self.shape = shape
         self.num_epochs = 0
@@ -189,6 +89,8 @@ class FakeExecutors:
         self._slow_rate = slow_rate
         self._step_s = step_s
         self._poison = poison or {}
+        self._acceptance = acceptance
+        self._drafts = random.Random(17)
         self._device_time = 0.0
         self._up_time = 0.0
         self._pending: deque[Pending] = deque()
@@ -227,10 +129,7 @@ class FakeExecutors:
         self._pending.clear()
         self._device_time = 0.0
         self._loss = asyncio.get_running_loop().create_future()
-        self._ranks = [
-            FakeRank(np.full((num_blocks, self.shape.block_size), -1, np.int64))
-            for num_blocks in self.shape.num_blocks
-        ]
+        self._ranks = FakeRank.of_group(self.shape, acceptance=self._acceptance, rng=self._drafts)
         model = ServedModel(
             name="fake",
             architecture="Fake",
@@ -251,29 +150,17 @@ class FakeExecutors:
         died_before = any(step.result is None for step in self._pending)
         is_lost = died_before or self._rng.random() < self._loss_rate
         results = tuple(
-            rank.run(batch, self.shape)
+            rank.run(batch, plan.agreement)
             for rank, batch in zip(self._ranks, plan.batches, strict=True)
         )
-        ran = frozenset(
-            rank.sequences[row]
-            for rank, batch in zip(self._ranks, plan.batches, strict=True)
-            for row in batch.rows.tolist()
-        )
-        is_lost = is_lost or self._is_poisoned(plan)
+        steps = [ran for rank in self._ranks for ran in rank.ran]
+        is_lost = is_lost or any(map(self._is_poisoned, steps))
+        ran = frozenset(step.sequence for step in steps)
         self._pending.append(Pending(self._device_time, None if is_lost else results, ran))
 
-    def _is_poisoned(self, plan: StepPlan) -> bool:
-        for rank, batch in zip(self._ranks, plan.batches, strict=True):
-            num_tokens = [1] * len(batch.rows)
-            if batch.num_tokens is not None:
-                num_tokens = batch.num_tokens.tolist()
-            starts = batch.num_computed_tokens.tolist()
-            for row, start, count in zip(batch.rows.tolist(), starts, num_tokens, strict=True):
-                request = rank.sequences[row].request
-                poison = self._poison.get(request.request_id)
-                if poison and poison.kills(start, start + count, len(request.prompt)):
-                    return True
-        return False
+    def _is_poisoned(self, ran: Ran) -> bool:
+        poison = self._poison.get(ran.sequence.request.request_id)
+        return poison is not None and poison.kills(ran)
 
     async def receive(self) -> StepResult:
         assert self._loss is not None
@@ -296,11 +183,26 @@ class FakeExecutors:
         pass
 
     def _check_agreement(self, plan: StepPlan) -> None:
-        agreement = plan.agreement
+        agreement, width = plan.agreement, plan.agreement.num_draft_tokens
+        speculation = self.shape.speculation
+        assert width in (0, 0 if speculation is None else speculation.num_draft_tokens)
+        has_draft_rows = speculation is not None and speculation.extends and not width
+        num_draft_rows, num_sampled = list[int](), list[int]()
         for rank, batch in enumerate(plan.batches):
             num_tokens = len(batch.rows) if batch.num_tokens is None else batch.num_tokens.sum()
+            if width:
+                num_tokens = width * len(batch.rows)
+                assert agreement.global_num_tokens_for_logprob[rank] == num_tokens
             assert agreement.global_num_tokens[rank] == num_tokens
             assert (batch.mode is ForwardMode.IDLE) == (len(batch.rows) == 0)
+            num_draft_rows.append(int(num_tokens) + _num_prompts_ended(batch))
+            samples = np.ones(len(batch.rows)) if batch.samples is None else batch.samples
+            num_sampled.append(int(samples.sum()))
+        draft_counts = agreement.global_num_tokens_for_draft, agreement.global_num_sampled
+        assert draft_counts == (
+            (tuple(num_draft_rows), tuple(num_sampled)) if has_draft_rows else ((), ())
+        )
+        assert not (width and agreement.has_extend)
         assert max(agreement.global_num_tokens) > 0
         assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)
         self._check_graph(agreement)
@@ -308,6 +210,8 @@ class FakeExecutors:
     def _check_graph(self, agreement: Agreement) -> None:
         """What an executor refuses, and what all ranks must be able to replay."""
         size, counts = agreement.graph_size, agreement.global_num_tokens
+        if agreement.num_draft_tokens:  # its graphs are known by their sequences
+            counts = tuple(count // agreement.num_draft_tokens for count in counts)
         assert (size is None) == (agreement.graph_miss is not None)
         if size is None:
             self._check_padding_mode(agreement)
@@ -331,3 +235,13 @@ class FakeExecutors:
             DpPaddingMode.SUM_LEN if is_mostly_padding or is_uneven else DpPaddingMode.MAX_LEN
         )
         assert agreement.padding_mode is expected
+
+
+def _num_prompts_ended(batch: RankBatch) -> int:
+    """How many of the sequences run known tokens, and sample behind them."""
+    if batch.samples is None:
+        return 0
+    assert batch.token_ids is not None
+    assert batch.num_tokens is not None
+    firsts = batch.num_tokens.cumsum() - batch.num_tokens
+    return int(np.count_nonzero(batch.samples & (batch.token_ids[firsts] != -1)))

@@ -16,7 +16,8 @@ from router.request import OutputOptions, Request, SamplingParams, StopCondition
 from router.step import StepResult
 from router.step_builder import NO_GRAPHS
 from tests.sim import virtual_clock
-from tests.sim.fake_executors import FakeExecutors, expected_output
+from tests.sim.fake_executors import FakeExecutors
+from tests.sim.fake_rank import expected_output
 
 OVERDUE_S = 60.0
 PROMPT = [7, 3, 9]

@@ -6,9 +6,14 @@ Seeds beyond those of an ordinary run: LOCKSTEP_SIM_SEEDS=1000 python -m pytest 
 import asyncio
 import os
 import random
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
+from router.group import GroupShape
+from router.request import StopConditions
+from router.speculation import DraftCounts
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import Poison
 from tests.sim.world import World
@@ -25,6 +30,16 @@ def test_every_request_ends_and_every_block_comes_back(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slow_ranks_and_lost_executors_change_no_output(seed: int) -> None:
     simulate(random.Random(1000 + seed), loss_rate=0.004, slow_rate=0.02)
+
+
+def test_about_half_of_the_groups_draft_and_drafts_are_accepted_and_refused() -> None:
+    """Or what the others see would say nothing of drafts."""
+    worlds = [simulate(random.Random(seed)) for seed in range(12)]
+    groups = [group for world in worlds for group in world.groups]
+    drafts = sum((group.engine.measures.totals().drafts for group in groups), start=DraftCounts())
+    assert 3 <= sum(group.shape.speculation is not None for group in groups) <= 9
+    assert drafts.num_steps > 100
+    assert 0.2 * drafts.num_drafts < drafts.num_accepted < 0.8 * drafts.num_drafts
 
 
 def simulate(rng: random.Random, **faults: float) -> World:
@@ -99,3 +114,69 @@ def test_only_the_requests_that_kill_are_failed(
         assert num_losses <= 8 * num_poisons
 
     virtual_clock.run(main())
+
+
+LONG_TOKENS = 400
+LONG_SHAPE = GroupShape(
+    dp_size=2,
+    num_blocks=(1200, 1200),
+    block_size=4,
+    rows_per_rank=16,
+    max_num_batched_tokens=500,
+    max_num_logits=40,
+    max_model_len=LONG_TOKENS + 20,
+)
+
+
+def long_client(world: World, number: int) -> Coroutine[Any, Any, None]:
+    """Sends a request that is never cancelled and has hundreds of tokens to come."""
+    return world.client(
+        number,
+        may_cancel=False,
+        prompt=world.tokens(8),
+        stop=StopConditions(max_tokens=LONG_TOKENS),
+        deadline=None,
+        n=1,
+    )
+
+
+@pytest.mark.parametrize("period", [2, 6, 20])
+@pytest.mark.parametrize("num_others", [0, 20])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_request_that_kills_every_few_tokens_is_failed_in_the_end(
+    seed: int, num_others: int, period: int
+) -> None:
+    """Each time it gets farther, so that it seems to have proven itself."""
+
+    async def main() -> None:
+        world = World(random.Random(seed), poison={"r0": Poison(None, period)}, shape=LONG_SHAPE)
+        await world.run_clients([long_client(world, number) for number in range(1 + num_others)])
+        assert [request.request_id for request in world.failed] == ["r0"]
+        assert world.num_right == num_others
+        assert world.groups[0].executors.num_losses <= 20
+
+    virtual_clock.run(main())
+
+
+def test_hardly_any_request_is_failed_for_executors_that_die_by_themselves() -> None:
+    """Chance alone can look like a cause. If losses without a request said nothing in its
+    favour, one in each run would be failed."""
+
+    async def main(seed: int) -> World:
+        world = World(random.Random(seed), shape=LONG_SHAPE, step_s=0.05)
+        clients = [long_client(world, number) for number in range(12)]
+        await world.run_clients(clients, kill_regularly(world))
+        check_blame(world)
+        return world
+
+    worlds = [virtual_clock.run(main(seed)) for seed in range(10)]
+    assert sum(world.groups[0].executors.num_losses for world in worlds) > 100
+    assert sum(len(world.failed) for world in worlds) <= 2
+
+
+async def kill_regularly(world: World) -> None:
+    """Kills executors every few seconds, of which a sequence needs 20 without it."""
+    [group] = world.groups
+    for _ in range(20):
+        await asyncio.sleep(world.rng.uniform(1.5, 3.0))
+        group.executors.kill(down_s=0.0)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,18 @@ from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.group import GroupShape
 from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.sequence_table import RowStatus
+from router.sequence_table import NUM_STOP_IDS, RowStatus
+from router.speculation import DraftSettings, Speculation
 from router.step_builder import NO_GRAPHS, GraphSizes
-from tests.sim.fake_executors import EOS, VOCAB_SIZE, FakeExecutors, Poison, expected_output
+from tests.sim.fake_executors import FakeExecutors, Poison
+from tests.sim.fake_rank import EOS, VOCAB_SIZE, expected_output
 
 Work = Coroutine[Any, Any, None]
 
 MAX_READERS = 500
 MAX_MODEL_LEN = 48
 EXTEND_SIZES = (4, 8, 16)
+MANY_STOP_IDS = (EOS, *range(VOCAB_SIZE, VOCAB_SIZE + NUM_STOP_IDS))  # looked at one by one
 
 
 @dataclass
@@ -65,7 +68,7 @@ class World:
         self.block_size = 4
         self.cell = Cell(Readers(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0]))
         self.groups = [
-            self._build_group(number, shape or self._draw_shape(), **faults)
+            self._build_group(number, shape or self._draw_speculation(self._draw_shape()), **faults)
             for number in range(num_groups)
         ]
         self.cell.drive([group.engine for group in self.groups])
@@ -91,9 +94,28 @@ class World:
             graph_sizes=rng.choice([NO_GRAPHS, graph_sizes]),
         )
 
+    def _draw_speculation(self, shape: GroupShape) -> GroupShape:
+        """Gives about half of all groups a draft model."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return shape
+        num_steps = rng.choice([1, 3, 5])
+        width = 1 + num_steps * rng.choice([1, 1, 2])  # a chain, or a tree
+        speculation = Speculation(
+            algorithm="eagle",
+            num_draft_tokens=width,
+            num_draft_steps=num_steps,
+            topk=1 if width == 1 + num_steps else 2,
+            num_reserved_tokens=width + rng.choice([0, 2, 7]),
+            kv_lookahead=rng.choice([0, 1]),
+            extends=rng.random() < 0.7,
+        )
+        return replace(shape, speculation=speculation)
+
     def _build_group(self, number: int, shape: GroupShape, **faults: float) -> Group:
         rng = self.rng
-        executors = FakeExecutors(shape, rng, poison=self.poison, **faults)
+        acceptance = rng.choice([0.0, 0.3, 0.7, 1.0])
+        executors = FakeExecutors(shape, rng, poison=self.poison, acceptance=acceptance, **faults)
         admission = Admission(max_sequences=60, max_tokens=1200)
         engine = Engine(
             number,
@@ -104,6 +126,7 @@ class World:
             min_chunk_tokens=rng.choice([1, 8]),
             retry_delay_s=0.1,
             on_end=self.cell.on_end,
+            drafts=rng.choice([None, DraftSettings(min_tokens_per_step=1)]),
         )
         return Group(shape, executors, admission, engine)
 
@@ -120,12 +143,13 @@ class World:
         rng = self.rng
         prompt = rng.choice([*self.prefixes, self.recombined(), []])
         prompt = prompt + self.tokens(rng.randint(1, 20))
-        ignore_eos = rng.random() < 0.3
         now = asyncio.get_running_loop().time()
+        max_tokens = rng.randint(1, MAX_MODEL_LEN - len(prompt))
         settings: dict[str, Any] = {
             "stop": StopConditions(
-                max_tokens=rng.randint(1, MAX_MODEL_LEN - len(prompt)),
-                stop_token_ids=() if ignore_eos else (EOS,),
+                max_tokens=max_tokens,
+                min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+                stop_token_ids=rng.choice([(), (EOS,), (EOS, 7), MANY_STOP_IDS]),
             ),
             "output": OutputOptions(
                 logprobs=rng.random() < 0.2, prompt_logprobs=rng.random() < 0.15
@@ -141,7 +165,10 @@ class World:
         return Request(
             request_id=f"r{number}",
             prompt=np.array(settings.pop("prompt", prompt), np.int32),
-            sampling=SamplingParams(seed=rng.choice([0, rng.getrandbits(64)])),
+            sampling=SamplingParams(
+                seed=rng.choice([0, rng.getrandbits(64)]),
+                presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.0]),
+            ),
             arrival_time=now,
             **settings,
         )
@@ -219,7 +246,11 @@ class World:
     def check_outcome(self, sequence: Sequence, tokens: list[int]) -> None:
         request, stop = sequence.request, sequence.request.stop
         expected = expected_output(
-            request.prompt, stop.max_tokens, stop.stop_token_ids, sequence.seed
+            request.prompt,
+            stop.max_tokens,
+            stop.stop_token_ids,
+            sequence.seed,
+            stop.min_tokens,
         )
         if sequence.error is not None:
             assert tokens == expected[: len(tokens)]
@@ -280,6 +311,7 @@ class World:
             assert sum(count.num_steps for count in status.graphs) == status.step
             decode_sizes = group.shape.graph_sizes.decode
             for runner, size, miss in ways:
-                sizes = {"decode": decode_sizes, "prefill": EXTEND_SIZES, "eager": (0,)}
-                assert size in sizes[runner]
+                sizes = {"prefill": EXTEND_SIZES, "eager": (0,)}
+                assert size in sizes.get(runner, decode_sizes)
+                assert runner in (*sizes, "decode", "verify")
                 assert bool(miss) == (runner == "eager")

@@ -54,7 +54,7 @@ class _ForwardModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForwardMo
     FORWARD_MODE_IDLE: _ForwardMode.ValueType  # 1
     """No sequences: take part in the other ranks' collectives with zero tokens."""
     FORWARD_MODE_DECODE: _ForwardMode.ValueType  # 2
-    """One token per sequence, none of them a prompt's."""
+    """One token per sequence, none of them a prompt's; with num_draft_tokens, so many."""
     FORWARD_MODE_EXTEND: _ForwardMode.ValueType  # 3
     """Some sequence runs prompt tokens."""
 
@@ -66,7 +66,7 @@ FORWARD_MODE_UNSPECIFIED: ForwardMode.ValueType  # 0
 FORWARD_MODE_IDLE: ForwardMode.ValueType  # 1
 """No sequences: take part in the other ranks' collectives with zero tokens."""
 FORWARD_MODE_DECODE: ForwardMode.ValueType  # 2
-"""One token per sequence, none of them a prompt's."""
+"""One token per sequence, none of them a prompt's; with num_draft_tokens, so many."""
 FORWARD_MODE_EXTEND: ForwardMode.ValueType  # 3
 """Some sequence runs prompt tokens."""
 Global___ForwardMode: _TypeAlias = ForwardMode  # noqa: Y015
@@ -148,6 +148,7 @@ class DescribeResponse(_message.Message):
     AGREEMENT_FIELD_NUMBER: _builtins.int
     AGREEMENT_DIGEST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -187,6 +188,10 @@ class DescribeResponse(_message.Message):
         whose members differ and names two of them, the field, and both values.
         """
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """What it drafts with. Absent: it has no draft model."""
+
     def __init__(
         self,
         *,
@@ -200,14 +205,67 @@ class DescribeResponse(_message.Message):
         agreement: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         agreement_digest: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """What an executor with a draft model can do in one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
+    TOPK_FIELD_NUMBER: _builtins.int
+    NUM_RESERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_LOOKAHEAD_FIELD_NUMBER: _builtins.int
+    EXTENDS_FIELD_NUMBER: _builtins.int
+    algorithm: _builtins.str
+    """Which runners draft: "eagle", "multi_layer_eagle" or "frozen_kv_mtp". For display."""
+    num_draft_tokens: _builtins.int
+    """Tokens that a sequence verifies in a speculative step: its last token, and drafts."""
+    num_draft_steps: _builtins.int
+    """Drafts on the longest path from the last token: num_draft_tokens - 1 in a chain."""
+    topk: _builtins.int
+    """Drafts that each draft step goes on from; 1 is a chain."""
+    num_reserved_tokens: _builtins.int
+    """KV slots of a sequence that a speculative step writes, from its first token on. The more of
+    them have no block, the fewer drafts count.
+    """
+    kv_lookahead: _builtins.int
+    """KV slots beyond the tokens run that any other step writes for a sequence that samples. A
+    draft that misses one is worse, and no answer changes.
+    """
+    extends: _builtins.bool
+    """Whether the draft model runs over every token that the model runs, and so has rows of its own
+    in every step (global_num_tokens_for_draft).
+    """
+    def __init__(
+        self,
+        *,
+        algorithm: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_draft_steps: _builtins.int = ...,
+        topk: _builtins.int = ...,
+        num_reserved_tokens: _builtins.int = ...,
+        kv_lookahead: _builtins.int = ...,
+        extends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "extends", b"extends", "kv_lookahead", b"kv_lookahead", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_reserved_tokens", b"num_reserved_tokens", "topk", b"topk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Coordinates(_message.Message):
@@ -539,12 +597,20 @@ class StepAgreement(_message.Message):
     HAS_EXTEND_FIELD_NUMBER: _builtins.int
     PADDING_MODE_FIELD_NUMBER: _builtins.int
     GRAPH_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    GLOBAL_NUM_TOKENS_FOR_DRAFT_FIELD_NUMBER: _builtins.int
+    GLOBAL_NUM_SAMPLED_FIELD_NUMBER: _builtins.int
     has_extend: _builtins.bool
     """Set if any rank's forward mode is EXTEND."""
     padding_mode: Global___DpPaddingMode.ValueType
     """How ranks with unequal counts gather their tokens."""
     graph_size: _builtins.int
     """The captured graph to replay: tokens if has_extend, else sequences. Not set: run eagerly."""
+    num_draft_tokens: _builtins.int
+    """Above 0 the step is speculative: every sequence decodes, runs so many tokens (its last one and
+    drafts) and gains one or more. It is Speculation.num_draft_tokens then, has_extend is not set,
+    and global_num_tokens and global_num_tokens_for_logprob count so many for each sequence.
+    """
     @_builtins.property
     def global_num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of each DP rank before padding, indexed by DP rank; length dp_size."""
@@ -552,6 +618,19 @@ class StepAgreement(_message.Message):
     @_builtins.property
     def global_num_tokens_for_logprob(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows of logits of each DP rank, indexed by DP rank; length dp_size."""
+
+    @_builtins.property
+    def global_num_tokens_for_draft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows that the draft model runs on each DP rank behind a step that is not speculative: one for
+        each token, and one more for each prompt whose last chunk this is. Length dp_size where
+        Speculation.extends is set; else empty, as in a speculative step.
+        """
+
+    @_builtins.property
+    def global_num_sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences of each DP rank that sample, wherever global_num_tokens_for_draft is set: the draft
+        model's later layers run rows of their own for them.
+        """
 
     def __init__(
         self,
@@ -561,10 +640,13 @@ class StepAgreement(_message.Message):
         has_extend: _builtins.bool = ...,
         padding_mode: Global___DpPaddingMode.ValueType = ...,
         graph_size: _builtins.int | None = ...,
+        num_draft_tokens: _builtins.int = ...,
+        global_num_tokens_for_draft: _abc.Iterable[_builtins.int] | None = ...,
+        global_num_sampled: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_graph_size", b"_graph_size", "graph_size", b"graph_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_graph_size", b"_graph_size", "global_num_tokens", b"global_num_tokens", "global_num_tokens_for_logprob", b"global_num_tokens_for_logprob", "graph_size", b"graph_size", "has_extend", b"has_extend", "padding_mode", b"padding_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_graph_size", b"_graph_size", "global_num_sampled", b"global_num_sampled", "global_num_tokens", b"global_num_tokens", "global_num_tokens_for_draft", b"global_num_tokens_for_draft", "global_num_tokens_for_logprob", b"global_num_tokens_for_logprob", "graph_size", b"graph_size", "has_extend", b"has_extend", "num_draft_tokens", b"num_draft_tokens", "padding_mode", b"padding_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__graph_size: _TypeAlias = _typing.Literal["graph_size"]  # noqa: Y015
     _WhichOneofArgType__graph_size: _TypeAlias = _typing.Literal["_graph_size", b"_graph_size"]  # noqa: Y015
@@ -741,17 +823,23 @@ class SequenceColumns(_message.Message):
     rows: _builtins.bytes
     """[B] Row of the block table; no row twice."""
     num_tokens: _builtins.bytes
-    """[B] Tokens to run now; at least 1. Empty: 1 for every sequence."""
+    """[B] Tokens to run now; at least 1. Empty: 1 for every sequence. In a speculative step the most
+    tokens that the sequence may gain, at most num_draft_tokens; empty: num_draft_tokens.
+    """
     num_computed_tokens: _builtins.bytes
-    """[B] Tokens whose KV is already there: the position of the first token to run."""
+    """[B] Tokens whose KV is already there: the position of the first token to run. Where that is
+    the row's last sampled token and the executor has a draft model, it is an upper bound: the
+    router need not know yet how many drafts were accepted, and the executor does.
+    """
     token_ids: _builtins.bytes
     """[sum(num_tokens)] Token ids, sequences end to end. -1 stands for the token that the row
     sampled last, which the router need not know yet. Empty: -1 for every token, as in any
     step that only decodes.
     """
     num_new_blocks: _builtins.bytes
-    """[B] Blocks to write into the row, which then holds
-    ceil((num_computed_tokens + num_tokens) / block_size); the new ones are its last. Empty: none.
+    """[B] Blocks to append to the row, which then holds at least
+    ceil((num_computed_tokens + num_tokens) / block_size), and exactly so many if the executor has
+    no draft model. Empty: none.
     """
     new_block_ids: _builtins.bytes
     """[sum(num_new_blocks)] Block ids, sequences end to end. Never 0."""

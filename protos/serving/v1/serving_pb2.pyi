@@ -68,6 +68,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _SpeculationState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SpeculationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SpeculationState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPECULATION_STATE_UNSPECIFIED: _SpeculationState.ValueType  # 0
+    """Never sent."""
+    SPECULATION_STATE_DRAFTING: _SpeculationState.ValueType  # 1
+    """Steps without prompts are speculative."""
+    SPECULATION_STATE_PAUSED: _SpeculationState.ValueType  # 2
+    """Too few drafts were accepted to pay. They are tried again after some hundred steps."""
+    SPECULATION_STATE_OFF: _SpeculationState.ValueType  # 3
+    """The router was told not to."""
+
+class SpeculationState(_SpeculationState, metaclass=_SpeculationStateEnumTypeWrapper):
+    """Whether a group drafts."""
+
+SPECULATION_STATE_UNSPECIFIED: SpeculationState.ValueType  # 0
+"""Never sent."""
+SPECULATION_STATE_DRAFTING: SpeculationState.ValueType  # 1
+"""Steps without prompts are speculative."""
+SPECULATION_STATE_PAUSED: SpeculationState.ValueType  # 2
+"""Too few drafts were accepted to pay. They are tried again after some hundred steps."""
+SPECULATION_STATE_OFF: SpeculationState.ValueType  # 3
+"""The router was told not to."""
+Global___SpeculationState: _TypeAlias = SpeculationState  # noqa: Y015
+
 class _GroupState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -116,7 +144,8 @@ class GenerateRequest(_message.Message):
     """The model's name as GetModel tells it. Empty: whichever is served."""
     text: _builtins.str
     """Text, at least one token long, encoded with the special tokens that the tokenizer puts
-    around every text. Responses then carry text deltas.
+    around every text. At most 64 characters for each token that fits. Responses then carry text
+    deltas.
     """
     n: _builtins.int
     """Number of continuations, 1 to 64; 0 means 1. Responses name theirs by `index`. Continuation
@@ -530,6 +559,8 @@ class Finish(_message.Message):
     TOTAL_TIME_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     DP_RANK_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why it ended."""
     stop_token_id: _builtins.int
@@ -548,6 +579,10 @@ class Finish(_message.Message):
     """The group that ran it."""
     dp_rank: _builtins.int
     """The DP rank that ran it last."""
+    num_drafts: _builtins.int
+    """Drafts of its speculative steps that could have been accepted; 0 without any."""
+    num_accepted_drafts: _builtins.int
+    """Those that were. Each saved a step."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From arrival to the first step that ran it."""
@@ -575,10 +610,12 @@ class Finish(_message.Message):
         total_time: _duration_pb2.Duration | None = ...,
         group: _builtins.int = ...,
         dp_rank: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "first_token_time", b"first_token_time", "queue_time", b"queue_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_time", b"total_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "dp_rank", b"dp_rank", "first_token_time", b"first_token_time", "group", b"group", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "queue_time", b"queue_time", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_time", b"total_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "dp_rank", b"dp_rank", "first_token_time", b"first_token_time", "group", b"group", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "queue_time", b"queue_time", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_time", b"total_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -932,6 +969,7 @@ class GroupStatus(_message.Message):
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -958,6 +996,10 @@ class GroupStatus(_message.Message):
     def graphs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphCount]:
         """The steps of this epoch, by what ran them."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStatus:
+        """What came of drafts in this epoch. Absent where the executors have no draft model."""
+
     def __init__(
         self,
         *,
@@ -971,14 +1013,61 @@ class GroupStatus(_message.Message):
         num_waiting_tokens: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         graphs: _abc.Iterable[Global___GraphCount] | None = ...,
+        speculation: Global___SpeculationStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_age", b"last_step_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_age", b"last_step_age", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
+
+@_typing.final
+class SpeculationStatus(_message.Message):
+    """Speculative decoding of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    algorithm: _builtins.str
+    """Which runners draft, such as "eagle"."""
+    state: Global___SpeculationState.ValueType
+    """Whether steps are speculative now."""
+    num_steps: _builtins.int
+    """Speculative steps."""
+    num_drafts: _builtins.int
+    """Drafts that could have been accepted."""
+    num_accepted_drafts: _builtins.int
+    """Those that were."""
+    tokens_per_step: _builtins.float
+    """Tokens that a sequence gains in a speculative step, lately: 1 and more. Absent before the
+    first.
+    """
+    def __init__(
+        self,
+        *,
+        algorithm: _builtins.str = ...,
+        state: Global___SpeculationState.ValueType = ...,
+        num_steps: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted_drafts: _builtins.int = ...,
+        tokens_per_step: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_step", b"_tokens_per_step", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tokens_per_step", b"_tokens_per_step", "algorithm", b"algorithm", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_steps", b"num_steps", "state", b"state", "tokens_per_step", b"tokens_per_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tokens_per_step: _TypeAlias = _typing.Literal["tokens_per_step"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_step: _TypeAlias = _typing.Literal["_tokens_per_step", b"_tokens_per_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_step) -> _WhichOneofReturnType__tokens_per_step | None: ...
+
+Global___SpeculationStatus: _TypeAlias = SpeculationStatus  # noqa: Y015
 
 @_typing.final
 class GraphCount(_message.Message):
@@ -991,11 +1080,11 @@ class GraphCount(_message.Message):
     MISS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     runner: _builtins.str
-    """What ran them: "decode", "prefill_breakable" or "prefill_piecewise" for a captured graph,
-    "eager" for none.
+    """What ran them: "decode", "verify" (a decode with drafts), "prefill_breakable" or
+    "prefill_piecewise" for a captured graph, "eager" for none.
     """
     size: _builtins.int
-    """Size of the graph: sequences of a decode, tokens of a prefill. 0 for none."""
+    """Size of the graph: sequences of a decode or verify, tokens of a prefill. 0 for none."""
     miss: _builtins.str
     """Why there was none: "not_captured", "too_large", "mostly_padding" or "idle_rank". Empty
     where there was one.

@@ -1,0 +1,290 @@
+"""The demo model's four drafts. Their parameters are named as in published checkpoints.
+
+Built from deploy/draft_modules.py, which says how drafts are aligned with their target.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deploy.draft_modules import (
+    CHAIN_LEN,
+    Attention,
+    Chains,
+    Choose,
+    Context,
+    Draft,
+    Mlp,
+    Norm,
+    Row,
+    Shape,
+    shifted,
+    unroll_cell,
+)
+
+
+class EagleDraft(Draft):
+    """An EAGLE-3 head: one dense layer over three of the target's residual sums.
+
+    Args:
+        shape: Shared with the target; the heads are the draft's own.
+        embedding: [V, H], the target's.
+        aux_layer_ids: The layers after which the three sums are taken.
+        intermediate_size: Width of the feed-forward.
+
+    Source: Li et al., "EAGLE-3: Scaling up inference acceleration of large language models via
+    training-time test", section 3; tensor names of `LlamaForCausalLMEagle3`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        embedding: torch.Tensor,
+        aux_layer_ids: tuple[int, ...],
+        intermediate_size: int,
+    ) -> None:
+        super().__init__(shape, embedding)
+        self._aux_layer_ids = aux_layer_ids
+        hidden_size = shape.hidden_size
+        self.fc = nn.Linear(len(aux_layer_ids) * hidden_size, hidden_size, bias=False)
+        self.midlayer = EagleLayer(shape, intermediate_size)
+        self.norm = Norm(hidden_size, shape.norm_eps)
+        self.lm_head = nn.Linear(hidden_size, shape.vocab_size, bias=False)
+
+    def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
+        """See Draft."""
+        sums = [context.residuals[layer_id] for layer_id in self._aux_layer_ids]
+        features = self.fc(torch.cat(sums, dim=-1))
+        return unroll_cell(self, self.midlayer, self.compute_logits, features, context, choose)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [B, T, V] of [B, T, H]."""
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class EagleLayer(nn.Module):
+    """The layer of an EAGLE-3 head: attention's input is token and feature side by side."""
+
+    def __init__(self, shape: Shape, intermediate_size: int) -> None:
+        super().__init__()
+        self.hidden_norm = Norm(shape.hidden_size, shape.norm_eps)
+        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size, has_norms=False)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.mlp = Mlp(shape.hidden_size, intermediate_size)
+
+    def enter(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Cell."""
+        normed = (self.input_layernorm(embedded), self.hidden_norm(hidden))
+        return hidden, torch.cat(normed, dim=-1)
+
+    def leave(self, residual: torch.Tensor) -> torch.Tensor:
+        """See Cell."""
+        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class SharedHead(nn.Module):
+    """What an MTP layer ends with. Its head is the target's."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = Norm(shape.hidden_size, shape.norm_eps)
+
+
+class MtpLayer(nn.Module):
+    """A decoder layer of the target's family behind a projection of token and hidden state.
+
+    Args:
+        shape: Shared with the target.
+        mlp: Dense or mixture of experts, from [B, T, H] to [B, T, H].
+
+    Source: DeepSeek-V3 technical report, section 2.2, and the tensor names of its layer 61.
+    """
+
+    def __init__(self, shape: Shape, mlp: nn.Module) -> None:
+        super().__init__()
+        hidden_size, eps = shape.hidden_size, shape.norm_eps
+        self.enorm = Norm(hidden_size, eps)
+        self.hnorm = Norm(hidden_size, eps)
+        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.input_layernorm = Norm(hidden_size, eps)
+        self.self_attn = Attention(shape, hidden_size, has_norms=True)
+        self.post_attention_layernorm = Norm(hidden_size, eps)
+        self.mlp = mlp
+        self.shared_head = SharedHead(shape)
+
+    def enter(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Cell."""
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return joined, self.input_layernorm(joined)
+
+    def leave(self, residual: torch.Tensor) -> torch.Tensor:
+        """See Cell."""
+        out = residual + self.mlp(self.post_attention_layernorm(residual))
+        hidden: torch.Tensor = self.shared_head.norm(out)
+        return hidden
+
+
+class HeadlessDraft(Draft):
+    """A draft whose logits the target's head computes.
+
+    Args:
+        shape: Shared with the target.
+        embedding: [V, H], the target's.
+        head: [V, H], the target's, not trained.
+    """
+
+    head: torch.Tensor
+
+    def __init__(self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        super().__init__(shape, embedding)
+        self.register_buffer("head", head, persistent=False)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [B, T, V] of [B, T, H]."""
+        return F.linear(hidden, self.head)
+
+
+class MtpDraft(HeadlessDraft):
+    """One MTP layer, applied again to its own output."""
+
+    def __init__(
+        self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor, mlp: nn.Module
+    ) -> None:
+        super().__init__(shape, embedding, head)
+        self.mtp_layers = [MtpLayer(shape, mlp)]
+        self.layers = nn.ModuleList(self.mtp_layers)
+
+    def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
+        """See Draft."""
+        (layer,) = self.mtp_layers
+        return unroll_cell(self, layer, self.compute_logits, context.hidden, context, choose)
+
+
+class MultiLayerMtpDraft(HeadlessDraft):
+    """CHAIN_LEN MTP layers, each taking what the one before gives one position earlier.
+
+    Draft i + 1 of a chain comes from layer i at position root + i.
+    """
+
+    def __init__(
+        self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor, intermediate_size: int
+    ) -> None:
+        super().__init__(shape, embedding, head)
+        self.mtp_layers = [
+            MtpLayer(shape, Mlp(shape.hidden_size, intermediate_size)) for _ in range(CHAIN_LEN)
+        ]
+        self.layers = nn.ModuleList(self.mtp_layers)
+
+    def unroll_true(self, context: Context) -> list[torch.Tensor]:
+        """Returns what `unroll` does if every draft is right, from one pass of each layer."""
+        outputs = self._row_outputs(context)
+        return [
+            self.compute_logits(context.at_roots(hidden, i)) for i, hidden in enumerate(outputs)
+        ]
+
+    def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
+        """See Draft."""
+        outputs = self._row_outputs(context)
+        hidden = context.at_roots(outputs[0])
+        logits = [self.compute_logits(hidden)]
+        chain = [(choose(0, logits[0]), hidden)]  # tokens at root + 1, ..; hidden before each
+        for step in range(1, CHAIN_LEN):
+            layer, rows_before = self.mtp_layers[step], shifted(outputs[step - 1])
+            _, inputs = layer.enter(self.embed(context.ids), rows_before)
+            row = layer.self_attn.keys_values(inputs, context.positions)
+            chains = Chains(*row, ends=context.roots + 1)
+            new_hidden: list[torch.Tensor] = []
+            for i, (tokens, before) in enumerate(chain, start=1):
+                positions = context.roots + i
+                residual, inputs = layer.enter(self.embed(tokens), before)
+                chains.append(layer.self_attn.keys_values(inputs, positions))
+                attended = layer.self_attn(inputs, positions, chains)
+                new_hidden.append(layer.leave(residual + attended))
+            logits.append(self.compute_logits(new_hidden[-1]))
+            # The next layer's entry at root + 1 takes this one's output at the root.
+            befores = [context.at_roots(outputs[step]), *new_hidden]
+            next_tokens = [*(tokens for tokens, _ in chain), choose(step, logits[-1])]
+            chain = list(zip(next_tokens, befores, strict=True))
+        return logits
+
+    def _row_outputs(self, context: Context) -> list[torch.Tensor]:
+        """Returns what each layer gives on the rows as they stand, [B, S, H]."""
+        embedded, hidden = self.embed(context.ids), context.hidden
+        outputs: list[torch.Tensor] = []
+        for layer in self.mtp_layers:
+            residual, inputs = layer.enter(embedded, shifted(hidden))
+            row = Row(*layer.self_attn.keys_values(inputs, context.positions))
+            hidden = layer.leave(residual + layer.self_attn(inputs, context.positions, row))
+            outputs.append(hidden)
+        return outputs
+
+
+class FrozenKvLayer(nn.Module):
+    """A decoder layer with queries only."""
+
+    def __init__(self, shape: Shape, intermediate_size: int) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = Attention(shape, shape.hidden_size, has_norms=True, has_keys=False)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.mlp = Mlp(shape.hidden_size, intermediate_size)
+
+
+class FrozenKvDraft(HeadlessDraft):
+    """Layers that attend to the target's keys and values, and have none of their own.
+
+    Every step of a chain sees what the target has computed: the positions before the root.
+
+    Args:
+        shape: The target's.
+        embedding: [V, H], the target's.
+        head: [V, H], the target's.
+        target_kv_layer_ids: Whose keys and values each layer reads.
+        intermediate_size: Width of the feed-forwards.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        embedding: torch.Tensor,
+        head: torch.Tensor,
+        target_kv_layer_ids: tuple[int, ...],
+        intermediate_size: int,
+    ) -> None:
+        super().__init__(shape, embedding, head)
+        hidden_size, eps = shape.hidden_size, shape.norm_eps
+        self._target_kv_layer_ids = target_kv_layer_ids
+        self.pre_fc_norm_embedding = Norm(hidden_size, eps)
+        self.pre_fc_norm_hidden = Norm(hidden_size, eps)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.kv_layers = [FrozenKvLayer(shape, intermediate_size) for _ in target_kv_layer_ids]
+        self.layers = nn.ModuleList(self.kv_layers)
+        self.norm = Norm(hidden_size, eps)
+
+    def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
+        """See Draft."""
+        hidden = context.at_roots(shifted(context.hidden))
+        tokens = context.at_roots(context.ids)
+        seen = [
+            Chains(context.keys[layer_id], context.values[layer_id], ends=context.roots)
+            for layer_id in self._target_kv_layer_ids
+        ]
+        logits: list[torch.Tensor] = []
+        for step in range(CHAIN_LEN):
+            positions = context.roots + step
+            embedded = self.pre_fc_norm_embedding(self.embed(tokens))
+            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
+            for layer, chains in zip(self.kv_layers, seen, strict=True):
+                x = x + layer.self_attn(layer.input_layernorm(x), positions, chains)
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            hidden = self.norm(x)
+            logits.append(self.compute_logits(hidden))
+            tokens = choose(step, logits[-1])
+        return logits

@@ -1,0 +1,90 @@
+"""What an executor says of itself: the answer to Describe."""
+
+from dataclasses import asdict
+
+import torch
+
+from executor.blueprint import Blueprint
+from executor.budget_table import budget_table
+from executor.fingerprint import fingerprint
+from executor.speculation_plan import SpeculationPlan
+from executor.step_limits import StepLimits
+from protos.executor.v1 import executor_pb2 as pb
+
+
+def describe(blueprint: Blueprint, limits: StepLimits, device: torch.device) -> pb.DescribeResponse:
+    """Returns all but what changes while it runs: its instance and its epoch."""
+    config, model_config = blueprint.config, blueprint.model
+    budget, graph_sizes = limits.budget, limits.graph_sizes
+    model = pb.ModelInfo(
+        architecture=model_config.architecture,
+        fingerprint=fingerprint(config.model),
+        vocab_size=model_config.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+        block_size=config.block_size,
+    )
+    agreement = {
+        "model_fingerprint": model.fingerprint,
+        "device": device.type,  # the collectives of one cannot reach the other
+        "dtype": str(blueprint.dtype).removeprefix("torch."),
+        "block_size": config.block_size,
+        "max_model_len": limits.max_model_len,
+        "moe_dense_tp_size": config.moe_dense_tp_size,
+        "moe_a2a_extend": config.moe_a2a_extend,
+        "moe_runner": config.moe_runner,
+        "flashinfer_pdl": config.flashinfer_pdl,
+        "decode_graph_sizes": list(graph_sizes.decode),
+        "extend_graph_sizes": list(graph_sizes.extend),
+        "prefill_graphs": config.prefill_graphs,
+        **asdict(budget),
+    }
+    if blueprint.speculation is not None:
+        assert config.draft_model is not None
+        agreement |= {
+            "draft_fingerprint": fingerprint(config.draft_model),
+            "draft_sampling": config.draft_sampling,
+            **asdict(blueprint.speculation),
+        }
+    return pb.DescribeResponse(
+        coordinates=pb.Coordinates(
+            dp_rank=config.dp_rank,
+            dp_size=config.dp_size,
+            attn_tp_rank=config.attn_tp_rank,
+            attn_tp_size=config.attn_tp_size,
+            ep_rank=config.topology.ep_rank,
+            ep_size=config.topology.num_expert_parts,
+        ),
+        model=model,
+        num_kv_blocks=limits.num_kv_blocks,
+        num_rows=config.num_rows,
+        budget=pb.TokenBudget(
+            max_num_batched_tokens=budget.max_num_batched_tokens,
+            max_num_seqs=budget.max_num_seqs,
+            max_num_logits=budget.max_num_logits,
+            lines=[
+                pb.BudgetLine(**asdict(line)) for line in budget_table(budget, config.moe_runner)
+            ],
+        ),
+        graph_sizes=pb.GraphSizes(
+            decode=graph_sizes.decode,
+            extend=graph_sizes.extend,
+            extend_runner=f"prefill_{config.prefill_graphs}" if graph_sizes.extend else "",
+        ),
+        agreement={name: str(value) for name, value in agreement.items()},
+        speculation=_speculation(blueprint.speculation),
+    )
+
+
+def _speculation(plan: SpeculationPlan | None) -> pb.Speculation | None:
+    if plan is None:
+        return None
+    return pb.Speculation(
+        algorithm=plan.algorithm,
+        num_draft_tokens=plan.num_draft_tokens,
+        num_draft_steps=plan.num_draft_steps,
+        topk=plan.topk,
+        num_reserved_tokens=plan.num_reserved_tokens,
+        kv_lookahead=plan.kv_lookahead,
+        extends=plan.extends,
+    )

@@ -1,0 +1,99 @@
+"""Tree masks as FlashInfer's kernels read them: a bit for each query and each key of its sequence.
+
+    B sequences    Q queries of each    W keys that the tree is about    n keys of a sequence
+
+A sequence's bits are Q lines of n bits, line after line, the lowest bit of a byte first; a sequence
+begins with a byte of its own. Only the last W bits of a line depend on the tree: the others are 1.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+Count = TypeVar("Count", int, Int32Array, torch.Tensor)
+
+
+class TreeBits:
+    """A batch's bits, in memory that a graph reads: B, Q and W are fixed, lengths are not.
+
+    Args:
+        bits: uint8 on the device, ``num_bytes`` or more.
+        indptr: int32 [B + 1] on the device, for the first byte of each sequence.
+        num_keys: int32 [B] on the device, for n of each.
+        width: Q.
+    """
+
+    def __init__(
+        self, bits: torch.Tensor, indptr: torch.Tensor, num_keys: torch.Tensor, width: int
+    ) -> None:
+        self.bits = bits
+        self.indptr = indptr
+        self._num_keys = num_keys
+        self._width = width
+
+    @staticmethod
+    def num_bytes(num_sequences: int, width: int, max_len: int) -> int:
+        """Returns how many bytes sequences of at most ``max_len`` keys need."""
+        return num_sequences * _bytes(width * max_len)
+
+    def plan(self, num_keys: Int32Array) -> None:
+        """Takes the lengths, on the host and without waiting. Before each pass and each replay."""
+        indptr = np.zeros(len(num_keys) + 1, dtype=np.int32)
+        np.cumsum(_bytes(self._width * num_keys), out=indptr[1:])
+        assert indptr[-1] <= len(self.bits), "longer sequences than it was made for"
+        for buffer, values in ((self.indptr, indptr), (self._num_keys, num_keys)):
+            on_host = torch.from_numpy(values)
+            if buffer.device.type == "cuda":
+                on_host = on_host.pin_memory()
+            buffer.copy_(on_host, non_blocking=True)
+
+    def write(self, tree_mask: torch.Tensor) -> None:
+        """Writes the bits. Device work of fixed shapes, for the start of a graph.
+
+        Computes the bytes that hold a line's last W bits. Lines may share a byte: each computes all
+        of it, so they agree.
+
+        Args:
+            tree_mask: bool [B, Q, W].
+        """
+        num_sequences, width, tree_width = tree_mask.shape
+        device = tree_mask.device
+        num_keys = self._num_keys.long().view(-1, 1, 1)
+        lines = torch.arange(width, device=device).view(1, -1, 1)
+        first = lines * num_keys + (num_keys - tree_width).clamp_min(0)
+        bytes_ = first // 8 + torch.arange(_bytes(tree_width + 7), device=device)
+        bytes_ = torch.minimum(bytes_, _bytes(width * num_keys) - 1)
+        shifts = torch.arange(8, device=device)
+        bits, num_keys = bytes_.unsqueeze(-1) * 8 + shifts, num_keys.unsqueeze(-1)
+        columns = bits % num_keys - (num_keys - tree_width)
+        sequences = torch.arange(num_sequences, device=device).view(-1, 1, 1, 1)
+        lines = (bits // num_keys).clamp_max(width - 1)  # past the end nobody reads
+        seen = (columns < 0) | tree_mask[sequences, lines, columns.clamp_min(0)]
+        values = (seen.long() << shifts).sum(dim=-1)
+        places = bytes_ + self.indptr[:-1].view(-1, 1, 1)
+        self.bits.fill_(0xFF)
+        self.bits.index_copy_(0, places.flatten(), values.flatten().to(torch.uint8))
+
+
+def flat_mask(tree_mask: torch.Tensor, num_keys: Int32Array) -> torch.Tensor:
+    """Returns bool [Q * sum(num_keys)], which keys each query sees, one query after another.
+
+    Args:
+        tree_mask: bool [B, Q, W].
+        num_keys: [B] n of each sequence.
+    """
+    width, tree_width = tree_mask.shape[1:]
+    lens = np.repeat(num_keys.astype(np.int64), width)
+    line = np.repeat(np.arange(len(lens)), lens)
+    key = np.arange(len(line)) - np.repeat(np.cumsum(lens) - lens, lens)
+    column = key - (lens - tree_width)[line]
+    places = torch.from_numpy(line * tree_width + column.clip(0)).to(tree_mask.device)
+    before = torch.from_numpy(column < 0).to(tree_mask.device)
+    return before | tree_mask.reshape(-1)[places]
+
+
+def _bytes(num_bits: Count) -> Count:
+    return (num_bits + 7) // 8

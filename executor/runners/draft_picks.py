@@ -1,0 +1,68 @@
+"""Which tokens a draft model proposes. Device work of fixed shapes alone.
+
+S rows of logits    K tokens of each    V the draft's vocabulary
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from executor.logits import invert, temper
+from executor.speculative.accept import DRAFT_STREAM, stream_coins
+from executor.speculative.draft_batch import Draws
+
+
+class Picks(NamedTuple):
+    """What is proposed after each of S tokens.
+
+    Attributes:
+        tokens: int64 [S, K], target ids, the likeliest first.
+        scores: float32 [S, K], their log probabilities.
+        probs: float32 [S, V], what they were drawn from; None if they are the likeliest.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    probs: torch.Tensor | None
+
+
+def pick(
+    logits: torch.Tensor,
+    count: int,
+    target_ids: torch.Tensor | None,
+    draws: Draws | None,
+    offset: int,
+) -> Picks:
+    """Proposes the likeliest tokens, or draws one.
+
+    Args:
+        logits: float32 [S, V].
+        count: K; 1 if it is drawn.
+        target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
+        draws: How to draw, [S] each; None takes the likeliest.
+        offset: How far the token's position is from ``draws.positions``.
+    """
+    probs = None
+    if draws is None:
+        scores, ids = torch.log_softmax(logits, dim=-1).topk(count, dim=-1)
+    else:
+        assert count == 1, "only chains are drawn"
+        probs = distribution(logits, draws.temperature)
+        coin = stream_coins(draws.seeds, draws.positions + offset, DRAFT_STREAM)
+        ids = invert(probs, coin).unsqueeze(1)
+        scores = probs.gather(1, ids).log()
+    tokens = ids if target_ids is None else target_ids.index_select(0, ids.flatten()).view_as(ids)
+    return Picks(tokens, scores, probs)
+
+
+def distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Returns what drafts are drawn from, float32 [S, V].
+
+    Args:
+        logits: float32 [S, V].
+        temperature: float32 [S]; at 0 all goes to the likeliest token.
+    """
+    is_greedy = (temperature <= 0).unsqueeze(1)
+    tempered = temper(logits, torch.where(temperature <= 0, 1.0, temperature))
+    likeliest = torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    return torch.where(is_greedy, likeliest, torch.softmax(tempered, dim=-1))

@@ -1,0 +1,119 @@
+"""Drafts with a layer for each step, and brings all layers up to the tokens that the target has run.
+
+    row of the last token      +0              +1              +2
+    layer 0, target's h        draft 1
+    layer 1, layer 0's h       -               draft 2         each draft is the next row's token
+    layer 2, layer 1's h       -               -               draft 3
+
+Layer k takes with each token what layer k - 1 gave for the token before: hidden states move on by one
+row from layer to layer, and a sequence's first row takes what was kept for it. All layers run all rows,
+of the same tokens but for the drafts, so they share one plan of attention and one set of buffers.
+
+One graph holds all layers of a size, in order: nothing happens on the host between them, and each of
+them reads what the one before has left. A graph for each layer would be D replays in place of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from executor.layers.attention import Attend
+from executor.runners.draft_picks import pick
+from executor.runners.extend_graphs import ExtendGraphs
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.phase_graphs import PhaseGraphs
+from executor.speculative.draft_batch import ExtendBatch, Extended
+
+
+class MultiLayerDraftExtendRunner:
+    """Draft and draft-extend of MTP with several layers: what it returns holds whole chains.
+
+    Args:
+        passes: Of each layer, D of them, with one attention among them.
+        width: Rows of each sequence in a graph.
+        target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
+        is_drawn: Whether batches say how drafts are drawn.
+        graphs: What to capture with (``draft_extend_slots``); None runs everything eagerly.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[ForwardPass],
+        *,
+        width: int,
+        target_ids: torch.Tensor | None = None,
+        is_drawn: bool = False,
+        graphs: PhaseGraphs | None = None,
+    ) -> None:
+        self._passes = tuple(passes)
+        first = self._passes[0]
+        assert all(x.attention is first.attention for x in passes), "layers share one plan"
+        self._target_ids = target_ids
+        self._is_drawn = is_drawn
+        self._graphs: ExtendGraphs | None = None
+        self._attend: Attend = first.attention.forward
+        self.sizes: tuple[int, ...] = ()
+        if graphs is not None:
+            self.sizes = graphs.sizes
+            [self._attend] = graphs.attends([first.attention])
+            self._graphs = ExtendGraphs(
+                first,
+                graphs,
+                width=width,
+                num_drafts=len(passes),
+                num_layers=len(passes),
+                is_drawn=is_drawn,
+            )
+
+    def extend(self, batch: ExtendBatch) -> Extended:
+        """Returns whole chains, and the layers' outputs.
+
+        Every DP rank must call it, also without rows.
+        """
+        assert (batch.draws is not None) == self._is_drawn, "drafts are drawn always or never"
+        if self._graphs is not None and batch.batch.layout.graph_size is not None:
+            return self._graphs.replay(batch)
+        self._passes[0].plan(batch.batch)
+        return self._run(batch)
+
+    def discard(self) -> None:
+        """Drops what was captured."""
+        if self._graphs is not None:
+            self._graphs.discard()
+
+    def capture(self) -> None:
+        """Captures every size, if there are any. All ranks must call it, at the same time."""
+        if self._graphs is not None:
+            self._graphs.capture("multi_layer_draft_extend", self._run)
+
+    def _run(self, extend: ExtendBatch) -> Extended:
+        batch, at = extend.batch, extend.lasts
+        ids = batch.input_ids.clone()  # drafts are written to it; the batch stays as it is
+        hidden, picked = batch.hidden_states, []
+        outputs: list[torch.Tensor] = []
+        last = batch.hidden_states
+        for layer, forward_pass in enumerate(self._passes):
+            if layer > 0:
+                assert extend.carries is not None, "layers take one another's output"
+                hidden = outputs[-1].roll(1, 0)
+                hidden.index_copy_(0, extend.starts, extend.carries[:, layer - 1])
+            out = forward_pass.run(
+                replace(batch, input_ids=ids, hidden_states=hidden), self._attend
+            )
+            last = out.index_select(0, at)
+            logits = forward_pass.compute_logits(last)
+            picked.append(pick(logits, 1, self._target_ids, extend.draws, layer))
+            if layer + 1 < len(self._passes):
+                outputs.append(out.clone())  # the next layer may overwrite it
+                at = at + 1
+                ids.index_copy_(0, at, picked[-1].tokens[:, 0])
+        assert last is not None, "there is a layer"
+        probs = [picks.probs for picks in picked if picks.probs is not None]
+        return Extended(
+            tokens=torch.cat([picks.tokens for picks in picked], dim=1),
+            scores=torch.cat([picks.scores for picks in picked], dim=1),
+            hidden=last,
+            outputs=tuple(outputs),
+            probs=torch.stack(probs, dim=1) if probs else None,
+        )

@@ -1,0 +1,334 @@
+"""A step's speculative side: draft, verify, accept, draft-extend, in terms of runners.
+
+    speculative step   draft ─▶ verify (target) ─▶ accept ─▶ draft-extend over what was gained
+    any other step              run (target) ───▶ sample ─▶ draft-extend over what was run
+
+A row with L tokens has its last one, at position L - 1, still to run. The draft model's entry at
+position p takes token p and the hidden state of position p - 1, so draft-extend comes up to
+position L - 1, and what it gives are the first drafts of the next step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from executor.columns import Int64Array
+from executor.dp_layout import DpLayout
+from executor.forward_batch import ForwardBatch, ForwardMode
+from executor.kv_pool import KVPool
+from executor.sampler import Sampler
+from executor.speculation_plan import SpeculationPlan
+from executor.speculative.accept import Accepted
+from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
+from executor.speculative.ragged import Ragged, filled_blocks
+from executor.speculative.state import DraftState
+from executor.speculative.tree import Drafts
+from executor.speculative.verifier import Verification, step_of
+from executor.staging import to_device
+from executor.step_columns import StepColumns
+from executor.topology import Topology
+
+
+class Drafter(Protocol):
+    """Runs the draft phase."""
+
+    def draft(self, batch: DraftBatch) -> Drafts: ...
+
+
+class Extender(Protocol):
+    """Runs draft-extend."""
+
+    def extend(self, batch: ExtendBatch) -> Extended: ...
+
+
+class Speculator:
+    """The draft model's part in every step. One thread calls it.
+
+    B sequences    N tokens that each verifies    D drafts on the longest path    T token rows
+
+    Args:
+        plan: How the draft model drafts.
+        state: What it goes on from.
+        drafter: Runs the draft phase; None if draft-extend leaves whole chains.
+        extender: Runs draft-extend; None if the draft model keeps no KV.
+        project: Takes the target's features [T, F] to what the draft model takes, [T, H].
+        features: Where the target leaves them, a row for each of its tokens.
+        kv_pool: The target's.
+        sampler: Says what plain decoding would take.
+        max_position: The last position of any sequence.
+        topology: This executor's place in its group.
+        is_drawn: Whether drafts are drawn and accepted by rejection sampling.
+    """
+
+    def __init__(
+        self,
+        plan: SpeculationPlan,
+        state: DraftState,
+        *,
+        drafter: Drafter | None,
+        extender: Extender | None,
+        project: Callable[[torch.Tensor], torch.Tensor],
+        features: torch.Tensor,
+        kv_pool: KVPool,
+        sampler: Sampler,
+        max_position: int,
+        topology: Topology,
+        is_drawn: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._state = state
+        self._drafter = drafter
+        self._extender = extender
+        self._project = project
+        self._features = features
+        self._kv_pool = kv_pool
+        self._sampler = sampler
+        self._max_position = max_position
+        self._topology = topology
+        self._is_drawn = is_drawn
+        self._device = kv_pool.device
+        self._block_size = kv_pool.block_size
+
+    # ---- the phases
+
+    def start(self, columns: StepColumns) -> None:
+        """Readies the rows that begin with a step; their blocks are in the block table."""
+        if columns.starts is None:
+            return
+        is_starting = np.isin(columns.rows, columns.starts.rows)
+        rows, computed = columns.rows[is_starting], columns.num_computed_tokens[is_starting]
+        last = np.maximum(computed // self._kv_pool.block_size - 1, 0)
+        table = self._kv_pool.block_table_cpu.numpy()
+        self._state.start(rows, computed, table[rows, last].astype(np.int64))
+
+    def draft(self, columns: StepColumns, at: torch.Tensor) -> Drafts:
+        """Runs the draft phase of a speculative step. Every rank must, also without sequences.
+
+        Args:
+            columns: The step.
+            at: int64 [B], its rows, on the device.
+        """
+        state, plan = self._state, self.plan
+        if self._drafter is None:
+            probs = None if state.probs is None else state.probs.index_select(0, at)
+            return Drafts(state.tokens.index_select(0, at), None, probs)
+        seq_lens = columns.num_computed_tokens + 1
+        count = (plan.num_draft_steps - 1) * plan.topk if plan.extends else 0
+        tokens, hidden = state.tokens.index_select(0, at), state.hidden.index_select(0, at)
+        if not plan.extends:
+            tokens = self._sampler.last_tokens.index_select(0, at).unsqueeze(1)
+            hidden = state.carries[:, 0].index_select(0, at)
+        return self._drafter.draft(
+            DraftBatch(
+                step=step_of(columns),
+                req_pool_indices=at,
+                seq_lens=self._to_device(seq_lens),
+                seq_lens_cpu=torch.from_numpy(seq_lens),
+                out_cache_loc=self._locate(columns.rows, seq_lens, count).flatten(),
+                tokens=tokens,
+                scores=state.scores.index_select(0, at),
+                hidden_states=hidden,
+                probs=None if state.probs is None else state.probs.index_select(0, at),
+                draws=self._draws(at, self._to_device(seq_lens)),
+            )
+        )
+
+    def follow_accepted(self, verification: Verification, accepted: Accepted) -> None:
+        """Brings the draft model up to the tokens gained. Every rank must call it."""
+        columns, plan, at = verification.columns, self.plan, verification.at
+        step = verification.step
+        size, width, count = plan.num_draft_tokens, plan.num_extend_rows, len(columns.rows)
+        hidden = self._project(self._features[: count * size])
+        firsts = torch.arange(count, device=self._device)
+        path = accepted.path + (firsts * size).unsqueeze(1)  # rows of ``hidden``
+        if not plan.extends:  # behind the tokens gained, the path stays at the last
+            self._state.keep_carries(at, 0, hidden, path[:, -1])
+            return
+        assert self._extender is not None, "a draft model with KV has a draft-extend"
+        depth, nodes, tokens = path.shape[1], path, accepted.tokens
+        if depth != width:
+            entry = torch.arange(width, device=self._device).clamp_(max=depth - 1)
+            nodes, tokens = path.index_select(1, entry), tokens.index_select(1, entry)
+        starts = columns.num_computed_tokens + 1  # position of each sequence's first entry
+        extend_starts = firsts * width
+        lasts = extend_starts + accepted.num_tokens - 1
+        batch = self._extend_batch(
+            columns,
+            starts,
+            np.full(count, width),
+            DpLayout.of_requests(
+                step.num_requests,
+                width,
+                self._topology,
+                step.padding_mode,
+                graph_requests=step.graph_requests,
+            ),
+            input_ids=tokens.flatten(),
+            hidden_states=hidden.index_select(0, nodes.flatten()),
+        )
+        first_positions = verification.positions.view(count, size)[:, 0]
+        extended = self._extender.extend(
+            ExtendBatch(
+                batch,
+                width,
+                extend_starts,
+                lasts,
+                self._carries(at),
+                self._draws(at, first_positions + accepted.num_tokens),
+            )
+        )
+        self._state.keep(at, extended)
+        for layer, states in enumerate(extended.outputs, start=1):
+            self._state.keep_carries(at, layer, states, lasts)
+        # Blocks that end within the longest path: where less was accepted, the next steps will
+        # have written them again before anybody can find them.
+        places, depths = np.arange(count), np.full(count, depth)
+        target = filled_blocks(starts - 1, depths, places * depth, self._block_size)
+        if target[0].size:
+            rows_at = path.flatten().index_select(0, self._to_device(target[2]))
+            self._keep_blocks(columns, target, 0, hidden, rows_at)
+        if extended.outputs:
+            drafted = filled_blocks(starts, depths, places * width, self._block_size)
+        for layer, states in enumerate(extended.outputs, start=1):
+            self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
+
+    def follow(
+        self,
+        columns: StepColumns,
+        batch: ForwardBatch,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Brings the draft model up to what any other step ran. Every rank must call it.
+
+        Args:
+            columns: The step.
+            batch: What the target ran.
+            tokens: int64 [S], sampled, on the device.
+        """
+        plan, at = self.plan, batch.req_pool_indices
+        num_tokens = len(batch.input_ids)
+        hidden = self._project(self._features[:num_tokens])
+        ends = np.cumsum(columns.num_tokens)
+        last_rows = self._to_device(ends - 1)
+        if plan.extends:
+            assert self._extender is not None, "a draft model with KV has a draft-extend"
+            ragged = Ragged.of(columns, plan.num_layers)
+            source = torch.cat((hidden, self._state.carries[:, 0].index_select(0, at)))
+            ids = torch.cat((batch.input_ids, tokens)) if len(tokens) else batch.input_ids
+            counts = tuple(
+                rows + (plan.num_layers - 1) * sampled
+                for rows, sampled in zip(columns.draft_counts, columns.num_sampled, strict=True)
+            )
+            layout = replace(columns.layout, global_num_tokens_cpu=counts, graph_size=None)
+            extend = self._extend_batch(
+                columns,
+                ragged.positions,
+                ragged.num_rows,
+                layout,
+                input_ids=ids.index_select(0, self._to_device(ragged.token_index)),
+                hidden_states=source.index_select(0, self._to_device(ragged.hidden_index)),
+            )
+            sampled = self._to_device(columns.rows[ragged.samples])
+            lens = (columns.num_computed_tokens + columns.num_tokens + 1)[ragged.samples]
+            extended = self._extender.extend(
+                ExtendBatch(
+                    extend,
+                    None,
+                    self._to_device(ragged.starts),
+                    self._to_device(ragged.lasts[ragged.samples]),
+                    self._carries(at),
+                    self._draws(sampled, self._to_device(lens)),
+                )
+            )
+            self._state.keep(sampled, extended)
+            for layer, states in enumerate(extended.outputs, start=1):
+                self._state.keep_carries(at, layer, states, self._to_device(ragged.lasts))
+            ran = filled_blocks(
+                columns.num_computed_tokens,
+                columns.num_tokens,
+                ends - columns.num_tokens,
+                self._block_size,
+            )
+            self._keep_blocks(columns, ran, 0, hidden, self._to_device(ran[2]))
+            drafted = filled_blocks(
+                ragged.positions, ragged.num_entries, ragged.starts, self._block_size
+            )
+            for layer, states in enumerate(extended.outputs, start=1):
+                self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
+        self._state.keep_carries(at, 0, hidden, last_rows)
+
+    # ---- parts of them
+
+    def _extend_batch(
+        self,
+        columns: StepColumns,
+        starts: Int64Array,
+        num_rows: Int64Array,
+        layout: DpLayout,
+        *,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+    ) -> ForwardBatch:
+        """Returns a batch of the draft model: ``num_rows`` of each sequence from ``starts`` on."""
+        ends = np.cumsum(num_rows)
+        rows = np.repeat(columns.rows, num_rows)
+        positions = np.arange(len(rows)) + np.repeat(starts - (ends - num_rows), num_rows)
+        locations = np.empty_like(positions)
+        self._kv_pool.locate(rows, positions, out=locations)
+        seq_lens = starts + num_rows
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND if len(rows) else ForwardMode.IDLE,
+            batch_size=len(columns.rows),
+            input_ids=input_ids,
+            positions=self._to_device(np.minimum(positions, self._max_position)),
+            out_cache_loc=self._to_device(locations),
+            req_pool_indices=self._to_device(columns.rows),
+            seq_lens=self._to_device(seq_lens),
+            seq_lens_cpu=torch.from_numpy(seq_lens),
+            layout=layout,
+            logits_indices=self._to_device(ends[:0]),
+            extend_prefix_lens_cpu=starts,
+            extend_seq_lens_cpu=num_rows,
+            hidden_states=hidden_states,
+        )
+
+    def _locate(self, rows: Int64Array, starts: Int64Array, count: int) -> torch.Tensor:
+        """Returns the slots [B, count] of the positions from ``starts`` on."""
+        positions = (starts[:, None] + np.arange(count)).ravel()
+        locations = np.empty_like(positions)
+        self._kv_pool.locate(np.repeat(rows, count), positions, out=locations)
+        return self._to_device(locations).view(len(rows), count)
+
+    def _keep_blocks(
+        self,
+        columns: StepColumns,
+        filled: tuple[Int64Array, Int64Array, Int64Array],
+        layer: int,
+        states: torch.Tensor,
+        index: torch.Tensor,
+    ) -> None:
+        """Stores what a layer takes behind each block that was filled: see ``filled_blocks``."""
+        sequence, block, _ = filled
+        if sequence.size:
+            table = self._kv_pool.block_table_cpu.numpy()
+            blocks = table[columns.rows[sequence], block].astype(np.int64)
+            self._state.keep_blocks(self._to_device(blocks), layer, states, index)
+
+    def _carries(self, at: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the draft's further layers take with rows' first tokens; None without any."""
+        if self.plan.num_layers == 1:
+            return None
+        return self._state.carries.index_select(0, at)[:, 1:]
+
+    def _draws(self, at: torch.Tensor, positions: torch.Tensor) -> Draws | None:
+        """Returns how the drafts of rows are drawn, the first of which stand at ``positions``."""
+        if not self._is_drawn:
+            return None
+        temperature = self._sampler.temperatures.index_select(0, at)
+        return Draws(temperature, self._sampler.seeds.index_select(0, at), positions)
+
+    def _to_device(self, values: Int64Array) -> torch.Tensor:
+        return to_device(values, self._device)

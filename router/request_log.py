@@ -1,0 +1,99 @@
+"""What the log says of single requests: that one was taken, and what became of it.
+
+With --log-level debug, two lines for each request. Otherwise only those that this router itself
+gave up have one: whose fault a request's end was, and where it ran, is asked when it is too late to
+turn a level up. A line has the request's id, and the group, epoch and step at that moment.
+"""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import structlog
+
+from router.cell import Observer
+from router.errors import ExecutorFailed, ShuttingDown
+from router.request import Request, Sequence
+
+log = structlog.stdlib.get_logger(__name__)
+_levels = logging.getLogger(__name__)
+
+GIVEN_UP = (ExecutorFailed, ShuttingDown)  # ends that are neither the caller's wish nor its limit
+
+
+class RequestLog:
+    """Writes about requests. Implements cell.Observer.
+
+    Args:
+        ids: Returns a group's number, epoch and step, as other lines of the log have them.
+    """
+
+    def __init__(self, ids: Callable[[int], dict[str, int]]) -> None:
+        self._ids = ids
+
+    def on_submit(self, request: Request) -> None:
+        """A request was taken."""
+        if _levels.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request_taken",
+                **self._ids(request.sequences[0].group),
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt),
+                max_tokens=request.stop.max_tokens,
+                sequences=len(request.sequences),
+                priority=request.priority,
+            )
+
+    def on_end(self, request: Request) -> None:
+        """Its last sequence has ended."""
+        is_given_up = any(isinstance(s.error, GIVEN_UP) for s in request.sequences)
+        level = logging.INFO if is_given_up else logging.DEBUG
+        if _levels.isEnabledFor(level):
+            log.log(
+                level,
+                "request_given_up" if is_given_up else "request_ended",
+                **self._ids(request.sequences[0].group),
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt),
+                sequences=[_describe(sequence) for sequence in request.sequences],
+            )
+
+
+class Observers:
+    """Tells several observers, in their order. Implements cell.Observer itself."""
+
+    def __init__(self, observers: SequenceOf[Observer]) -> None:
+        self._observers = observers
+
+    def on_submit(self, request: Request) -> None:
+        """A request was taken, by the call whose task this runs in."""
+        for observer in self._observers:
+            observer.on_submit(request)
+
+    def on_end(self, request: Request) -> None:
+        """Its last sequence has ended."""
+        for observer in self._observers:
+            observer.on_end(request)
+
+
+def _describe(sequence: Sequence) -> dict[str, Any]:
+    """Returns what became of one continuation; times are seconds since the request's arrival."""
+    arrival, progress = sequence.request.arrival_time, sequence.progress
+    reason = sequence.finish_reason
+    outcome = sequence.error.reason if sequence.error else reason.name if reason else ""
+    described: dict[str, Any] = {
+        "outcome": outcome,
+        "dp_rank": sequence.dp_rank,
+        "output_tokens": sequence.num_output_tokens,
+        "cached_tokens": progress.num_cached_tokens,
+        "preemptions": progress.num_preemptions,
+    }
+    for name, time in (
+        ("first_step_s", progress.start_time),
+        ("first_token_s", progress.first_token_time),
+        ("end_s", progress.end_time),
+    ):
+        if time is not None:
+            described[name] = round(time - arrival, 6)
+    return described

@@ -1,0 +1,223 @@
+"""Which KV blocks each row of a table holds: how it gets them, and who loses its place for them.
+
+A row that runs short takes free and cached blocks first, and then the place of the sequence that
+stands last, which waits again. Blocks for drafts are another matter: they are taken only from what
+nobody needs, and never cost a sequence its place. Once sent, they cannot be had back from a row
+that goes on, since an executor only ever appends blocks to a row, and may be writing into them.
+So their number is bounded: a row holds those for the drafts of one step more than for its tokens,
+by the upper bound of its length, and keeps them for its next steps; and `reserve` leaves a block
+for the next token of every sequence of the rank.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from router.block_pool import BlockPool
+from router.prefix_cache import PrefixCache, extend_block_hashes
+from router.request import Int32Array, Sequence
+from router.sequence_table import Rows, RowStatus, SequenceTable, spread
+
+
+class RowBlocks:
+    """The blocks behind the rows of one table, and the rows that are about to give them up.
+
+    Args:
+        table: Its `num_blocks`, `block_table` and `num_named_blocks` change here.
+        caches: [dp_size] of each rank.
+        send_back: Takes a sequence that lost its place, and detaches it.
+
+    Attributes:
+        num_preemptions: [dp_size] sequences that lost their places.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        caches: list[PrefixCache],
+        send_back: Callable[[Sequence], None],
+    ) -> None:
+        self.num_preemptions = [0] * table.dp_size
+        self._table = table
+        self._caches = caches
+        self._pools = [cache.pool for cache in caches]
+        self._send_back = send_back
+        self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether rows that have lost their place still hold their blocks."""
+        return bool(self._leaving)
+
+    # ---- getting blocks
+
+    def grow(self, rows: Rows) -> bool:
+        """Gives each decoding row one block, as far as the ranks' pools and preemption allow.
+
+        Returns whether all of them got one and nobody was preempted.
+        """
+        table = self._table
+        cuts = table.cuts_of(rows)
+        counts = [end - start for start, end in pairwise(cuts)]
+        pools = self._pools
+        had_room = all(map(BlockPool.can_acquire, pools, counts))
+        if not had_room:
+            parts = [
+                self._make_room(rank, rows[start:end])
+                for rank, (start, end) in enumerate(pairwise(cuts))
+            ]
+            rows, counts = np.concatenate(parts), [len(part) for part in parts]
+        block_ids = [
+            pool.acquire(count) for pool, count in zip(pools, counts, strict=True) if count
+        ]
+        if not block_ids:
+            return False
+        ends = (table.block_starts + table.num_blocks).take(rows)
+        table.flat_blocks[ends] = np.concatenate(block_ids)
+        table.num_blocks[rows] += 1
+        return had_room
+
+    def give(self, rank: int, row: int, num_tokens: int) -> int:
+        """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
+        table, pool = self._table, self._pools[rank]
+        start, held = int(table.num_computed[row]), int(table.num_blocks[row])
+        num_new = -(-(start + num_tokens) // table.block_size) - held
+        if num_new > pool.num_available and not self._find(rank, num_new, row):
+            if table.status[row] != RowStatus.EXTEND:
+                return 0
+            num_new = pool.num_available
+        block_ids = pool.acquire(max(0, num_new))
+        table.block_table[row, held : held + len(block_ids)] = block_ids
+        table.num_blocks[row] += len(block_ids)
+        return min(num_tokens, (held + len(block_ids)) * table.block_size - start)
+
+    def reserve(self, ends: Int32Array) -> None:
+        """Gives rows blocks for drafts, if there are more than all sequences need next.
+
+        Args:
+            ends: int32 [R], tokens for which each row wants blocks; 0: none. Those beyond its
+                `max_len` need none.
+        """
+        table = self._table
+        num_missing = -(-np.minimum(ends, table.max_len) // table.block_size) - table.num_blocks
+        rows = np.flatnonzero(num_missing > 0)
+        if not len(rows):
+            return
+        num_missing = num_missing.take(rows)
+        is_granted = np.zeros(len(rows), dtype=np.bool_)
+        block_ids = []
+        for rank, (start, end) in enumerate(pairwise(table.cuts_of(rows))):
+            pool = self._pools[rank]
+            sums = num_missing[start:end].cumsum()
+            count = int(sums.searchsorted(pool.num_available - table.num_bound(rank), side="right"))
+            if count:
+                is_granted[start : start + count] = True
+                block_ids.append(pool.acquire(int(sums[count - 1])))
+        if block_ids:
+            rows, num_missing = rows[is_granted], num_missing[is_granted]
+            places = spread((table.block_starts + table.num_blocks).take(rows), num_missing)
+            table.flat_blocks[places] = np.concatenate(block_ids)
+            table.num_blocks[rows] += num_missing
+
+    def _make_room(self, rank: int, rows: Rows) -> Rows:
+        """Preempts until a block each is there for those rows that it returns."""
+        granted: list[int] = []
+        for row in sorted(rows.tolist(), key=self.standing):
+            if self._table.status[row] != RowStatus.DECODE:
+                continue  # preempted for a better one
+            if self._find(rank, len(granted) + 1, row):
+                granted.append(row)
+        still_there = [row for row in granted if self._table.status[row] == RowStatus.DECODE]
+        return np.array(still_there, dtype=np.int64)
+
+    def _find(self, rank: int, count: int, row: int) -> bool:
+        """Preempts sequences that stand behind ``row``, itself last, until ``count`` are there.
+
+        Returns False if they are not, or not yet: what a step in flight still uses comes later.
+        """
+        pool = self._pools[rank]
+        while pool.num_available < count:
+            if pool.num_available + self._num_leaving_blocks(rank) >= count:
+                return False
+            victim = self._last_in_standing(rank)
+            self.preempt(victim)
+            if victim == row:
+                return False
+        return True
+
+    # ---- giving them up
+
+    def preempt(self, row: int) -> None:
+        """Takes a sequence off its rank; at once, or when the step that runs it is back."""
+        self._table.bound(row).progress.num_preemptions += 1
+        self.num_preemptions[self._table.rank_of(row)] += 1
+        self._table.status[row] = RowStatus.PREEMPTED
+        self._leaving.append(row)
+        self.release_leaving()
+
+    def end(self, row: int) -> None:
+        """Notes that a row's sequence, detached by now, has ended. `release_leaving` follows."""
+        if self._table.status[row] != RowStatus.PREEMPTED:
+            self._leaving.append(row)
+        self._table.status[row] = RowStatus.ENDED
+
+    def release_leaving(self) -> None:
+        """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
+        still_leaving = []
+        for row in self._leaving:
+            if self._table.num_in_flight[row] > 0:
+                still_leaving.append(row)
+                continue
+            self.name(row)
+            self._pools[self._table.rank_of(row)].release(self._table.blocks_of(row))
+            if self._table.status[row] == RowStatus.PREEMPTED:
+                self._send_back(self._table.bound(row))
+            self._table.free_row(row)
+        self._leaving = still_leaving
+
+    def name(self, row: int) -> None:
+        """Lets others find the full blocks of a row whose tokens are known and handed out.
+
+        Of the last known token a step in flight may hold the only copy of its keys and values;
+        whoever finds its block runs behind that step. Drafts lie behind it, in slots that are
+        written again before anybody reads them.
+        """
+        table = self._table
+        sequence = table.sequences[row]
+        if sequence is None:
+            return  # named when it ended
+        num_known = int(min(table.num_tokens[row], table.num_computed[row]))
+        first, end = int(table.num_named_blocks[row]), num_known // table.block_size
+        if first == end:
+            return
+        hashes = sequence.block_hashes
+        if len(hashes) < end:
+            extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
+        cache = self._caches[table.rank_of(row)]
+        cache.insert(hashes[first:end], table.block_table[row, first:end])
+        table.num_named_blocks[row] = end
+
+    def _num_leaving_blocks(self, rank: int) -> int:
+        return sum(
+            int(self._table.num_blocks[row])
+            for row in self._leaving
+            if self._table.rank_of(row) == rank
+        )
+
+    # ---- order
+
+    def standing(self, row: int) -> tuple[float, int, int]:
+        """Sorts rows: who stands first is scheduled first and preempted last."""
+        sequence = self._table.bound(row)
+        return (*sequence.request.turn, sequence.index)
+
+    def live_rows(self) -> Rows:
+        """Rows whose sequences have neither ended nor lost their place."""
+        status = self._table.status
+        return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))
+
+    def _last_in_standing(self, rank: int) -> int:
+        rows = self.live_rows()
+        rank_rows: list[int] = rows[self._table.rank_of(rows) == rank].tolist()
+        return max(rank_rows, key=self.standing)

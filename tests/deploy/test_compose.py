@@ -1,0 +1,69 @@
+"""What `docker compose up` would refuse, or quietly not do; there is no Docker here to ask."""
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import jsonschema
+import pytest
+import yaml
+
+from deploy.processes import ROOT
+from tests.deploy.cluster import COMMANDS
+
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+SCHEMA = json.loads((Path(__file__).parent / "schemas" / "compose.json").read_text())
+CHECK = jsonschema.Draft202012Validator(SCHEMA)
+MARGIN_S = 5  # to end after all that can be waited for
+OWN_NAMES = ("services", "networks", "environment")  # of maps whose keys are the author's own
+
+Place = tuple[str, ...]
+
+
+def fields(value: Any, place: Place = ()) -> Iterator[Place]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            if not name.startswith("x-"):
+                if not place or place[-1] not in OWN_NAMES:
+                    yield (*place, name)
+                yield from fields(child, (*place, name))
+
+
+def test_it_fits_the_schema() -> None:
+    CHECK.check_schema(SCHEMA)
+    CHECK.validate(COMPOSE)
+
+
+@pytest.mark.parametrize("place", list(fields(COMPOSE)), ids=".".join)
+def test_a_typo_in_any_field_is_refused(place: Place) -> None:
+    changed = copy.deepcopy(COMPOSE)
+    parent = changed
+    for name in place[:-1]:
+        parent = parent[name]
+    parent[f"{place[-1]}s"] = parent.pop(place[-1])
+    with pytest.raises(jsonschema.ValidationError):
+        CHECK.validate(changed)
+
+
+def test_networks_that_services_are_on_exist() -> None:
+    for service in COMPOSE["services"].values():
+        assert set(service["networks"]) <= COMPOSE["networks"].keys()
+
+
+def test_there_is_time_to_drain_before_a_container_is_killed() -> None:
+    """Docker kills after ten seconds where nothing else is said; streams take longer."""
+    for name, service in COMPOSE["services"].items():
+        if "build" not in service:
+            continue
+        command = COMMANDS[service["image"].partition(":")[0]]
+        with patch.dict(os.environ, service["environment"], clear=True):
+            settings = command.make_context(name, []).params
+        waits = [
+            settings.get(s, 0) for s in ("shutdown_delay_s", "shutdown_grace_s", "stop_timeout_s")
+        ]
+        assert sum(waits) >= 30
+        assert int(service["stop_grace_period"].removesuffix("s")) >= sum(waits) + MARGIN_S

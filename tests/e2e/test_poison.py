@@ -1,0 +1,100 @@
+"""A request whose step kills executors is failed, or it would take the service down for ever."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deploy.demo import idle_group, token_ids
+from deploy.launch import LocalStack
+from deploy.processes import Process
+from executor.__main__ import STUCK
+from router.client import CallFailed, Client, Options, Prompt
+from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.poisoned_executor import POISON, SNARE
+
+POISON_PROMPT = token_ids(f"\n{POISON}=")
+SNARE_PROMPT = token_ids(f"\n{SNARE}=")
+GREEDY: Options = {"max_tokens": 200, "ignore_eos": True}
+
+
+class PoisonedStack(LocalStack):
+    """Its executors die of the poison."""
+
+    def _start_process(self, name: str, args: Sequence[str]) -> Process:
+        modules = {"executor": "tests.e2e.poisoned_executor"}
+        return super()._start_process(name, [modules.get(arg, arg) for arg in args])
+
+
+@asynccontextmanager
+async def supervised(
+    log_dir: Path, executor_args: Sequence[str] = (), router_args: Sequence[str] = ()
+) -> AsyncIterator[tuple[PoisonedStack, Client]]:
+    stack = PoisonedStack(
+        dp_size=2,
+        executor_args=(*EXECUTOR_ARGS, *executor_args),
+        router_args=router_args,
+        log_dir=log_dir,
+    )
+    async with stack, stack.client() as client, asyncio.timeout(240):
+        supervising = asyncio.create_task(stack.supervise_executors())
+        try:
+            yield stack, client
+        finally:
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
+
+
+def records(stack: LocalStack, event: str) -> list[dict[str, Any]]:
+    lines = (stack.log_dir / "router.log").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["event"] == event]
+
+
+async def failure_of(client: Client, prompt: Prompt = POISON_PROMPT) -> CallFailed:
+    with pytest.raises(CallFailed) as caught:
+        await client.complete(prompt, **{**GREEDY, "request_id": "poison"})
+    return caught.value
+
+
+async def test_a_request_that_kills_an_executor_twice_is_not_tried_a_third_time(tmp_path: Path):
+    async with supervised(tmp_path) as (stack, client):
+        failure = await failure_of(client)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILED")
+        assert len(records(stack, "group_lost")) == 2
+        assert (await client.complete("\n17+25=", max_tokens=8)).text.strip() == "42"
+        assert len(records(stack, "group_lost")) == 2
+        assert (await idle_group(client)).num_waiting == 0
+    assert stack.left_running == []
+
+
+async def test_those_that_run_beside_it_are_answered_as_if_it_were_not_there(tmp_path: Path):
+    prompts = [token_ids(f"\n{number}+{number}=") for number in range(10, 16)]
+    async with supervised(tmp_path) as (stack, client):
+        expected = [(await client.complete(p, **GREEDY)).token_ids for p in prompts]
+        asking = [asyncio.create_task(client.complete(p, **GREEDY)) for p in prompts]
+        failure = await failure_of(client)
+        assert failure.code is grpc.StatusCode.INTERNAL
+        assert [answer.token_ids for answer in await asyncio.gather(*asking)] == expected
+        [failed] = records(stack, "request_failed")
+        assert failed["request_id"] == "poison"
+        assert len(records(stack, "group_lost")) <= 8
+
+
+async def test_an_executor_whose_step_never_ends_is_started_again(tmp_path: Path):
+    """Its event loop turns, so that nobody but itself can know that it is of no use any more."""
+    executor_args = ("--peer-timeout-s", "4")
+    router_args = ("--step-timeout-s", "3", "--min-step-deadline-s", "2")
+    async with supervised(tmp_path, executor_args, router_args) as (stack, client):
+        first = set(stack.executors)
+        failure = await failure_of(client, SNARE_PROMPT)
+        assert failure.code is grpc.StatusCode.INTERNAL
+        assert (await client.complete("\n17+25=", max_tokens=8)).text.strip() == "42"
+        ended = [process for process in first if process.has_ended]
+        assert ended
+        assert [await process.exited() for process in ended] == [STUCK] * len(ended)
+        assert all("answer other calls" in lost["problem"] for lost in records(stack, "group_lost"))

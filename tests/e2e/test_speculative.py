@@ -1,0 +1,113 @@
+"""If this fails, drafts change an answer, are not accepted, or do not survive a lost executor.
+
+A stack without drafts answers first, in float32. Every draft model must give the same tokens.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
+from deploy.launch import LocalStack
+from router.client import Client
+from tests.e2e.conftest import EXECUTOR_ARGS
+
+NUM_REQUESTS = 40
+LONG_PROMPT = "\n17+25="
+LONG_TOKENS = 200  # past the answer: the model goes on with problems of its own
+LEAST_TOKENS_PER_STEP = 2.5
+
+FLOAT32 = (*EXECUTOR_ARGS, "--dtype", "float32")
+TREE = ("--draft-topk", "2", "--num-draft-tokens", "8")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a stack answered: to problems with long answers at once, to mixed ones, and on and on."""
+
+    long: list[list[int]]
+    mixed: list[list[int]]
+    endless: list[int]
+
+
+async def ask_everything(client: Client) -> Told:
+    turn = await take_turn(client, draw_problems(SEED))
+    async with client.many() as many:
+        requests = draw_requests(SEED, NUM_REQUESTS)
+        answers = await asyncio.gather(*(ask(many, request) for request in requests))
+    return Told(turn.answers, [a.token_ids for a in answers], await endless(client))
+
+
+async def endless(client: Client) -> list[int]:
+    completion = await client.complete(
+        token_ids(LONG_PROMPT), max_tokens=LONG_TOKENS, ignore_eos=True
+    )
+    return completion.token_ids
+
+
+def drafting(name: str, *more: str) -> Sequence[str]:
+    return (*FLOAT32, "--draft-model", str(FOLDER / name), *more)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def plain() -> Told:
+    async with LocalStack(dp_size=1, executor_args=FLOAT32) as stack, stack.client() as client:
+        return await ask_everything(client)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
+    name: str, plain: Told, tmp_path: Path
+):
+    stack = LocalStack(dp_size=2, executor_args=drafting(name), log_dir=tmp_path)
+    async with stack, stack.client() as client:
+        turn = await take_turn(client, draw_problems(SEED))
+        [group] = await client.get_status()
+        assert turn.answers == plain.long
+        assert group.speculation is not None
+        assert group.speculation.tokens_per_step is not None
+        assert group.speculation.tokens_per_step >= LEAST_TOKENS_PER_STEP
+        assert await ask_everything(client) == plain
+        runners = {count.runner for count in (await idle_group(client)).graphs}
+        assert "verify" in runners
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp", "frozen_kv"])
+async def test_trees_on_executors_that_share_a_rank_change_no_token(
+    name: str, plain: Told, tmp_path: Path
+):
+    stack = LocalStack(
+        dp_size=1, attn_tp_size=2, executor_args=drafting(name, *TREE), log_dir=tmp_path
+    )
+    async with stack, stack.client() as client:
+        assert await ask_everything(client) == plain
+        [group] = await client.get_status()
+        assert group.speculation is not None
+        assert group.speculation.num_accepted_drafts > 0
+
+
+async def test_a_stream_with_drafts_outlives_an_executor(plain: Told, tmp_path: Path):
+    stack = LocalStack(dp_size=2, executor_args=drafting("mtp"), log_dir=tmp_path)
+    async with stack, stack.client() as client:
+        is_running = asyncio.Event()
+
+        async def stream() -> list[int]:
+            ids: list[int] = []
+            async for delta in client.generate(
+                token_ids(LONG_PROMPT), max_tokens=LONG_TOKENS, ignore_eos=True
+            ):
+                ids += delta.token_ids
+                is_running.set()
+            return ids
+
+        streaming = asyncio.create_task(stream())
+        await is_running.wait()
+        await stack.restart_executor(1)
+        assert await streaming == plain.endless
+        assert (await idle_group(client)).epoch > 1
+    assert stack.left_running == []

@@ -1,0 +1,53 @@
+"""Runs a function in one thread per executor, each with groups of its own over gloo."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from executor.parallel import EpochGroups, join_group
+from executor.topology import Topology
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+
+
+def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
+    """Returns every executor's place, in order of world rank."""
+    return [
+        Topology(
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            attn_tp_rank=attn_tp_rank,
+            attn_tp_size=attn_tp_size,
+        )
+        for dp_rank in range(dp_size)
+        for attn_tp_rank in range(attn_tp_size)
+    ]
+
+
+def on_every_rank(
+    port: int,
+    epoch: int,
+    places: list[Topology],
+    act: Callable[[Topology, EpochGroups], Any],
+) -> list[Any]:
+    """Returns what ``act`` gave on each rank, or the error it raised. Then the rank leaves."""
+    results: list[Any] = [None] * len(places)
+
+    def run(place: Topology) -> None:
+        groups = join_group(
+            HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
+        )
+        try:
+            results[place.world_rank] = act(place, groups)
+        except Exception as error:
+            results[place.world_rank] = error
+        finally:
+            groups.close()
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

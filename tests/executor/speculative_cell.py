@@ -1,0 +1,267 @@
+"""The router's scheduler and real executors in one process, with nothing but messages between them.
+
+Steps are planned ahead of the results of those before them, as the router does: two in flight.
+Executors that share a group run in a thread each.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.demo_tasks import EVEN_MIX, problems, solved_lines
+from executor.build import build_worker
+from executor.config import ExecutorConfig
+from executor.rendezvous import open_store
+from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
+from router.formation import Member, check_group, describe_group
+from router.group import GroupShape
+from router.request import FinishReason, OutputOptions, Request, SamplingParams
+from router.speculation import DraftSettings
+from router.step import StepPlan
+from router.step_codec import decode_result, encode_step
+from tests.router.stepper import Stepper
+
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+MODEL, DRAFTS = DEPLOY / "demo_model", DEPLOY / "demo_drafts"
+ALWAYS = DraftSettings(min_tokens_per_step=1.0)
+NEWLINE = ord("\n") + 3
+
+
+class Cell:
+    """The executors of one group. Its steps need no router but a ``Router`` below.
+
+    Args:
+        dp_size: DP ranks.
+        attn_tp_size: Executors of each.
+        settings: Of ``ExecutorConfig``.
+    """
+
+    def __init__(self, *, dp_size: int = 1, attn_tp_size: int = 1, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "model": MODEL,
+            "dtype": "float32",
+            "device": "cpu",
+            "block_size": 4,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "max_model_len": 96,
+            "num_kv_blocks": 8 * 24 + 1,
+            "prefill_graphs": "off",
+        } | settings
+        if defaults.get("decode_graphs") != "off":
+            most = defaults["max_num_seqs"]
+            defaults.setdefault("decode_graph_sizes", (max(most // 2, 1), most))
+        self.dp_size, self.attn_tp_size = dp_size, attn_tp_size
+        self.workers: list[Worker] = []
+        members = []
+        for place in range(dp_size * attn_tp_size):
+            dp_rank, attn_tp_rank = divmod(place, attn_tp_size)
+            config = ExecutorConfig(
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                attn_tp_rank=attn_tp_rank,
+                attn_tp_size=attn_tp_size,
+                peer_timeout_s=TIMEOUT_S,
+                **defaults,
+            )
+            worker, description = build_worker(config)
+            self.workers.append(worker)
+            members.append(Member(f"executor{place}", description))
+        check_group(members)
+        self.shape: GroupShape = describe_group(members, 1, "demo").shape
+        self._pool = ThreadPoolExecutor(len(self.workers))
+        self._store = open_store(HOST, timeout_s=TIMEOUT_S) if len(self.workers) > 1 else None
+        self.epoch = 0
+
+    def join(self) -> None:
+        """Begins an epoch, in which no row has started."""
+        self.epoch += 1
+        address = "" if self._store is None else f"{HOST}:{self._store.port}"
+        list(self._pool.map(lambda worker: worker.join(self.epoch, address), self.workers))
+
+    def execute(self, requests: Sequence[bytes]) -> list[pb.StepResponse]:
+        """Runs a step on all executors. Returns the answer of each DP rank's first."""
+
+        def run(place: int) -> pb.StepResponse:
+            request = pb.StepRequest.FromString(requests[place // self.attn_tp_size])
+            return self.workers[place].execute(request)
+
+        places = range(len(self.workers))
+        if len(self.workers) == 1:
+            return [run(0)]
+        return list(self._pool.map(run, places))[:: self.attn_tp_size]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.leave()
+        self._pool.shutdown()
+
+
+class Router(Stepper):
+    """A scheduler whose steps a cell runs, from the moment in which they are planned.
+
+    Attributes:
+        widths: ``num_draft_tokens`` of each step planned.
+        counts: ``global_num_tokens`` of each.
+    """
+
+    def __init__(self, cell: Cell, drafts: DraftSettings = ALWAYS, **options: Any) -> None:
+        super().__init__(cell.shape, drafts=drafts, **options)
+        cell.join()
+        self._cell = cell
+        self.widths: list[int] = []
+        self.counts: list[tuple[int, ...]] = []
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.before_step(plan)
+            responses = self._cell.execute(encode_step(plan, self._cell.epoch, len(self.widths)))
+            self.widths.append(plan.agreement.num_draft_tokens)
+            self.counts.append(plan.agreement.global_num_tokens)
+            self.in_flight.append(plan)
+            self.results.append(
+                tuple(
+                    decode_result(response, batch, rank)
+                    for rank, (response, batch) in enumerate(
+                        zip(responses, plan.batches, strict=True)
+                    )
+                )
+            )
+        return plan
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Called between planning a step and running it."""
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.scheduler.num_preemptions)
+
+    @property
+    def num_hit_tokens(self) -> int:
+        return sum(cache.num_hit_tokens for cache in self.scheduler.caches)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a row gained in a speculative step."""
+        return self.scheduler.gate.tokens_per_step or 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """What a client wants.
+
+    Attributes:
+        delay: Steps after which it comes.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    n: int = 1
+    delay: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What it gets."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[float, ...]
+    top_ids: tuple[tuple[int, ...], ...]
+
+
+def serve(router: Router, asks: Sequence[Ask], depth: int = 2) -> list[list[Answer]]:
+    """Returns what each continuation of each request gives, with ``depth`` steps in flight."""
+    requests: list[Request | None] = [None] * len(asks)
+    planned = 0
+    for turn in range(5000):
+        for place, ask in enumerate(asks):
+            if requests[place] is None and ask.delay <= turn:
+                requests[place] = _submit(router, ask)
+        while len(router.in_flight) < depth and router.plan() is not None:
+            planned += 1
+        router.check()
+        if router.in_flight:
+            router.commit()
+        elif None not in requests:
+            router.check_idle()
+            return [
+                [_answer(sequence) for sequence in request.sequences]
+                for request in requests
+                if request is not None
+            ]
+    raise AssertionError(f"still busy after {planned} steps")
+
+
+def _submit(router: Router, ask: Ask) -> Request:
+    return router.submit(
+        ask.prompt,
+        ask.max_tokens,
+        stop_token_ids=ask.stop_ids,
+        min_tokens=ask.min_tokens,
+        sampling=ask.sampling,
+        output=OutputOptions(
+            logprobs=ask.logprobs,
+            prompt_logprobs=ask.prompt_logprobs,
+            top_logprobs=2 if ask.logprobs or ask.prompt_logprobs else 0,
+        ),
+        n=ask.n,
+    )
+
+
+def _answer(sequence: Any) -> Answer:
+    assert sequence.error is None
+    scored = [*sequence.prompt_logprobs, *sequence.logprobs]
+    return Answer(
+        tuple(sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()),
+        sequence.finish_reason,
+        tuple(one.logprob for one in scored),
+        tuple(tuple(one.top_ids.tolist()) for one in scored),
+    )
+
+
+@cache
+def plain_cell() -> Cell:
+    """Returns a cell without a draft model that has room for everybody."""
+    return Cell(max_num_seqs=16, num_kv_blocks=16 * 24 + 1)
+
+
+@cache
+def plain_answers(asks: tuple[Ask, ...]) -> list[list[Answer]]:
+    """Returns what plain decoding answers."""
+    return serve(Router(plain_cell()), asks)
+
+
+def expect_plain(router: Router, asks: Sequence[Ask], depth: int = 2) -> list[list[Answer]]:
+    """Asserts that requests are answered as plain decoding answers them. Returns the answers."""
+    expected = plain_answers(tuple(replace(ask, delay=0) for ask in asks))
+    answers = serve(router, asks, depth)
+    for place, (got, wanted) in enumerate(zip(answers, expected, strict=True)):
+        for one, other in zip(got, wanted, strict=True):
+            assert one.tokens == other.tokens, f"{place}: {asks[place]}"
+            assert one.finish_reason == other.finish_reason
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+            assert one.top_ids == other.top_ids
+    return answers
+
+
+@cache
+def demo_prompts(seed: int, count: int, context_tokens: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Returns problems that the demo model solves, each behind some that are solved."""
+    return tuple(
+        tuple(byte + 3 for byte in (solved_lines(seed, context_tokens) + problem.prompt).encode())
+        for problem in problems(seed, count, EVEN_MIX)
+    )

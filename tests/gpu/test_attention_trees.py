@@ -1,0 +1,122 @@
+"""Tree masks in FlashInfer's kernels against PyTorch on the CPU, in float32 from the same numbers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from executor.dp_layout import DpLayout
+from executor.flashinfer_ops.operators import FlashInferOps
+from executor.forward_batch import ForwardBatch
+from executor.graph.backend import ShapeKey
+from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.models.config import ModelConfig
+from tests.gpu.cases import CPU, flashinfer_attention, torch_attention
+from tests.gpu.machine import Machine
+from tests.gpu.shapes import SMALL_MODELS, VERIFY_WIDTH
+from tests.gpu.test_attention import ATOL, LONG, RTOL, SIZES, Twins, batch_of
+
+WIDTHS = [1, VERIFY_WIDTH, 9]
+
+
+@pytest.fixture(params=SMALL_MODELS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return replace(SMALL_MODELS[request.param], num_hidden_layers=1)
+
+
+def random_masks(size: int, width: int, tree_width: int, seed: int) -> torch.Tensor:
+    """Returns bool [B, Q, W] in which each query sees its own key, and others by chance."""
+    masks = torch.rand(size, width, tree_width, generator=torch.Generator().manual_seed(seed)) < 0.5
+    own = torch.arange(width)
+    masks[:, own, tree_width - width + own] = True
+    return masks
+
+
+def random_mix(size: int, width: int, seed: int) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(seed)
+    return [(int(prefix), width) for prefix in rng.integers(0, LONG - width + 1, size)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_trees_outside_graphs_attend_like_the_authority(
+    machine: Machine, ops: FlashInferOps, config: ModelConfig, width: int
+) -> None:
+    twins = Twins(config, machine.device)
+    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
+    for seed, size in enumerate((1, 3, 7)):
+        masks = random_masks(size, width, width + seed, seed)
+        twins.check(attention, random_mix(size, width, seed), tree_mask=masks)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_wrappers_of_graphs_attend_to_trees_like_the_authority(
+    machine: Machine, ops: FlashInferOps, config: ModelConfig, width: int
+) -> None:
+    """Planned anew for each batch, with nothing captured yet, between batches without trees."""
+    twins = Twins(config, machine.device)
+    sizes = [size for size in SIZES.decode if size * width <= SIZES.max_num_tokens]
+    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
+    assert isinstance(attention, FlashInferAttention)
+    attention.init_cuda_graph_state(sizes, width)
+    attention.init_cuda_graph_state(sizes, width, has_tree=True)
+    for seed, size in enumerate((*reversed(sizes), sizes[-1])):
+        mix, graph_size = random_mix(size, width, seed), size * width
+        masks = random_masks(size, width, width + seed, seed)
+        twins.check(attention, mix, graph_size=graph_size, tree_mask=masks)
+        twins.check(attention, mix, graph_size=graph_size)
+
+
+def test_a_replay_reads_the_tree_that_was_written_after_planning(
+    machine: Machine, ops: FlashInferOps, config: ModelConfig
+) -> None:
+    twins = Twins(config, machine.device)
+    size, width = SIZES.decode[-1], VERIFY_WIDTH
+    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
+    assert isinstance(attention, FlashInferAttention)
+    attention.init_cuda_graph_state([size], width, has_tree=True)
+    masks = torch.zeros(size, width, width, dtype=torch.bool, device=machine.device)
+    slots = torch.zeros(size * width, dtype=torch.int64, device=machine.device)
+    shape = (size * width, config.num_attention_heads + 2 * config.num_key_value_heads)
+    heads = torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=machine.device)
+    splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+    out = torch.zeros(
+        size * width,
+        config.num_attention_heads * config.head_dim,
+        dtype=torch.bfloat16,
+        device=machine.device,
+    )
+
+    def plan(batch: ForwardBatch) -> None:
+        layout = DpLayout.single(size * width, size * width)
+        view = replace(batch, layout=layout, tree_mask=masks, out_cache_loc=slots)
+        attention.init_forward_metadata_out_graph(view, twins.ours)
+
+    def run() -> None:
+        attention.init_forward_metadata_in_graph()
+        q, k, v = torch.split_with_sizes(heads, splits, dim=1)
+        out.copy_(attention.forward(q, k, v, 0))
+
+    backend = machine.new_backend()
+    plan(batch_of(twins.ours, [(0, width)] * size, None))
+    with torch.inference_mode(), backend.session(label="verify", num_captures=1):
+        backend.warm_up(run)
+        backend.capture(ShapeKey(size), run)
+    authority = torch_attention(twins.exact_config, twins.theirs, SIZES)
+    for seed in range(3):
+        mix = random_mix(size, width, seed)
+        batch = batch_of(twins.ours, mix, None)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(*shape, config.head_dim, generator=generator).bfloat16()
+        tree = random_masks(size, width, width, seed)
+        slots.copy_(batch.out_cache_loc)
+        heads.copy_(drawn)
+        plan(batch)
+        masks.copy_(tree)
+        backend.replay(ShapeKey(size))
+        exact = batch_of(twins.theirs, mix, None)
+        exact.tree_mask = tree
+        q, k, v = torch.split_with_sizes(drawn.float(), splits, dim=1)
+        authority.init_forward_metadata_out_graph(exact, twins.theirs)
+        theirs = authority.forward(q, k, v, 0)
+        torch.testing.assert_close(out.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)

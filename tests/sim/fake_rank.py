@@ -1,0 +1,230 @@
+"""One DP rank that keeps numbers where a real one keeps KV, and a model that is a hash.
+
+What a token's keys and values depend on is that token and every one before it. So each KV position
+here holds a hash over the tokens up to it, chained through what the position before holds, and a
+sequence's next token is a hash over all that its blocks hold. A block that was handed out twice
+or shared behind another prefix, a row that kept an old block, or a token that was fed at the wrong
+place changes the output, as it would on a real executor. So does a row that begins with another
+seed than its sequence has.
+
+With a draft model, a random number of drafts is accepted, and what a real executor writes into a
+row's blocks for those that are not, and ahead of its tokens, is written here as well.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from router.block_pool import SCRATCH_BLOCK
+from router.group import GroupShape
+from router.request import Sequence as LiveSequence
+from router.step import NO_FLOATS, NO_INTS, Agreement, RankBatch, RankResult
+
+VOCAB_SIZE = 50
+EOS = 0
+MAX_DEPTH = 3  # steps in flight in any test
+
+
+def extend_kv(before: int, token: int) -> int:
+    """What a position holds, given what the one before it holds (0 at the start)."""
+    return (before * 1_000_003 + int(token) + 1) % (1 << 61)
+
+
+def next_token(kv: Sequence[int], seed: int = 0) -> int:
+    """The model: ends a sequence about once in 40 tokens."""
+    state = 17 + seed
+    for held in kv:
+        state = (state * 1_000_003 + held) % (1 << 61)
+    return EOS if state % 40 == 0 else 1 + state % (VOCAB_SIZE - 1)
+
+
+def expected_output(
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop_ids: Sequence[int],
+    seed: int = 0,
+    min_tokens: int = 0,
+) -> list[int]:
+    """What a sequence must give, computed without any router."""
+    kv: list[int] = []
+    for token in prompt:
+        kv.append(extend_kv(kv[-1] if kv else 0, token))
+    output: list[int] = []
+    while len(output) < max_tokens:
+        output.append(next_token(kv, seed))
+        if output[-1] in stop_ids and len(output) >= min_tokens:
+            break
+        kv.append(extend_kv(kv[-1], output[-1]))
+    return output
+
+
+class Ran(NamedTuple):
+    """What a step computed of a sequence: positions from ``start`` to ``end``."""
+
+    sequence: LiveSequence
+    start: int
+    end: int
+    is_decode: bool
+
+
+@dataclass
+class Row:
+    """A row of the block table.
+
+    Attributes:
+        num_computed: Positions whose KV is there: the place of the token that it sampled last.
+    """
+
+    sequence: LiveSequence
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    last_token: int | None = None
+
+
+@dataclass
+class FakeRank:
+    """One DP rank's memory.
+
+    Attributes:
+        kv: int64 [num_blocks, block_size], extend_kv of the token whose KV is there.
+        acceptance: Share of drafts that are accepted if those before them are.
+        rng: Of the draft model alone.
+        ran: What the last step computed.
+    """
+
+    shape: GroupShape
+    kv: np.ndarray
+    acceptance: float = 0.7
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    rows: dict[int, Row] = field(default_factory=dict)
+    ran: list[Ran] = field(default_factory=list)
+
+    @classmethod
+    def of_group(cls, shape: GroupShape, **fields: object) -> list["FakeRank"]:
+        """Returns every rank of a group, with nothing in its KV."""
+        return [
+            cls(shape, np.full((num_blocks, shape.block_size), -1, np.int64), **fields)  # type: ignore[arg-type]
+            for num_blocks in shape.num_blocks
+        ]
+
+    def run(self, batch: RankBatch, agreement: Agreement) -> RankResult:
+        shape, width = self.shape, agreement.num_draft_tokens
+        num_seqs = len(batch.rows)
+        num_tokens = np.ones(num_seqs, np.int32) if batch.num_tokens is None else batch.num_tokens
+        num_new = (
+            np.zeros(num_seqs, np.int32) if batch.num_new_blocks is None else batch.num_new_blocks
+        )
+        num_all = int(num_tokens.sum())
+        known_ids = np.full(num_all, -1) if batch.token_ids is None else batch.token_ids
+        samples = np.ones(num_seqs, np.uint8) if batch.samples is None else batch.samples
+        num_scored = np.zeros(num_seqs, np.int32) if batch.num_scored is None else batch.num_scored
+        assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
+        assert num_all == len(known_ids)
+        if not width:
+            assert num_all <= shape.max_num_batched_tokens
+            assert int(samples.sum()) + int(num_scored.sum()) <= shape.max_num_logits
+        for start in batch.starts:
+            self.rows[start.row] = Row(start.sequence)
+        new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
+        token_ids = iter(known_ids.tolist())
+        gains: list[list[int]] = []
+        self.ran = []
+        for i, number in enumerate(batch.rows.tolist()):
+            row, count = self.rows[number], int(num_tokens[i])
+            row.blocks += [next(new_blocks) for _ in range(num_new[i])]
+            tokens = [next(token_ids) for _ in range(count)]
+            bound = int(batch.num_computed_tokens[i])
+            self._check_row(row, bound, bound + count, is_decode=tokens[0] == -1)
+            if width:
+                gains.append(self._draft(row, count))
+                continue
+            start = row.num_computed if tokens[0] == -1 else bound
+            self._compute(row, start, tokens)
+            if samples[i]:
+                gains.append([self._sample(row)])
+                self._scribble(row, row.num_computed, self._lookahead)
+        assert next(new_blocks, None) is None
+        if width:
+            scored = {scoring.sample_index for scoring in batch.scorings}
+            assert all(len(gains[index]) == 1 for index in scored if index is not None)
+        return self._answer(batch, gains)
+
+    def _answer(self, batch: RankBatch, gains: list[list[int]]) -> RankResult:
+        num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
+        counts = np.array([len(gain) for gain in gains], np.int32)
+        return RankResult(
+            np.array([token for gain in gains for token in gain], np.int32),
+            np.zeros(num_scores, np.float32),
+            NO_INTS,
+            NO_FLOATS,
+            num_next_tokens=counts if counts.max(initial=1) > 1 else None,
+        )
+
+    def _check_row(self, row: Row, bound: int, end: int, *, is_decode: bool) -> None:
+        """What an executor refuses, and blocks that nobody needs."""
+        assert SCRATCH_BLOCK not in row.blocks
+        assert len(set(row.blocks)) == len(row.blocks)
+        num_slots = len(row.blocks) * self.shape.block_size
+        assert num_slots >= end
+        speculation = self.shape.speculation
+        if speculation is None:
+            assert num_slots < end + self.shape.block_size
+            assert not is_decode or row.num_computed == bound
+            return
+        assert not is_decode or row.num_computed <= bound
+        num_ahead = max(speculation.num_reserved_tokens, 1 + speculation.kv_lookahead)
+        num_taken_back = MAX_DEPTH * (speculation.max_gain - 1)
+        assert num_slots < end + num_taken_back + num_ahead + self.shape.block_size
+
+    def _compute(self, row: Row, start: int, tokens: Sequence[int]) -> None:
+        """Writes the KV of tokens; -1 is the one that the row sampled last."""
+        self.ran.append(Ran(row.sequence, start, start + len(tokens), tokens[0] == -1))
+        for position, token in enumerate(tokens, start):
+            if token == -1:
+                assert row.last_token is not None
+                token = row.last_token
+            self._write(row, position, extend_kv(self._held(row, position - 1), token))
+        row.num_computed = start + len(tokens)
+
+    def _sample(self, row: Row) -> int:
+        held = self.kv[row.blocks].reshape(-1)[: row.num_computed].tolist()
+        row.last_token = next_token(held, row.sequence.seed)
+        return row.last_token
+
+    def _draft(self, row: Row, limit: int) -> list[int]:
+        """Runs a row's last token and drafts behind it, of which fewer than ``limit`` are right."""
+        speculation, start = self.shape.speculation, row.num_computed
+        assert speculation is not None
+        request = row.sequence.request
+        has_more_state = request.output.logprobs or request.sampling.has_output_penalty
+        # Of a run, only the first token is sampled as if each were the last.
+        has_more_state |= 1 + start < len(request.prompt) + request.stop.min_tokens
+        assert 1 <= limit <= (1 if has_more_state else speculation.max_gain)
+        gained: list[int] = []
+        while len(gained) < limit and (not gained or self.rng.random() < self.acceptance):
+            self._compute(row, row.num_computed, [-1])
+            gained.append(self._sample(row))
+        num_written = row.num_computed - start
+        self._scribble(row, row.num_computed, speculation.num_reserved_tokens - num_written)
+        return gained
+
+    @property
+    def _lookahead(self) -> int:
+        return 0 if self.shape.speculation is None else self.shape.speculation.kv_lookahead
+
+    def _scribble(self, row: Row, start: int, count: int) -> None:
+        """Writes something else into the slots from ``start`` on, as far as the row's blocks go."""
+        for position in range(start, min(start + count, len(row.blocks) * self.shape.block_size)):
+            self._write(row, position, -2 - position)
+
+    def _write(self, row: Row, position: int, held: int) -> None:
+        block, offset = divmod(position, self.shape.block_size)
+        self.kv[row.blocks[block], offset] = held
+
+    def _held(self, row: Row, position: int) -> int:
+        """What a position holds; 0 before the first."""
+        block, offset = divmod(position, self.shape.block_size)
+        return int(self.kv[row.blocks[block], offset]) if position >= 0 else 0
