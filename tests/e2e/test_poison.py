@@ -20,7 +20,7 @@ from tests.e2e.poisoned_executor import POISON, SNARE
 
 POISON_PROMPT = token_ids(f"\n{POISON}=")
 SNARE_PROMPT = token_ids(f"\n{SNARE}=")
-GREEDY: Options = {"max_tokens": 200, "ignore_eos": True}
+GREEDY: Options = {"max_tokens": 80, "ignore_eos": True}
 
 
 class PoisonedStack(LocalStack):
