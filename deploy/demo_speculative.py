@@ -23,8 +23,8 @@ FOLDER = Path(__file__).parent / "demo_drafts"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
 DEFAULT_DRAFTS = "frozen_kv"
 
-NUM_ROUNDS = 5
-NUM_PROBLEMS = 64
+NUM_ROUNDS = 9
+NUM_PROBLEMS = 16  # few for each rank: there drafts pay
 WORD_LEN, NUM_DIGITS = 12, 10
 OPTIONS: Options = {"max_tokens": 16, "stop_token_ids": (STOP_ID,)}
 

@@ -78,8 +78,8 @@ class ExecutorConfig(PortSecurity):
             ``num_draft_steps * draft_topk + 1``.
         draft_sampling: How drafts of sequences that sample are accepted. ``match``: a draft must be
             the token that plain decoding would have sampled, so a seed gives the same text with and
-            without drafts. ``rejection``: drafts are drawn at the request's temperature, and more
-            of them are accepted; only the distribution is that of plain decoding. Chains only.
+            without drafts. ``rejection``: drafts are drawn at the request's temperature and
+            accepted by chance; only the distribution is that of plain decoding. Chains only.
         flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group, to join or inside a step, and
