@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROTOS := $(wildcard protos/*/v1/*.proto)
+STACK_TESTS := tests/e2e tests/deploy
 
 # make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
 TOPOLOGY = $(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
@@ -19,7 +20,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test sim check bench gpu protos venv clean
+.PHONY: help demo serve test test-stacks test-parts sim check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -41,8 +42,21 @@ demo: $(RUN)
 serve: $(RUN)
 	@$(BIN)/python -m deploy.serve $(TOPOLOGY) $(ARGS)
 
+# Two halves at a time, one for each core: tests that start processes, and those that do not. With
+# ARGS, one after the other.
+ifdef ARGS
 test: check
 	$(BIN)/python -m pytest $(ARGS)
+else
+test: check
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line test-stacks test-parts
+endif
+
+test-stacks: $(DEV)
+	$(BIN)/python -m pytest -p no:cacheprovider $(STACK_TESTS)
+
+test-parts: $(DEV)
+	$(BIN)/python -m pytest -p no:cacheprovider tests $(STACK_TESTS:%=--ignore=%)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
