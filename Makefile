@@ -49,7 +49,7 @@ test: check
 	$(BIN)/python -m pytest $(ARGS)
 else
 test: check
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line test-stacks test-parts
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-stacks test-parts
 endif
 
 test-stacks: $(DEV)

@@ -171,6 +171,9 @@ async def test_health_needs_a_certificate_but_no_token(secured: Secured):
         assert code in ANSWERED
 
 
+# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
+NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
 # What a handler says to a call without a message.
 ANSWERED = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
 
@@ -197,7 +200,7 @@ async def test_the_router_refuses_a_missing_or_wrong_certificate(
     }[who]
     for method in (*methods(PUBLIC), f"/{HEALTH}/Check"):
         code = await outcome(secured.stack.address, method, files, PUBLIC_TOKEN)
-        assert code == grpc.StatusCode.UNAVAILABLE
+        assert code in NOT_CONNECTED
 
 
 @pytest.mark.parametrize("who", ["nobody", "of another CA", "of the other hop", "in plain text"])
@@ -215,7 +218,7 @@ async def test_executors_refuse_a_missing_or_wrong_certificate(
         code = await outcome(
             secured.stack.executor_addresses[1], method, files, INNER_TOKEN, "executor.test"
         )
-        assert code == grpc.StatusCode.UNAVAILABLE
+        assert code in NOT_CONNECTED
 
 
 async def test_an_executor_takes_no_steps_from_another_executor(secured: Secured):
@@ -288,7 +291,7 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
         (outdated / path.name).write_bytes(content)
     files = TlsFiles(outdated / "client.pem", outdated / "client.key", secured.public.ca)
     code = await outcome(stack.address, methods(PUBLIC)[-1], files, NEXT_PUBLIC)
-    assert code == grpc.StatusCode.UNAVAILABLE
+    assert code in NOT_CONNECTED
 
 
 async def public_code(secured: Secured, token: str) -> grpc.StatusCode:
