@@ -11,6 +11,7 @@ A caller says a token that stood beside the address in the epoch's store, so tha
 an executor who came upon the port.
 """
 
+import hmac
 import secrets
 import socket
 import threading
@@ -171,7 +172,7 @@ def _rank_of(caller: socket.socket, token: bytes) -> int | None:
     """Returns the rank that a caller says it has; None if it is no executor of the epoch."""
     caller.settimeout(HELLO_TIMEOUT_S)
     with suppress(OSError):
-        if _read(caller, TOKEN_BYTES) == token:
+        if hmac.compare_digest(_read(caller, TOKEN_BYTES), token):
             return int.from_bytes(_read(caller, RANK_BYTES), "little")
     return None
 

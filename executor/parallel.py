@@ -27,6 +27,10 @@ from executor.topology import Topology
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")
 
+# Nothing ends the wait for a peer that dies while a group forms, but this: all are called to join at
+# the same time, and who comes too late is called again.
+FORM_TIMEOUT_S = 15.0
+
 
 class RankGroup(Protocol):
     """Some executors of one epoch.
@@ -276,15 +280,16 @@ def join_group(
         topology: This executor's place.
         device: Where the tensors live that the groups move: the CPU, or one GPU by its index.
         bind_host: This executor's own address as peers see it; the host name's if None.
-        timeout_s: How long to wait for peers, now and in every collective.
+        timeout_s: How long to wait for peers in every collective; now at most FORM_TIMEOUT_S.
 
     Raises:
         RuntimeError: The store or a peer did not answer in time. No group is left.
     """
     timeout = timedelta(seconds=timeout_s)
+    form_timeout = min(timeout, timedelta(seconds=FORM_TIMEOUT_S))
     store = PrefixStore(
         f"epoch-{epoch}",
-        TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False),
+        TCPStore(host, port, is_master=False, timeout=form_timeout, wait_for_workers=False),
     )
     everyone = range(topology.world_size)
     first = topology.dp_rank * topology.attn_tp_size
@@ -327,7 +332,7 @@ def _gloo_group(
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timeout
+    options._timeout = min(timeout, timedelta(seconds=FORM_TIMEOUT_S))
     if bind_host is None:
         options._devices = [gloo.create_default_device()]
     else:
@@ -335,6 +340,7 @@ def _gloo_group(
     connections = Connections()
     with connections.collect():
         backend = gloo(store, rank, world_size, options)
+    backend._set_default_timeout(timeout)
     return GlooGroup(rank, world_size, backend, connections, gate)
 
 

@@ -6,6 +6,7 @@ Each rank of gloo's groups is a thread here, with connections of its own.
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,28 @@ def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_
     waited = [True, False, False, False] if waits_in == "attn_tp" else [True, False, True, True]
     assert [isinstance(result, RuntimeError) for result in seen] == waited
     assert on_every_rank(store.port, 2, topologies(2, 2), sums)[0] == [1111, 11]
+
+
+def test_a_peer_that_never_comes_is_not_waited_for_as_long_as_one_in_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", 0.3)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor() as pool:
+        forming = pool.submit(
+            join_group, HOST, store.port, epoch=1, topology=Topology(dp_size=2), timeout_s=10_000.0
+        )
+        with pytest.raises(RuntimeError):
+            forming.result(TIMEOUT_S)
+
+
+def test_a_group_that_has_formed_waits_as_long_as_it_was_told():
+    def act(place: Topology, groups: EpochGroups) -> float:
+        timeout: timedelta = groups.host._backend[0].options._timeout
+        return timeout.total_seconds()
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
 
 
 def test_a_group_that_was_left_collects_nothing():
