@@ -171,7 +171,8 @@ async def watched(stack: LocalStack, name: str) -> AsyncIterator[Any]:
 
 def records(stack: LocalStack, event: str) -> list[dict[str, Any]]:
     lines = (stack.log_dir / "router.log").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["event"] == event]
+    written = [json.loads(line) for line in lines if line.startswith("{")]  # gRPC logs, too
+    return [record for record in written if record["event"] == event]
 
 
 async def troubled_group(client: Client) -> GroupStatus:
