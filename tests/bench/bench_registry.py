@@ -40,7 +40,7 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
 )
 from executor.graph.slot_tables import local_num_token_non_padded
-from executor.worker import NUM_SLOTS
+from executor.step_stager import NUM_SLOTS
 
 MAX_BS = 256
 SIZES = ((1, 1), (30, 32), (64, 64), (250, 256), (256, 256))  # (real, padded) sequences
