@@ -142,13 +142,13 @@ def by_field(worker: Worker, columns: StepColumns) -> ForwardBatch:
 
 def staged(worker: Worker, columns: StepColumns) -> ForwardBatch:
     """Returns the batch of a step as the worker builds it."""
-    slot = worker._stage(columns)
+    slot = worker._stager.stage(columns)
     worker._update_rows(columns, slot)
     return worker._build_batch(columns, slot)
 
 
 def with_views_anew(worker: Worker, columns: StepColumns) -> ForwardBatch:
-    for slot in worker._staging._slots:
+    for slot in worker._stager._staging._slots:
         slot.views.clear()
     return staged(worker, columns)
 
