@@ -83,7 +83,8 @@ class ExecutorConfig(PortSecurity):
         flashinfer_pdl: Whether FlashInfer's kernels may start before the one ahead has ended.
         num_threads: Threads of one CPU operator; None leaves it to PyTorch.
         peer_timeout_s: Longest wait for another member of the group inside a step, at most 15 s
-            of it while a group forms, and for a step whose epoch is over; past it the step is stuck, and the process ends.
+            of it while a group forms, and for a step whose epoch is over; past it the step is stuck,
+            and the process ends.
         stop_timeout_s: Longest wait for the step in flight when told to stop.
         metrics_listen: Where Prometheus may scrape metrics, host:port; None is nowhere.
     """
