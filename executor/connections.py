@@ -9,6 +9,7 @@ Found through /proc, so only on Linux; elsewhere nothing is found, and timeouts 
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._by_name: dict[str, int] = {}
+        self._ending = threading.Lock()
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -46,14 +48,18 @@ class Connections:
                 self._by_name[name] = number
 
     def shut_down(self) -> None:
-        """Ends the collected connections that are still open. Their owner closes them."""
-        still_open = _open_sockets()
-        for name, number in self._by_name.items():
-            if still_open.get(name) == number:
-                with suppress(OSError), _borrowed(number) as connection:
-                    if _name(connection.fileno()) == name:  # the number may be another's by now
-                        connection.shutdown(socket.SHUT_RDWR)
-        self._by_name.clear()
+        """Ends the collected connections that are still open. Their owner closes them.
+
+        Any thread may call it. It returns when all have ended, whichever thread ends them.
+        """
+        with self._ending:
+            still_open = _open_sockets()
+            while self._by_name:
+                name, number = self._by_name.popitem()
+                if still_open.get(name) == number:
+                    with suppress(OSError), _borrowed(number) as connection:
+                        if _name(connection.fileno()) == name:  # it may be another's by now
+                            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[str, int]:

@@ -12,7 +12,7 @@ here registers itself anywhere.
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -384,10 +384,10 @@ def _live(backend: list[Any]) -> Any:
 
 
 def _take(backend: list[Any]) -> list[Any]:
-    """Returns what the list holds, and empties it."""
-    held = backend[:]
-    backend.clear()
-    return held
+    """Returns what the list holds, and empties it: of several threads one gets it."""
+    with suppress(IndexError):
+        return [backend.pop()]
+    return []
 
 
 def _end(held: list[Any], *, exit_waits: bool) -> None:

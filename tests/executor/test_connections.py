@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -81,6 +82,17 @@ def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
     assert numbers & {end.fileno() for end in later}, "the kernel hands out the lowest that is free"
     connections.shut_down()
     assert is_open(*later)
+
+
+def test_several_threads_may_end_the_same_connections_at_once(pair: Pair):
+    """A group is closed by the thread whose step failed, and by the one that was told to leave."""
+    connections = Connections()
+    with connections.collect(), socket.create_server((HOST, 0)) as own:
+        pairs = [pair(own) for _ in range(20)]
+    with ThreadPoolExecutor() as threads:
+        for ended in [threads.submit(connections.shut_down) for _ in range(8)]:
+            ended.result()
+            assert not any(is_open(*ends) for ends in pairs), "it returns when all have ended"
 
 
 def test_what_listens_goes_on_listening(pair: Pair):
