@@ -21,6 +21,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.ports import held_port
 from deploy.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
 from router.client import CallFailed, Client, TlsFiles
@@ -28,7 +29,7 @@ from router.client_channel import Connector
 from router.health import READINESS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
-STOP_TIMEOUT_S = 10.0  # for each process, before it is killed
+STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
 
 
 class LocalStack:
@@ -43,7 +44,8 @@ class LocalStack:
         executor_args: Flags for every executor.
         rank_args: Further flags for one executor, by its number.
         router_args: Flags for the router.
-        listen: host:port of the router; port 0 takes a free one.
+        listen: host:port of the router; port 0 takes a free one. The free ones of router and
+            executors stay theirs until the block ends, also while they are started again.
         log_dir: Where each process's log goes; None is a folder that goes with the stack.
         tls: How clients connect; None is plain text.
         token: File of the token that clients send; None: none.
@@ -229,13 +231,20 @@ class LocalStack:
             self._log_dir = Path(self._cleanup.enter_context(folder))
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(self.num_executors):
-            self.executors.append(self._start_executor(number, "127.0.0.1:0"))
+            self.executors.append(self._start_executor(number, self._held("127.0.0.1:0")))
         for executor in self.executors:
             self.executor_addresses.append((await executor.event("listening"))["address"])
+        self._listen = self._held(self._listen)
         self.router = self._start_router()
         self.address = (await self.router.event("listening"))["address"]
         if self._waits_for_ready:
             await self.wait_until_ready()
+
+    def _held(self, listen: str) -> str:
+        """Returns the address with a port of this stack's own, if it may be any."""
+        if listen != "127.0.0.1:0":
+            return listen
+        return f"127.0.0.1:{self._cleanup.enter_context(held_port())}"
 
     async def _start_again(self, number: int) -> None:
         executor = self._start_executor(number, self.executor_addresses[number])

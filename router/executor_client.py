@@ -226,7 +226,7 @@ class ExecutorGroup:
             return
         if isinstance(error, StepLost):
             error = self._step_loss = self._step_loss or error
-            if not all(stream.has_ended for stream in self._streams):
+            if self._asking or not all(stream.has_ended for stream in self._streams):
                 asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, _lose, loss, error)
                 return
         _lose(loss, error)

@@ -29,6 +29,9 @@ ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
 HEALTH = "/grpc.health.v1.Health/Check"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
+# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
+NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
 Channel = grpc.aio.Channel
 Refused = grpc.aio.AioRpcError
 
@@ -154,7 +157,7 @@ async def test_every_other_call_is_refused_and_told_why_but_not_what_it_sent(
         # As a stream that sends nothing: who has no token is refused before the first message.
         call = channel.stream_stream(method)(metadata=metadata)
         with pytest.raises(Refused) as caught:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await call.read()
 
     assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -292,7 +295,7 @@ async def test_mutual_tls_refuses_everybody_else(authority: Authority, tmp_path:
         "plain text": None,
     }
     async with serving(secured(authority)) as address, calling(address, files[who]) as channel:
-        assert (await refusal(channel)).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await refusal(channel)).code() in NOT_CONNECTED
 
 
 @pytest.mark.parametrize("fault", ["of another CA", "for another host"])
@@ -304,7 +307,7 @@ async def test_a_client_refuses_a_server_that_is_not_the_one(
     security = PortSecurity(tls_cert=own.cert, tls_key=own.key)
     files = TlsFiles(ca=authority.ca)
     async with serving(security) as address, calling(address, files) as channel:
-        assert (await refusal(channel)).code() == grpc.StatusCode.UNAVAILABLE
+        assert (await refusal(channel)).code() in NOT_CONNECTED
 
 
 @pytest.mark.parametrize("method", [ECHO, STREAM, REFLECTION])
@@ -348,7 +351,7 @@ async def test_new_connections_get_new_files_and_open_ones_go_on(
             assert content is not None
             path.write_bytes(content)
         async with calling(address, TlsFiles(*old)) as outdated:
-            assert (await refusal(outdated)).code() == grpc.StatusCode.UNAVAILABLE
+            assert (await refusal(outdated)).code() in NOT_CONNECTED
 
 
 @pytest.mark.parametrize(
@@ -446,4 +449,4 @@ async def test_a_group_behind_a_name_is_checked_by_that_name(authority: Authorit
         async with by_name.open(address, ()) as channel:
             assert await ask(channel) == b"hello"
         async with security.opener((address,)).open(address, ()) as channel:
-            assert (await refusal(channel)).code() == grpc.StatusCode.UNAVAILABLE
+            assert (await refusal(channel)).code() in NOT_CONNECTED

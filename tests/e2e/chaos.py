@@ -6,7 +6,6 @@ and at the end no sequence and no block may be left. Prints how long each recove
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -21,6 +20,7 @@ from deploy.launch import LocalStack
 from router.client import Client, Many, Options
 from router.status import GroupState, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.logs import records
 
 # A hung executor is noticed after three seconds, and another group takes over after two more.
 ROUTER_ARGS = ("--step-timeout-s", "3", "--min-step-deadline-s", "2", "--failover-after-s", "2")
@@ -84,18 +84,19 @@ async def run_chaos(
         await _groups_ready(client)
         asks = await _undisturbed(client, rng)
         is_over = asyncio.Event()
-        async with _supervised(stack), asyncio.TaskGroup() as tasks:
-            for number in range(num_streams):
-                asker = many if number % 2 else client
-                tasks.create_task(_ask_on(asker, asks, number, is_over, report))
-            for _ in range(num_faults):
-                if rng.random() < 0.7:  # else it may strike in the middle of a recovery
-                    await _groups_ready(client)
-                await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
-                report.faults.append(await _break_one(stack, rng))
-            await _groups_ready(client)
-            is_over.set()
-        report.groups = await _idle_groups(client)
+        async with _supervised(stack):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(num_streams):
+                    asker = many if number % 2 else client
+                    tasks.create_task(_ask_on(asker, asks, number, is_over, report))
+                for _ in range(num_faults):
+                    if rng.random() < 0.7:  # else it may strike in the middle of a recovery
+                        await _groups_ready(client)
+                    await asyncio.sleep(rng.expovariate(1 / MEAN_PAUSE_S))
+                    report.faults.append(await _break_one(stack, rng))
+                await _groups_ready(client)
+                is_over.set()
+            report.groups = await _idle_groups(client)
     report.recoveries_s = _recoveries_s(log_dir)
     assert stack.left_running == []
     return report
@@ -168,18 +169,31 @@ async def _groups_ready(client: Client) -> None:
 
 
 async def _idle_groups(client: Client) -> list[GroupStatus]:
-    """Returns the groups when nothing runs or waits any more."""
-    async with asyncio.timeout(60):
-        while True:
-            groups = await client.get_status()
-            if not any(g.num_waiting or any(r.num_running for r in g.ranks) for g in groups):
-                return groups
-            await asyncio.sleep(0.05)
+    """Returns the groups when all have formed, whichever loss was noticed last, and none runs.
+
+    Raises:
+        TimeoutError: Something is still there after all this time; what it is has been printed.
+    """
+    groups: list[GroupStatus] = []
+    try:
+        async with asyncio.timeout(120):
+            while not groups or not all(map(_is_idle, groups)):
+                groups = await client.get_status()
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        print(groups)
+        raise
+    return groups
+
+
+def _is_idle(group: GroupStatus) -> bool:
+    is_used = any(rank.num_running or rank.num_used_blocks for rank in group.ranks)
+    return group.state is GroupState.READY and not group.num_waiting and not is_used
 
 
 def _recoveries_s(log_dir: Path) -> list[float]:
-    records = map(json.loads, (log_dir / "router.log").read_text().splitlines())
-    return [r["seconds_down"] for r in records if r["event"] == "group_ready" and r["epoch"] > 1]
+    formed = records(log_dir / "router.log", "group_ready")
+    return [record["seconds_down"] for record in formed if record["epoch"] > 1]
 
 
 def show(report: Report) -> None:

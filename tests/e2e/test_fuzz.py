@@ -27,6 +27,7 @@ from deploy.processes import Process
 from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from tests.e2e.conftest import PATIENT
 from tests.executor.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes
 from tests.fuzz.requests import Call, any_call, right_request
@@ -35,7 +36,7 @@ from tests.fuzz.steps import Sizes, any_step, right_step
 NUM_MESSAGES = int(os.environ.get("LOCKSTEP_FUZZ", "2500"))
 SEED = int(os.environ.get("LOCKSTEP_FUZZ_SEED", "1"))
 NUM_AT_ONCE = 32
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 240.0
 VOCAB_SIZE = 264
 EXECUTOR_ARGS = (
     *("--dtype", "float32", "--device", "cpu", "--max-model-len", "128", "--block-size", "4"),
@@ -86,8 +87,11 @@ class Held:
         self.num_files = len(list((folder / "fd").iterdir()))
 
 
-def check_held(before: Held, after: Held, max_growth_bytes: int) -> None:
-    assert after.num_files <= before.num_files + 4, (before.num_files, after.num_files)
+async def check_held(before: Held, process: Process, max_growth_bytes: int) -> None:
+    """Connections that this side has left may still be open for a moment."""
+    async with asyncio.timeout(120):
+        while (after := Held(process)).num_files > before.num_files + 4:
+            await asyncio.sleep(0.05)
     assert after.num_bytes - before.num_bytes < max_growth_bytes
 
 
@@ -110,7 +114,7 @@ async def serving(log_dir: Path) -> AsyncIterator[LocalStack]:
     stack = LocalStack(
         dp_size=1,
         executor_args=EXECUTOR_ARGS,
-        router_args=("--metrics-listen", "127.0.0.1:0", "--vllm-engine", "on"),
+        router_args=("--metrics-listen", "127.0.0.1:0", "--vllm-engine", "on", *PATIENT),
         log_dir=log_dir,
     )
     async with stack:
@@ -197,15 +201,16 @@ async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
         answers += await asyncio.to_thread(make_calls, stack.address, calls[first:])
         await talk_nonsense(stack.address, rng)
 
-        group = await idle_group(client)
+        async with asyncio.timeout(120):
+            group = await idle_group(client)
         assert (group.num_waiting, group.num_waiting_tokens) == (0, 0)
         assert group.epoch == 1  # no executor was lost on the way
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while await gauge(metrics_port, "open_calls"):
                 await asyncio.sleep(0.05)
         assert await gauge(metrics_port, "live_requests") == 0
-        check_held(router_before, Held(stack.router), MAX_ROUTER_GROWTH_BYTES)
-        check_held(executor_before, Held(executor), MAX_EXECUTOR_GROWTH_BYTES)
+        await check_held(router_before, stack.router, MAX_ROUTER_GROWTH_BYTES)
+        await check_held(executor_before, executor, MAX_EXECUTOR_GROWTH_BYTES)
         print(dict(answers))
         # The messages are as varied as they should be, if most kinds of answers were among them.
         assert len(answers) >= 7
@@ -317,7 +322,7 @@ async def test_no_step_message_breaks_an_executor_or_stays_in_it(tmp_path: Path)
         async with grpc.aio.insecure_channel(address) as channel:
             await drive(Driver(channel, random.Random(SEED)), process)
     finally:
-        await process.stop(10)
+        await process.stop(60)
     assert await process.exited() == 0
     check_log(log_path)
 
@@ -338,7 +343,7 @@ async def drive(driver: Driver, process: Process) -> None:
     print(dict(driver.answers))
     assert set(driver.answers) == STEP_ANSWERS
     assert await driver.greedy() == right
-    check_held(before, Held(process), MAX_EXECUTOR_GROWTH_BYTES)
+    await check_held(before, process, MAX_EXECUTOR_GROWTH_BYTES)
 
 
 def test_the_right_requests_of_this_test_are_right():

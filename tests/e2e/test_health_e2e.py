@@ -18,14 +18,15 @@ from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.demo import idle_group, token_ids
 from deploy.launch import DEMO_MODEL, LocalStack
 from router.client import Client, GroupStatus, Unavailable
 from router.health import SERVICE
-from tests.e2e.conftest import EXECUTOR_ARGS
+from router.status import GroupState
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.logs import logged, records
 
 PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
 MAX_PROMPT_TOKENS = 32_000
@@ -74,6 +75,19 @@ class Probes:
                 await asyncio.sleep(0.05)
 
 
+@asynccontextmanager
+async def probing(stack: LocalStack) -> AsyncIterator[Counter[tuple[str, str, int]]]:
+    """Probes during the block. Yields the answers, by address, name and status."""
+    probes = Probes(stack)
+    task = asyncio.create_task(probes.run())
+    try:
+        yield probes.answers
+        assert not task.done(), "a probe failed"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def prefill_s(client: Client, num_tokens: int) -> float:
     """Returns how long a prompt's one step took. No two prompts share a prefix."""
     prompt = [3 + (num_tokens + place * place) % 256 for place in range(num_tokens)]
@@ -88,74 +102,76 @@ async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
         *("--num-kv-blocks", "2100", "--prefill-graphs", "off", "--max-num-seqs", "4"),
     )
     stack = LocalStack(
-        long_context_model(tmp_path), dp_size=1, executor_args=executor_args, log_dir=tmp_path
+        long_context_model(tmp_path),
+        dp_size=1,
+        executor_args=executor_args,
+        router_args=PATIENT,
+        log_dir=tmp_path,
     )
     async with stack, stack.client() as client:
-        num_tokens, seconds = 2000, 0.0
-        while seconds < PREFILL_S and num_tokens < MAX_PROMPT_TOKENS:
+        num_tokens, seconds, answers = 2000, 0.0, Counter[tuple[str, str, int]]()
+        while seconds < PREFILL_S or min(answers.values()) < 3:
+            assert num_tokens < MAX_PROMPT_TOKENS, (seconds, answers)
             if seconds:  # attention grows with the square, the rest does not
-                growth = min(1.1 * (PREFILL_S / seconds) ** 0.5, 4.0)
+                growth = min(max(1.1 * (PREFILL_S / seconds) ** 0.5, 1.1), 4.0)
                 num_tokens = min(int(num_tokens * growth), MAX_PROMPT_TOKENS)
-            probes = Probes(stack)
-            probing = asyncio.create_task(probes.run())
-            seconds = await prefill_s(client, num_tokens)
-            assert not probing.done(), "a probe failed"
-            probing.cancel()
-            answers = probes.answers
+            async with probing(stack) as answers:
+                seconds = await prefill_s(client, num_tokens)
         print(f"{num_tokens} tokens in a step of {seconds:.1f} s: {sum(answers.values())} probes")
-        assert seconds >= PREFILL_S
-
         [group] = await client.get_status()
         assert (group.epoch, group.problem) == (1, "")
         assert {status for _, _, status in answers} == {STATUS.SERVING}
         asked = {(address, name) for address, name, _ in answers}
         assert len(asked) == len(ROUTER_NAMES) + len(EXECUTOR_NAMES)
-        assert min(answers.values()) >= 3
 
 
 # ---- an executor that hangs, and one that is told to stop
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
-    """A router and two executors; steps are overdue after 3 s."""
+STEP_TIMEOUT_S = 6
+
+
+@asynccontextmanager
+async def pair(log_dir: Path, *router_args: str) -> AsyncIterator[LocalStack]:
+    """A router and two executors."""
     stack = LocalStack(
-        dp_size=2,
-        executor_args=EXECUTOR_ARGS,
-        router_args=(
-            *("--step-timeout-s", "3", "--min-step-deadline-s", "3"),
-            *("--shutdown-delay-s", "600", "--shutdown-grace-s", "600"),
-        ),
-        log_dir=tmp_path_factory.mktemp("pair"),
+        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=router_args, log_dir=log_dir
     )
     async with stack:
         yield stack
 
 
 @asynccontextmanager
-async def long_streams(client: Client) -> AsyncIterator[list[asyncio.Task[list[int]]]]:
-    """Runs a stream for each rank and yields when all have begun; checks them at the end."""
+async def long_streams(client: Client) -> AsyncIterator[None]:
+    """Has a stream on each rank, one after another until the end of the block; checks them all."""
     prompts = [token_ids(text) for text in ("\n17+25=", "\nrev lockstep=")]
     expected = [await client.complete(prompt, **OPTIONS) for prompt in prompts]
-    begun = [asyncio.Event() for _ in prompts]
+    begun, is_over = [asyncio.Event() for _ in prompts], asyncio.Event()
     streams = [
-        asyncio.create_task(tokens_of(client, prompt, event))
+        asyncio.create_task(answers_to(client, prompt, event, is_over))
         for prompt, event in zip(prompts, begun, strict=True)
     ]
     await asyncio.gather(*[event.wait() for event in begun])
-    yield streams
-    assert await asyncio.gather(*streams) == [completion.token_ids for completion in expected]
+    yield
+    is_over.set()
+    for answers, completion in zip(await asyncio.gather(*streams), expected, strict=True):
+        assert answers == [completion.token_ids] * len(answers)
 
 
 OPTIONS: Any = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
 
 
-async def tokens_of(client: Client, prompt: list[int], begun: asyncio.Event) -> list[int]:
-    ids: list[int] = []
-    async for delta in client.generate(prompt, **OPTIONS):
-        ids += delta.token_ids
-        begun.set()
-    return ids
+async def answers_to(
+    client: Client, prompt: list[int], begun: asyncio.Event, is_over: asyncio.Event
+) -> list[list[int]]:
+    answers = []
+    while not is_over.is_set():
+        ids: list[int] = []
+        async for delta in client.generate(prompt, **OPTIONS):
+            ids += delta.token_ids
+            begun.set()
+        answers.append(ids)
+    return answers
 
 
 @asynccontextmanager
@@ -169,55 +185,61 @@ async def watched(stack: LocalStack, name: str) -> AsyncIterator[Any]:
         call.cancel()
 
 
-def records(stack: LocalStack, event: str) -> list[dict[str, Any]]:
-    lines = (stack.log_dir / "router.log").read_text().splitlines()
-    written = [json.loads(line) for line in lines if line.startswith("{")]  # gRPC logs, too
-    return [record for record in written if record["event"] == event]
+async def until_status(watch: Any, status: int) -> None:
+    while (await watch.read()).status != status:
+        pass
 
 
-async def troubled_group(client: Client) -> GroupStatus:
-    """Returns the group's status once it says what its problem is."""
-    while not (group := (await client.get_status())[0]).problem:
+async def group_whose_problem_names(client: Client, what: str) -> GroupStatus:
+    while what not in (group := (await client.get_status())[0]).problem:
         await asyncio.sleep(0.05)
     return group
 
 
-async def test_a_stopped_executor_turns_readiness_red_and_is_named(pair: LocalStack):
+async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Path):
+    overdue = (
+        "--step-timeout-s",
+        f"{STEP_TIMEOUT_S}",
+        "--min-step-deadline-s",
+        f"{STEP_TIMEOUT_S}",
+    )
     async with (
-        pair.client() as client,
-        watched(pair, "readiness") as watch,
-        asyncio.timeout(90),
+        asyncio.timeout(240),
+        pair(tmp_path, *overdue) as stack,
+        stack.client() as client,
+        watched(stack, "readiness") as watch,
         long_streams(client),
     ):
-        assert (await watch.read()).status == STATUS.SERVING
-        os.kill(pair.executors[1].pid, signal.SIGSTOP)
+        named = f"executor {stack.executor_addresses[1]} (dp_rank 1, attn_tp_rank 0)"
+        await until_status(watch, STATUS.SERVING)
+        stack.executors[1].pause()
         try:
-            assert (await watch.read()).status == STATUS.NOT_SERVING
+            group = await group_whose_problem_names(client, named)
+            await until_status(watch, STATUS.NOT_SERVING)
+            assert group.state is GroupState.FORMING
+            assert not await client.health("readiness")
             assert await client.health("liveness")
-            group = await troubled_group(client)
-            [lost] = records(pair, "group_lost")
+            *_, lost = await logged(stack.router, "group_lost")
         finally:
-            os.kill(pair.executors[1].pid, signal.SIGCONT)
-        named = f"executor {pair.executor_addresses[1]} (dp_rank 1, attn_tp_rank 0)"
+            stack.executors[1].resume()
         assert named in lost["problem"]
-        assert "within 3 s" in lost["problem"]
-        assert named in group.problem
-        assert (await watch.read()).status == STATUS.SERVING
+        assert f"within {STEP_TIMEOUT_S} s" in lost["problem"]
+        await until_status(watch, STATUS.SERVING)
 
 
-async def test_an_executor_that_is_told_to_stop_says_so_and_nothing_is_lost(pair: LocalStack):
-    num_lost = len(records(pair, "group_lost"))
-    async with pair.client() as client, asyncio.timeout(90), long_streams(client):
-        exit_code = await pair.replace_executor(1)
-    assert exit_code == 0
-    [left] = records(pair, "group_left")
-    assert pair.executor_addresses[1] in left["problem"]
-    assert len(records(pair, "group_lost")) == num_lost
-    async with pair.client() as client:
+async def test_an_executor_that_is_told_to_stop_says_so_and_nothing_is_lost(tmp_path: Path):
+    async with pair(tmp_path, *PATIENT) as stack, stack.client() as client:
+        async with asyncio.timeout(240), long_streams(client):
+            exit_code = await stack.replace_executor(1)
+        assert exit_code == 0
+        await logged(stack.router, "group_ready", 2)
+        [left] = records(stack.router.log_path, "group_left")
+        assert stack.executor_addresses[1] in left["problem"]
+        assert records(stack.router.log_path, "group_lost") == []
         assert (await idle_group(client)).problem == ""
 
 
-async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(pair: LocalStack):
+async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_path: Path):
     begun, ids = asyncio.Event(), []
 
     async def stream(client: Client) -> None:
@@ -225,17 +247,28 @@ async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(pair
             ids.extend(delta.token_ids)
             begun.set()
 
-    async with pair.client() as client, asyncio.timeout(90):
+    stopping = ("--shutdown-delay-s", "600", "--shutdown-grace-s", "600")
+    async with (
+        asyncio.timeout(240),
+        pair(tmp_path, *PATIENT, *stopping) as stack,
+        stack.client() as client,
+    ):
         streaming = asyncio.create_task(stream(client))
         await begun.wait()
-        os.kill(pair.router.pid, signal.SIGTERM)
-        await pair.router.event("draining")
-        assert not streaming.done()
-        os.kill(pair.router.pid, signal.SIGTERM)
-        with pytest.raises(Unavailable) as caught:
-            await streaming
-        assert await pair.router.exited() == 0
-    assert caught.value.reason == "SHUTTING_DOWN"
-    [drained] = records(pair, "drained")
-    assert (drained["cut_requests"], drained["cut_calls"]) == (1, 0)
-    assert 0 < len(ids) < 900
+        for executor in stack.executors:
+            executor.pause()  # so that the stream cannot end by itself
+        try:
+            os.kill(stack.router.pid, signal.SIGTERM)
+            await stack.router.event("draining")
+            assert not streaming.done()
+            os.kill(stack.router.pid, signal.SIGTERM)
+            with pytest.raises(Unavailable) as caught:
+                await streaming
+            assert await stack.router.exited() == 0
+        finally:
+            for executor in stack.executors:
+                executor.resume()
+        assert caught.value.reason == "SHUTTING_DOWN"
+        [drained] = records(stack.router.log_path, "drained")
+        assert (drained["cut_requests"], drained["cut_calls"]) == (1, 0)
+        assert 0 < len(ids) < 900

@@ -17,6 +17,7 @@ import torch
 
 from deploy.launch import LocalStack
 from router.client import Client, Completion
+from tests.e2e.conftest import PATIENT
 from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 
 TOLERANCE = 1e-4
@@ -73,6 +74,7 @@ async def stack(
         dp_size=dp_size,
         attn_tp_size=attn_tp_size,
         executor_args=(*EXECUTOR_ARGS, *flags),
+        router_args=PATIENT,
     )
     async with stack:
         yield stack
@@ -86,11 +88,13 @@ async def served(
         yield client, checkpoint[2]
 
 
-async def test_tokens_and_logits_are_those_of_transformers(served: tuple[Client, Any]) -> None:
+async def test_tokens_and_logits_are_those_of_transformers(
+    stack: LocalStack, served: tuple[Client, Any]
+) -> None:
     client, model = served
     prompts = make_prompts()
     completions = [await complete(client, prompts[-1])]
-    completions += await asyncio.gather(*(complete(client, prompt) for prompt in prompts[:-1]))
+    completions += await complete_together(stack, client, prompts[:-1])
     for prompt, completion in zip(prompts[-1:] + prompts[:-1], completions, strict=True):
         assert_like_transformers(model, prompt, completion)
     finishes = [completion.finish for completion in completions]
@@ -117,6 +121,31 @@ async def complete(client: Client, prompt: list[int]) -> Completion:
     return await client.complete(
         prompt, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, logprobs=True, top_logprobs=NUM_TOP
     )
+
+
+async def complete_together(
+    stack: LocalStack, client: Client, prompts: list[list[int]]
+) -> list[Completion]:
+    """Asks for all at once: no step runs until the router has every request.
+
+    A step that was on its way by then may run, and takes a few of them.
+    """
+    for executor in stack.executors:
+        executor.pause()
+    try:
+        asked = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
+        async with asyncio.timeout(120):
+            while await num_there(client) < len(prompts):
+                await asyncio.sleep(0.01)
+    finally:
+        for executor in stack.executors:
+            executor.resume()
+    return await asyncio.gather(*asked)
+
+
+async def num_there(client: Client) -> int:
+    [group] = await client.get_status()
+    return group.num_waiting + sum(rank.num_running for rank in group.ranks)
 
 
 def assert_like_transformers(model: Any, prompt: list[int], completion: Completion) -> None:

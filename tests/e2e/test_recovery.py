@@ -6,7 +6,7 @@ from pathlib import Path
 from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
 from deploy.launch import LocalStack
 from router.client import Client
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 LONG_TOKENS = 300
 
@@ -23,7 +23,9 @@ async def long_stream(client: Client, is_running: asyncio.Event) -> list[int]:
 
 
 async def test_answers_stay_right_when_an_executor_is_killed_and_started_again(tmp_path: Path):
-    stack = LocalStack(dp_size=2, executor_args=EXECUTOR_ARGS, log_dir=tmp_path)
+    stack = LocalStack(
+        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=PATIENT, log_dir=tmp_path
+    )
     async with stack, stack.client() as client:
         undisturbed = await long_stream(client, asyncio.Event())
 
@@ -36,6 +38,7 @@ async def test_answers_stay_right_when_an_executor_is_killed_and_started_again(t
         answers = await asyncio.gather(*asked)
         assert all(answer.is_right for answer in answers)
         assert await disturbed == undisturbed
+        await client.complete("\n17+25=", max_tokens=4)  # by the executor that was started again
         group = await idle_group(client)
         assert group.epoch > 1
         assert group.problem == ""

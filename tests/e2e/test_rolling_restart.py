@@ -2,13 +2,11 @@
 
 import asyncio
 import itertools
-import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -20,14 +18,16 @@ from deploy.processes import ROOT
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from router.client import Client, Many
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.envoy import envoy_before
 
 NUM_ROUTERS = 2
 NUM_CALLERS = 2  # of each kind
 STREAM_TOKENS = 150
 STREAM_PROMPT = token_ids("\n17+25=")
-ROUTER_ARGS = ("--shutdown-delay-s", "2.5")  # Envoy asks every second
+# Envoy asks every second; and no stream takes so long that its grace is over.
+ROUTER_ARGS = ("--shutdown-delay-s", "2.5", "--shutdown-grace-s", "300", *PATIENT)
+RESTART_S = 360.0
 README = (ROOT / "README.md").read_text()
 
 Ask = Callable[[list[int], int, tuple[int, ...]], Awaitable[list[int]]]
@@ -109,12 +109,6 @@ async def long_streams(ask: Ask, tally: Tally, is_over: asyncio.Event, expected:
             tally.failures.append(repr(error))
 
 
-def draining_records(stack: LocalStack) -> list[dict[str, Any]]:
-    lines = (stack.log_dir / "router.log").read_text().splitlines()
-    records = [json.loads(line) for line in lines if line.startswith("{")]  # gRPC logs, too
-    return [record for record in records if record["event"] == "draining"]
-
-
 STOP_IDS = tuple(OPTIONS["stop_token_ids"])
 
 
@@ -154,13 +148,30 @@ async def outcome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Out
             try:
                 for stack in stacks:
                     await until_answered(outcome)
-                    outcome.exit_codes.append(await stack.restart_router())
-                    outcome.live_requests += [r["live_requests"] for r in draining_records(stack)]
+                    await restart_at_work(stack, outcome)
                 await until_answered(outcome)
             finally:
                 is_over.set()
         print(outcome)
     yield outcome
+
+
+async def restart_at_work(stack: LocalStack, outcome: Outcome) -> None:
+    """Restarts a router that has requests, which its executor ends no sooner than it is told to."""
+    [executor], router = stack.executors, stack.router
+    async with stack.client() as client:
+        while True:
+            executor.pause()
+            [group] = await client.get_status()
+            if any(rank.num_running for rank in group.ranks):
+                break
+            executor.resume()
+            await asyncio.sleep(0.05)
+    restarting = asyncio.create_task(stack.restart_router(RESTART_S))
+    draining = await router.event("draining")
+    executor.resume()
+    outcome.live_requests.append(draining["live_requests"])
+    outcome.exit_codes.append(await restarting)
 
 
 def stack_in(folder: Path) -> LocalStack:
@@ -177,7 +188,7 @@ def published_policy() -> str:
 async def until_answered(outcome: Outcome) -> None:
     """Returns when callers of each kind have had an answer more."""
     before = {kind: tally.num_right for kind, tally in outcome.tallies.items()}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while any(tally.num_right == before[kind] for kind, tally in outcome.tallies.items()):
             await asyncio.sleep(0.1)
 

@@ -15,7 +15,7 @@ from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
 from deploy.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
 from deploy.launch import LocalStack
 from router.client import Client
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 NUM_REQUESTS = 40
 LONG_PROMPT = "\n17+25="
@@ -64,7 +64,9 @@ async def plain() -> Told:
 async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
     name: str, plain: Told, tmp_path: Path
 ):
-    stack = LocalStack(dp_size=2, executor_args=drafting(name), log_dir=tmp_path)
+    stack = LocalStack(
+        dp_size=2, executor_args=drafting(name), router_args=PATIENT, log_dir=tmp_path
+    )
     async with stack, stack.client() as client:
         turn = await take_turn(client, draw_problems(SEED))
         [group] = await client.get_status()
@@ -82,7 +84,11 @@ async def test_trees_on_executors_that_share_a_rank_change_no_token(
     name: str, plain: Told, tmp_path: Path
 ):
     stack = LocalStack(
-        dp_size=1, attn_tp_size=2, executor_args=drafting(name, *TREE), log_dir=tmp_path
+        dp_size=1,
+        attn_tp_size=2,
+        executor_args=drafting(name, *TREE),
+        router_args=PATIENT,
+        log_dir=tmp_path,
     )
     async with stack, stack.client() as client:
         assert await ask_everything(client) == plain
@@ -92,7 +98,9 @@ async def test_trees_on_executors_that_share_a_rank_change_no_token(
 
 
 async def test_a_stream_with_drafts_outlives_an_executor(plain: Told, tmp_path: Path):
-    stack = LocalStack(dp_size=2, executor_args=drafting("mtp"), log_dir=tmp_path)
+    stack = LocalStack(
+        dp_size=2, executor_args=drafting("mtp"), router_args=PATIENT, log_dir=tmp_path
+    )
     async with stack, stack.client() as client:
         is_running = asyncio.Event()
 
@@ -109,5 +117,6 @@ async def test_a_stream_with_drafts_outlives_an_executor(plain: Told, tmp_path: 
         await is_running.wait()
         await stack.restart_executor(1)
         assert await streaming == plain.endless
+        await client.complete(LONG_PROMPT, max_tokens=4)  # by the executor that was started again
         assert (await idle_group(client)).epoch > 1
     assert stack.left_running == []

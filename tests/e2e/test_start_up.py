@@ -14,6 +14,7 @@ import pytest
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.processes import ROOT, Process, ProcessEnded
 from router.client import Client, GroupStatus
+from tests.e2e.logs import records
 
 BAD_CONFIGURATION = 2
 
@@ -58,8 +59,9 @@ async def test_an_executor_with_a_bad_checkpoint_says_so_in_a_line_and_exits(
     exit_code = await executor.exited()
 
     log = executor.log_path.read_text()
-    records = [json.loads(line) for line in log.splitlines()]  # no traceback among them
-    errors = [record for record in records if record["level"] not in ("info", "debug")]
+    assert "Traceback" not in log
+    written = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    errors = [record for record in written if record["level"] not in ("info", "debug")]
     assert [error["event"] for error in errors] == ["cannot_start"]
     assert named in errors[0]["problem"]
     assert exit_code == BAD_CONFIGURATION
@@ -90,7 +92,7 @@ async def test_executors_that_differ_are_named_with_the_field_and_both_values(tm
         log_dir=tmp_path,
         waits_for_ready=False,
     )
-    async with stack, stack.client() as client, asyncio.timeout(120):
+    async with stack, stack.client() as client, asyncio.timeout(240):
         group = await group_with_problem(client, "block_size")
 
         for address in stack.executor_addresses:
@@ -141,8 +143,7 @@ async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
 
     assert process.returncode == 0
     for name in ("router", "executor-0", "executor-1"):
-        last_line = (tmp_path / f"{name}.log").read_text().splitlines()[-1]
-        assert json.loads(last_line)["event"] in ("stopped", "stopping")
+        assert records(tmp_path / f"{name}.log", "stopped")
 
 
 def child_of(pid: int, *args: str) -> int:
@@ -167,11 +168,11 @@ async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path:
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await process.stdout.readuntil(b"Ctrl-C stops it.")
             os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
             await process.stdout.readuntil(b"executor-1 ended with exit code -9")
-            while '"epoch": 2' not in (tmp_path / "router.log").read_text():
+            while len(records(tmp_path / "router.log", "group_ready")) < 2:
                 await asyncio.sleep(0.05)
             child_of(process.pid, "--dp-rank 1")
     finally:
@@ -206,7 +207,7 @@ async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path):
     asyncio.get_running_loop().add_reader(handle, has_ended.set)
     try:
         await parent.kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await has_ended.wait()
     finally:
         asyncio.get_running_loop().remove_reader(handle)

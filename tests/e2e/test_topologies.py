@@ -15,7 +15,7 @@ import pytest_asyncio
 from deploy.demo import OPTIONS, SEED, draw_requests, idle_group, text_of, token_ids
 from deploy.launch import LocalStack
 from router.client import Client, Completion
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 NUM_REQUESTS = 44
 NUM_ALONE = 2  # are sent one by one, so that other DP ranks have nothing to do
@@ -107,6 +107,7 @@ async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
         dp_size=dp_size,
         attn_tp_size=attn_tp_size,
         executor_args=(*EXECUTOR_ARGS, *way),
+        router_args=PATIENT,
         log_dir=tmp_path,
     )
     async with stack, stack.client() as client:
@@ -123,13 +124,20 @@ async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
 async def test_an_attention_tp_peer_that_dies_costs_a_pause_and_no_token(
     alone: Told, tmp_path: Path
 ):
-    stack = LocalStack(dp_size=1, attn_tp_size=2, executor_args=EXECUTOR_ARGS, log_dir=tmp_path)
+    stack = LocalStack(
+        dp_size=1,
+        attn_tp_size=2,
+        executor_args=EXECUTOR_ARGS,
+        router_args=PATIENT,
+        log_dir=tmp_path,
+    )
     async with stack, stack.client() as client:
         telling = asyncio.create_task(ask_everything(client))
         while (await client.get_status())[0].step < 4:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await stack.restart_executor(0, attn_tp_rank=1)
         assert_same(await telling, alone)
+        await client.complete("\n17+25=", max_tokens=4)  # by the executor that was started again
         group = await idle_group(client)
     assert group.epoch > 1
     assert [process.name for process in stack.executors] == ["executor-0.0", "executor-0.1"]

@@ -11,7 +11,7 @@ from deploy.processes import ROOT
 from tests.e2e.hosts import hosts, why_not
 from tests.e2e.two_hosts import EXECUTORS, NUM_REQUESTS, NUM_STREAMS, NUM_TOKENS, ROUTER, Report
 
-TIMEOUT_S = 300
+TIMEOUT_S = 540
 
 
 def test_a_group_over_a_network_answers_right_and_outlives_a_cut_cable(tmp_path: Path):

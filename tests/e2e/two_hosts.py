@@ -96,6 +96,17 @@ async def wait_until_ready(client: Client) -> None:
         await asyncio.sleep(0.02)
 
 
+async def problem_that_names(client: Client, address: str) -> str:
+    """Returns what the router gives as the reason for the group's state, once it names an address.
+
+    A group with nothing to do notices by the connection's keepalive.
+    """
+    async with asyncio.timeout(120):
+        while address not in (problem := (await client.get_status())[0].problem):
+            await asyncio.sleep(0.05)
+    return problem
+
+
 async def read_streams(client: Client, tokens: list[list[int]]) -> None:
     """Fills in every stream's tokens as they come."""
 
@@ -124,9 +135,8 @@ async def run(hosts: Hosts, log_dir: Path) -> Report:
         hosts.set_link(EXECUTORS[1], "down")
         report.num_tokens_before = sum(map(len, tokens))
         await asyncio.sleep(CUT_S)
+        report.problem = await problem_that_names(client, hosts.address(EXECUTORS[1]))
         report.num_tokens_during = sum(map(len, tokens)) - report.num_tokens_before
-        [group] = await client.get_status()
-        report.problem = group.problem
         hosts.set_link(EXECUTORS[1], "up")
         plugged_in = time.monotonic()
         await wait_until_ready(client)

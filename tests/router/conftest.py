@@ -1,34 +1,15 @@
-"""No test of the router waits for ever: one whose answer never comes fails, and says so."""
-
-import asyncio
-import functools
-import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+"""The router's tests meet its peers in one process, where a moment's delay is no loss."""
 
 import pytest
 
-LIMIT_S = 180.0  # beyond what any of them takes, also on a busy machine
+from router import client, executor_client
+
+LONG_S = 120.0  # beyond what any of them takes, also on a busy machine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-            item.obj = bounded(item.obj)
-
-
-def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Returns the test, with an end to its waiting."""
-
-    @functools.wraps(test)
-    async def run(*args: Any, **kwargs: Any) -> None:
-        limit = asyncio.timeout(LIMIT_S)
-        try:
-            async with limit:
-                await test(*args, **kwargs)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            pytest.fail(f"had not ended after {LIMIT_S:.0f} s: what it waits for never came")
-
-    return run
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers, answers in time; a test whose subject is such a limit sets its own."""
+    monkeypatch.setattr(executor_client, "DESCRIBE_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(client, "_ANSWER_GRACE_S", LONG_S)

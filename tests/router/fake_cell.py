@@ -129,7 +129,7 @@ class FakeCell:
 
     async def idle(self) -> None:
         """Returns when no request is live and every call has given its reader back."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.live or self.readers.num_free < self._max_readers:
                 await asyncio.sleep(0)  # lets the others run; takes no time of its own
 

@@ -17,8 +17,8 @@ from router.step_deadline import StepDeadline
 from tests.router.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
-FORM_TIMEOUT_S = 30.0
-NEVER_LATE = StepDeadline(factor=20, min_s=30, max_s=30)
+FORM_TIMEOUT_S = 120.0
+NEVER_LATE = StepDeadline(factor=20, min_s=120, max_s=120)
 
 
 class Peer:
@@ -28,7 +28,7 @@ class Peer:
         steps: The StepRequests that came, as they came.
         prepared, joined: Epochs of these calls.
         may_answer: Holds its answers back while it is not set.
-        on_describe: Awaited before Describe is answered.
+        on_describe, on_join: Awaited before Describe or Join is answered.
         instance_id: Of its process.
         shift: What is added to the epoch and the step of its answers.
         num_streams: Step streams that are open.
@@ -47,6 +47,7 @@ class Peer:
         self.dies = asyncio.Event()
         self.last_word: RpcError | None = None
         self.on_describe: Callable[[], Awaitable[object]] = nothing
+        self.on_join: Callable[[], Awaitable[object]] = nothing
         self.instance_id = "first"
         self.shift = (0, 0)
         self.num_streams = 0
@@ -79,6 +80,10 @@ class Peer:
 
     async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
         self.joined.append(request.epoch)
+        try:
+            await self.on_join()
+        except RpcError as error:
+            await context.abort(error.code, str(error), error.trailing_metadata)
         return pb.JoinResponse()
 
     async def step(self, requests: AsyncIterator[bytes], context: Any) -> None:

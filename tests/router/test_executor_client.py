@@ -7,12 +7,15 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from deploy.ports import held_port
 from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2 as pb
+from router import executor_client
 from router.discovery import find_addresses
 from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
 from router.executor_client import ExecutorGroup
 from router.step_deadline import MIN_STEPS, StepDeadline
+from tests.router.conftest import LONG_S
 from tests.router.peers import FORM_TIMEOUT_S, NEVER_LATE, Peer, nothing, plan_step, run_group
 
 
@@ -49,9 +52,11 @@ async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
         await group.form()
         peers[0, 1].may_answer.clear()
         group.send(plan_step(dp_size=1))
+        await until(lambda: group._streams[0].has_answer and len(peers[0, 1].steps) == 1)
         receiving = asyncio.ensure_future(group.receive())
-        # Time for the other's answer to come; a group that did not wait would end here.
-        await asyncio.wait({receiving}, timeout=0.2)
+        await until(lambda: not group._streams[0].has_answer)
+        for _ in range(10):  # a group that did not wait for the other one would end here
+            await asyncio.sleep(0)
         assert len(peers[0, 0].steps) == len(peers[0, 1].steps) == 1
         assert not receiving.done()
 
@@ -94,6 +99,13 @@ class Stopping(RpcError):
     reason = "SHUTTING_DOWN"
 
 
+class Gone(RpcError):
+    """What a call ends with that reaches nobody."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = ""
+
+
 async def heard(group: ExecutorGroup, dp_rank: int) -> None:
     """Returns when the end of a rank's stream has come."""
     await until(lambda: group._streams[dp_rank].has_ended)
@@ -101,9 +113,10 @@ async def heard(group: ExecutorGroup, dp_rank: int) -> None:
 
 @pytest.mark.parametrize("word", [Stopping("it was told to stop"), None])
 async def test_who_left_is_named_though_another_one_says_first_that_its_step_failed(
-    word: RpcError | None,
+    word: RpcError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message of the one that left may come last, if its host is farther away."""
+    monkeypatch.setattr(executor_client, "CAUSE_TIMEOUT_S", LONG_S)
     async with run_group(dp_size=3, attn_tp_size=1) as (group, peers):
         await group.form()
         peers[0, 0].last_word = StepFailed("a peer is gone")
@@ -112,7 +125,7 @@ async def test_who_left_is_named_though_another_one_says_first_that_its_step_fai
         await heard(group, 0)
         peers[1, 0].dies.set()
         with pytest.raises(ExecutorLost, match="dp_rank 1") as caught:
-            await asyncio.wait_for(group.lost(), 30)
+            await asyncio.wait_for(group.lost(), LONG_S)
         assert type(caught.value) is (ExecutorLeft if word else WordLost)
 
 
@@ -128,7 +141,27 @@ async def test_who_left_is_asked_when_grpc_lost_its_word() -> None:
         leaving.on_describe = say_why
         leaving.dies.set()
         with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
-            await asyncio.wait_for(group.lost(), 30)
+            await asyncio.wait_for(group.lost(), LONG_S)
+
+
+async def test_who_is_being_asked_is_named_though_another_one_says_that_its_step_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By then both streams have ended, but the one that left is yet to say so."""
+    monkeypatch.setattr(executor_client, "CAUSE_TIMEOUT_S", LONG_S)
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        peers[0, 0].last_word = StepFailed("a peer is gone")
+
+        async def say_why() -> None:
+            peers[0, 0].dies.set()
+            await heard(group, 0)
+            raise Stopping("it was told to stop")
+
+        peers[1, 0].on_describe = say_why
+        peers[1, 0].dies.set()
+        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
+            await asyncio.wait_for(group.lost(), LONG_S)
 
 
 async def test_a_step_that_failed_on_one_executor_alone_ends_the_epoch_too() -> None:
@@ -137,7 +170,7 @@ async def test_a_step_that_failed_on_one_executor_alone_ends_the_epoch_too() -> 
         peers[1, 0].last_word = StepFailed("out of memory")
         peers[1, 0].dies.set()
         with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
-            await asyncio.wait_for(group.lost(), 30)
+            await asyncio.wait_for(group.lost(), LONG_S)
 
 
 async def test_of_a_step_that_failed_everywhere_the_first_to_say_so_is_named() -> None:
@@ -148,7 +181,7 @@ async def test_of_a_step_that_failed_everywhere_the_first_to_say_so_is_named() -
             peers[rank, 0].dies.set()
             await heard(group, rank)
         with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
-            await asyncio.wait_for(group.lost(), 30)
+            await asyncio.wait_for(group.lost(), LONG_S)
 
 
 def hurried() -> StepDeadline:
@@ -156,7 +189,7 @@ def hurried() -> StepDeadline:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONG_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -188,7 +221,12 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
         await group.form()
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
-        peers[2, 0].on_describe = asyncio.Event().wait
+
+        async def vanish() -> None:
+            await until(lambda: group._streams[1].has_answer)
+            raise Gone("nobody is there any more")
+
+        peers[2, 0].on_describe = vanish
         group.send(plan_step(dp_size=3))
         with pytest.raises(ExecutorLost) as caught:
             await group.receive()
@@ -197,6 +235,19 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
     assert "dp_rank 0" not in silent
     assert "(dp_rank 0, attn_tp_rank 0) waited for it" in waiting
     assert "dp_rank 1" not in str(caught.value)
+
+
+async def test_who_does_not_answer_any_call_in_time_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run_group(dp_size=1, attn_tp_size=1, deadline=hurried()) as (group, peers):
+        await group.form()
+        monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", 0.1)
+        peers[0, 0].may_answer.clear()
+        peers[0, 0].on_describe = asyncio.Event().wait
+        group.send(plan_step(dp_size=1))
+        with pytest.raises(ExecutorLost, match=r"within 0\.3 s, nor any other call$"):
+            await group.receive()
 
 
 async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
@@ -217,7 +268,7 @@ async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> 
 
         async def answer() -> None:
             peers[1, 0].may_answer.set()
-            await asyncio.sleep(0.2)
+            await until(lambda: group._streams[1].has_answer)
 
         peers[1, 0].on_describe = answer
         group.send(plan_step(dp_size=2))
@@ -311,27 +362,28 @@ async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -
         return port
 
     old, new = (Peer(0, 0, 1, 1) for _ in range(2))
-    port = await serve(old, 0)
-    group = ExecutorGroup(
-        find_addresses([f"127.0.0.1:{port}"]),
-        "moe",
-        form_timeout_s=FORM_TIMEOUT_S,
-        deadline=NEVER_LATE,
-    )
-    try:
-        await group.form()
-        group.send(plan_step(dp_size=1))
-        await group.receive()
-        await servers.pop().stop(None)
-        await serve(new, port)
-        with pytest.raises(ExecutorLost):
-            await group.lost()
-        group.send(plan_step(dp_size=1))
-        with pytest.raises(ExecutorLost):
+    with held_port() as port:
+        port = await serve(old, port)
+        group = ExecutorGroup(
+            find_addresses([f"127.0.0.1:{port}"]),
+            "moe",
+            form_timeout_s=FORM_TIMEOUT_S,
+            deadline=NEVER_LATE,
+        )
+        try:
+            await group.form()
+            group.send(plan_step(dp_size=1))
             await group.receive()
-        await group.form()
-        assert new.steps == []
-        assert (old.joined, new.joined) == ([1], [2])
-    finally:
-        await group.close()
-        await servers.pop().stop(None)
+            await servers.pop().stop(None)
+            await serve(new, port)
+            with pytest.raises(ExecutorLost):
+                await group.lost()
+            group.send(plan_step(dp_size=1))
+            with pytest.raises(ExecutorLost):
+                await group.receive()
+            await group.form()
+            assert new.steps == []
+            assert (old.joined, new.joined) == ([1], [2])
+        finally:
+            await group.close()
+            await servers.pop().stop(None)

@@ -3,14 +3,14 @@
 import asyncio
 import math
 import random
-import socket
-import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.metrics import Family, Histogram, serve_metrics, split_address
@@ -47,7 +47,7 @@ def read(text: str) -> Samples:
 
 async def scrape(port: int) -> str:
     def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -149,17 +149,15 @@ async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch: pytest.Mon
     monkeypatch.setattr("router.metrics.SNAPSHOT_TIMEOUT_S", 0.05)
     async with running() as cell:
         port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
-        scraping = asyncio.get_running_loop().run_in_executor(None, _status_of, port.number)
-        while not scraping.done():
-            time.sleep(0.2)  # the loop's thread stands still
-            await asyncio.sleep(0)
-        assert await scraping == 500
+        with ThreadPoolExecutor(1) as threads:
+            scraping = threads.submit(_status_of, port.number)
+            assert scraping.result() == 500  # until then, the loop's thread stands still
         await asyncio.to_thread(port.close)
 
 
 def _status_of(port: int) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -241,14 +239,14 @@ async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
 
 async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: Path):
     (tmp_path / "tokens").write_text("right-token-0123456789\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     config = RouterConfig(
-        groups=(("127.0.0.1:1",),), listen=address, auth_tokens=tmp_path / "tokens"
+        groups=(("127.0.0.1:1",),), listen="127.0.0.1:0", auth_tokens=tmp_path / "tokens"
     )
     cell, right = Cell(Readers(4)), ("authorization", "Bearer right-token-0123456789")
-    server = await app.start_server(config, cell, GenerationServicer(cell, None, "1"), Health(), [])
+    servicer = GenerationServicer(cell, None, "1")
+    with structlog.testing.capture_logs() as lines:
+        server = await app.start_server(config, cell, servicer, Health(), [])
+    [address] = [line["address"] for line in lines if line["event"] == "listening"]
     async with grpc.aio.insecure_channel(address) as channel:
         method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
         for data, metadata in ((b"", []), (b"\xff", [right])):

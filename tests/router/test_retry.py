@@ -52,18 +52,18 @@ async def test_what_one_router_refuses_another_one_takes():
 async def test_a_client_that_watches_health_asks_only_those_that_are_ready():
     pair = Pair()
     async with serving(pair) as target, Client(target, watches_health=True) as client:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not all(cell.arrivals.qsize() for cell in pair.cells):
                 await complete_some(client, 1)
         pair.healths[0].set_ready(False)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:  # until the client has heard of it
                 asked_before = pair.cells[0].arrivals.qsize()
                 await complete_some(client)
                 if pair.cells[0].arrivals.qsize() == asked_before:
                     break
         pair.healths[0].set_ready(True)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while pair.cells[0].arrivals.qsize() == asked_before:
                 await complete_some(client, 1)
 
@@ -103,7 +103,7 @@ async def test_a_request_that_is_refused_on_a_stream_goes_to_another_router():
         cell.echoes = False
     async with serving(pair) as target, Client(target) as client, client.many() as many:
         running = asyncio.create_task(many.complete([5]))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not any(cell.live for cell in pair.cells):
                 await asyncio.sleep(0)
         [stopping, other] = sorted(pair.cells, key=lambda cell: not cell.live)

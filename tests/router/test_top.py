@@ -12,6 +12,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from deploy.ports import held_port
 from protos.serving.v1 import serving_pb2_grpc
 from router import top
 from router.client import Client
@@ -179,7 +180,7 @@ class Screen:
     async def shows(self, text: str) -> str:
         """Waits for a picture, from the next one on, that has a text in it."""
         start = len(self.pictures)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 for picture in self.pictures[start:]:
                     if text in picture:
@@ -201,14 +202,15 @@ async def test_the_picture_comes_back_with_the_router(monkeypatch: pytest.Monkey
     cell = FakeCell()
     cell.groups = [ready(rank(0))]
     stub = servicer_of(cell)
-    server, port = await start(stub, 0)
-    async with watching(f"127.0.0.1:{port}"):
-        await screen.shows("READY")
+    with held_port() as port:
+        server, port = await start(stub, port)
+        async with watching(f"127.0.0.1:{port}"):
+            await screen.shows("READY")
+            await server.stop(None)
+            await screen.shows(f"127.0.0.1:{port} does not answer: ")
+            server, _ = await start(stub, port)
+            await screen.shows("READY")
         await server.stop(None)
-        await screen.shows(f"127.0.0.1:{port} does not answer: ")
-        server, _ = await start(stub, port)
-        await screen.shows("READY")
-    await server.stop(None)
 
 
 async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPatch):
@@ -218,23 +220,23 @@ async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPa
     cell = FakeCell()
     cell.groups = [ready(rank(0))]
     servicer = servicer_of(cell)
-    server, port = await start(servicer, 0)
-    async with watching(f"127.0.0.1:{port}"):
-        await screen.shows("READY")
-        going_on = asyncio.Event()
-        answer = servicer.GetStatus
+    going_on, answer = asyncio.Event(), servicer.GetStatus
 
-        async def wait(request: Any, context: Any) -> Any:
-            await going_on.wait()
-            return await answer(request, context)
+    async def wait(request: Any, context: Any) -> Any:
+        await going_on.wait()
+        return await answer(request, context)
 
-        servicer.GetStatus = wait
+    with held_port() as port:
+        server, port = await start(servicer, port)
+        async with watching(f"127.0.0.1:{port}"):
+            await screen.shows("READY")
+            servicer.GetStatus = wait
+            await server.stop(None)
+            server, _ = await start(servicer, port)
+            await screen.shows("no answer for 0.2 s")
+            going_on.set()
+            await screen.shows("READY")
         await server.stop(None)
-        server, _ = await start(servicer, port)
-        await screen.shows("no answer for 0.2 s")
-        going_on.set()
-        await screen.shows("READY")
-    await server.stop(None)
 
 
 async def test_a_low_terminal_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch):

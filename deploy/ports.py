@@ -1,0 +1,33 @@
+"""Ports of loopback that are known before anybody listens there, and that nobody else gets.
+
+A port that was only found free may be another process's by the time that it is listened at: that of
+any connection which is made meanwhile, too. This matters most to a process that is started again at
+the address that it had.
+"""
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def held_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """Keeps a port until the end of the block, for processes that are told to listen there.
+
+    A socket that is bound and does not listen keeps the port from whoever asks for any free one, on
+    Linux, and not from a listener that names it and may reuse addresses, as those of gRPC may.
+    Elsewhere this is 0: the process that listens takes a free one.
+
+    Args:
+        host: Numeric address, IPv4 or IPv6.
+    """
+    if sys.platform != "linux":
+        yield 0
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        port: int = holder.getsockname()[1]
+        yield port

@@ -1,0 +1,34 @@
+"""No test waits for ever: one whose answer never comes fails, and says so."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+LIMIT_S = 600.0  # beyond what any of them takes, also on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = bounded(item.obj)
+
+
+def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Returns the test, with an end to its waiting."""
+
+    @functools.wraps(test)
+    async def run(*args: Any, **kwargs: Any) -> None:
+        limit = asyncio.timeout(LIMIT_S)
+        try:
+            async with limit:
+                await test(*args, **kwargs)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            pytest.fail(f"had not ended after {LIMIT_S:.0f} s: what it waits for never came")
+
+    return run

@@ -1,0 +1,21 @@
+"""What a real process tells Prometheus, for tests."""
+
+import asyncio
+import urllib.request
+
+from deploy.processes import Process
+from tests.router.test_metrics import Samples, read
+
+TIMEOUT_S = 120.0
+
+
+async def scrape(process: Process) -> Samples:
+    """Returns the samples of a process that was started with --metrics-listen."""
+    address = (await process.event("metrics_listening"))["address"]
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    return read(await asyncio.to_thread(get))
