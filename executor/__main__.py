@@ -41,6 +41,7 @@ log = structlog.stdlib.get_logger(__name__)
 BAD_CONFIGURATION = 2
 STUCK = 3
 ENVIRONMENT = "LOCKSTEP_EXECUTOR"
+FAREWELL_S = 1.0  # for a router to ask why its stream ended, which gRPC may not have told it
 STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
 
 
@@ -159,11 +160,14 @@ async def _stop(
     servicer: "ExecutorServicer", server: Any, timeout_s: float, at_once: asyncio.Event
 ) -> None:
     """Lets the step in flight finish, for so long or until a second signal."""
+    is_driven = servicer.is_driven
     finishing = asyncio.create_task(servicer.stop())
     hurrying = asyncio.create_task(at_once.wait())
     await asyncio.wait(
         {finishing, hurrying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
     )
+    if finishing.done() and is_driven:
+        await asyncio.wait({hurrying}, timeout=FAREWELL_S)
     hurrying.cancel()
     if finishing.done():
         finishing.result()

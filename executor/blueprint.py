@@ -81,3 +81,9 @@ class Blueprint:
         plan = self.speculation
         reserved = 0 if plan is None else max(plan.num_reserved_tokens, plan.kv_lookahead)
         return -(-(self.max_model_len + reserved) // self.config.block_size)
+
+    @property
+    def spill_blocks_per_row(self) -> int:
+        """Blocks that hold what a step writes behind a row's own; 0 without a draft model."""
+        plan = self.speculation
+        return 0 if plan is None else -(-plan.num_spilled_tokens // self.config.block_size)

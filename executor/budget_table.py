@@ -6,7 +6,8 @@ hidden states of an executor     hidden states of a DP rank / attn_tp_size=2    
 ...
 
 Each line is logged by itself, so a bound is a setting or another line by its name. On a CPU a
-reduce-scatter takes scratch besides, as much as the rows that it sums.
+reduce-scatter takes scratch besides, as much as the rows that it sums. What is kept of rows, graphs and
+drafts is in ``budget_state.py``, what attention allocates in ``layers/attention_workspace.py``.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class BudgetLine:
     Attributes:
         what: What is sized.
         bound: The setting or size that it follows from.
-        tokens: Its rows at most, one per token.
+        tokens: Its rows at most: of tokens, or of sequences. 0 if it has none.
         bytes: What they take.
     """
 

@@ -12,8 +12,10 @@ import structlog
 import torch
 
 from executor.blueprint import Blueprint
-from executor.budget_table import budget_table
-from executor.build_drafts import build_drafts, load_draft
+from executor.budget_state import full_table
+from executor.budget_table import BudgetLine
+from executor.build_drafts import Drafts, build_drafts, load_draft
+from executor.build_kv import build_kv_pool, bytes_per_block
 from executor.build_runners import build_runners
 from executor.config import ExecutorConfig
 from executor.describe import describe
@@ -25,9 +27,11 @@ from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
 from executor.measures import Measures
 from executor.models import Model, load_model
+from executor.models.draft import DraftModel
 from executor.moe.dispatch import new_dispatcher, require_capturable
 from executor.moe.layer import Dispatcher
 from executor.parallel import EpochGroups, join_group
+from executor.runners.by_layout import RunnerByLayout
 from executor.runners.forward_pass import ForwardPass
 from executor.sampler import Sampler
 from executor.step_limits import StepLimits
@@ -37,8 +41,6 @@ from protos.executor.v1 import executor_pb2 as pb
 
 log = structlog.stdlib.get_logger(__name__)
 
-DEFAULT_CPU_KV_BYTES = 1 << 30
-CUDA_KV_SHARE = 0.85  # of what is free after loading; the rest is for activations and graphs
 PROGRESS_STEPS = 10  # log lines while a model loads
 
 
@@ -63,47 +65,29 @@ def build_worker(
         torch.set_num_threads(config.num_threads)
     blueprint = Blueprint.of(config)
     device = open_device(config, blueprint.dtype)
-    for line in budget_table(blueprint.budget, config.moe_runner):
-        log.info("token_budget", **asdict(line))
+    lines = _logged(full_table(blueprint))
     communicator, attn_tp_communicator = _communicators(blueprint, device)
     dispatcher, dispatch_members = _dispatcher(blueprint, communicator, device)
     model = _load(blueprint, device, communicator, attn_tp_communicator, dispatcher)
     draft = None
     if blueprint.draft is not None:
         draft = load_draft(blueprint, device, model, on_progress=_log_progress())
-    kv_pool = _kv_pool(blueprint, device)
+    kv_pool = build_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
-    limits = _step_limits(blueprint, kv_pool)
+    agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
     sampler = Sampler(
         kv_pool.num_rows,
         blueprint.model.vocab_size,
         device.torch_device,
-        agree=attn_tp_communicator.agree if config.attn_tp_size > 1 else None,
+        agree=agree,
         filters=device.filters,
     )
-    with fresh_input_buffer_pool():
-        drafts = None
-        if draft is not None:
-            drafts = build_drafts(
-                blueprint,
-                device,
-                draft,
-                forward_pass,
-                sampler,
-                agree=attn_tp_communicator.agree if config.attn_tp_size > 1 else None,
-            )
-        runner = build_runners(
-            config,
-            blueprint.budget,
-            forward_pass,
-            blueprint.graph_sizes,
-            device.new_backend,
-            speculation=blueprint.speculation,
-            draft_runners=() if drafts is None else drafts.runners,
-        )
+    runner, drafts = _runners(blueprint, device, forward_pass, draft, sampler, agree)
+    lines += _logged(device.attention_lines())
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
+    limits = _step_limits(blueprint, kv_pool)
     worker = Worker(
         limits=limits,
         kv_pool=kv_pool,
@@ -117,18 +101,15 @@ def build_worker(
         can_abort_device=device.torch_device.type == "cuda" and not dispatch_members,
         measures=measures,
     )
-    log.info(
-        "loaded",
-        device=str(device.torch_device),
-        dtype=str(blueprint.dtype).removeprefix("torch."),
-        max_model_len=blueprint.max_model_len,
-        num_kv_blocks=kv_pool.num_blocks,
-        kv_cache_bytes=kv_pool.num_blocks * _bytes_per_block(blueprint),
-        decode_graphs=len(blueprint.graph_sizes.decode),
-        prefill_graphs=len(blueprint.graph_sizes.extend),
-        speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,
-    )
-    return worker, describe(blueprint, limits, device.torch_device)
+    _log_loaded(blueprint, device, kv_pool)
+    return worker, describe(blueprint, limits, device.torch_device, lines)
+
+
+def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:
+    """Logs part of the budget's table, and returns it."""
+    for line in lines:
+        log.info("token_budget", **asdict(line))
+    return lines
 
 
 def _load(
@@ -153,31 +134,6 @@ def _load(
         aux_layers=() if draft is None else draft.aux_layers,
         on_progress=_log_progress(),
     )
-
-
-def _kv_pool(blueprint: Blueprint, device: Device) -> KVPool:
-    config = blueprint.config
-    return KVPool(
-        blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology),
-        num_blocks=config.num_kv_blocks
-        or _num_kv_blocks(config, device.torch_device, _bytes_per_block(blueprint)),
-        num_rows=config.num_rows,
-        max_blocks_per_row=blueprint.max_blocks_per_row,
-        device=device.torch_device,
-    )
-
-
-def _bytes_per_block(blueprint: Blueprint) -> int:
-    """Returns the bytes of a KV block, with what the draft model keeps for it."""
-    config, draft = blueprint.config, blueprint.draft
-    shape = blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology)
-    if draft is None or blueprint.speculation is None:
-        return shape.bytes_per_block
-    own = draft.kv_shape(config.block_size, blueprint.dtype, config.topology)
-    if own is None:
-        return shape.bytes_per_block
-    carry = blueprint.speculation.num_layers * draft.layers.hidden_size * blueprint.dtype.itemsize
-    return shape.bytes_per_block + own.bytes_per_block + carry
 
 
 def _forward_pass(
@@ -210,6 +166,34 @@ def _forward_pass(
         features=features,
         max_len=blueprint.max_model_len,
     )
+
+
+def _runners(
+    blueprint: Blueprint,
+    device: Device,
+    forward_pass: ForwardPass,
+    draft: DraftModel | None,
+    sampler: Sampler,
+    agree: Callable[[torch.Tensor], None] | None,
+) -> tuple[RunnerByLayout, Drafts | None]:
+    """Returns the target's runners, and what a draft model adds to them. Nothing is captured yet.
+
+    All their graphs read inputs from the same buffers: they replay one after another.
+    """
+    with fresh_input_buffer_pool():
+        drafts = None
+        if draft is not None:
+            drafts = build_drafts(blueprint, device, draft, forward_pass, sampler, agree=agree)
+        runner = build_runners(
+            blueprint.config,
+            blueprint.budget,
+            forward_pass,
+            blueprint.graph_sizes,
+            device.new_backend,
+            speculation=blueprint.speculation,
+            draft_runners=() if drafts is None else drafts.runners,
+        )
+    return runner, drafts
 
 
 def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
@@ -286,29 +270,20 @@ def _dispatcher(
 def _form_group(
     config: ExecutorConfig, device: torch.device
 ) -> Callable[[int, str, int], EpochGroups]:
-    return lambda epoch, host, port: join_group(
-        host,
-        port,
-        epoch=epoch,
-        topology=config.topology,
-        device=device,
-        bind_host=config.peer_host,
-        timeout_s=config.peer_timeout_s,
-    )
-
-
-def _num_kv_blocks(config: ExecutorConfig, device: torch.device, bytes_per_block: int) -> int:
-    kv_bytes = config.kv_cache_bytes
-    if kv_bytes is None and device.type == "cuda":
-        kv_bytes = int(torch.cuda.mem_get_info(device)[0] * CUDA_KV_SHARE)
-    kv_bytes = kv_bytes or DEFAULT_CPU_KV_BYTES
-    num_blocks = kv_bytes // bytes_per_block
-    if num_blocks < 2:
-        raise ValueError(
-            f"kv_cache_bytes={kv_bytes}: a block takes {bytes_per_block} bytes; need the scratch "
-            f"block and one more, {2 * bytes_per_block} bytes"
+    def form_group(epoch: int, host: str, port: int) -> EpochGroups:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # this thread's own, which begins on the first one
+        return join_group(
+            host,
+            port,
+            epoch=epoch,
+            topology=config.topology,
+            device=device,
+            bind_host=config.peer_host,
+            timeout_s=config.peer_timeout_s,
         )
-    return num_blocks
+
+    return form_group
 
 
 def _log_progress() -> Callable[[int, int], None]:
@@ -318,3 +293,18 @@ def _log_progress() -> Callable[[int, int], None]:
             log.info("loading", tensors=num_loaded, of=num_tensors)
 
     return on_progress
+
+
+def _log_loaded(blueprint: Blueprint, device: Device, kv_pool: KVPool) -> None:
+    log.info(
+        "loaded",
+        device=str(device.torch_device),
+        dtype=str(blueprint.dtype).removeprefix("torch."),
+        max_model_len=blueprint.max_model_len,
+        num_kv_blocks=kv_pool.num_blocks,
+        num_spill_blocks=kv_pool.num_spill_blocks,
+        kv_cache_bytes=kv_pool.num_physical_blocks * bytes_per_block(blueprint),
+        decode_graphs=len(blueprint.graph_sizes.decode),
+        prefill_graphs=len(blueprint.graph_sizes.extend),
+        speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,
+    )

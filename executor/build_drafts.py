@@ -187,27 +187,23 @@ class _Builder:
         )
 
     def _eagle_extend(self, kv_pool: KVPool) -> EagleDraftExtendRunner:
-        width = self.plan.num_extend_rows
-        forward_pass = self._pass(kv_pool, self._attention(kv_pool, width))
+        forward_pass = self._pass(kv_pool, self._attention(kv_pool, *self._extend_widths))
         return EagleDraftExtendRunner(
             forward_pass,
             self.plan.topk,
-            width=width,
             target_ids=self.draft.target_ids,
             is_drawn=self.is_drawn,
-            graphs=self._graphs(forward_pass, self._extend_slots(), width),
+            graphs=self._extend_graphs(forward_pass),
         )
 
     def _multi_layer(self, kv_pool: KVPool) -> MultiLayerDraftExtendRunner:
-        width = self.plan.num_extend_rows
-        attention = self._attention(kv_pool, width)
+        attention = self._attention(kv_pool, *self._extend_widths)
         passes = [self._pass(kv_pool, attention, layer) for layer in range(self.plan.num_layers)]
         return MultiLayerDraftExtendRunner(
             passes,
-            width=width,
             target_ids=self.draft.target_ids,
             is_drawn=self.is_drawn,
-            graphs=self._graphs(passes[0], self._extend_slots(), width),
+            graphs=self._extend_graphs(passes[0]),
         )
 
     def _frozen_kv(self) -> FrozenKvMtpRunner:
@@ -231,23 +227,35 @@ class _Builder:
             graphs=self._graphs(forward_pass, slots, plan.topk),
         )
 
-    def _extend_slots(self) -> Sequence[GraphSlot]:
-        return draft_extend_slots(
-            width=self.plan.num_extend_rows,
-            hidden_size=self.draft.hidden_size,
-            dtype=self.blueprint.dtype,
-            num_layers=self.plan.num_layers,
-            is_drawn=self.is_drawn,
-        )
+    @property
+    def _extend_widths(self) -> tuple[int, int]:
+        """Rows that a sequence has behind a speculative step, and behind one of decodes."""
+        return self.plan.num_extend_rows, self.plan.num_layers
+
+    def _extend_graphs(self, forward_pass: ForwardPass) -> dict[int, PhaseGraphs]:
+        found = {}
+        for width in self._extend_widths:
+            slots = draft_extend_slots(
+                width=width,
+                hidden_size=self.draft.hidden_size,
+                dtype=self.blueprint.dtype,
+                num_layers=self.plan.num_layers,
+                is_drawn=self.is_drawn,
+            )
+            graphs = self._graphs(forward_pass, slots, width)
+            if graphs is not None:
+                found[width] = graphs
+        return found
 
     @property
     def _num_heads(self) -> int:
         topology = self.blueprint.config.topology
         return len(self.draft_config.layers.attention_share(topology).q_heads)
 
-    def _attention(self, kv_pool: KVPool, width: int, *, has_tree: bool = False) -> Attention:
-        graphs = AttentionGraphs(self.blueprint.graph_sizes.decode, width, has_tree)
-        return self.device.attention(self._num_heads, kv_pool, [graphs], self.blueprint.budget)
+    def _attention(self, kv_pool: KVPool, *widths: int, has_tree: bool = False) -> Attention:
+        sizes = self.blueprint.graph_sizes.decode
+        graphs = [AttentionGraphs(sizes, width, has_tree) for width in widths]
+        return self.device.attention(self._num_heads, kv_pool, graphs, self.blueprint.budget)
 
     def _pass(self, kv_pool: KVPool, attention: Attention, layer: int = 0) -> ForwardPass:
         config, draft, layers = self.blueprint.config, self.draft, self.draft_config.layers

@@ -48,8 +48,8 @@ class ExecutorConfig(PortSecurity):
             256 prompt tokens.
         max_model_len: Prompt and output tokens of one sequence; None is the checkpoint's, at
             most DEFAULT_MAX_MODEL_LEN.
-        num_kv_blocks: Blocks of the KV pool, the scratch block included; None derives it from
-            ``kv_cache_bytes``.
+        num_kv_blocks: Blocks of the KV pool, the scratch block included, spill blocks for drafts
+            not (kv_pool.py); None derives it from ``kv_cache_bytes``, of which they take a part.
         kv_cache_bytes: Size of the KV pool; None is 1 GiB on the CPU, and most of the memory
             left after loading on CUDA.
         decode_graphs: Whether steps without prompt tokens replay graphs.

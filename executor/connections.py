@@ -55,8 +55,9 @@ class Connections:
         with self._ending:
             still_open = _open_sockets()
             while self._by_name:
-                name, number = self._by_name.popitem()
-                if still_open.get(name) == number:
+                name, collected = self._by_name.popitem()
+                # Either may be one that another thread borrows for a moment.
+                for number in {collected, still_open.get(name, collected)}:
                     with suppress(OSError), _borrowed(number) as connection:
                         if _name(connection.fileno()) == name:  # it may be another's by now
                             connection.shutdown(socket.SHUT_RDWR)
@@ -90,5 +91,11 @@ def _address(number: int) -> _Address:
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
     """Gives a descriptor's socket under another descriptor, and closes that one."""
-    with socket.socket(fileno=os.dup(number)) as found:
+    duplicate = os.dup(number)
+    try:
+        found = socket.socket(fileno=duplicate)
+    except OSError:  # no socket's any more
+        os.close(duplicate)
+        raise
+    with found:
         yield found

@@ -1,19 +1,33 @@
 """What an executor says of itself: the answer to Describe."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from executor.blueprint import Blueprint
-from executor.budget_table import budget_table
+from executor.budget_table import BudgetLine
 from executor.fingerprint import fingerprint
 from executor.speculation_plan import SpeculationPlan
 from executor.step_limits import StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 
 
-def describe(blueprint: Blueprint, limits: StepLimits, device: torch.device) -> pb.DescribeResponse:
-    """Returns all but what changes while it runs: its instance and its epoch."""
+def describe(
+    blueprint: Blueprint,
+    limits: StepLimits,
+    device: torch.device,
+    lines: Iterable[BudgetLine],
+) -> pb.DescribeResponse:
+    """Returns all but what changes while it runs: its instance and its epoch.
+
+    Args:
+        blueprint: How it was built.
+        limits: Of its steps.
+        device: Where it runs.
+        lines: What it has sized.
+    """
     config, model_config = blueprint.config, blueprint.model
     budget, graph_sizes = limits.budget, limits.graph_sizes
     model = pb.ModelInfo(
@@ -24,28 +38,6 @@ def describe(blueprint: Blueprint, limits: StepLimits, device: torch.device) -> 
         eos_token_ids=model_config.eos_token_ids,
         block_size=config.block_size,
     )
-    agreement = {
-        "model_fingerprint": model.fingerprint,
-        "device": device.type,  # the collectives of one cannot reach the other
-        "dtype": str(blueprint.dtype).removeprefix("torch."),
-        "block_size": config.block_size,
-        "max_model_len": limits.max_model_len,
-        "moe_dense_tp_size": config.moe_dense_tp_size,
-        "moe_a2a_extend": config.moe_a2a_extend,
-        "moe_runner": config.moe_runner,
-        "flashinfer_pdl": config.flashinfer_pdl,
-        "decode_graph_sizes": list(graph_sizes.decode),
-        "extend_graph_sizes": list(graph_sizes.extend),
-        "prefill_graphs": config.prefill_graphs,
-        **asdict(budget),
-    }
-    if blueprint.speculation is not None:
-        assert config.draft_model is not None
-        agreement |= {
-            "draft_fingerprint": fingerprint(config.draft_model),
-            "draft_sampling": config.draft_sampling,
-            **asdict(blueprint.speculation),
-        }
     return pb.DescribeResponse(
         coordinates=pb.Coordinates(
             dp_rank=config.dp_rank,
@@ -62,16 +54,14 @@ def describe(blueprint: Blueprint, limits: StepLimits, device: torch.device) -> 
             max_num_batched_tokens=budget.max_num_batched_tokens,
             max_num_seqs=budget.max_num_seqs,
             max_num_logits=budget.max_num_logits,
-            lines=[
-                pb.BudgetLine(**asdict(line)) for line in budget_table(budget, config.moe_runner)
-            ],
+            lines=[pb.BudgetLine(**asdict(line)) for line in lines],
         ),
         graph_sizes=pb.GraphSizes(
             decode=graph_sizes.decode,
             extend=graph_sizes.extend,
             extend_runner=f"prefill_{config.prefill_graphs}" if graph_sizes.extend else "",
         ),
-        agreement={name: str(value) for name, value in agreement.items()},
+        agreement=_agreement(blueprint, model.fingerprint, device),
         speculation=_speculation(blueprint.speculation),
     )
 
@@ -88,3 +78,33 @@ def _speculation(plan: SpeculationPlan | None) -> pb.Speculation | None:
         kv_lookahead=plan.kv_lookahead,
         extends=plan.extends,
     )
+
+
+def _agreement(
+    blueprint: Blueprint, model_fingerprint: str, device: torch.device
+) -> dict[str, str]:
+    """Returns all that members of a group may not differ in."""
+    config, budget, graph_sizes = blueprint.config, blueprint.budget, blueprint.graph_sizes
+    agreement: dict[str, Any] = {
+        "model_fingerprint": model_fingerprint,
+        "device": device.type,  # the collectives of one cannot reach the other
+        "dtype": str(blueprint.dtype).removeprefix("torch."),
+        "block_size": config.block_size,
+        "max_model_len": blueprint.max_model_len,
+        "moe_dense_tp_size": config.moe_dense_tp_size,
+        "moe_a2a_extend": config.moe_a2a_extend,
+        "moe_runner": config.moe_runner,
+        "flashinfer_pdl": config.flashinfer_pdl,
+        "decode_graph_sizes": list(graph_sizes.decode),
+        "extend_graph_sizes": list(graph_sizes.extend),
+        "prefill_graphs": config.prefill_graphs,
+        **asdict(budget),
+    }
+    if blueprint.speculation is not None:
+        assert config.draft_model is not None
+        agreement |= {
+            "draft_fingerprint": fingerprint(config.draft_model),
+            "draft_sampling": config.draft_sampling,
+            **asdict(blueprint.speculation),
+        }
+    return {name: str(value) for name, value in agreement.items()}

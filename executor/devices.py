@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from executor.budget import TokenBudget
+from executor.budget_table import BudgetLine
 from executor.config import ExecutorConfig
 from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps
@@ -27,6 +28,7 @@ from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.moe.dispatch_flashinfer import FlashInferDispatcher
@@ -80,6 +82,10 @@ class Device(Protocol):
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
         """
+        ...
+
+    def attention_lines(self) -> tuple[BudgetLine, ...]:
+        """Returns what all attention made so far has allocated, for the budget's table."""
         ...
 
     def new_backend(self) -> RunnerBackend:
@@ -172,6 +178,9 @@ class Cpu:
     ) -> Attention:
         return _torch_attention(num_heads, kv_pool, self._num_workers)
 
+    def attention_lines(self) -> tuple[BudgetLine, ...]:
+        return ()
+
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
 
@@ -193,6 +202,8 @@ class Cuda:
         self._config = config
         self._resources = CaptureResources(CudaDevice(self.torch_device))
         self._ops = _flashinfer(config)
+        # Here, so that the KV pool is sized by what it leaves.
+        self._workspace = None if self._ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self._ops is None else FlashInferFilters(self._ops)
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
@@ -212,18 +223,24 @@ class Cuda:
         graphs: Sequence[AttentionGraphs],
         budget: TokenBudget,
     ) -> Attention:
-        if self._ops is None:
+        if self._ops is None or self._workspace is None:
             return _torch_attention(num_heads, kv_pool, num_workers=1)
         attention = FlashInferAttention(
             self._ops,
             kv_pool,
             num_heads,
+            self._workspace,
             max_num_tokens=budget.max_tokens_per_rank,
         )
         for sizes, width, has_tree in graphs:
             if sizes:
                 attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
+            if has_tree:
+                attention.init_trees()
         return attention
+
+    def attention_lines(self) -> tuple[BudgetLine, ...]:
+        return () if self._workspace is None else self._workspace.lines()
 
     def new_backend(self) -> RunnerBackend:
         return CUDAGraphBackend(self._resources)

@@ -11,7 +11,7 @@ RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
 ├── ShuttingDown       UNAVAILABLE          this process is about to end
 ├── NotFirst           FAILED_PRECONDITION  only the group's first executor opens a store
-├── JoinFailed         UNAVAILABLE          another member did not come in time
+├── JoinFailed         UNAVAILABLE          another member did not come, or a newer epoch began
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
 ├── NotJoined          FAILED_PRECONDITION  no Join has succeeded

@@ -2,12 +2,19 @@
 
 The router decides which block belongs to whom; this file only remembers what it was told.
 
-    key_cache[layer]   [num_blocks * block_size, kv_heads, head_dim]     value_cache alike
+    key_cache[layer]   [num_physical_blocks * block_size, kv_heads, head_dim]     value_cache alike
     block_table        [num_rows, max_blocks_per_row], a sequence's blocks in order
 
     token p of row r   lives at block_table[r, p // block_size] * block_size + p % block_size
 
-Block 0 is the scratch block: padded token rows write there, and no sequence ever owns it.
+    blocks    0            scratch: padded token rows write there, and no sequence ever owns it
+              1 …          those that the router hands out, below num_blocks
+              num_blocks … spill: spill_blocks_per_row of each row, which never change hands
+
+What a step writes behind a row's blocks, drafts for which there was no block, goes to the row's spill
+blocks, in turn: column c of row r is num_blocks + r * n + c % n until a block is put there. So no row
+can write where another reads, and up to n blocks behind a row's own no two positions share a place.
+Nobody reads there what an earlier step wrote.
 """
 
 from copy import copy
@@ -51,13 +58,15 @@ class KVPool:
 
     Args:
         shape: Sizes per token.
-        num_blocks: Blocks in the pool, the scratch block included.
+        num_blocks: Blocks that can be handed out, and the scratch block.
         num_rows: Sequences that can hold blocks at once.
-        max_blocks_per_row: Blocks of the longest sequence.
+        max_blocks_per_row: Blocks of the longest sequence, and behind them.
+        spill_blocks_per_row: Blocks of its own behind those, of each row: at least as many as a step
+            writes behind a row's blocks; 0 where none does.
         device: Where keys, values and block table live.
 
     Attributes:
-        key_cache: One tensor per layer, [num_blocks * block_size, kv_heads, head_dim].
+        key_cache: One tensor per layer, [num_physical_blocks * block_size, kv_heads, head_dim].
         value_cache: The same for values.
         block_table: int32 [num_rows, max_blocks_per_row] on ``device``.
         block_table_cpu: The same on the host; shares memory with it if ``device`` is the CPU.
@@ -74,6 +83,7 @@ class KVPool:
         num_blocks: int,
         num_rows: int,
         max_blocks_per_row: int,
+        spill_blocks_per_row: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         if num_blocks < 2:
@@ -82,13 +92,18 @@ class KVPool:
             raise ValueError(
                 f"num_rows={num_rows}, max_blocks_per_row={max_blocks_per_row}: need at least 1"
             )
+        if spill_blocks_per_row < 0:
+            raise ValueError(f"spill_blocks_per_row={spill_blocks_per_row}: need at least 0")
         self.num_blocks = num_blocks
         self.num_rows = num_rows
         self.max_blocks_per_row = max_blocks_per_row
+        self.spill_blocks_per_row = spill_blocks_per_row
         self.device = torch.device(device)
         self._make_caches(shape)
         self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
         self.block_table = self.block_table_cpu.to(self.device)
+        self._fresh_table_cpu = self._spill_table()
+        self._fresh_table = self._fresh_table_cpu.to(self.device)
         self._table: npt.NDArray[np.int32] = self.block_table_cpu.numpy()
         self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
 
@@ -114,10 +129,28 @@ class KVPool:
 
     def _make_caches(self, shape: KVShape) -> None:
         self.shape = shape
-        size = (self.num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        size = (self.num_physical_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
         zeros = partial(torch.zeros, size, dtype=shape.dtype, device=self.device)
         self.key_cache = [zeros() for _ in range(shape.num_layers)]
         self.value_cache = [zeros() for _ in range(shape.num_layers)]
+
+    def _spill_table(self) -> torch.Tensor:
+        """Returns the table of rows that hold nothing, int32 [num_rows, max_blocks_per_row]."""
+        count = self.spill_blocks_per_row
+        if not count:
+            return torch.full_like(self.block_table_cpu, SCRATCH_BLOCK)
+        firsts = self.num_blocks + torch.arange(self.num_rows, dtype=torch.int32) * count
+        return firsts[:, None] + torch.arange(self.max_blocks_per_row, dtype=torch.int32) % count
+
+    @property
+    def num_spill_blocks(self) -> int:
+        """Spill blocks of all rows."""
+        return self.num_rows * self.spill_blocks_per_row
+
+    @property
+    def num_physical_blocks(self) -> int:
+        """Blocks that take memory: ``num_blocks``, and behind them the spill blocks."""
+        return self.num_blocks + self.num_spill_blocks
 
     @property
     def block_size(self) -> int:
@@ -271,14 +304,15 @@ class KVPool:
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def clear_rows(self, rows: npt.NDArray[np.int64]) -> None:
-        """Points rows that begin to the scratch block, on host and device: what lies behind a
-        row's blocks leads nowhere else."""
-        self._table[rows] = SCRATCH_BLOCK
+        """Points rows that begin to their spill blocks, on host and device: what lies behind a
+        row's blocks leads nowhere else. Without spill blocks, that is the scratch block."""
+        self._table[rows] = self._fresh_table_cpu.numpy()[rows]
         if not self.is_table_shared:
             at = torch.from_numpy(rows)
             if self.device.type == "cuda":  # from pinned memory the copy does not wait
                 at = at.pin_memory().to(self.device, non_blocking=True)
-            self.block_table.index_fill_(0, at.to(self.device), SCRATCH_BLOCK)
+            at = at.to(self.device)
+            self.block_table.index_copy_(0, at, self._fresh_table.index_select(0, at))
 
     def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.num_rows:

@@ -48,6 +48,7 @@ class Links:
         self._timeout_s = timeout_s
         self._own = b""
         self._in_use = threading.Lock()  # a number must not be another file's while it is read
+        self._ending = threading.Lock()  # nor while it is shut down
         for connection in self._by_rank.values():
             connection.settimeout(timeout_s)
 
@@ -77,13 +78,17 @@ class Links:
         return messages
 
     def close(self) -> None:
-        """Ends the connections. Who waits for a message at either end gets an error at once."""
-        for connection in self._by_rank.values():
-            with suppress(OSError):  # the other end has gone, or close() was called before
-                connection.shutdown(socket.SHUT_RDWR)
-        with self._in_use:
+        """Ends the connections. Who waits for a message at either end gets an error at once.
+
+        Any thread may call it. It returns when all have ended, whichever thread ends them.
+        """
+        with self._ending:
             for connection in self._by_rank.values():
-                connection.close()
+                with suppress(OSError):  # the other end has gone, or close() was called before
+                    connection.shutdown(socket.SHUT_RDWR)
+            with self._in_use:
+                for connection in self._by_rank.values():
+                    connection.close()
 
     def _message(self, rank: int) -> bytes:
         try:
@@ -97,7 +102,13 @@ class Links:
 
 
 def connect_all(
-    store: Any, rank: int, world_size: int, host: str | None, timeout_s: float
+    store: Any,
+    rank: int,
+    world_size: int,
+    host: str | None,
+    timeout_s: float,
+    *,
+    form_timeout_s: float | None = None,
 ) -> Links:
     """Connects to every other executor. Returns when all of them have connected to this one.
 
@@ -106,18 +117,22 @@ def connect_all(
         rank: This executor's world rank.
         world_size: Executors.
         host: This executor's own address as peers see it; the host name's if None.
-        timeout_s: How long to wait for peers, now and for each message.
+        timeout_s: How long to wait for each message.
+        form_timeout_s: How long to wait for peers now; None: as long.
 
     Raises:
         RuntimeError: One of them did not come in time.
     """
     try:
-        return _connect(store, rank, world_size, host, timeout_s)
+        by_rank = _connect(store, rank, world_size, host, form_timeout_s or timeout_s)
     except OSError as error:
         raise RuntimeError(f"world rank {rank} has no connection to all others: {error}") from error
+    return Links(rank, by_rank, timeout_s)
 
 
-def _connect(store: Any, rank: int, world_size: int, host: str | None, timeout_s: float) -> Links:
+def _connect(
+    store: Any, rank: int, world_size: int, host: str | None, timeout_s: float
+) -> dict[int, socket.socket]:
     by_rank: dict[int, socket.socket] = {}
     deadline = time.monotonic() + timeout_s
     token = secrets.token_bytes(TOKEN_BYTES)
@@ -143,7 +158,7 @@ def _connect(store: Any, rank: int, world_size: int, host: str | None, timeout_s
         for connection in by_rank.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
         opened.pop_all()
-    return Links(rank, by_rank, timeout_s)
+    return by_rank
 
 
 def _listen(host: str | None, backlog: int) -> socket.socket:

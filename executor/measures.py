@@ -18,8 +18,9 @@ class Measures:
     Attributes:
         phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
             columns read, staged and sent to the device. "peers": waiting until every executor had
-            begun the step. "draft": the draft model's passes. "forward": the forward pass; on a GPU, its launch. "sample": until the
-            tokens were on the host; on a GPU, that includes waiting for the forward pass.
+            begun the step. "draft": the draft model's passes, those behind the answer as well.
+            "forward": the forward pass. "sample": until the tokens were on the host. On a GPU
+            passes count as long as their launch takes, and "sample" includes waiting for them.
         execute_s: From a step's beginning to its answer.
         steps: By the forward mode of this rank, and whether a graph was replayed.
         scheduled_tokens: Tokens of its rank's sequences.
@@ -43,6 +44,10 @@ class Measures:
     def begin_step(self) -> None:
         """A step begins."""
         self._start_ns = self._lap_ns = time.perf_counter_ns()
+
+    def begin_phase(self) -> None:
+        """A phase begins that did not when the one before it ended."""
+        self._lap_ns = time.perf_counter_ns()
 
     def end_phase(self, phase: str) -> None:
         """A phase has ended that began when the one before it did."""

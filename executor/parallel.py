@@ -27,9 +27,11 @@ from executor.topology import Topology
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")
 
-# Nothing ends the wait for a peer that dies while a group forms, but this: all are called to join at
-# the same time, and who comes too late is called again.
+# All are called to join at the same time, and who comes too late is called again. Until then others
+# wait, unless their router gives up before (join_attempt.py).
 FORM_TIMEOUT_S = 15.0
+
+WAIT_SLICE = timedelta(milliseconds=100)  # in which a thread looks whether its group was closed
 
 
 class RankGroup(Protocol):
@@ -171,8 +173,25 @@ class GlooGroup:
     def _run(self, method: str, *arguments: Any) -> None:
         self._gate.open()
         self._num_pending += 1  # first: close() may come, in another thread, while it begins
-        getattr(_live(self._backend), method)(*arguments).wait()
+        self._wait(getattr(_live(self._backend), method)(*arguments))
         self._num_pending -= 1
+
+    def _wait(self, work: Any) -> None:
+        """Waits until a collective has ended, or the group was closed.
+
+        When a connection ends, gloo fails what waits for a message, but forgets a message of which
+        it has received a part: it waits for the rest of that until its time-out. What the kernel
+        had received by then may still be written into the tensors, at once, and nothing later.
+        """
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it failed, or ended just now
+                    work.wait()
+                    return
+            _live(self._backend)
 
 
 class NcclGroup:
@@ -317,7 +336,14 @@ def join_group(
         elif len(same_dp_rank) > 1:
             attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank)
         keys = PrefixStore("links", store)
-        links = connect_all(keys, topology.world_rank, len(everyone), bind_host, timeout_s)
+        links = connect_all(
+            keys,
+            topology.world_rank,
+            len(everyone),
+            bind_host,
+            timeout_s,
+            form_timeout_s=form_timeout.total_seconds(),
+        )
         formed.pop_all()
     return EpochGroups(epoch, world, attn_tp, on_host, links, gate)
 
@@ -333,12 +359,12 @@ def _gloo_group(
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = min(timeout, timedelta(seconds=FORM_TIMEOUT_S))
-    if bind_host is None:
-        options._devices = [gloo.create_default_device()]
-    else:
-        options._devices = [gloo.create_device(hostname=bind_host)]
     connections = Connections()
-    with connections.collect():
+    with connections.collect():  # the device too: it listens, and who calls it is a peer
+        if bind_host is None:
+            options._devices = [gloo.create_default_device()]
+        else:
+            options._devices = [gloo.create_device(hostname=bind_host)]
         backend = gloo(store, rank, world_size, options)
     backend._set_default_timeout(timeout)
     return GlooGroup(rank, world_size, backend, connections, gate)

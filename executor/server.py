@@ -5,7 +5,8 @@
 
 The reader hands a step over as soon as it arrives, so the next one is already there when a step
 ends. One thread computes, because steps are ordered and share tensors; it is not the event
-loop's, so that health checks are answered while a step runs or a model loads.
+loop's, so that health checks are answered while a step runs or a model loads. What a step leaves to
+be run behind its answer, it runs before the next one.
 
 The stream's life is that of its epoch: when it ends, for whatever reason, an executor with peers
 leaves their group at once, so that all of them are free for the next one. A step that goes on for
@@ -19,15 +20,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from executor.epochs import Epochs
 from executor.errors import (
-    InvalidEpoch,
     JoinFailed,
     NotFirst,
     NotJoined,
@@ -38,7 +40,9 @@ from executor.errors import (
     StepOutOfOrder,
     StreamHeld,
 )
+from executor.join_attempt import JoinAttempt
 from executor.measures import Measures
+from executor.served import Store, Worker
 from executor.step_stream import Answer, StepStream
 from protos.errors import RpcError, abort_on_error
 from protos.executor.v1 import executor_pb2 as pb
@@ -55,10 +59,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 LIVENESS, READINESS = "liveness", "readiness"
 
-# Of the next epoch above the newest. A router counts them one by one, on from the newest of any
-# executor; a number out of the blue near the end of uint64 would be the last.
-MAX_EPOCH_LEAP = 1 << 32
-
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
 MESSAGE_BYTES = 256 * 1024 * 1024
@@ -73,26 +73,6 @@ SERVER_OPTIONS = [
     # client that pings every 10 s with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
-
-
-class Worker(Protocol):
-    """What the servicer asks of ``executor.worker.Worker``."""
-
-    @property
-    def has_peers(self) -> bool: ...
-
-    def execute(self, request: pb.StepRequest) -> pb.StepResponse: ...
-
-    def join(self, epoch: int, store_address: str) -> None: ...
-
-    def leave(self) -> None: ...
-
-
-class Store(Protocol):
-    """A rendezvous store; it listens for as long as it is referred to."""
-
-    @property
-    def port(self) -> int: ...
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
@@ -131,11 +111,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._description = pb.DescribeResponse()
         self._stream: StepStream | None = None
         self._is_stopping = False
-        self._newest_epoch = 0  # of any Prepare or Join
-        self._last_join_epoch = 0  # of any Join, also one that failed
+        self._epochs = Epochs()
+        self._joining: JoinAttempt | None = None  # the newest, while it is under way
 
-        # Written by the compute thread, so that they change between steps, not during one; but a
-        # stream that ends ends its epoch at once, whatever the compute thread waits for.
+        # Set where no step runs, as a join has just ended; but an epoch ends at once, whatever the
+        # compute thread waits for.
         self._epoch: int | None = None  # None while in no group
         self._next_step_id = 1
         self._computing: StepStream | None = None  # whose step runs
@@ -191,12 +171,18 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """
         self._is_stopping = True
         self._publish_readiness()
+        self._call_off_join("this executor was told to stop")
         stream, self._stream = self._stream, None  # its end is not the group's
         if stream is not None:
             stream.end(ShuttingDown("this executor was told to stop"))
             await stream.is_over.wait()
         if self._worker is not None:
             await self._on_compute_thread(self._leave)
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a router holds a Step stream here."""
+        return self._stream is not None
 
     @property
     def epoch(self) -> int | None:
@@ -215,7 +201,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._loaded_worker()
             response = pb.DescribeResponse()
             response.CopyFrom(self._description)
-            response.epoch = self._newest_epoch
+            response.epoch = self._epochs.newest
             return response
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
@@ -223,35 +209,35 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._loaded_worker()
             if not self._is_first:
                 raise NotFirst("only the executor of DP rank 0 and attention-TP rank 0 prepares")
-            if request.epoch <= self._newest_epoch:
-                raise StaleEpoch(
-                    f"epoch {request.epoch} is not above {self._newest_epoch}, seen before",
-                    field="epoch",
-                )
-            self._check_epoch(request.epoch)
-            self._newest_epoch = request.epoch
+            self._epochs.prepare(request.epoch)
+            self._call_off_join(f"epoch {request.epoch} has begun")
             # Not on the compute thread: it may be stuck in the epoch that this one replaces.
-            self._store = await asyncio.to_thread(self._open_store)
+            store = await asyncio.to_thread(self._open_store)
+            self._epochs.check_newest(request.epoch)  # whose store this one must not replace
+            self._store = store
             host = f"[{self._store_host}]" if ":" in self._store_host else self._store_host
-            return pb.PrepareResponse(store_address=f"{host}:{self._store.port}")
+            return pb.PrepareResponse(store_address=f"{host}:{store.port}")
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         async with abort_on_error(context):
             worker = self._loaded_worker()
-            least = max(self._last_join_epoch + 1, self._newest_epoch)
-            if request.epoch < least:
-                raise StaleEpoch(
-                    f"epoch {request.epoch} is over: the next Join is of {least} or later",
-                    field="epoch",
-                )
-            self._check_epoch(request.epoch)
-            self._newest_epoch = self._last_join_epoch = request.epoch
+            self._epochs.join(request.epoch)
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
                 self._stream = None  # its end is not that of the epoch that begins here
-            worker.leave()  # from here, so that a step that waits for lost peers fails now
-            # A caller that gives up does not stop the thread, whose outcome must be noted.
-            await asyncio.shield(self._join(worker, request))
+            self._call_off_join(f"epoch {request.epoch} has begun")
+            self._leave()  # from here, so that a step that waits for lost peers fails now
+            self._publish_readiness()
+            attempt = self._joining = JoinAttempt(request.epoch)
+            try:
+                # A call that is cancelled does not stop the thread, whose outcome must be noted.
+                failure = await asyncio.shield(self._join(worker, request, attempt))
+            except asyncio.CancelledError:
+                if self._joining is attempt:  # as a router does when another member cannot join
+                    self._call_off_join("the router gave up")
+                raise
+            if failure is not None:
+                raise failure
             return pb.JoinResponse()
 
     # A coroutine that writes to the context, not a generator: when its call is cancelled, a
@@ -278,7 +264,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 reader.cancel()
                 if self._stream is stream:
                     self._stream = None
-                    if worker.has_peers and not stream.is_stray:
+                    is_of_epoch = not stream.is_stray and self._joining is None
+                    if worker.has_peers and is_of_epoch:
                         self._leave()  # from here: a step that waits for lost peers fails now
                 self._publish_readiness()
                 self._check_stuck(stream, STUCK_CHECKS)
@@ -300,6 +287,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             stream.answers.put_nowait(None)
 
+    def _call_off_join(self, problem: str) -> None:
+        """Ends a join that is under way: its call fails with ``problem``, at once."""
+        if self._joining is not None:
+            self._joining.call_off(problem)
+            self._leave()
+
     def _check_stuck(self, stream: StepStream, num_left: int) -> None:
         """Looks at the last step of a stream that has ended, now and a few times more."""
         if self._computing is not stream:
@@ -312,23 +305,28 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self.health.set(LIVENESS, False)
         self.stuck.set()
 
-    async def _join(self, worker: Worker, request: pb.JoinRequest) -> None:
-        def join() -> None:
-            self._epoch = None
-            worker.join(request.epoch, request.store_address)
-            self._epoch, self._next_step_id = request.epoch, 1
-
+    async def _join(
+        self, worker: Worker, request: pb.JoinRequest, attempt: JoinAttempt
+    ) -> JoinFailed | None:
+        """Returns how it failed, if it did: nobody awaits this once the call was cancelled."""
         started_s = time.perf_counter()
         try:
-            await self._on_compute_thread(join)
+            await self._on_compute_thread(
+                partial(worker.join, request.epoch, request.store_address, attempt)
+            )
+            attempt.check()  # it may have been called off since it joined
+            self._next_step_id, self._epoch = 1, request.epoch  # in this order: see _check_order
         except JoinFailed as error:
             self._measures.joins["failed"] += 1
             log.warning("join_failed", epoch=request.epoch, problem=str(error))
-            raise
+            return error
         finally:
+            if self._joining is attempt:
+                self._joining = None
             self._publish_readiness()
         self._measures.joins["joined"] += 1
         log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
+        return None
 
     # On the compute thread
 
@@ -342,9 +340,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """
         if stream.has_ended:
             return None
-        queued_ns = time.perf_counter_ns() - arrival_ns
         self._computing = stream
         try:
+            worker.catch_up()
+            queued_ns = time.perf_counter_ns() - arrival_ns
             self._check_order(request)
             response = worker.execute(request)
         except RpcError as error:
@@ -354,17 +353,42 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
             return error
         except Exception as error:
-            stream.has_ended = True
-            self._measures.failures[StepFailed.reason] += 1
-            log.exception("step_failed", **_ids(request))
-            self._leave()
-            return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
+            return self._fail(stream, error, request)
         finally:
             self._computing = None
         self._next_step_id += 1
         response.queued_ns = queued_ns
         self._measures.phase_ns["queue"] += queued_ns
+        if worker.is_behind:  # the answer goes out meanwhile
+            self._compute.submit(self._catch_up, stream, worker, request)
         return response
+
+    def _catch_up(self, stream: StepStream, worker: Worker, request: pb.StepRequest) -> None:
+        """Runs what a step has left behind its answer, unless the next one came first and did.
+
+        An error ends the stream as one of the step would. If that is over, this executor may well
+        have left its peers meanwhile.
+        """
+        if self._next_step_id != request.step_id + 1:
+            return
+        self._computing = stream
+        try:
+            worker.catch_up()
+        except Exception as error:
+            if stream.has_ended:
+                log.info("catch_up_cut_short", **_ids(request), problem=str(error))
+                self._leave()
+            else:
+                stream.refuse_soon(self._fail(stream, error, request))
+        finally:
+            self._computing = None
+
+    def _fail(self, stream: StepStream, error: Exception, request: pb.StepRequest) -> StepFailed:
+        stream.has_ended = True
+        self._measures.failures[StepFailed.reason] += 1
+        log.exception("step_failed", **_ids(request))
+        self._leave()
+        return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
 
     def _check_order(self, request: pb.StepRequest) -> None:
         if self._epoch is None:
@@ -386,14 +410,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._worker.leave()
 
     # Helpers
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch > self._newest_epoch + MAX_EPOCH_LEAP:
-            raise InvalidEpoch(
-                f"epoch {epoch} is more than {MAX_EPOCH_LEAP} above {self._newest_epoch}, seen "
-                f"before: if it were taken, there could be no later ones",
-                field="epoch",
-            )
 
     def _loaded_worker(self) -> Worker:
         if self._is_stopping:

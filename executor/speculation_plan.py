@@ -80,3 +80,11 @@ class SpeculationPlan:
             drafted = 1 + (self.num_draft_steps - 1) * self.topk
         extended = 1 + self.num_extend_rows if self.extends else 0
         return max(self.num_draft_tokens, drafted, extended)
+
+    @property
+    def num_spilled_tokens(self) -> int:
+        """Slots behind a sequence's blocks that a step writes at most.
+
+        There are blocks for its last token, and for every token that a step runs or may gain.
+        """
+        return max(self.num_reserved_tokens - 1, self.kv_lookahead)

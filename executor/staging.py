@@ -259,7 +259,7 @@ class StagingBuffer:
 
 
 class ReadBack:
-    """The way of a step's tokens to the host: one copy, one wait.
+    """The way of a step's tokens to the host: one copy, one wait, and other work begun between.
 
     Args:
         capacity: The most tokens.
@@ -270,23 +270,30 @@ class ReadBack:
         self._copier = copier
         self._host = copier.host_buffer(capacity)
         self._done = copier.event()
+        self._tokens = self._host[:0]
 
-    def read(self, tokens: torch.Tensor) -> Int64Array:
-        """Waits for the tokens.
+    def begin(self, tokens: torch.Tensor) -> None:
+        """Begins the copy. Device work that begins later is not waited for.
 
         Args:
             tokens: int64 [S] on the device.
-
-        Returns:
-            [S] on the host. Overwritten by the next call, unless memory is shared.
         """
-        if not self._copier.is_shared:
-            host = self._host[: len(tokens)]
-            self._copier.copy(host, tokens)
+        if self._copier.is_shared:
+            self._tokens = tokens
+            return
+        self._tokens = self._host[: len(tokens)]
+        if len(tokens):
+            self._copier.copy(self._tokens, tokens)
             self._done.record()
+
+    def wait(self) -> Int64Array:
+        """Returns the tokens of the last ``begin``, [S], as soon as they are on the host.
+
+        The next ``begin`` overwrites them, unless memory is shared. Without tokens nothing waits.
+        """
+        if len(self._tokens):
             self._done.synchronize()
-            tokens = host
-        array: Int64Array = tokens.numpy()
+        array: Int64Array = self._tokens.numpy()
         return array
 
 

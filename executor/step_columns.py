@@ -5,6 +5,7 @@ was. What a step may contain is defined in executor.proto; the field names are i
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from executor.dp_layout import DpLayout
 from executor.errors import InvalidStep
 from executor.row_starts import read_starts
 from executor.sampler import RowStarts
+from executor.step_blocks import read_blocks
 from executor.step_layout import check_padded, counts_by_rank, read_draft_counts, read_layout
 from executor.step_limits import RowProgress, StepLimits
 from protos.executor.v1 import executor_pb2 as pb
@@ -27,7 +29,8 @@ class StepColumns:
     Attributes:
         layout: Every rank's token count.
         draft_counts: [dp_size] tokens that the draft model runs on each DP rank behind this step;
-            empty if it runs none, or the same rows for every sequence of a speculative step.
+            empty if it runs none, or the same rows for every sequence of a speculative step. A
+            draft model with KV that runs none is not brought up to the step's tokens.
         num_sampled: [dp_size] sequences that sample, where there are such counts.
         starts: Rows that begin; None if there are none.
         rows: [B] row of each sequence.
@@ -101,9 +104,12 @@ def _read_sequences(
     read.at_most("rows", count, limits.budget.max_num_seqs, "max_num_seqs")
 
     width = _read_width(request.agreement, limits)
+    if width:
+        _check_followed(read, rows, progress)
     num_tokens = read.counts("num_tokens", count, least=1, most=width or None, default=width or 1)
     num_rows = np.full(count, width) if width else num_tokens
-    total = int(num_rows.sum())
+    ends = np.cumsum(num_rows)
+    total = int(ends[-1]) if count else 0
     if not width:
         read.at_most(
             "num_tokens", total, limits.budget.max_num_batched_tokens, "max_num_batched_tokens"
@@ -116,7 +122,53 @@ def _read_sequences(
         "max_model_len",
     )
 
-    is_starting = np.zeros(count, dtype=np.bool_)
+    is_starting = _starting(read, rows, starts, progress)
+    is_fresh = is_starting | ~progress.has_sampled[rows]
+    token_ids = _read_token_ids(read, rows, num_rows, total, is_fresh, limits)
+    if limits.speculation is not None:
+        goes_on = token_ids[ends - num_rows] < 0
+        num_computed = _resolve(read, rows, num_computed, goes_on, progress)
+    held = np.where(is_starting, -1, progress.num_blocks[rows])
+    blocks = read_blocks(read, rows, num_computed, num_computed + num_tokens, held, limits)
+    logits = _read_logits(read, message, num_rows, ends, width, limits)
+    draft_counts, num_sampled = read_draft_counts(request.agreement, limits)
+    return StepColumns(
+        layout=read_layout(request.agreement, limits),
+        draft_counts=draft_counts,
+        num_sampled=num_sampled,
+        starts=starts,
+        num_draft_tokens=width,
+        rows=rows,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        num_computed_tokens=num_computed,
+        token_ids=token_ids,
+        num_kept_blocks=blocks.num_kept,
+        num_new_blocks=blocks.num_new,
+        new_block_ids=blocks.new_ids,
+        logits_indices=logits.indices,
+        logits_sequence=logits.sequence,
+        is_sampled=logits.is_sampled,
+        scored_ids=logits.scored_ids,
+    )
+
+
+def _check_followed(read: ColumnReader, rows: Int64Array, progress: RowProgress) -> None:
+    """Checks that the draft model has run all tokens of the rows that are to draft."""
+    is_followed = progress.is_followed[rows]
+    if not is_followed.all():
+        raise read.error(
+            "rows",
+            f"row {rows[~is_followed][0]} cannot draft: the draft model ran nothing behind a step "
+            f"of it, whose global_num_tokens_for_draft was empty",
+        )
+
+
+def _starting(
+    read: ColumnReader, rows: Int64Array, starts: RowStarts | None, progress: RowProgress
+) -> BoolArray:
+    """Returns which sequences start: bool [B]. The others must have started before."""
+    is_starting = np.zeros(len(rows), dtype=np.bool_)
     if starts is not None:
         is_starting = np.isin(rows, starts.rows)
         if is_starting.sum() < len(starts.rows):
@@ -126,31 +178,60 @@ def _read_sequences(
         raise read.error(
             "rows", f"row {rows[is_unknown][0]} runs without having started in this epoch"
         )
+    return is_starting
 
+
+def _read_token_ids(
+    read: ColumnReader,
+    rows: Int64Array,
+    num_rows: Int64Array,
+    total: int,
+    is_fresh: BoolArray,
+    limits: StepLimits,
+) -> Int64Array:
+    """Returns the tokens to run, [T].
+
+    Args:
+        num_rows: [B] token rows of each sequence.
+        total: Their sum.
+        is_fresh: [B] sequences that have no last sampled token to go on from.
+    """
     token_ids = read.ids(
         "token_ids", total, least=-1, below=limits.vocab_size, default=LAST_SAMPLED
     )
-    is_fresh = is_starting | ~progress.has_sampled[rows]
     if is_fresh.any():
         is_wrong = (token_ids < 0) & np.repeat(is_fresh, num_rows)
         if is_wrong.any():
             row = np.repeat(rows, num_rows)[is_wrong][0]
             raise read.error("token_ids", f"-1 for row {row}, which has not sampled a token")
-    if limits.speculation is not None:
-        first_ids = token_ids[np.cumsum(num_rows) - num_rows]
-        num_computed = _resolve(read, rows, num_computed, first_ids < 0, progress)
-    seq_lens = num_computed + num_tokens
+    return token_ids
 
-    num_new = read.counts("num_new_blocks", count, default=0)
-    block_ids = read.ids("new_block_ids", int(num_new.sum()), least=1, below=limits.num_kv_blocks)
-    held = np.where(is_starting, -1, progress.num_blocks[rows])
-    if limits.speculation is None:
-        kept = -(-seq_lens // limits.block_size) - num_new
-        _check_blocks(read, rows, num_computed, num_new, kept, held, limits.block_size)
-    else:
-        kept = np.maximum(held, 0)
-        _check_appended_blocks(read, rows, seq_lens, kept + num_new, limits)
 
+class _Logits(NamedTuple):
+    """Rows of logits, as in ``StepColumns``: [L], [L], [L] and [L - S]."""
+
+    indices: Int64Array
+    sequence: Int64Array
+    is_sampled: BoolArray
+    scored_ids: Int64Array
+
+
+def _read_logits(
+    read: ColumnReader,
+    message: pb.SequenceColumns,
+    num_rows: Int64Array,
+    ends: Int64Array,
+    width: int,
+    limits: StepLimits,
+) -> _Logits:
+    """Returns which rows' logits a step computes, and what for.
+
+    Args:
+        num_rows: [B] token rows of each sequence.
+        ends: [B] their cumulative sum.
+        width: Rows of each sequence in a speculative step, all of which have logits; else 0.
+    """
+    count = len(num_rows)
     if width:
         if message.samples or message.num_scored or message.token_ids:
             raise read.error(
@@ -172,32 +253,12 @@ def _read_sequences(
     scored_ids = read.ids(
         "scored_ids", 0 if width else int(num_scored.sum()), below=limits.vocab_size
     )
-
     sequence = np.repeat(np.arange(count), num_logits)
     place = np.arange(len(sequence)) - (np.cumsum(num_logits) - num_logits)[sequence]
     is_sampled = place == num_scored[sequence]
-    ends = np.cumsum(num_rows)
-    first = ends - num_rows
-    draft_counts, num_sampled = read_draft_counts(request.agreement, limits)
-    return StepColumns(
-        layout=read_layout(request.agreement, limits),
-        draft_counts=draft_counts,
-        num_sampled=num_sampled,
-        starts=starts,
-        num_draft_tokens=width,
-        rows=rows,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        num_computed_tokens=num_computed,
-        token_ids=token_ids,
-        num_kept_blocks=kept,
-        num_new_blocks=num_new,
-        new_block_ids=block_ids,
-        logits_indices=np.where(is_sampled, ends[sequence] - 1, first[sequence] + place),
-        logits_sequence=sequence,
-        is_sampled=is_sampled,
-        scored_ids=scored_ids,
-    )
+    last, first = ends - 1, ends - num_rows
+    indices = np.where(is_sampled, last[sequence], first[sequence] + place)
+    return _Logits(indices, sequence, is_sampled, scored_ids)
 
 
 def _read_width(agreement: pb.StepAgreement, limits: StepLimits) -> int:
@@ -240,57 +301,6 @@ def _resolve(
             f"{num_computed[at]} for row {rows[at]}, which has computed {own[at]}",
         )
     return np.where(goes_on, own, num_computed)
-
-
-def _check_appended_blocks(
-    read: ColumnReader,
-    rows: Int64Array,
-    seq_lens: Int64Array,
-    num_blocks: Int64Array,
-    limits: StepLimits,
-) -> None:
-    """Checks that rows end up with blocks for all tokens, and not with more than a row holds."""
-    needed = -(-seq_lens // limits.block_size)
-    is_short = num_blocks < needed
-    if is_short.any():
-        at = int(is_short.argmax())
-        raise read.error(
-            "num_new_blocks",
-            f"row {rows[at]} comes to {num_blocks[at]} blocks and needs {needed[at]}",
-        )
-    most = -(-limits.max_model_len // limits.block_size)
-    read.at_most("num_new_blocks", int(num_blocks.max(initial=0)), most, "a row's blocks")
-
-
-def _check_blocks(
-    read: ColumnReader,
-    rows: Int64Array,
-    num_computed: Int64Array,
-    num_new: Int64Array,
-    kept: Int64Array,
-    held: Int64Array,
-    block_size: int,
-) -> None:
-    """Checks that rows end up with blocks for all tokens and lose none that holds some.
-
-    Args:
-        held: [B] blocks of each row; -1 for a row that starts, which holds none.
-    """
-    starts = held < 0
-    wrong = np.where(starts, kept != 0, (kept > held) | (kept * block_size < num_computed))
-    if not wrong.any():
-        return
-    at = int(wrong.argmax())
-    needed = int(kept[at] + num_new[at])
-    if starts[at]:
-        raise read.error(
-            "num_new_blocks", f"row {rows[at]} starts and needs {needed}; {num_new[at]} came"
-        )
-    raise read.error(
-        "num_new_blocks",
-        f"row {rows[at]} holds {held[at]} blocks and {num_new[at]} came; it needs {needed} in all, "
-        f"of which the first {-(-int(num_computed[at]) // block_size)} stay",
-    )
 
 
 def _check_mode(part: pb.RankStep, columns: StepColumns) -> None:

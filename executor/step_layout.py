@@ -61,11 +61,13 @@ def read_draft_counts(
     sequence.
 
     Raises:
-        InvalidStep: They are there although nobody needs them, or the other way round.
+        InvalidStep: They are there although nobody needs them, or one without the other.
     """
     fields = ("global_num_tokens_for_draft", "global_num_sampled")
-    plan = limits.speculation
+    plan, is_followed = limits.speculation, any(getattr(agreement, field) for field in fields)
     if plan is not None and plan.extends and not agreement.num_draft_tokens:
+        if not is_followed:  # the router does without drafts
+            return (), ()
         first, second = (counts_by_rank(agreement, field, limits) for field in fields)
         return first, second
     for field in fields:

@@ -21,7 +21,7 @@ class StepLimits:
         topology: This executor's place in its group.
         budget: The most that one step may carry.
         num_rows: Lines of the block table.
-        num_kv_blocks: Blocks of the KV pool, the scratch block included.
+        num_kv_blocks: Blocks that the router hands out, and the scratch block.
         block_size: Tokens per block.
         vocab_size: Token ids are below this.
         max_model_len: Tokens of one sequence.
@@ -58,12 +58,15 @@ class RowProgress:
         num_blocks: int64 [R], blocks that each row holds. The KV pool writes it.
         num_tokens: int64 [R], tokens that each row has, the last sampled one included. The worker
             writes it where there is a draft model: then only it knows how many were accepted.
+        is_followed: bool [R], rows of which a draft model with KV has run every token. The worker
+            writes it.
     """
 
     is_live: BoolArray
     has_sampled: BoolArray
     num_blocks: Int64Array
     num_tokens: Int64Array
+    is_followed: BoolArray
 
     @classmethod
     def empty(cls, num_blocks: Int64Array) -> "RowProgress":
@@ -73,7 +76,14 @@ class RowProgress:
             np.zeros_like(num_blocks, np.bool_),
             num_blocks,
             np.zeros_like(num_blocks),
+            np.ones_like(num_blocks, np.bool_),
         )
+
+    def start(self, rows: Int64Array) -> None:
+        """Notes that rows begin."""
+        self.is_live[rows] = True
+        self.has_sampled[rows] = False
+        self.is_followed[rows] = True
 
     def reset(self) -> None:
         """Forgets all rows."""

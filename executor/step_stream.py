@@ -26,6 +26,7 @@ class StepStream:
         self.has_ended = False  # steps that have not begun by then are dropped
         self.is_over = asyncio.Event()  # the call itself: the router has been told how it ended
         self.is_stray = False  # it is of another epoch than the one that it found here
+        self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -40,6 +41,10 @@ class StepStream:
 
     def refuse(self, error: RpcError) -> None:
         """Answers all steps that came, then ends the call with ``error``."""
-        ending: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        ending: asyncio.Future[Answer] = self._loop.create_future()
         ending.set_result(error)
         self.answers.put_nowait(ending)
+
+    def refuse_soon(self, error: RpcError) -> None:
+        """Does so from another thread."""
+        self._loop.call_soon_threadsafe(self.refuse, error)

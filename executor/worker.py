@@ -2,10 +2,12 @@
 
     any step            read ─▶ stage ─────────▶ run ─────▶ sample ─▶ answer
     speculative step    read ─▶ stage ─▶ draft ─▶ verify ─▶ accept ─▶ answer
-    with a draft model                                        └▶ draft-extend
+    with a draft model                                                  └▶ draft-extend ─▶ next step
 
 Knows no policy and no network but the group's collectives. One thread calls it. A step that samples
-ends when its tokens are on the host, so the device waits while the next step is read and staged.
+ends when its tokens are on the host. No tokens wait for draft-extend: a GPU is given it before the
+host waits for them, and runs it while the next step is read and staged; where the host computes,
+``catch_up`` runs it, once the answer is out. On a GPU log probabilities are computed behind it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +17,23 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from executor.columns import Int64Array
+from executor.answers import Answers, Gained
 from executor.errors import JoinFailed, PeerLost
 from executor.forward_batch import ForwardBatch, ForwardMode
+from executor.join_attempt import JoinAttempt
 from executor.kv_pool import KVPool
-from executor.logits import score
 from executor.measures import Measures
 from executor.parallel import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
 from executor.sampler import Sampler
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
-from executor.staging import Copier, ReadBack, Staged, copier_for, to_device
+from executor.staging import Copier, ReadBack, Staged, copier_for
 from executor.step_check import StepCheck
 from executor.step_columns import StepColumns, read_step
 from executor.step_limits import RowProgress, StepLimits
 from executor.step_stager import StepStager
+from executor.step_told import describe_told, told_by
 from protos.executor.v1 import executor_pb2 as pb
 
 
@@ -51,18 +54,16 @@ class Speculation(NamedTuple):
     verifier: Verifier
 
 
-class Gained(NamedTuple):
-    """What the sequences of a step gained, on the host.
+class Behind(NamedTuple):
+    """What a step has left to be run behind its answer.
 
     Attributes:
-        num_tokens: [S], tokens of each sequence that samples; None: 1 each.
-        tokens: [sum(num_tokens)].
-        scored_logits: On the device, the rows of logits that are scored; None if none are.
+        run: Runs it.
+        groups: In which it meets its peers.
     """
 
-    num_tokens: Int64Array | None
-    tokens: Int64Array
-    scored_logits: torch.Tensor | None
+    run: Callable[[], None]
+    groups: EpochGroups | None
 
 
 class Worker:
@@ -82,7 +83,8 @@ class Worker:
             A graph is then launched before it is known that all were told the same: only reading
             its results waits for peers. Not so an eager pass, which can fill the launch queue. Where
             collectives run on the host, a pass waits no sooner than at its first one.
-        copier: How columns get there; the device's own way if None.
+        copier: How columns get there; the device's own way if None. Where memory is shared, it is
+            the host that computes.
         measures: Gets the steps' times and sizes; None: nobody asks for them.
     """
 
@@ -115,7 +117,10 @@ class Worker:
         copier = copier or copier_for(device)
         self._stager = StepStager(limits, kv_pool, copier)
         depth = 0 if limits.speculation is None else limits.speculation.num_draft_steps
+        self._answers = Answers(sampler, limits.topology, device)
         self._sampled = ReadBack(limits.budget.max_num_seqs * (depth + 2), copier)
+        self._host_computes = copier.is_shared
+        self._behind: Behind | None = None
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
         self._measures = measures or Measures()
 
@@ -124,9 +129,14 @@ class Worker:
         """Whether a step takes other executors, which would wait for this one."""
         return self._form_group is not None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last step has left something for ``catch_up``."""
+        return self._behind is not None
+
     @torch.inference_mode()
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
-        """Runs one step.
+        """Runs one step, and first what the one before it has left.
 
         Raises:
             InvalidStep: The step does not fit; nothing has changed.
@@ -135,13 +145,16 @@ class Worker:
             PeerLost: Another executor left the group, or did not begin the step.
             Exception: The forward pass failed.
         """
+        self.catch_up()
         measures = self._measures
         measures.begin_step()
         groups, check = self._groups, self._check
+        if groups is None and self.has_peers:
+            raise PeerLost("this executor has left its group")
         columns = read_step(request, self._limits, self._rows)
         if check is not None:  # after all that may refuse the step: peers then learn of that too
-            told, part = _told(request), request.ranks[0].SerializeToString
-            check.begin(told, part, partial(_describe_told, request))
+            told, part = told_by(request), request.ranks[0].SerializeToString
+            check.begin(told, part, partial(describe_told, request))
         staged = self._stager.stage(columns)
         self._update_rows(columns, staged)
         batch = self._build_batch(columns, staged)
@@ -155,7 +168,7 @@ class Worker:
             gained = self._run(columns, staged, batch, settle)
         if self._groups is not groups:  # NCCL ends the collectives of a group that is left
             raise PeerLost("this executor left its group during the step")
-        ranks = self._results(columns, gained)
+        ranks = self._answers.results(columns, gained)
         measures.end_phase("sample")
         forward_ns = measures.end_step(
             "verify" if columns.num_draft_tokens else batch.forward_mode.name.lower(),
@@ -168,45 +181,62 @@ class Worker:
         )
 
     @torch.inference_mode()
-    def join(self, epoch: int, store_address: str) -> None:
+    def catch_up(self) -> None:
+        """Runs what the last step has left behind its answer, if anything.
+
+        Its peers do so too and meet it there, so it is not to wait until there is another step.
+
+        Raises:
+            PeerLost: Another executor left the group. As after every other error, rows are in no
+                known state until the next join.
+            Exception: The forward pass of the draft model failed.
+        """
+        behind, self._behind = self._behind, None
+        if behind is None or behind.groups is not self._groups:
+            return
+        self._measures.begin_phase()
+        behind.run()
+        if self._groups is not behind.groups:
+            raise PeerLost("this executor left its group while it caught up behind a step")
+        self._measures.end_phase("draft")
+
+    @torch.inference_mode()
+    def join(self, epoch: int, store_address: str, attempt: JoinAttempt | None = None) -> None:
         """Leaves any older group, forgets all rows, joins the group of an epoch and captures.
 
         Returns when every member has joined and this one can step.
 
+        Args:
+            epoch: The group's.
+            store_address: Where its members find one another, host:port.
+            attempt: What another thread calls off, and then `leave`; None: nobody does.
+
         Raises:
-            JoinFailed: Another member did not come in time, or graphs were not captured. This
-                one is in no group.
+            JoinFailed: Another member did not come in time, graphs were not captured, or the
+                attempt was called off. This one is in no group.
         """
+        attempt = attempt or JoinAttempt(epoch)
         self.leave()
+        self._behind = None
         self._rows.reset()
+        groups: EpochGroups | None = None
         if self._form_group is not None:
-            groups = self._form(self._form_group, epoch, store_address)
-            self._groups = groups
+            groups = self._groups = attempt.form(self._form_group, store_address)
             size = self._limits.topology.attn_tp_size
             self._check = StepCheck(groups, size, self._measures)
         problem = "its group cannot be used"
         try:
-            if self._groups is not None:
+            attempt.check()  # who called it off may have left before there were groups to leave
+            if groups is not None:
                 for member in self._members:
-                    member.join(self._groups)
+                    member.join(groups)
             problem = "graphs were not captured"
             self._runner.capture()
+            attempt.check()
         except Exception as error:
             self.leave()  # or the others would wait for this one in their next collective
+            attempt.check()
             raise JoinFailed(f"epoch {epoch}: {problem}: {error}") from error
-
-    def _form(
-        self, form_group: Callable[[int, str, int], EpochGroups], epoch: int, store_address: str
-    ) -> EpochGroups:
-        host, _, port = store_address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
-        try:
-            return form_group(epoch, host.strip("[]"), int(port))
-        except RuntimeError as error:
-            raise JoinFailed(
-                f"epoch {epoch}: no group formed over the store at {store_address}: {error}"
-            ) from error
 
     def leave(self) -> None:
         """Leaves the group, so that peers inside a collective fail now instead of waiting.
@@ -230,8 +260,7 @@ class Worker:
         if columns.starts is not None:
             rows = columns.starts.rows
             self._sampler.start(columns.starts, tensors.start_rows, tensors.start_parameters)
-            self._rows.is_live[rows] = True
-            self._rows.has_sampled[rows] = False
+            self._rows.start(rows)
         if staged.arrays.block_places.size:
             self._kv_pool.write_blocks(tensors.block_places, tensors.block_ids)
         if self._speculation is not None:
@@ -278,15 +307,17 @@ class Worker:
         settle()
         self._measures.end_phase("forward")
         tokens = self._sample(staged, logits)
-        scored = self._take_scored(columns, logits)
+        scored = self._answers.take_scored(columns, logits)
+        self._sampled.begin(tokens)
         if self._speculation is not None:
-            self._speculation.speculator.follow(columns, batch, tokens)
-            self._measures.end_phase("draft")
-            ran = columns.num_computed_tokens + columns.num_tokens
-            self._rows.num_tokens[columns.rows] = ran
+            self._rows.num_tokens[columns.rows] = columns.num_computed_tokens + columns.num_tokens
             self._rows.num_tokens[staged.arrays.sampled_rows] += 1
-        sampled = self._sampled.read(tokens) if len(tokens) else staged.arrays.sampled_rows
-        return Gained(None, sampled, scored)
+            speculator = self._speculation.speculator
+            if speculator.follows(columns):
+                self._put_behind(partial(speculator.follow, columns, batch, tokens))
+            else:
+                self._rows.is_followed[columns.rows] = False
+        return Gained(None, self._sampled.wait(), scored)
 
     def _speculate(
         self, columns: StepColumns, batch: ForwardBatch, settle: Callable[[], None]
@@ -307,16 +338,22 @@ class Worker:
         accepted = verifier.accept(verification, logits)
         last = accepted.tokens.gather(1, (accepted.num_tokens - 1).unsqueeze(1)).squeeze(1)
         self._sampler.remember(last, rows, at)
-        scored = self._take_scored(columns, logits)
-        measures.end_phase("sample")
-        speculator.follow_accepted(verification, accepted)
-        measures.end_phase("draft")
+        scored = self._answers.take_scored(columns, logits)
         gained = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
-        table = self._sampled.read(gained.flatten()).reshape(gained.shape)
+        self._sampled.begin(gained.flatten())
+        self._put_behind(partial(speculator.follow_accepted, verification, accepted))
+        table = self._sampled.wait().reshape(gained.shape)
         num_tokens = table[:, 0].copy()
         self._rows.num_tokens[rows] += num_tokens
         is_gained = np.arange(table.shape[1] - 1) < num_tokens[:, None]
         return Gained(num_tokens, table[:, 1:][is_gained], scored)
+
+    def _put_behind(self, run: Callable[[], None]) -> None:
+        """Has something run that the step's tokens, on their way to the host, do not wait for."""
+        self._measures.end_phase("sample")
+        self._behind = Behind(run, self._groups)
+        if not self._host_computes:  # this only begins it
+            self.catch_up()
 
     def _sample(self, staged: Staged, logits: torch.Tensor) -> torch.Tensor:
         """Returns one token for each sequence that samples, int64 [S] on the device."""
@@ -331,93 +368,6 @@ class Worker:
         self._rows.has_sampled[rows] = True
         return tokens
 
-    def _take_scored(self, columns: StepColumns, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the rows of logits that are scored: a draft's take their place."""
-        wanted = self._scored_rows(columns)
-        return logits[self._to_device(wanted)] if wanted.size else None
-
-    def _scored_rows(self, columns: StepColumns) -> Int64Array:
-        """Returns which rows of logits get log probabilities.
-
-        In a speculative step, these are of sequences that gain one token.
-        """
-        rows = columns.rows[columns.logits_sequence]
-        is_scored = self._sampler.scores_output[rows]
-        if columns.num_draft_tokens:
-            is_scored[np.arange(len(rows)) % columns.num_draft_tokens > 0] = False
-        else:
-            is_scored |= ~columns.is_sampled
-        return np.flatnonzero(is_scored)
-
-    def _results(self, columns: StepColumns, gained: Gained) -> list[pb.RankResult]:
-        """Returns what this executor answers: one of its DP rank's executors does, for all."""
-        topology = self._limits.topology
-        if topology.attn_tp_rank > 0:
-            return []
-        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(gained.tokens))
-        if gained.num_tokens is not None:
-            result.num_next_tokens = _int32(gained.num_tokens)
-        if gained.scored_logits is not None:
-            self._score(columns, gained, gained.scored_logits, result)
-        return [result]
-
-    def _score(
-        self,
-        columns: StepColumns,
-        gained: Gained,
-        logits: torch.Tensor,
-        result: pb.RankResult,
-    ) -> None:
-        """Fills in the log probabilities that were asked for."""
-        token_ids = np.empty(len(columns.is_sampled), dtype=np.int64)
-        if gained.num_tokens is not None:
-            firsts = np.cumsum(gained.num_tokens) - gained.num_tokens
-            token_ids[:: columns.num_draft_tokens] = gained.tokens[firsts]
-        else:
-            token_ids[columns.is_sampled] = gained.tokens
-            token_ids[~columns.is_sampled] = columns.scored_ids
-        wanted = self._scored_rows(columns)
-        rows = columns.rows[columns.logits_sequence[wanted]]
-        logprobs, top_ids, top_logprobs = score(
-            logits, self._to_device(token_ids[wanted]), self._sampler.num_top_logprobs[rows]
-        )
-        result.logprobs = _float32(logprobs)
-        result.top_ids = _int32(top_ids.cpu().numpy())
-        result.top_logprobs = _float32(top_logprobs)
-
-    def _to_device(self, values: Int64Array) -> torch.Tensor:
-        return to_device(values, self._device)
-
-
-def _told(request: pb.StepRequest) -> bytes:
-    """Returns what every executor must have been told, as bytes that are the same everywhere."""
-    agreement = request.agreement.SerializeToString(deterministic=True)
-    return b"%d %d " % (request.epoch, request.step_id) + agreement
-
-
-def _describe_told(request: pb.StepRequest) -> str:
-    agreement = request.agreement
-    parts = [
-        f"step_id={request.step_id}",
-        f"global_num_tokens={list(agreement.global_num_tokens)}",
-        f"global_num_tokens_for_logprob={list(agreement.global_num_tokens_for_logprob)}",
-        f"has_extend={agreement.has_extend}",
-        f"num_draft_tokens={agreement.num_draft_tokens}",
-        f"global_num_tokens_for_draft={list(agreement.global_num_tokens_for_draft)}",
-        f"global_num_sampled={list(agreement.global_num_sampled)}",
-        f"padding_mode={pb.DpPaddingMode.Name(agreement.padding_mode)}",
-        f"graph_size={agreement.graph_size if agreement.HasField('graph_size') else None}",
-    ]
-    return " ".join(parts)
-
 
 def _nothing() -> None:
     """An executor alone has nobody to wait for."""
-
-
-def _int32(values: Int64Array) -> bytes:
-    return values.astype("<i4").tobytes()
-
-
-def _float32(values: torch.Tensor) -> bytes:
-    return values.cpu().numpy().astype("<f4").tobytes()

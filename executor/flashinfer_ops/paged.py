@@ -16,6 +16,10 @@ import torch
 
 from executor.flashinfer_ops.operators import LAYOUT, FlashInferOps, KVPages
 
+# Bytes that a prefill wrapper takes for lengths of sequences, which other kernels than ours read.
+# Source: FlashInfer 0.7.2, prefill.py, BatchPrefillWithPagedKVCacheWrapper, ``_kv_lens_buffer``.
+_PREFILL_LENGTHS = 32768 * 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedShape:
@@ -97,7 +101,12 @@ class PageTableBuffers:
 
 
 class PagedAttention:
-    """One wrapper of FlashInfer's. Made by ``paged_decode`` and ``paged_prefill``."""
+    """One wrapper of FlashInfer's. Made by ``paged_decode`` and ``paged_prefill``.
+
+    Attributes:
+        library_bytes: What the wrapper allocates on the device by itself and keeps, whatever
+            workspace it is given.
+    """
 
     def __init__(
         self,
@@ -105,7 +114,9 @@ class PagedAttention:
         arguments: Callable[[PageTable], dict[str, Any]],
         *,
         enable_pdl: bool,
+        library_bytes: int = 0,
     ) -> None:
+        self.library_bytes = library_bytes
         self._wrapper = wrapper
         self._arguments = arguments
         self._enable_pdl = enable_pdl
@@ -214,7 +225,9 @@ def paged_prefill(
         backend=backend,
     )
     arguments = partial(_prefill_arguments, shape, uniform_len, is_causal, mask)
-    return PagedAttention(wrapper, arguments, enable_pdl=ops.enable_pdl)
+    return PagedAttention(
+        wrapper, arguments, enable_pdl=ops.enable_pdl, library_bytes=_PREFILL_LENGTHS
+    )
 
 
 def _decode_arguments(shape: PagedShape, table: PageTable) -> dict[str, Any]:

@@ -29,13 +29,10 @@ from executor.flashinfer_ops.paged import (
 )
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
 from executor.layers.tree_bits import TreeBits, flat_mask
 
-# Bytes that plans of batches outside graphs find room in. Such a plan splits keys over at most two
-# blocks of threads per SM, 128 rows each: 42 MiB with 160 SMs and heads of 256.
-# Source: FlashInfer, attention/scheduler.cuh, PrefillPlanImpl; its documentation says 128 MB.
-_EAGER_WORKSPACE = 128 << 20
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
 
 _GraphKey = tuple[int, int, bool]  # sequences, rows of each, and whether there is a tree mask
@@ -67,13 +64,14 @@ class FlashInferAttention:
     one sequence, in order, so that a token's slot is its place in that sequence: padded tokens then
     need no page table of their own, and go to the scratch block like everywhere else.
 
-    Wrappers share one workspace and, in graphs, one page table: planning and replays must be enqueued
-    on one stream, planning before each replay.
+    Wrappers share one workspace, with those of the executor's other attention, and in graphs one page
+    table: planning and replays must be enqueued on one stream, planning before each replay.
 
     Args:
         ops: The library.
         kv_pool: Keys, values and block table.
         num_heads: H, query heads.
+        workspace: The executor's, with whatever else attends on the same stream.
         max_num_tokens: Token rows of the largest pass.
         extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
             graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
@@ -86,11 +84,13 @@ class FlashInferAttention:
         ops: FlashInferOps,
         kv_pool: KVPool,
         num_heads: int,
+        workspace: AttentionWorkspace,
         *,
         max_num_tokens: int,
         extend_backend: str = "auto",
     ) -> None:
         self._ops = ops
+        self._workspace = workspace
         self._kv_pool = kv_pool
         self._num_heads = num_heads
         self._shape = PagedShape(
@@ -101,13 +101,15 @@ class FlashInferAttention:
             dtype=kv_pool.shape.dtype,
         )
         self._use_tensor_cores = num_heads // self._shape.num_kv_heads >= _TENSOR_CORE_GROUP
-        self._slots = _WholePool(kv_pool, max_num_tokens)
-        self._workspace = self._zeros(_EAGER_WORKSPACE, torch.uint8)
-        self._decode = paged_decode(
-            ops, self._shape, self._workspace, use_tensor_cores=self._use_tensor_cores
+        most_pages = kv_pool.num_rows * kv_pool.max_blocks_per_row
+        workspace.counting(max(most_pages, kv_pool.num_physical_blocks))  # now, not in a step
+        self._slots = _WholePool(kv_pool, workspace, max_num_tokens)
+        self._decode = workspace.adopt(
+            paged_decode(ops, self._shape, workspace.float, use_tensor_cores=self._use_tensor_cores)
         )
-        self._extend = paged_prefill(ops, self._shape, self._workspace, backend=extend_backend)
-        self._places = self._zeros(0, torch.int32)  # 0, 1, … of at least the most pages so far
+        self._extend = workspace.adopt(
+            paged_prefill(ops, self._shape, workspace.float, backend=extend_backend)
+        )
         self._by_tree: PagedAttention | None = None  # made when first needed
         self._by_graph: dict[_GraphKey, tuple[PagedAttention, TreeBits | None]] = {}
         self._metadata: _Metadata | None = None
@@ -131,27 +133,21 @@ class FlashInferAttention:
         most = max(sizes)
         columns = self._kv_pool.max_blocks_per_row
         room = PageTableBuffers(
-            qo_indptr=self._zeros(most + 1, torch.int32),
-            kv_indptr=self._zeros(most + 1, torch.int32),
-            last_page_len=self._zeros(most, torch.int32),
-            kv_indices=self._zeros(most * columns, torch.int32),
+            qo_indptr=self._workspace.new_table(most + 1, torch.int32),
+            kv_indptr=self._workspace.new_table(most + 1, torch.int32),
+            last_page_len=self._workspace.new_table(most, torch.int32),
+            kv_indices=self._workspace.new_table(most * columns, torch.int32),
         )
         trees = self._tree_bits(sizes, width) if has_tree else {}
-        made: list[tuple[PagedAttention, torch.Tensor]] = []
-        num_bytes = len(self._workspace)
+        most_float = 0
         for size in sizes:
             attention = self._for_graph(size, width, room, trees.get(size))
             num_float, num_int = attention.workspace_size(self._longest(size, width, room))
-            num_bytes = max(num_bytes, num_float)
-            own = self._zeros(num_int, torch.uint8)
+            most_float = max(most_float, num_float)
             # At once: a wrapper begins with 8 MB here and 8 MB on the host.
-            attention.set_workspace(self._workspace, own)
-            made.append((attention, own))
+            self._workspace.adopt(attention, num_int)
             self._by_graph[size, width, has_tree] = (attention, trees.get(size))
-        if num_bytes > len(self._workspace):
-            larger = self._zeros(num_bytes, torch.uint8)
-            for attention, own in made:
-                attention.set_workspace(larger, own)
+        self._workspace.reserve(most_float)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         """Plans on the host. Copies little to the device and waits for nothing."""
@@ -182,7 +178,8 @@ class FlashInferAttention:
             metadata.begin()
 
     def on_after_cuda_graph_warmup(self) -> None:
-        """Nothing: metadata stays as planned."""
+        """Metadata stays as planned. The workspace stays where it is from now on."""
+        self._workspace.fix()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
@@ -215,20 +212,25 @@ class FlashInferAttention:
             return self._for_any_tree(), None
         return (self._decode if batch.extend_seq_lens_cpu is None else self._extend), None
 
+    def init_trees(self) -> None:
+        """Makes the wrapper for trees outside graphs, which else the first such batch makes."""
+        self._for_any_tree()
+
     def _for_any_tree(self) -> PagedAttention:
         if self._by_tree is None:
-            self._by_tree = paged_prefill(
-                self._ops, self._shape, self._workspace, backend="fa2", is_causal=False
+            wrapper = paged_prefill(
+                self._ops, self._shape, self._workspace.float, backend="fa2", is_causal=False
             )
+            self._by_tree = self._workspace.adopt(wrapper)
         return self._by_tree
 
     def _tree_bits(self, sizes: Sequence[int], width: int) -> dict[int, TreeBits]:
         """Returns room for the bits of each size. All share their memory."""
         most, pool = max(sizes), self._kv_pool
         max_len = pool.max_blocks_per_row * pool.block_size
-        bits = self._zeros(TreeBits.num_bytes(most, width, max_len), torch.uint8)
-        indptr = self._zeros(most + 1, torch.int32)
-        num_keys = self._zeros(most, torch.int32)
+        bits = self._workspace.new_table(TreeBits.num_bytes(most, width, max_len), torch.uint8)
+        indptr = self._workspace.new_table(most + 1, torch.int32)
+        num_keys = self._workspace.new_table(most, torch.int32)
         return {
             size: TreeBits(
                 bits[: TreeBits.num_bytes(size, width, max_len)],
@@ -240,10 +242,6 @@ class FlashInferAttention:
         }
 
     def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
-        if plan.num_pages > len(self._places):
-            self._places = torch.arange(
-                2 * plan.num_pages, dtype=torch.int32, device=self._kv_pool.device
-            )
         kv_indptr = self._on_host(plan.kv_indptr)
         return PageTable(
             qo_indptr=self._on_host(plan.qo_indptr),
@@ -253,7 +251,7 @@ class FlashInferAttention:
                 self._kv_pool.block_table,
                 rows,
                 kv_indptr.to(self._kv_pool.device, non_blocking=True),
-                self._places[: plan.num_pages],
+                self._workspace.counting(plan.num_pages),
             ),
         )
 
@@ -270,14 +268,14 @@ class FlashInferAttention:
             return paged_decode(
                 self._ops,
                 self._shape,
-                self._workspace,
+                self._workspace.float,
                 use_tensor_cores=self._use_tensor_cores,
                 buffers=buffers,
             )
         return paged_prefill(
             self._ops,
             self._shape,
-            self._workspace,
+            self._workspace.float,
             backend="fa2",
             buffers=buffers,
             uniform_len=width,
@@ -302,9 +300,6 @@ class FlashInferAttention:
         tensor = torch.from_numpy(array)
         return tensor if self._kv_pool.device.type == "cpu" else tensor.pin_memory()
 
-    def _zeros(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(length, dtype=dtype, device=self._kv_pool.device)
-
 
 def _plan_tree(
     attention: PagedAttention, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
@@ -315,13 +310,13 @@ def _plan_tree(
 class _WholePool:
     """The KV pool as the pages of one sequence, in which place and slot are the same."""
 
-    def __init__(self, kv_pool: KVPool, max_num_tokens: int) -> None:
+    def __init__(self, kv_pool: KVPool, workspace: AttentionWorkspace, max_num_tokens: int) -> None:
         self._kv_pool = kv_pool
         self._max_num_tokens = max_num_tokens
-        blocks, size, device = kv_pool.num_blocks, kv_pool.block_size, kv_pool.device
-        self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        self._sequence = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
-        self._kv_indices = torch.arange(blocks, dtype=torch.int32, device=device)
+        blocks, size, device = kv_pool.num_physical_blocks, kv_pool.block_size, kv_pool.device
+        self._slots = workspace.new_table(max_num_tokens, torch.int32)
+        self._sequence = workspace.new_table(max_num_tokens, torch.int32)
+        self._kv_indices = workspace.counting(blocks)
         self._kv_indptr = torch.tensor([0, blocks], dtype=torch.int32, device=device)
         self._last_page_len = torch.tensor([size], dtype=torch.int32, device=device)
 
@@ -333,9 +328,9 @@ class _WholePool:
         return self._slots[:num_tokens]
 
     def pages(self, layer_id: int) -> KVPages:
-        """Returns a layer's keys and values, each [num_blocks, block_size, N, D]."""
+        """Returns a layer's keys and values, each [num_physical_blocks, block_size, N, D]."""
         pool = self._kv_pool
-        shape = (pool.num_blocks, pool.block_size, *pool.key_cache[layer_id].shape[1:])
+        shape = (pool.num_physical_blocks, pool.block_size, *pool.key_cache[layer_id].shape[1:])
         return pool.key_cache[layer_id].view(shape), pool.value_cache[layer_id].view(shape)
 
     def store(

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.kv_pool import SCRATCH_BLOCK, KVPool
+from executor.kv_pool import KVPool
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -51,8 +51,8 @@ class Group:
         width: Q.
         members: [B], which sequences of the batch, ascending.
         blocks: int64 [B * max_blocks], their blocks, each padded with its own first one.
-        unwritten: int64, the places in those blocks that hold no token of theirs, or one that may
-            be another's; None if there are none.
+        unwritten: int64, the places in those blocks that hold no token of theirs; None if there
+            are none.
         mask: [B, 1, Q * G, max_blocks * block_size], 0 or -inf; None if each query sees all keys.
         window: What of the mask ``read_tree`` writes; None without a tree.
     """
@@ -200,7 +200,6 @@ class GroupPlanner:
         num_keys = most * self.kv_pool.block_size
         # A mask hides neither NaN nor infinity, and a slot without a token of the sequence holds
         # what another left there. Its first block is its own: in the padding it saves clearing.
-        # Tokens behind a row's blocks are drafts in the scratch block, where others write as well.
         if int(num_blocks.min()) == most:
             blocks = self._table[rows, :most]
             positions = self._positions[:most].reshape(1, num_keys)
@@ -209,11 +208,7 @@ class GroupPlanner:
             columns = np.where(columns < num_blocks[:, None], columns, 0)
             blocks = self._table[rows[:, None], columns]
             positions = self._positions[columns].reshape(-1, num_keys)
-        is_unwritten = positions >= seq_lens[:, None]
-        is_scratch = blocks == SCRATCH_BLOCK
-        if is_scratch.any():
-            is_unwritten |= np.repeat(is_scratch, self.kv_pool.block_size, axis=1)
-        unwritten = is_unwritten.ravel().nonzero()[0]
+        unwritten = (positions >= seq_lens[:, None]).ravel().nonzero()[0]
         # One past the last key that each query sees: with a tree, that is up to the tree.
         ends, window = shown_lens[:, None], None
         if tree_width is not None:

@@ -103,8 +103,9 @@ class _Workspace:
         num_tokens = self.num_blocks * kv_pool.block_size
         self._words = room.view(torch.int64).view(2, num_tokens, -1)
         # By blocks, for each layer.
+        num_blocks = kv_pool.num_physical_blocks
         self._caches = [
-            (keys.view(kv_pool.num_blocks, -1), values.view(kv_pool.num_blocks, -1))
+            (keys.view(num_blocks, -1), values.view(num_blocks, -1))
             for keys, values in zip(kv_pool.key_cache, kv_pool.value_cache, strict=True)
         ]
         # Room for so many sequences of so many blocks: making views costs more than small copies.

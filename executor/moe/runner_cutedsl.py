@@ -8,6 +8,7 @@ import torch
 from executor.flashinfer_ops.cutedsl import CuteDslExperts, interleave_up_gate, scratch_rows
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.moe.layer import Dispatched
+from executor.moe.stacked import check_stacked
 
 
 class CuteDslWrapper:
@@ -95,12 +96,7 @@ class CuteDslMoERunner:
     arrange: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = staticmethod(interleave_up_gate)
 
     def __init__(self, w31: torch.Tensor, w2: torch.Tensor, sizing: CuteDslSizing) -> None:
-        num_local, hidden_size, intermediate_size = w2.shape
-        if w31.shape != (num_local, 2 * intermediate_size, hidden_size):
-            raise ValueError(
-                f"w31 is {list(w31.shape)} and w2 {list(w2.shape)}: "
-                f"need [L, 2F, D] and [L, D, F] with the same L, F and D"
-            )
+        check_stacked("w31", w31, w2)
         self._w31 = w31
         self._w2 = w2
         self._wrapper = sizing.ensure_cutedsl_wrapper(w2)

@@ -6,6 +6,7 @@ import torch
 
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.moe.layer import Dispatched
+from executor.moe.stacked import check_stacked
 
 
 class CutlassWorkspace:
@@ -54,12 +55,7 @@ class CutlassMoERunner:
         w2: torch.Tensor,
         workspace: CutlassWorkspace,
     ) -> None:
-        num_local, hidden_size, intermediate_size = w2.shape
-        if w31.shape != (num_local, 2 * intermediate_size, hidden_size):
-            raise ValueError(
-                f"w31 is {list(w31.shape)} and w2 {list(w2.shape)}: "
-                f"need [L, 2F, D] and [L, D, F] with the same L, F and D"
-            )
+        check_stacked("w31", w31, w2)
         self._ops = ops
         self._w31 = w31
         self._w2 = w2

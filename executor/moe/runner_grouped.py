@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from executor.moe.layer import Dispatched
+from executor.moe.stacked import check_stacked
 
 # Where there is no public one yet: torch 2.8 and 2.9 have it under the other name.
 _grouped_mm: Callable[..., torch.Tensor] = getattr(
@@ -41,12 +42,8 @@ class GroupedMMRunner:
         w2: torch.Tensor,
         silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
+        check_stacked("w13", w13, w2)
         num_local, hidden_size, intermediate_size = w2.shape
-        if w13.shape != (num_local, 2 * intermediate_size, hidden_size):
-            raise ValueError(
-                f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}: "
-                f"need [L, 2F, D] and [L, D, F] with the same L, F and D"
-            )
         for name, size in (("D", hidden_size), ("F", intermediate_size)):
             if size * w2.itemsize % 16:
                 raise ValueError(

@@ -12,7 +12,40 @@ from executor.speculative.draft_batch import Draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftInputs:
+class PhaseInputs:
+    """What the graphs of every phase may read besides.
+
+    Attributes:
+        temperature, seeds, draw_positions: As in ``Draws``; None if nothing is drawn.
+        num_token_non_padded, global_num_tokens_gpu, global_num_tokens_for_logprob_gpu: As in
+            ``ForwardBatch``, for each pass.
+    """
+
+    temperature: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+    draw_positions: torch.Tensor | None = None
+    num_token_non_padded: torch.Tensor | None = None
+    global_num_tokens_gpu: torch.Tensor | None = None
+    global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
+
+    @property
+    def draws(self) -> Draws | None:
+        temperature, seeds, positions = self.temperature, self.seeds, self.draw_positions
+        if temperature is None or seeds is None or positions is None:
+            return None
+        return Draws(temperature, seeds, positions)
+
+
+def draw_inputs(draws: Draws | None) -> dict[str, torch.Tensor | None]:
+    """Returns the fields of ``PhaseInputs`` that say how drafts are drawn."""
+    if draws is None:
+        return {}
+    temperature, seeds, positions = draws.temperature, draws.seeds, draws.positions
+    return {"temperature": temperature, "seeds": seeds, "draw_positions": positions}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInputs(PhaseInputs):
     """A draft phase: P passes over the same sequences, T rows each.
 
     Attributes:
@@ -27,9 +60,6 @@ class DraftInputs:
         out_cache_loc: int64 [P, T], slots of each pass; None where none are written.
         scores: float32 [B, K], log probabilities of first drafts; None with last tokens.
         probs: float32 [B, V], what first drafts were drawn from.
-        temperature, seeds, draw_positions: As in ``Draws``; None if nothing is drawn.
-        num_token_non_padded, global_num_tokens_gpu, global_num_tokens_for_logprob_gpu: As in
-            ``ForwardBatch``, for each pass.
     """
 
     positions: torch.Tensor
@@ -41,29 +71,17 @@ class DraftInputs:
     out_cache_loc: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     probs: torch.Tensor | None = None
-    temperature: torch.Tensor | None = None
-    seeds: torch.Tensor | None = None
-    draw_positions: torch.Tensor | None = None
-    num_token_non_padded: torch.Tensor | None = None
-    global_num_tokens_gpu: torch.Tensor | None = None
-    global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
-
-    @property
-    def draws(self) -> Draws | None:
-        return _draws(self.temperature, self.seeds, self.draw_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtendInputs:
+class ExtendInputs(PhaseInputs):
     """A draft-extend of B sequences with equally many rows.
 
     Attributes:
         input_ids, positions, out_cache_loc, req_pool_indices, seq_lens, seq_lens_cpu,
-            hidden_states, num_token_non_padded, global_num_tokens_gpu,
-            global_num_tokens_for_logprob_gpu: As in ``ForwardBatch``.
+            hidden_states: As in ``ForwardBatch``.
         last_offsets: int64 [B], how far each sequence's last token is from its first row.
         carries: [B, layers - 1, H], as in ``ExtendBatch``.
-        temperature, seeds, draw_positions: As in ``Draws``; None if nothing is drawn.
     """
 
     input_ids: torch.Tensor
@@ -75,21 +93,3 @@ class ExtendInputs:
     hidden_states: torch.Tensor
     last_offsets: torch.Tensor
     carries: torch.Tensor | None = None
-    temperature: torch.Tensor | None = None
-    seeds: torch.Tensor | None = None
-    draw_positions: torch.Tensor | None = None
-    num_token_non_padded: torch.Tensor | None = None
-    global_num_tokens_gpu: torch.Tensor | None = None
-    global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
-
-    @property
-    def draws(self) -> Draws | None:
-        return _draws(self.temperature, self.seeds, self.draw_positions)
-
-
-def _draws(
-    temperature: torch.Tensor | None, seeds: torch.Tensor | None, positions: torch.Tensor | None
-) -> Draws | None:
-    if temperature is None or seeds is None or positions is None:
-        return None
-    return Draws(temperature, seeds, positions)

@@ -3,6 +3,7 @@
 S rows of logits    K tokens of each    V the draft's vocabulary
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from executor.logits import invert, temper
 from executor.speculative.accept import DRAFT_STREAM, stream_coins
 from executor.speculative.draft_batch import Draws
+from executor.speculative.tree import Beams, Drafts, Level, next_level, num_candidates
 
 
 class Picks(NamedTuple):
@@ -53,6 +55,39 @@ def pick(
         scores = probs.gather(1, ids).log()
     tokens = ids if target_ids is None else target_ids.index_select(0, ids.flatten()).view_as(ids)
     return Picks(tokens, scores, probs)
+
+
+def pick_level(
+    logits: torch.Tensor, beams: Beams, target_ids: torch.Tensor | None, step: int
+) -> tuple[Level, Beams]:
+    """Returns a tree's next level, and the beams that go on from it.
+
+    Args:
+        logits: float32 [B * K, V], after each beam.
+        beams: What the step ran.
+        target_ids: As in ``pick``.
+        step: Levels before this one.
+    """
+    count, width = beams.tokens.shape
+    picks = pick(logits, width, target_ids, None, step)
+    size = (count, width, width)
+    num_before = num_candidates(step, width)
+    return next_level(beams, picks.tokens.view(size), picks.scores.view(size), num_before)
+
+
+def chain_of(tokens: Sequence[torch.Tensor], probs: Sequence[torch.Tensor | None]) -> Drafts:
+    """Returns a chain of drafts.
+
+    Args:
+        tokens: int64 [B, 1], one for each draft.
+        probs: float32 [B, V], what each was drawn from; None where nothing is drawn.
+    """
+    drawn_from = [x for x in probs if x is not None]
+    return Drafts(
+        torch.cat(list(tokens), dim=1),
+        None,
+        torch.stack(drawn_from, dim=1) if drawn_from else None,
+    )
 
 
 def distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -19,22 +19,15 @@ import torch
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.layers.attention import Attend
-from executor.runners.draft_inputs import DraftInputs
-from executor.runners.draft_picks import pick
+from executor.runners.draft_inputs import DraftInputs, draw_inputs
+from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.draft_room import new_room, put_drafts, taken
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, step_of_graph
 from executor.runners.stand_in import draft_stand_in
 from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import DraftBatch
-from executor.speculative.tree import (
-    Drafts,
-    beam_ancestors,
-    best_nodes,
-    first_level,
-    next_level,
-    num_candidates,
-)
+from executor.speculative.tree import Drafts, beam_ancestors, best_nodes, first_level
 
 
 class EagleDraftRunner:
@@ -141,7 +134,6 @@ class EagleDraftRunner:
         if width > 1:
             positions = positions.repeat_interleave(width, dim=1)
         locations = batch.out_cache_loc.view(count, num_passes, width).transpose(0, 1)
-        draws = batch.draws
         return DraftInputs(
             positions=positions,
             req_pool_indices=batch.req_pool_indices,
@@ -152,9 +144,7 @@ class EagleDraftRunner:
             out_cache_loc=locations.reshape(num_passes, count * width),
             scores=batch.scores,
             probs=batch.probs,
-            temperature=None if draws is None else draws.temperature,
-            seeds=None if draws is None else draws.seeds,
-            draw_positions=None if draws is None else draws.positions,
+            **draw_inputs(batch.draws),
         )
 
     def _planned(
@@ -195,19 +185,16 @@ class EagleDraftRunner:
         return (self._chain if self._topk == 1 else self._tree)(inputs, batches)
 
     def _chain(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> Drafts:
-        tokens, probs, hidden = [inputs.tokens[:, 0]], [inputs.probs], inputs.hidden_states
+        tokens, probs, hidden = [inputs.tokens], [inputs.probs], inputs.hidden_states
         passes = zip(self._passes, batches, self._attends, strict=True)
         for step, (forward_pass, batch, attend) in enumerate(passes, start=1):
-            batch = replace(batch, input_ids=tokens[-1], hidden_states=hidden)
+            batch = replace(batch, input_ids=tokens[-1].flatten(), hidden_states=hidden)
             hidden = forward_pass.run(batch, attend).clone()  # the next pass may overwrite it
             logits = forward_pass.compute_logits(hidden)
             picks = pick(logits, 1, self._target_ids, inputs.draws, step)
-            tokens.append(picks.tokens[:, 0])
+            tokens.append(picks.tokens)
             probs.append(picks.probs)
-        drawn_from = [x for x in probs if x is not None] if self._is_drawn else []
-        return Drafts(
-            torch.stack(tokens, dim=1), None, torch.stack(drawn_from, dim=1) if drawn_from else None
-        )
+        return chain_of(tokens, probs)
 
     def _tree(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> Drafts:
         count, width = inputs.tokens.shape
@@ -227,13 +214,8 @@ class EagleDraftRunner:
             )
             out = forward_pass.run(batch, attend)
             hidden = out.view(count, width, size)
-            picks = pick(forward_pass.compute_logits(out), width, self._target_ids, None, step)
-            level, beams = next_level(
-                beams,
-                picks.tokens.view(count, width, width),
-                picks.scores.view(count, width, width),
-                num_candidates(step, width),
-            )
+            logits = forward_pass.compute_logits(out)
+            level, beams = pick_level(logits, beams, self._target_ids, step)
             levels.append(level)
         return best_nodes(levels, self._plan.num_draft_tokens - 1)
 

@@ -13,14 +13,14 @@ One graph holds all layers of a size, in order: nothing happens on the host betw
 them reads what the one before has left. A graph for each layer would be D replays in place of one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from executor.layers.attention import Attend
 from executor.runners.draft_picks import pick
-from executor.runners.extend_graphs import ExtendGraphs
+from executor.runners.extend_phase import ExtendPhase
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.draft_batch import ExtendBatch, Extended
@@ -31,63 +31,51 @@ class MultiLayerDraftExtendRunner:
 
     Args:
         passes: Of each layer, D of them, with one attention among them.
-        width: Rows of each sequence in a graph.
         target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
         is_drawn: Whether batches say how drafts are drawn.
-        graphs: What to capture with (``draft_extend_slots``); None runs everything eagerly.
+        graphs: What to capture with (``draft_extend_slots``), by the rows of each sequence; none
+            runs everything eagerly.
     """
 
     def __init__(
         self,
         passes: Sequence[ForwardPass],
         *,
-        width: int,
         target_ids: torch.Tensor | None = None,
         is_drawn: bool = False,
-        graphs: PhaseGraphs | None = None,
+        graphs: Mapping[int, PhaseGraphs] | None = None,
     ) -> None:
         self._passes = tuple(passes)
         first = self._passes[0]
         assert all(x.attention is first.attention for x in passes), "layers share one plan"
         self._target_ids = target_ids
-        self._is_drawn = is_drawn
-        self._graphs: ExtendGraphs | None = None
-        self._attend: Attend = first.attention.forward
-        self.sizes: tuple[int, ...] = ()
-        if graphs is not None:
-            self.sizes = graphs.sizes
-            [self._attend] = graphs.attends([first.attention])
-            self._graphs = ExtendGraphs(
-                first,
-                graphs,
-                width=width,
-                num_drafts=len(passes),
-                num_layers=len(passes),
-                is_drawn=is_drawn,
-            )
+        self._phase = ExtendPhase(
+            "multi_layer_draft_extend",
+            first,
+            self._run,
+            num_drafts=len(passes),
+            num_layers=len(passes),
+            is_drawn=is_drawn,
+            graphs=graphs or {},
+        )
+        self.sizes = self._phase.sizes
 
     def extend(self, batch: ExtendBatch) -> Extended:
         """Returns whole chains, and the layers' outputs.
 
         Every DP rank must call it, also without rows.
         """
-        assert (batch.draws is not None) == self._is_drawn, "drafts are drawn always or never"
-        if self._graphs is not None and batch.batch.layout.graph_size is not None:
-            return self._graphs.replay(batch)
-        self._passes[0].plan(batch.batch)
-        return self._run(batch)
+        return self._phase.extend(batch)
 
     def discard(self) -> None:
         """Drops what was captured."""
-        if self._graphs is not None:
-            self._graphs.discard()
+        self._phase.discard()
 
     def capture(self) -> None:
         """Captures every size, if there are any. All ranks must call it, at the same time."""
-        if self._graphs is not None:
-            self._graphs.capture("multi_layer_draft_extend", self._run)
+        self._phase.capture()
 
-    def _run(self, extend: ExtendBatch) -> Extended:
+    def _run(self, attend: Attend, extend: ExtendBatch) -> Extended:
         batch, at = extend.batch, extend.lasts
         ids = batch.input_ids.clone()  # drafts are written to it; the batch stays as it is
         hidden, picked = batch.hidden_states, []
@@ -98,9 +86,7 @@ class MultiLayerDraftExtendRunner:
                 assert extend.carries is not None, "layers take one another's output"
                 hidden = outputs[-1].roll(1, 0)
                 hidden.index_copy_(0, extend.starts, extend.carries[:, layer - 1])
-            out = forward_pass.run(
-                replace(batch, input_ids=ids, hidden_states=hidden), self._attend
-            )
+            out = forward_pass.run(replace(batch, input_ids=ids, hidden_states=hidden), attend)
             last = out.index_select(0, at)
             logits = forward_pass.compute_logits(last)
             picked.append(pick(logits, 1, self._target_ids, extend.draws, layer))

@@ -1,4 +1,4 @@
-"""The graphs of a draft-extend: their inputs, and where their results stay."""
+"""The graphs of a draft-extend of one width: their inputs, and how their results are left."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from executor.forward_batch import ForwardBatch, ForwardMode
-from executor.runners.draft_inputs import ExtendInputs
+from executor.runners.draft_inputs import ExtendInputs, draw_inputs
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, put, step_of_graph
 from executor.runners.stand_in import extend_stand_in_of_drafts
@@ -23,8 +23,9 @@ class ExtendGraphs:
     Args:
         forward_pass: Of the draft model, or of its first layer.
         graphs: What to capture with (``draft_extend_slots``).
+        run: What to record: device work alone, on a planned batch.
+        room: Where results stay, for the largest graph at least.
         width: Rows of each sequence.
-        num_drafts: Drafts of each: K, or the whole chain.
         num_layers: Draft layers that take one another's output.
         is_drawn: Whether batches say how drafts are drawn.
     """
@@ -33,45 +34,32 @@ class ExtendGraphs:
         self,
         forward_pass: ForwardPass,
         graphs: PhaseGraphs,
+        run: Run,
+        room: Extended,
         *,
         width: int,
-        num_drafts: int,
         num_layers: int = 1,
         is_drawn: bool = False,
     ) -> None:
         self._pass = forward_pass
         self._graphs = graphs
+        self._run = run
+        self._room = room
         self._width = width
         self._num_layers = num_layers
         self._is_drawn = is_drawn
-        size, device = graphs.sizes[-1], forward_pass.kv_pool.device
         # Also of padding: its drafts must not be written into the rows of a real sequence.
-        self._starts = torch.arange(size, device=device) * width
-        probs = None
-        if is_drawn:
-            shape = (size, num_drafts) if num_layers > 1 else (size,)
-            probs = torch.zeros(*shape, forward_pass.vocab_size, dtype=torch.float32, device=device)
-        self._room = Extended(
-            tokens=torch.zeros(size, num_drafts, dtype=torch.int64, device=device),
-            scores=torch.zeros(size, num_drafts, dtype=torch.float32, device=device),
-            hidden=forward_pass.new_hidden(size),
-            outputs=tuple(forward_pass.new_hidden(size * width) for _ in range(num_layers - 1)),
-            probs=probs,
-        )
+        places = torch.arange(graphs.sizes[-1], device=forward_pass.kv_pool.device)
+        self._starts = places * width
 
-    def capture(self, label: str, run: Run) -> None:
-        """Captures every size.
-
-        Args:
-            label: The runner's name.
-            run: What to record: device work alone, on a planned batch.
-        """
+    def capture(self, label: str) -> None:
+        """Captures every size, under the runner's name."""
 
         def load(size: int) -> Callable[[], None]:
             stand_in = extend_stand_in_of_drafts(
                 self._pass, size, self._width, num_layers=self._num_layers, is_drawn=self._is_drawn
             )
-            return partial(self._run_and_keep, run, *self._load(stand_in, size))
+            return partial(self._run_and_keep, *self._load(stand_in, size))
 
         self._graphs.capture(label, [self._pass.attention], load)
 
@@ -133,8 +121,8 @@ class ExtendGraphs:
             inputs.last_offsets,
         )
 
-    def _run_and_keep(self, run: Run, batch: ExtendBatch, last_offsets: torch.Tensor) -> None:
-        extended = run(replace(batch, lasts=batch.starts + last_offsets))
+    def _run_and_keep(self, batch: ExtendBatch, last_offsets: torch.Tensor) -> None:
+        extended = self._run(replace(batch, lasts=batch.starts + last_offsets))
         room = self._room
         put(extended.tokens, room.tokens)
         put(extended.scores, room.scores)
@@ -145,7 +133,7 @@ class ExtendGraphs:
 
 
 def _inputs(extend: ExtendBatch) -> ExtendInputs:
-    batch, draws = extend.batch, extend.draws
+    batch = extend.batch
     assert batch.hidden_states is not None, "a draft reads hidden states"
     return ExtendInputs(
         input_ids=batch.input_ids,
@@ -157,7 +145,5 @@ def _inputs(extend: ExtendBatch) -> ExtendInputs:
         hidden_states=batch.hidden_states,
         last_offsets=extend.lasts - extend.starts,
         carries=extend.carries,
-        temperature=None if draws is None else draws.temperature,
-        seeds=None if draws is None else draws.seeds,
-        draw_positions=None if draws is None else draws.positions,
+        **draw_inputs(extend.draws),
     )

@@ -18,15 +18,15 @@ import torch
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.layers.attention import Attend
-from executor.runners.draft_inputs import DraftInputs
-from executor.runners.draft_picks import pick
+from executor.runners.draft_inputs import DraftInputs, draw_inputs
+from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.draft_room import new_room, put_drafts, taken
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, step_of_graph
 from executor.runners.stand_in import draft_stand_in
 from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import DraftBatch
-from executor.speculative.tree import Drafts, best_nodes, first_level, next_level, num_candidates
+from executor.speculative.tree import Drafts, best_nodes, first_level
 
 
 class FrozenKvMtpRunner:
@@ -107,8 +107,7 @@ class FrozenKvMtpRunner:
 
     def _inputs(self, batch: DraftBatch) -> DraftInputs:
         """Says what each pass reads of a batch."""
-        device, draws = batch.seq_lens.device, batch.draws
-        before = torch.arange(self._plan.num_draft_steps, device=device)[:, None]
+        before = torch.arange(self._plan.num_draft_steps, device=batch.seq_lens.device)[:, None]
         positions = (batch.seq_lens - 1 + before).clamp_(max=self._pass.max_seq_len - 1)
         return DraftInputs(
             positions=positions.repeat_interleave(self._topk, dim=1),
@@ -117,9 +116,7 @@ class FrozenKvMtpRunner:
             seq_lens_cpu=(batch.seq_lens_cpu - 1).repeat_interleave(self._topk),
             tokens=batch.tokens,
             hidden_states=batch.hidden_states,
-            temperature=None if draws is None else draws.temperature,
-            seeds=None if draws is None else draws.seeds,
-            draw_positions=None if draws is None else draws.positions,
+            **draw_inputs(batch.draws),
         )
 
     def _planned(self, inputs: DraftInputs, layout: DpLayout) -> ForwardBatch:
@@ -157,12 +154,7 @@ class FrozenKvMtpRunner:
             token = picks.tokens
             tokens.append(token)
             probs.append(picks.probs)
-        drawn_from = [x for x in probs if x is not None]
-        return Drafts(
-            torch.cat(tokens, dim=1),
-            None,
-            torch.stack(drawn_from, dim=1) if drawn_from else None,
-        )
+        return chain_of(tokens, probs)
 
     def _tree(self, inputs: DraftInputs, batch: ForwardBatch) -> Drafts:
         count, width, size = len(inputs.tokens), self._topk, inputs.hidden_states.shape[1]
@@ -178,13 +170,7 @@ class FrozenKvMtpRunner:
             hidden = self._pass_at(inputs, batch, step, beams.tokens, given)
             given = hidden.view(count, width, size)
             logits = self._pass.compute_logits(hidden)
-            picks = pick(logits, width, self._target_ids, None, step)
-            level, beams = next_level(
-                beams,
-                picks.tokens.view(count, width, width),
-                picks.scores.view(count, width, width),
-                num_candidates(step, width),
-            )
+            level, beams = pick_level(logits, beams, self._target_ids, step)
             levels.append(level)
         return best_nodes(levels, self._plan.num_draft_tokens - 1)
 

@@ -61,7 +61,6 @@ def match_tree(
     drafts: Drafts,
     sees: torch.Tensor,
     limits: torch.Tensor,
-    num_slots: torch.Tensor,
     max_depth: int,
 ) -> Accepted:
     """Accepts the path of a tree on which each draft is the target's token behind its parent.
@@ -71,15 +70,12 @@ def match_tree(
         drafts: The tree.
         sees: bool [B, N, N], its ``ancestors``.
         limits: int64 [B], tokens to gain at most, at least 1.
-        num_slots: int64 [B], nodes that have a KV slot of their own, at least 1: what lies behind
-            shares one and cannot count.
         max_depth: D.
     """
     assert drafts.parents is not None, "a chain has no parents"
     size = targets.shape[1]
     nodes = torch.arange(size, device=targets.device)
     is_wrong = drafts.tokens != targets.gather(1, drafts.parents)
-    is_wrong |= nodes[1:] >= num_slots.unsqueeze(1)
     is_wrong = torch.nn.functional.pad(is_wrong, (1, 0))
     is_accepted = ~(sees & is_wrong.unsqueeze(1)).any(dim=2)
     num_tokens = torch.minimum(is_accepted.sum(dim=1), limits)

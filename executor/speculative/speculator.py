@@ -195,13 +195,20 @@ class Speculator:
         for layer, states in enumerate(extended.outputs, start=1):
             self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
 
+    def follows(self, columns: StepColumns) -> bool:
+        """Whether the draft model is brought up to a step that is not speculative.
+
+        The router has decided for all ranks: one that plans no speculative steps spares it.
+        """
+        return bool(columns.draft_counts) or not self.plan.extends
+
     def follow(
         self,
         columns: StepColumns,
         batch: ForwardBatch,
         tokens: torch.Tensor,
     ) -> None:
-        """Brings the draft model up to what any other step ran. Every rank must call it.
+        """Brings the draft model up to what such a step ran. Every rank must call it.
 
         Args:
             columns: The step.
@@ -218,11 +225,7 @@ class Speculator:
             ragged = Ragged.of(columns, plan.num_layers)
             source = torch.cat((hidden, self._state.carries[:, 0].index_select(0, at)))
             ids = torch.cat((batch.input_ids, tokens)) if len(tokens) else batch.input_ids
-            counts = tuple(
-                rows + (plan.num_layers - 1) * sampled
-                for rows, sampled in zip(columns.draft_counts, columns.num_sampled, strict=True)
-            )
-            layout = replace(columns.layout, global_num_tokens_cpu=counts, graph_size=None)
+            layout = self._layout_behind(columns)
             extend = self._extend_batch(
                 columns,
                 ragged.positions,
@@ -236,7 +239,7 @@ class Speculator:
             extended = self._extender.extend(
                 ExtendBatch(
                     extend,
-                    None,
+                    None if layout.graph_size is None else plan.num_layers,
                     self._to_device(ragged.starts),
                     self._to_device(ragged.lasts[ragged.samples]),
                     self._carries(at),
@@ -261,6 +264,29 @@ class Speculator:
         self._state.keep_carries(at, 0, hidden, last_rows)
 
     # ---- parts of them
+
+    def _layout_behind(self, columns: StepColumns) -> DpLayout:
+        """Returns the layout of draft-extend behind a step that is not speculative.
+
+        Where all ranks decode in a graph, a token of each sequence, each has as many rows of the
+        draft model as that has layers: draft-extend is a graph as well. All ranks know it from what
+        they were told alike.
+        """
+        layout, num_layers = columns.layout, self.plan.num_layers
+        decodes = not layout.has_extend and columns.draft_counts == layout.global_num_tokens_cpu
+        if layout.graph_size is not None and decodes:
+            return DpLayout.of_requests(
+                columns.num_sampled,
+                num_layers,
+                self._topology,
+                layout.padding_mode,
+                graph_requests=layout.graph_size,
+            )
+        counts = tuple(
+            rows + (num_layers - 1) * sampled
+            for rows, sampled in zip(columns.draft_counts, columns.num_sampled, strict=True)
+        )
+        return replace(layout, global_num_tokens_cpu=counts, graph_size=None)
 
     def _extend_batch(
         self,

@@ -56,7 +56,7 @@ class DraftState:
         if vocab_size:
             size = (rows, count, vocab_size) if is_chain_known else (rows, vocab_size)
             self.probs = torch.zeros(size, dtype=torch.float32, device=device)
-        blocks = kv_pool.num_blocks if plan.extends else 0
+        blocks = kv_pool.num_physical_blocks if plan.extends else 0
         self._block_carries = torch.zeros(blocks, layers, hidden_size, dtype=dtype, device=device)
         self._block_size = kv_pool.block_size
 

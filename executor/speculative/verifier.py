@@ -143,16 +143,10 @@ class Verifier:
             if verification.sees is None:
                 accepted = match_chain(targets, drafts.tokens, limits)
             else:
-                held = self._kv_pool.row_num_blocks[columns.rows] * self._kv_pool.block_size
-                num_slots = self._to_device(held - columns.num_computed_tokens)
-                accepted = match_tree(
-                    targets,
-                    drafts,
-                    verification.sees,
-                    limits,
-                    num_slots,
-                    self._plan.num_draft_steps,
-                )
+                # Nodes without a block lie in the row's spill blocks. Of the path gained, which
+                # the limits bound, all move to where the row has blocks.
+                depth = self._plan.num_draft_steps
+                accepted = match_tree(targets, drafts, verification.sees, limits, depth)
         accepted = self._agreed(accepted)
         if verification.sees is not None:
             sources = verification.locations.gather(1, accepted.path)[:, 1:]

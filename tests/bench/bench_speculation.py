@@ -1,12 +1,12 @@
 """Compares a speculative step with a plain one in CPU time, for each draft of the demo model.
 
     python -m tests.bench.bench_speculation [--drafts eagle mtp] [--batches 1 4 16 32] [--rounds 12]
-                                            [--dtype bfloat16] [--require 1.1]
+                                            [--dtype bfloat16] [--require 1.1] [--behind]
 
 Executors on one thread, without a router: one plain, and one for each draft. In a round all of them
 take the same B problems with long answers, then STEPS steps each, taking turns: so neighbours on the
-same cores slow all alike. A step's time is the CPU time of the thread that ran it, for the whole of
-``Worker.execute``. Columns:
+same cores slow all alike. A step's time is the CPU time of the thread that ran it, with what it runs
+behind its answer. Columns:
 
     plain ms     a plain step, median
     step ms      a speculative step, median
@@ -16,6 +16,10 @@ same cores slow all alike. A step's time is the CPU time of the thread that ran 
 
 With ``--require R``, exits with 1 if the best draft's gain is below R at some B. One process of a
 busy machine tells ratios to about a tenth.
+
+``--behind`` compares what drafts with KV run behind plain steps, as while drafts are paused: eagerly,
+and as a graph of just so many sequences. On a CPU, where a graph is its pass and the padding, that
+tells what filling a graph's inputs costs; a GPU saves launches.
 """
 
 import argparse
@@ -50,13 +54,24 @@ class Cell:
         draft: Folder of its draft model; None for plain decoding.
         count: B.
         dtype: As in ``ExecutorConfig``.
+        is_plain: Whether its steps are plain all the same.
+        has_graph: Whether they replay a graph.
 
     Attributes:
+        behind_ns: CPU time of what the last step ran behind its answer.
         gained: Tokens up to the answers' ends.
         offered: How often a sequence took a step before its answer's end.
     """
 
-    def __init__(self, draft: str | None, count: int, dtype: str) -> None:
+    def __init__(
+        self,
+        draft: str | None,
+        count: int,
+        dtype: str,
+        *,
+        is_plain: bool = False,
+        has_graph: bool = True,
+    ) -> None:
         blocks_per_row = MAX_MODEL_LEN // BLOCK_SIZE
         config = ExecutorConfig(
             model=DEPLOY / "demo_model",
@@ -73,13 +88,14 @@ class Cell:
         self._worker, description = build_worker(config)
         self._worker.join(1, "")
         plan = description.speculation if draft is not None else None
-        self._width = plan.num_draft_tokens if plan is not None else 0
+        self._width = plan.num_draft_tokens if plan is not None and not is_plain else 0
+        self._has_graph = has_graph
         self._extends = plan is not None and plan.extends
         self._count, self._blocks_per_row = count, blocks_per_row
         self._step_id = 0
         self._num_tokens = np.zeros(count, dtype=np.int64)
         self._has_ended = np.zeros(count, dtype=np.bool_)
-        self.gained = self.offered = 0
+        self.gained = self.offered = self.behind_ns = 0
 
     def start(self, asked: list[Problem]) -> None:
         """Gives every row a problem, and runs the prompts."""
@@ -130,8 +146,11 @@ class Cell:
             global_num_tokens_for_logprob=[self._count * width],
             padding_mode=pb.DP_PADDING_MODE_MAX_LEN,
             num_draft_tokens=self._width,
-            graph_size=self._count,
+            graph_size=self._count if self._has_graph else None,
         )
+        if self._extends and not self._width:
+            agreement.global_num_tokens_for_draft.append(self._count)
+            agreement.global_num_sampled.append(self._count)
         part = pb.RankStep(forward_mode=pb.FORWARD_MODE_DECODE, sequences=columns)
         result, spent = self._execute(agreement, part)
         tokens = np.frombuffer(result.next_token_ids, "<i4")
@@ -152,7 +171,11 @@ class Cell:
         request = pb.StepRequest(epoch=1, step_id=self._step_id, agreement=agreement, ranks=[part])
         start = time.thread_time_ns()
         response = self._worker.execute(request)
-        return response.ranks[0], time.thread_time_ns() - start
+        answered = time.thread_time_ns()
+        self._worker.catch_up()
+        end = time.thread_time_ns()
+        self.behind_ns = end - answered
+        return response.ranks[0], end - start
 
 
 def compare(drafts: list[str], count: int, rounds: int, dtype: str) -> float:
@@ -183,6 +206,32 @@ def compare(drafts: list[str], count: int, rounds: int, dtype: str) -> float:
     return best
 
 
+def compare_behind(drafts: list[str], count: int, rounds: int, dtype: str) -> None:
+    """Prints a line for each draft: what it runs behind plain steps, eagerly and in a graph."""
+    for draft in drafts:
+        cells = [
+            Cell(draft, count, dtype, is_plain=True, has_graph=has_graph)
+            for has_graph in (False, True)
+        ]
+        asked = list(islice(problems(0, 10**6, Mix(0, 1, 1)), count))
+        times: list[list[int]] = [[], []]
+        for turn in range(rounds + 1):  # the first one warms up
+            for cell in cells:
+                cell.start(asked)
+            for _ in range(STEPS):
+                for cell, column in zip(cells, times, strict=True):
+                    cell.step()
+                    if turn:
+                        column.append(cell.behind_ns)
+        eager, graph = times
+        ratio = statistics.median(mine / its for mine, its in zip(graph, eager, strict=True))
+        print(
+            f"{count:>4} {draft:<10} {statistics.median(eager) / 1e6:9.2f} "
+            f"{statistics.median(graph) / 1e6:9.2f} {ratio:6.2f}",
+            flush=True,
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
@@ -190,9 +239,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--require", type=float, default=0.0, help="exit with 1 below this gain")
+    parser.add_argument("--behind", action="store_true", help="behind plain steps instead")
     options = parser.parse_args()
     quiet()
     gc.disable()
+    if options.behind:
+        print(f"demo model, {options.dtype}, 1 thread; CPU ms behind a plain step")
+        print(f"{'B':>4} {'draft':<10} {'eager ms':>9} {'graph ms':>9} {'ratio':>6}")
+        for count in options.batches:
+            with_kv = [draft for draft in options.drafts if draft != "frozen_kv"]
+            compare_behind(with_kv, count, options.rounds, options.dtype)
+        return 0
     print(f"demo model, {options.dtype}, 1 thread; CPU ms per step; tokens per sequence and step")
     print(f"{'B':>4} {'draft':<10} {'plain ms':>9} {'step ms':>8} {'ratio':>6} {'tokens':>7} gain")
     gains = [

@@ -1,11 +1,17 @@
-"""What the executor's tests share: one torch thread, and a checkpoint to serve."""
+"""What the executor's tests share: one torch thread, patience, a checkpoint, and a server."""
 
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from executor import links, parallel
+from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import save_qwen3_moe
+from tests.executor.fake_worker import FakeWorker
+from tests.executor.ranks import be_patient
+from tests.executor.servers import Client, serving
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -14,9 +20,27 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patience() -> Iterator[None]:
+    """Groups in this process form however late a thread of it runs."""
+    before = parallel.FORM_TIMEOUT_S, links.HELLO_TIMEOUT_S
+    be_patient()
+    yield
+    parallel.FORM_TIMEOUT_S, links.HELLO_TIMEOUT_S = before
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of a random Qwen3-MoE model in float32."""
     path = tmp_path_factory.mktemp("tiny-qwen3-moe")
     save_qwen3_moe(path, "wide")
     return path
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeWorker, Client]]:
+    worker = FakeWorker()
+    async with serving(lambda: (worker, pb.DescribeResponse())) as (worker.servicer, client):
+        yield worker, client
+        worker.gate.set()
+        worker.behind_gate.set()

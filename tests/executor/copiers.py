@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from executor.staging import Event
+from executor.columns import Int64Array
+from executor.staging import Event, ReadBack
 
 
 class SeparateMemory:
@@ -81,3 +82,9 @@ class _Point:
 
     def synchronize(self) -> None:
         self._run_until(self._point)
+
+
+def read(results: ReadBack, tokens: torch.Tensor) -> Int64Array:
+    """Reads a step's tokens back, with nothing begun between."""
+    results.begin(tokens)
+    return results.wait()

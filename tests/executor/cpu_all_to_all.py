@@ -131,7 +131,7 @@ def dispatch(
     own.send_counters.zero_()
     own.flag_val += 1
     rows = list(range(num_rows))
-    random.shuffle(rows)
+    random.Random(f"{ep_rank} {int(own.flag_val)}").shuffle(rows)  # another order each time
     for row in rows:
         for k, expert in enumerate(token_selected_experts[row].tolist()):
             rank = _rank_of(expert, num_experts, ep_size)

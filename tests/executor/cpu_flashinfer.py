@@ -47,11 +47,13 @@ class CpuFlashInfer:
 
     Attributes:
         calls: Each call so far: its name and its keyword arguments.
+        wrappers: Attention wrappers, in the order in which they were made.
         launch: Goes around what would be a kernel, for a backend that records.
     """
 
     def __init__(self, real: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.wrappers: list[_Wrapper] = []
         self.launch: Callable[[Callable[..., None]], Callable[..., None]] = lambda kernel: kernel
         self.ActivationType = real.ActivationType
         for function in (
@@ -125,7 +127,10 @@ class CpuFlashInfer:
 
     def _wrapper(self, real: Any, ours: type["_Wrapper"], plan: str) -> type["_Wrapper"]:
         short = ours.__name__.removeprefix("_").removesuffix("Wrapper").lower()
-        methods: dict[str, Any] = {"launch": lambda _, kernel: self.launch(kernel)}
+        methods: dict[str, Any] = {
+            "launch": lambda _, kernel: self.launch(kernel),
+            "note": lambda wrapper: self.wrappers.append(wrapper),
+        }
         for name, real_name in (
             ("__init__", "__init__"),
             ("plan", plan),
@@ -271,6 +276,7 @@ class _Wrapper:
     """
 
     launch: Callable[[Callable[..., None]], Callable[..., None]]
+    note: Callable[[], None]
     table: list[torch.Tensor]
     mask: tuple[torch.Tensor, ...] = ()
 
@@ -283,6 +289,7 @@ class _Wrapper:
         self.workspaces = (float_workspace_buffer, torch.zeros(WORKSPACE[1], dtype=torch.uint8))
         self.options = options
         self.is_graph = options["use_cuda_graph"]
+        self.note()
 
     def reset_workspace_buffer(
         self, *, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor

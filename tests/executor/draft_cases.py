@@ -56,6 +56,7 @@ class Way:
         topk: Drafts that each step goes on from.
         is_drawn: Whether drafts are drawn.
         num_draft_tokens: Tokens that are verified; 0 for the default.
+        is_plain: Whether it is a draft-extend behind decodes that have not drafted.
     """
 
     runner: str
@@ -63,10 +64,12 @@ class Way:
     topk: int = 1
     is_drawn: bool = False
     num_draft_tokens: int = 0
+    is_plain: bool = False
 
     def __str__(self) -> str:
         drawn = "-drawn" if self.is_drawn else ""
-        return f"{self.runner}-{self.draft}-topk{self.topk}{drawn}"
+        plain = "-plain" if self.is_plain else ""
+        return f"{self.runner}-{self.draft}-topk{self.topk}{drawn}{plain}"
 
     @property
     def plan(self) -> SpeculationPlan:
@@ -86,7 +89,15 @@ class Way:
     @property
     def width(self) -> int:
         """Token rows of each sequence."""
-        return self.plan.num_extend_rows if self.is_extend else self.topk
+        if not self.is_extend:
+            return self.topk
+        return self.plan.num_layers if self.is_plain else self.plan.num_extend_rows
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of all graphs that the runner has."""
+        plan = self.plan
+        return (plan.num_extend_rows, plan.num_layers) if self.is_extend else (self.topk,)
 
 
 WAYS = [
@@ -98,8 +109,13 @@ WAYS = [
     Way("extend", "eagle", 4),
     Way("extend", "moe", 2),
     Way("extend", "moe", is_drawn=True),
+    Way("extend", "eagle", is_plain=True),
+    Way("extend", "moe", 4, is_plain=True),
+    Way("extend", "moe", is_drawn=True, is_plain=True),
     Way("multi_layer", "multi_layer"),
     Way("multi_layer", "multi_layer", is_drawn=True),
+    Way("multi_layer", "multi_layer", is_plain=True),
+    Way("multi_layer", "multi_layer", is_drawn=True, is_plain=True),
     Way("frozen_kv", "frozen_kv"),
     Way("frozen_kv", "frozen_kv", is_drawn=True),
     Way("frozen_kv", "frozen_kv", 2),
@@ -202,7 +218,10 @@ class DraftCase:
         sizes: Sequence[int] = (),
         new_backend: Callable[[], RunnerBackend] | None = None,
     ) -> Any:
-        """Returns a runner of the case's own, which has captured nothing yet."""
+        """Returns a runner of the case's own, which has captured nothing yet.
+
+        With graphs it takes a backend for each of ``way.widths``.
+        """
         way, plan = self.way, self.way.plan
         passes = self.new_passes(has_graphs=new_backend is not None)
         common: dict[str, Any] = {
@@ -211,23 +230,26 @@ class DraftCase:
             "graphs": None,
         }
         if new_backend is not None:
-            registry = build_draft_registry(
-                self._slots(),
-                device="cpu",
-                max_bs=sizes[-1],
-                width=way.width,
-                **row_counts(passes[0]),
-            )
-            common["graphs"] = PhaseGraphs(registry, new_backend(), sizes)
+            graphs = {}
+            for width in way.widths:
+                registry = build_draft_registry(
+                    self._slots(width),
+                    device="cpu",
+                    max_bs=sizes[-1],
+                    width=width,
+                    **row_counts(passes[0]),
+                )
+                graphs[width] = PhaseGraphs(registry, new_backend(), sizes)
+            common["graphs"] = graphs if way.is_extend else graphs[way.width]
         if way.runner == "draft":
             return EagleDraftRunner(passes, plan, **common)
         if way.runner == "frozen_kv":
             return FrozenKvMtpRunner(passes[0], plan, **common)
         if way.runner == "extend":
-            return EagleDraftExtendRunner(passes[0], way.topk, width=way.width, **common)
-        return MultiLayerDraftExtendRunner(passes, width=way.width, **common)
+            return EagleDraftExtendRunner(passes[0], way.topk, **common)
+        return MultiLayerDraftExtendRunner(passes, **common)
 
-    def _slots(self) -> list[Any]:
+    def _slots(self, width: int) -> list[Any]:
         way = self.way
         sizes: dict[str, Any] = {"hidden_size": self.model.hidden_size, "dtype": self.dtype}
         if way.runner == "draft":
@@ -238,9 +260,7 @@ class DraftCase:
         if way.runner == "frozen_kv":
             return frozen_kv_slots(num_steps=NUM_STEPS, is_drawn=way.is_drawn, **sizes)
         layers = NUM_STEPS if way.runner == "multi_layer" else 1
-        return draft_extend_slots(
-            width=way.width, num_layers=layers, is_drawn=way.is_drawn, **sizes
-        )
+        return draft_extend_slots(width=width, num_layers=layers, is_drawn=way.is_drawn, **sizes)
 
     # ---- batches
 
@@ -362,12 +382,16 @@ def eager(batch: DraftBatch | ExtendBatch) -> DraftBatch | ExtendBatch:
     return replace(batch, batch=replace(batch.batch, layout=layout))
 
 
-def registry_of(runner: Any) -> CudaGraphBufferRegistry:
-    """Returns the inputs of a runner that has graphs."""
-    graphs = runner._graphs
-    graphs = getattr(graphs, "_graphs", graphs)
-    registry: CudaGraphBufferRegistry = graphs._registry
-    return registry
+def phase_graphs_of(runner: Any, way: Way) -> PhaseGraphs:
+    """Returns what replays a way's batches in a runner that has graphs."""
+    graphs: PhaseGraphs
+    graphs = runner._phase._graphs[way.width]._graphs if way.is_extend else runner._graphs
+    return graphs
+
+
+def registry_of(runner: Any, way: Way) -> CudaGraphBufferRegistry:
+    """Returns their inputs."""
+    return phase_graphs_of(runner, way)._registry
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:

@@ -92,17 +92,17 @@ def draft_on_ranks(
 
 
 def _run(case: DraftCase, groups: Any, steps: Sequence[DraftStep]) -> list[Any]:
-    backend: Any = EagerBackend()
+    backends: list[Any] = [EagerBackend() for _ in case.way.widths]
     if case.is_capturable:
-        backend = RecordingBackend()
+        backends = [RecordingBackend() for _ in case.way.widths]
         groups = replace(
             groups,
-            world=RecordedGroup(groups.world, [backend]),
-            attn_tp=groups.attn_tp and RecordedGroup(groups.attn_tp, [backend]),
+            world=RecordedGroup(groups.world, backends),
+            attn_tp=groups.attn_tp and RecordedGroup(groups.attn_tp, backends),
         )
     for member in case.target.members:
         member.join(groups)
-    runner = captured(case.build(SIZES, lambda: backend))
+    runner = captured(case.build(SIZES, iter(backends).__next__))
     batches = [step.batch(case, case.topology.dp_rank) for step in steps]
     results = [[x.numpy() for x in case.run(runner, batch)] for batch in batches]
     for member in case.target.members:

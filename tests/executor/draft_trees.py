@@ -72,15 +72,13 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
     return [0] if node == 0 else [*path_to(parents[node - 1], parents), node]
 
 
-def walk(
-    targets: Sequence[int], tokens: Sequence[int], parents: Sequence[int], num_slots: int
-) -> list[int]:
+def walk(targets: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Returns the nodes that the target's own tokens lead through, from the root on."""
     path = [0]
     while True:
         matching = [
             node
-            for node in range(1, min(len(tokens) + 1, num_slots))
+            for node in range(1, len(tokens) + 1)
             if parents[node - 1] == path[-1] and tokens[node - 1] == targets[path[-1]]
         ]
         if not matching:

@@ -8,7 +8,7 @@ from executor.parallel import EpochGroups, join_group
 from executor.topology import Topology
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # of waits that should not end this way
 
 
 def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
@@ -31,14 +31,25 @@ def on_every_rank(
     places: list[Topology],
     act: Callable[[Topology, EpochGroups], Any],
 ) -> list[Any]:
-    """Returns what ``act`` gave on each rank, or the error it raised. Then the rank leaves."""
+    """Returns what ``act`` gave on each rank, or the error it raised. Then the rank leaves.
+
+    All have joined before any acts: what ends the connections of one ends those that others of this
+    process opened meanwhile, which a rank that is still joining would miss.
+    """
     results: list[Any] = [None] * len(places)
+    formed = threading.Barrier(len(places))
 
     def run(place: Topology) -> None:
-        groups = join_group(
-            HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
-        )
         try:
+            groups = join_group(
+                HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
+            )
+        except Exception as error:
+            results[place.world_rank] = error
+            formed.abort()
+            return
+        try:
+            formed.wait(TIMEOUT_S)
             results[place.world_rank] = act(place, groups)
         except Exception as error:
             results[place.world_rank] = error

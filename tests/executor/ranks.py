@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 
+from executor import links, parallel
 from executor.rendezvous import open_store
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
+
+
+def be_patient() -> None:
+    """Has this process wait for peers while a group forms for as long as for anything else here.
+
+    A router asks again where a busy peer came too late; nobody does here.
+    """
+    parallel.FORM_TIMEOUT_S = links.HELLO_TIMEOUT_S = TIMEOUT_S
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -45,6 +54,7 @@ def _run_rank(
     function: Callable[..., Any], rank: int, port: int, args: tuple[Any, ...], sender: Connection
 ) -> None:
     torch.set_num_threads(1)
+    be_patient()
     try:
         sender.send((True, function(rank, port, *args)))
     except Exception as error:

@@ -51,7 +51,12 @@ def request(step_id: int, epoch: int = 1) -> pb.StepRequest:
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Client]:
+    """Yields a client that has its connection.
+
+    Made while a group forms, it would be taken for one of the group's: this process has both ends.
+    """
     async with grpc.aio.insecure_channel(f"{HOST}:{port}") as channel:
+        await channel.channel_ready()
         yield Client(channel)
 
 

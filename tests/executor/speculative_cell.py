@@ -27,7 +27,7 @@ from router.step import StepPlan
 from router.step_codec import decode_result, encode_step
 from tests.router.stepper import Stepper
 
-HOST, TIMEOUT_S = "127.0.0.1", 60.0
+HOST, TIMEOUT_S = "127.0.0.1", 300.0
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 MODEL, DRAFTS = DEPLOY / "demo_model", DEPLOY / "demo_drafts"
 ALWAYS = DraftSettings(min_tokens_per_step=1.0)
@@ -41,6 +41,9 @@ class Cell:
         dp_size: DP ranks.
         attn_tp_size: Executors of each.
         settings: Of ``ExecutorConfig``.
+
+    Attributes:
+        catches_up: Whether executors run what a step leaves as soon as it is answered.
     """
 
     def __init__(self, *, dp_size: int = 1, attn_tp_size: int = 1, **settings: Any) -> None:
@@ -79,6 +82,7 @@ class Cell:
         self._pool = ThreadPoolExecutor(len(self.workers))
         self._store = open_store(HOST, timeout_s=TIMEOUT_S) if len(self.workers) > 1 else None
         self.epoch = 0
+        self.catches_up = True
 
     def join(self) -> None:
         """Begins an epoch, in which no row has started."""
@@ -91,7 +95,11 @@ class Cell:
 
         def run(place: int) -> pb.StepResponse:
             request = pb.StepRequest.FromString(requests[place // self.attn_tp_size])
-            return self.workers[place].execute(request)
+            worker = self.workers[place]
+            response = worker.execute(request)
+            if self.catches_up:
+                worker.catch_up()
+            return response
 
         places = range(len(self.workers))
         if len(self.workers) == 1:

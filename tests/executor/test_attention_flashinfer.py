@@ -17,10 +17,10 @@ from executor.graph.cuda_graph_buffer_registry import (
 )
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool, KVShape
-from executor.layers import attention_flashinfer
 from executor.layers.attention import Attention, AttentionCall, Stages
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.paging import look_up_pages, plan_pages
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
@@ -85,9 +85,12 @@ def new_pool() -> KVPool:
     return pool
 
 
-def flashinfer_attention(pool: KVPool, num_heads: int = HEADS) -> FlashInferAttention:
+def flashinfer_attention(
+    pool: KVPool, num_heads: int = HEADS, workspace: AttentionWorkspace | None = None
+) -> FlashInferAttention:
     ops = FlashInferOps(enable_pdl=True)
-    return FlashInferAttention(ops, pool, num_heads, max_num_tokens=MAX_TOKENS)
+    workspace = workspace or AttentionWorkspace(pool.device, WORKSPACE[0])
+    return FlashInferAttention(ops, pool, num_heads, workspace, max_num_tokens=MAX_TOKENS)
 
 
 def torch_attention(num_heads: int = HEADS) -> TorchAttention:
@@ -149,7 +152,8 @@ def test_a_batch_is_planned_once_and_run_once_per_layer(
 ) -> None:
     pool = new_pool()
     attention = flashinfer_attention(pool)
-    assert library.names() == ["decode.__init__", "prefill.__init__"]
+    made = [name for name in library.names() if name.endswith("__init__")]
+    assert made == ["decode.__init__", "prefill.__init__"]
     attend(attention, pool, batch_of(pool, MIXES[mix]))
     layer = ["append_paged_kv_cache", f"{kind}.run"]
     assert library.names() == [f"{kind}.plan", *layer, *layer]
@@ -221,19 +225,79 @@ def test_each_size_has_its_own_wrapper_and_all_share_their_memory(library: CpuFl
     assert not any(name.endswith("__init__") for name in library.names())
 
 
-def test_graphs_that_need_more_workspace_share_a_larger_one(
-    library: CpuFlashInfer, monkeypatch: pytest.MonkeyPatch
+def workspaces_of(library: CpuFlashInfer) -> dict[Any, dict[str, torch.Tensor]]:
+    """Returns the float and the int workspace that each wrapper has now."""
+    return {
+        wrapper: dict(zip(("float", "int"), wrapper.workspaces, strict=True))
+        for wrapper in library.wrappers
+    }
+
+
+def test_all_attention_of_an_executor_has_one_float_workspace_and_plans_of_its_own(
+    library: CpuFlashInfer,
 ) -> None:
-    monkeypatch.setattr(attention_flashinfer, "_EAGER_WORKSPACE", WORKSPACE[0] - 1)
-    pool = new_pool()
-    attention = flashinfer_attention(pool)
-    attention.init_cuda_graph_state(SIZES)
-    attend(attention, pool, batch_of(pool, [(5, 1)] * 4, DpLayout.single(4, 4)))
-    reset = [kwargs for name, kwargs in library.calls if name == "decode.reset_workspace_buffer"]
-    last = reset[-len(SIZES) :]
-    assert {len(kwargs["float_workspace_buffer"]) for kwargs in last} == {WORKSPACE[0]}
-    assert len({kwargs["float_workspace_buffer"].data_ptr() for kwargs in last}) == 1
-    assert len({kwargs["int_workspace_buffer"].data_ptr() for kwargs in last}) == len(SIZES)
+    """As a target, the passes of a draft phase and a draft-extend have it."""
+    workspace, pool = AttentionWorkspace("cpu", WORKSPACE[0]), new_pool()
+    target, *drafts = [flashinfer_attention(pool, HEADS, workspace) for _ in range(4)]
+    target.init_cuda_graph_state(SIZES)
+    target.init_cuda_graph_state(SIZES, 4, has_tree=True)
+    target.init_trees()
+    for draft in drafts:
+        draft.init_cuda_graph_state(SIZES, 2, has_tree=True)
+    of_wrappers = workspaces_of(library)
+    assert len(of_wrappers) == 4 * 2 + 2 * len(SIZES) + 1 + 3 * len(SIZES)
+    assert {given["float"].data_ptr() for given in of_wrappers.values()} == {
+        workspace.float.data_ptr()
+    }
+    assert len({given["int"].data_ptr() for given in of_wrappers.values()}) == len(of_wrappers)
+
+
+def test_a_graph_that_needs_more_workspace_gives_all_wrappers_a_larger_one(
+    library: CpuFlashInfer,
+) -> None:
+    workspace, pool = AttentionWorkspace("cpu", WORKSPACE[0] - 1), new_pool()
+    first = flashinfer_attention(pool, HEADS, workspace)
+    second = flashinfer_attention(pool, HEADS, workspace)
+    second.init_cuda_graph_state(SIZES)
+    given = workspaces_of(library).values()
+    assert {len(its["float"]) for its in given} == {WORKSPACE[0]}
+    assert {its["float"].data_ptr() for its in given} == {workspace.float.data_ptr()}
+    for attention in (first, second):  # a plan that did not fit would be refused
+        attend(attention, pool, batch_of(pool, MIXES["block edges"]))
+    attend(second, pool, batch_of(pool, [(5, 1)] * 4, DpLayout.single(4, 4)))
+
+
+def test_a_workspace_that_a_graph_holds_does_not_move(library: CpuFlashInfer) -> None:
+    """A replay would write its partial results into memory that is somebody else's by then."""
+    workspace, pool = AttentionWorkspace("cpu", WORKSPACE[0]), new_pool()
+    attention = flashinfer_attention(pool, HEADS, workspace)
+    attention.init_cuda_graph_state([1])
+    attention.on_after_cuda_graph_warmup()
+    attention.init_cuda_graph_state([2])  # needs no more than there is
+    with pytest.raises(AssertionError, match=f"needs {WORKSPACE[0] + 1} bytes, .* {WORKSPACE[0]}"):
+        workspace.reserve(WORKSPACE[0] + 1)
+
+
+def test_the_budget_has_what_attention_allocates(library: CpuFlashInfer) -> None:
+    workspace, pool = AttentionWorkspace("cpu", WORKSPACE[0]), new_pool()
+    for has_tree in (False, True):
+        attention = flashinfer_attention(pool, HEADS, workspace)
+        attention.init_cuda_graph_state(SIZES, 4, has_tree=has_tree)
+    lengths = len([wrapper for wrapper in library.wrappers if "qo_indptr_buf" in wrapper.options])
+    plans = sum(its["int"].nbytes for its in workspaces_of(library).values())
+    buffers = {  # storages, since wrappers of graphs see the front of what the largest one has
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for wrapper in library.wrappers
+        for tensor in wrapper.options.values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    num_keys = SIZES[-1] * 4  # of each sequence of a tree
+    own = 2 * 2 * MAX_TOKENS * 4 + max(pool.num_physical_blocks, NUM_ROWS * BLOCKS_PER_ROW) * 4
+    assert [line.bytes for line in workspace.lines()] == [
+        WORKSPACE[0],
+        plans + lengths * 32768 * 4,
+        sum(buffers.values()) + num_keys + own,
+    ]
 
 
 def test_a_size_that_was_never_prepared_is_refused(library: CpuFlashInfer) -> None:

@@ -21,8 +21,9 @@ from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_groups import MAX_GROUPED_WIDTH
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.tree_bits import TreeBits, flat_mask
-from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer, real_flashinfer
 from tests.executor.recording_backend import RecordingBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
@@ -118,7 +119,10 @@ class Case:
     def new_attention(self, backend: str) -> Attention:
         if backend == "flashinfer":
             ops = FlashInferOps(enable_pdl=True)
-            return FlashInferAttention(ops, self.pool, HEADS, max_num_tokens=64 * self.width)
+            workspace = AttentionWorkspace(self.pool.device, WORKSPACE[0])
+            return FlashInferAttention(
+                ops, self.pool, HEADS, workspace, max_num_tokens=64 * self.width
+            )
         return TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=self.dtype)
 
     def run(self, attention: Attention) -> torch.Tensor:
@@ -364,7 +368,11 @@ def test_a_replay_reads_its_own_tree(library: CpuFlashInfer) -> None:
     library.launch = recording.kernel
     case = Case([width] * size, width, spare_blocks=size * MAX_LEN // BLOCK_SIZE)
     attention = FlashInferAttention(
-        FlashInferOps(enable_pdl=True), case.pool, HEADS, max_num_tokens=size * width
+        FlashInferOps(enable_pdl=True),
+        case.pool,
+        HEADS,
+        AttentionWorkspace(case.pool.device, WORKSPACE[0]),
+        max_num_tokens=size * width,
     )
     attention.init_cuda_graph_state([2, size], width, has_tree=True)
     masks = torch.zeros(size, width, width, dtype=torch.bool)

@@ -16,10 +16,18 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.phase_graphs import layout_of
 from executor.speculation_plan import SpeculationPlan
-from executor.speculative.draft_batch import DraftBatch, Step
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Step
 from executor.topology import Topology
 from tests.executor.checkpoints import save_qwen3_moe
-from tests.executor.draft_cases import FILE_OF, WAYS, DraftCase, Way, eager, registry_of
+from tests.executor.draft_cases import (
+    FILE_OF,
+    WAYS,
+    DraftCase,
+    Way,
+    eager,
+    phase_graphs_of,
+    registry_of,
+)
 from tests.executor.draft_checkpoints import save_draft
 from tests.executor.draft_runner_ranks import DraftStep, draft_on_ranks
 from tests.executor.ranks import run_ranks
@@ -95,7 +103,7 @@ def test_poisoned_tails_change_no_draft(new_case: NewCase, way: Way):
     rng = np.random.default_rng(2)
     batches = [(case.batch(rng, count, size), size) for size in SIZES for count in {1, size // 2}]
     expected = [case.run(runner, batch) for batch, _ in batches]
-    registry_of(runner).poison_tails()
+    registry_of(runner, way).poison_tails()
     for (batch, _), unpoisoned in zip(batches, expected, strict=True):
         assert_same(case.run(runner, batch), unpoisoned)
 
@@ -105,7 +113,7 @@ def test_poison_does_not_reach_the_scratch_block(new_case: NewCase, way: Way):
     """Where a sequence has no block yet, its attention reads there, and no mask hides NaN."""
     case = new_case(way)
     runner = captured(case.build(SIZES, EagerBackend))
-    registry_of(runner).poison_tails()
+    registry_of(runner, way).poison_tails()
     before = [cache.clone() for cache in case.caches]
     batch = case.batch(np.random.default_rng(0), 3, 8)
     with torch.inference_mode():
@@ -123,6 +131,7 @@ def test_poison_does_not_reach_the_scratch_block(new_case: NewCase, way: Way):
         for way, names in {
             Way("draft", "eagle", 2): ("positions", "out_cache_loc", "req_pool_indices", "tokens"),
             Way("multi_layer", "multi_layer"): ("input_ids", "out_cache_loc", "last_offsets"),
+            Way("extend", "eagle", is_plain=True): ("input_ids", "positions", "last_offsets"),
             Way("frozen_kv", "frozen_kv", 2): ("positions", "req_pool_indices", "tokens"),
         }.items()
         for name in names
@@ -133,7 +142,7 @@ def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way:
     """The check of the check above: the same poison, and one slot that no longer resets it."""
     case = new_case(way)
     runner = captured(case.build(SIZES, EagerBackend))
-    keep_padding(registry_of(runner), name)
+    keep_padding(registry_of(runner, way), name)
     batch = case.batch(np.random.default_rng(0), 5, 8)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
@@ -160,10 +169,10 @@ def test_a_replay_writes_to_none_of_its_inputs(new_case: NewCase, way: Way):
     runner = captured(case.build(SIZES, RecordingBackend))
     batch = case.batch(np.random.default_rng(3), 3, 4)
     expected = case.run(runner, batch)
-    registry = registry_of(runner)
+    registry = registry_of(runner, way)
     inputs = {name: registry.get_slot(name).allocated() for name in registry.slot_names()}
     filled = {name: x.clone() for name, x in inputs.items()}
-    phase_graphs = getattr(runner._graphs, "_graphs", runner._graphs)
+    phase_graphs = phase_graphs_of(runner, way)
     replay = phase_graphs.replay
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(phase_graphs, "replay", lambda size: [replay(size) for _ in range(3)])
@@ -183,6 +192,30 @@ def test_what_a_later_step_needs_outlives_the_next_replay(new_case: NewCase, way
         expected = [x.clone() for x in kept if isinstance(x, torch.Tensor)]
         runner.extend(other)
     assert_same([x for x in kept if isinstance(x, torch.Tensor)], expected)
+
+
+@pytest.mark.parametrize("name", ["extend-eagle", "multi_layer-multi_layer"])
+def test_graphs_of_two_widths_leave_one_another_alone(new_case: NewCase, name: str):
+    """They share the memory of inputs and results, and a server goes from either to the other."""
+    ways = [Way(*name.split("-"), is_plain=is_plain) for is_plain in (False, True)]
+    case = new_case(ways[0], is_capturable=True)
+    runner = captured(case.build(SIZES, RecordingBackend))
+    rng = np.random.default_rng(5)
+    for way in ways * 2:
+        registry_of(runner, way).poison_tails()
+        for size in (4, 8, 2):
+            case.way = way
+            batch = case.batch(rng, int(rng.integers(1, size + 1)), size)
+            assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+def test_a_width_without_graphs_is_refused_in_a_step_with_one(new_case: NewCase):
+    case = new_case(Way("extend", "eagle"))
+    runner = captured(case.build(SIZES, EagerBackend))
+    batch = case.batch(np.random.default_rng(0), 2, 2)
+    assert isinstance(batch, ExtendBatch)
+    with pytest.raises(AssertionError, match=r"captured with \[4, 1\] rows for a sequence"):
+        runner.extend(replace(batch, width=None))
 
 
 def test_a_single_draft_needs_no_pass(new_case: NewCase):
@@ -218,7 +251,12 @@ def test_every_phase_runs_a_graphs_requests_times_its_own_width(
 ):
     """Of frozen KV with topk above 1, a graph once had room for requests // topk sequences."""
     topology = Topology(dp_rank=0, dp_size=2)
-    for way in (Way("frozen_kv", "frozen_kv", 4), Way("draft", "eagle", 4), Way("extend", "eagle")):
+    for way in (
+        Way("frozen_kv", "frozen_kv", 4),
+        Way("draft", "eagle", 4),
+        Way("extend", "eagle"),
+        Way("extend", "eagle", is_plain=True),
+    ):
         case = DraftCase(folders["float32"], folders[way.draft], way, topology=topology)
         runner = captured(case.build((4, 8), EagerBackend))
         for counts, size in (([3, 8], 8), ([0, 4], 4), ([2, 1], None)):
@@ -253,7 +291,9 @@ RANKS_WAYS = [
     Way("draft", "moe", 2),
     Way("draft", "eagle", is_drawn=True),
     Way("extend", "moe", 2),
+    Way("extend", "moe", 2, is_plain=True),
     Way("multi_layer", "multi_layer"),
+    Way("multi_layer", "multi_layer", is_plain=True),
     Way("frozen_kv", "frozen_kv", 4),
 ]
 

@@ -4,6 +4,7 @@ Graphs are whole here, as there: attention is captured, and what it reads must b
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from tests.executor.checkpoints import save_qwen3_moe
-from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer, real_flashinfer
 from tests.executor.draft_cases import FILE_OF, DraftCase, Way, registry_of
 from tests.executor.draft_checkpoints import save_draft
 from tests.executor.recording_backend import RecordingBackend
@@ -29,7 +31,9 @@ WAYS = [
     Way("draft", "eagle", 2),
     Way("draft", "moe", 4, num_draft_tokens=37),
     Way("extend", "moe", 2),
+    Way("extend", "moe", 2, is_plain=True),
     Way("multi_layer", "multi_layer", is_drawn=True),
+    Way("multi_layer", "multi_layer", is_drawn=True, is_plain=True),
     Way("frozen_kv", "frozen_kv"),
     Way("frozen_kv", "frozen_kv", 4),
 ]
@@ -50,12 +54,14 @@ def library(real: Any) -> Iterator[CpuFlashInfer]:
 def new_attention(case: DraftCase) -> FlashInferAttention:
     way = case.way
     ops = FlashInferOps(enable_pdl=True)
-    attention = FlashInferAttention(ops, case.pool, case.num_heads, max_num_tokens=64)
+    workspace = AttentionWorkspace(case.pool.device, WORKSPACE[0])
+    attention = FlashInferAttention(ops, case.pool, case.num_heads, workspace, max_num_tokens=64)
     if way.runner == "frozen_kv":
         attention.init_cuda_graph_state([size * way.topk for size in SIZES], 1)
     else:
         has_tree = way.runner == "draft" and way.topk > 1
-        attention.init_cuda_graph_state(SIZES, way.width, has_tree=has_tree)
+        for width in way.widths:
+            attention.init_cuda_graph_state(SIZES, width, has_tree=has_tree)
     return attention
 
 
@@ -69,10 +75,10 @@ def test_a_whole_graph_drafts_as_the_torch_backend_does(
     save_qwen3_moe(target, "wide", rope_theta=10000.0)
     save_draft(draft, FILE_OF[way.draft])
     case = DraftCase(target, draft, way, is_capturable=True, new_attention=new_attention)
-    backend = RecordingBackend()
-    library.launch = backend.kernel
-    runner = captured(case.build(SIZES, lambda: backend))
-    registry_of(runner).poison_tails()
+    backends = [RecordingBackend() for _ in way.widths]
+    library.launch = lambda kernel: reduce(lambda inner, b: b.kernel(inner), backends, kernel)
+    runner = captured(case.build(SIZES, iter(backends).__next__))
+    registry_of(runner, way).poison_tails()
     rng = np.random.default_rng(0)
     for size in (4, 1, 2, 4):
         batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)

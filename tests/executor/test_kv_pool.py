@@ -121,3 +121,96 @@ def test_columns_that_do_not_fit_change_nothing(
         pool.append_blocks(*columns)
     assert not pool.row_num_blocks.any()
     assert not np.any(pool.block_table_cpu.numpy())
+
+
+# ---- spill blocks
+
+NUM_ROWS, COLUMNS, BLOCKS = 3, 9, 24
+
+
+def spilling_pool(count: int, *, is_apart: bool = False) -> KVPool:
+    """Returns a pool of rows with ``count`` spill blocks each, whose device may have its own table."""
+    pool = KVPool(
+        SHAPE,
+        num_blocks=BLOCKS,
+        num_rows=NUM_ROWS,
+        max_blocks_per_row=COLUMNS,
+        spill_blocks_per_row=count,
+    )
+    if is_apart:
+        pool.block_table = pool.block_table_cpu.clone()
+    return pool
+
+
+def test_spill_blocks_lie_behind_those_that_are_handed_out():
+    pool = spilling_pool(2)
+    assert (pool.num_blocks, pool.num_spill_blocks, pool.num_physical_blocks) == (24, 6, 30)
+    draft = pool.sibling(replace(SHAPE, num_layers=1, head_dim=16))
+    for either in (pool, draft):
+        assert {len(cache) for cache in (*either.key_cache, *either.value_cache)} == {30 * 4}
+    with pytest.raises(
+        ValueError, match="block_ids run from 24 to 24; this pool hands out 1 to 23"
+    ):
+        pool.append_blocks([0], [0], [1], [24])
+
+
+def test_a_row_that_begins_leads_to_its_own_spill_blocks_in_turn():
+    pool = spilling_pool(2)
+    pool.append_blocks([1], [0], [3], [5, 6, 7])
+    pool.clear_rows(np.array([1, 2]))
+    pool.append_blocks([1], [0], [1], [9])
+    assert pool.block_table.tolist() == [
+        [SCRATCH_BLOCK] * 9,
+        [9, 27, 26, 27, 26, 27, 26, 27, 26],
+        [28, 29, 28, 29, 28, 29, 28, 29, 28],
+    ]
+
+
+def test_without_spill_blocks_a_row_that_begins_leads_to_the_scratch_block():
+    pool = spilling_pool(0)
+    assert pool.num_physical_blocks == pool.num_blocks
+    pool.append_blocks([1], [0], [3], [5, 6, 7])
+    pool.clear_rows(np.array([1]))
+    assert not pool.block_table.any()
+
+
+def test_a_negative_number_of_spill_blocks_is_refused():
+    with pytest.raises(ValueError, match="spill_blocks_per_row=-1: need at least 0"):
+        spilling_pool(-1)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_row_shares_a_place_with_another_nor_uses_one_twice_in_a_step(
+    seed: int, count: int, is_apart: bool
+):
+    """Rows begin, grow and end at random; those that have begun write as far as a step may."""
+    rng, pool = np.random.default_rng(seed), spilling_pool(count, is_apart=is_apart)
+    free, held = list(range(1, BLOCKS)), {}
+    block_size = pool.block_size
+    for _ in range(200):
+        row = int(rng.integers(NUM_ROWS))
+        if row not in held or rng.random() < 0.2:
+            free += held.pop(row, [])
+            pool.clear_rows(np.array([row]))
+            held[row] = []
+        num_new = min(int(rng.integers(3)), COLUMNS - len(held[row]), len(free))
+        rng.shuffle(free)
+        new = [free.pop() for _ in range(num_new)]
+        pool.append_blocks([row], [len(held[row])], [num_new], new)
+        held[row] += new
+
+        table = pool.block_table
+        assert torch.equal(table, pool.block_table_cpu)
+        rows = sorted(held)
+        own = [set(table[row].tolist()) for row in rows]
+        assert len(set().union(*own)) == sum(map(len, own)), "a block of two rows"
+        assert SCRATCH_BLOCK not in set().union(*own)
+        for row in rows:
+            assert table[row, : len(held[row])].tolist() == held[row]
+            end = min(len(held[row]) + count, COLUMNS) * block_size
+            slots = np.empty(end, dtype=np.int64)
+            pool.locate(np.full(end, row), np.arange(end), out=slots)
+            assert len(np.unique(slots)) == end, "two positions at one place"
+            assert slots.max(initial=0) < len(pool.key_cache[0])

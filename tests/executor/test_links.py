@@ -1,15 +1,17 @@
 """If this fails, an executor reads another's message wrongly, or waits for one that has gone.
 
-Each executor is a thread here. Timeouts are a minute where nothing should time out, and every test
-that waits gives up long before.
+Each executor is a thread here. Timeouts are ten minutes where nothing should time out, and every
+test that waits gives up long before.
 """
 
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from select import select
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -17,8 +19,8 @@ from torch.distributed import HashStore
 from executor.links import Links, connect_all
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 60.0
-TEST_TIMEOUT_S = 20.0
+TIMEOUT_S = 600.0
+TEST_TIMEOUT_S = 120.0
 
 
 @pytest.fixture
@@ -33,13 +35,11 @@ def cleanup() -> Iterator[ExitStack]:
         yield stack
 
 
-def link(
-    pool: ThreadPoolExecutor, cleanup: ExitStack, world_size: int, *, timeout_s: float = TIMEOUT_S
-) -> list[Links]:
+def link(pool: ThreadPoolExecutor, cleanup: ExitStack, world_size: int) -> list[Links]:
     """Returns each executor's connections to all others."""
     store = HashStore()
     calls = [
-        pool.submit(connect_all, store, rank, world_size, HOST, timeout_s)
+        pool.submit(connect_all, store, rank, world_size, HOST, TIMEOUT_S)
         for rank in range(world_size)
     ]
     linked = [call.result(TEST_TIMEOUT_S) for call in calls]
@@ -71,15 +71,16 @@ def test_every_executor_gets_the_messages_of_all_in_order_of_rank(
     assert on_each(pool, linked, say) == [expected] * world_size
 
 
-def test_a_message_that_comes_in_pieces_is_read_whole(cleanup: ExitStack):
+def test_a_message_that_comes_in_pieces_is_read_whole(pool: ThreadPoolExecutor, cleanup: ExitStack):
     ours, theirs = map(cleanup.enter_context, socket.socketpair())
     links = Links(0, {1: ours}, TIMEOUT_S)
     links.send(b"12345678")
     theirs.send(b"abc")
-    rest = threading.Timer(0.1, theirs.send, [b"defgh" + b"next"])
-    rest.start()
-    assert links.receive() == [b"12345678", b"abcdefgh"]
-    rest.join()
+    receiving = pool.submit(links.receive)
+    while select([ours], [], [], 0)[0]:  # until the first piece was read
+        assert not receiving.done()
+    theirs.send(b"defgh" + b"next")
+    assert receiving.result(TEST_TIMEOUT_S) == [b"12345678", b"abcdefgh"]
 
 
 def test_who_waits_for_an_executor_that_leaves_is_told_which_one(
@@ -124,19 +125,54 @@ def test_closing_frees_a_thread_that_waits_for_a_silent_executor(
         first.send(b"x")
 
 
-def test_an_executor_that_says_nothing_is_named_after_the_timeout(
-    pool: ThreadPoolExecutor, cleanup: ExitStack
+class SlowConnection:
+    """A connection whose shutdown takes as long as a test wants, the first time."""
+
+    def __init__(self) -> None:
+        self.is_ending = threading.Event()
+        self.may_end = threading.Event()
+        self.was_closed_too_early = False
+
+    def settimeout(self, timeout_s: float) -> None:
+        pass
+
+    def shutdown(self, how: int) -> None:
+        if not self.is_ending.is_set():
+            self.is_ending.set()
+            assert self.may_end.wait(TEST_TIMEOUT_S)
+
+    def close(self) -> None:
+        self.was_closed_too_early |= not self.may_end.is_set()
+
+
+def test_of_two_threads_that_close_none_closes_what_the_other_is_shutting_down(
+    pool: ThreadPoolExecutor,
 ):
-    first, *_ = link(pool, cleanup, 2, timeout_s=0.2)
-    first.send(b"x")
+    """Its number could be another file's before the other thread uses it."""
+    connection: Any = SlowConnection()
+    links = Links(0, {1: connection}, TIMEOUT_S)
+    first = pool.submit(links.close)
+    assert connection.is_ending.wait(TEST_TIMEOUT_S)
+    second = pool.submit(links.close)
+    wait([second], timeout=0.2)  # for one that does not wait for the other
+    connection.may_end.set()
+    for closing in (first, second):
+        closing.result(TEST_TIMEOUT_S)
+    assert not connection.was_closed_too_early
+
+
+def test_an_executor_that_says_nothing_is_named_after_the_timeout(cleanup: ExitStack):
+    ours, _theirs = map(cleanup.enter_context, socket.socketpair())
+    links = Links(0, {1: ours}, 0.2)
+    links.send(b"x")
     with pytest.raises(TimeoutError, match=re.escape("world rank 1 sent nothing for 0.2 s")):
-        first.receive()
+        links.receive()
 
 
 def test_an_executor_that_does_not_come_is_named_and_the_port_is_closed():
     store = HashStore()
     with pytest.raises(RuntimeError, match=r"world ranks \[1, 2\] did not connect"):
-        connect_all(store, 0, 3, HOST, 0.2)
+        connect_all(store, 0, 3, HOST, TIMEOUT_S, form_timeout_s=0.2)
     _, port, address = store.get("0").decode().split()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address, int(port)))

@@ -21,6 +21,7 @@ from executor.moe.layer import Dispatched
 from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.moe.runner_grouped import GroupedMMRunner
+from executor.moe.stacked import check_stacked
 from executor.topology import Topology
 from tests.executor.cpu_cutedsl import constant, functions, signature
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer, reference
@@ -244,6 +245,13 @@ def test_kernels_of_flashinfer_need_flashinfer(moe_runner: str) -> None:
             moe_runner=moe_runner,
             max_moe_rows=4,
         )
+
+
+@pytest.mark.parametrize("shape", [(2, 64, D), (3, 62, D), (3, 64, D + 1)], ids=["L", "F", "D"])
+def test_one_dimension_that_does_not_fit_is_enough(shape: tuple[int, ...]) -> None:
+    check_stacked("w13", torch.zeros(3, 64, D), torch.zeros(3, D, 32))
+    with pytest.raises(ValueError, match=r"^w13 is .* need .* with the same L, F and D$"):
+        check_stacked("w13", torch.zeros(shape), torch.zeros(3, D, 32))
 
 
 def test_weights_that_do_not_fit_one_another_are_refused(ops: FlashInferOps) -> None:

@@ -3,10 +3,14 @@
 Each rank of gloo's groups is a thread here, with connections of its own.
 """
 
+import os
+import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +20,15 @@ import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
 from executor import parallel
-from executor.parallel import EpochGroups, NcclGroup, RankGroup, join_group
+from executor.links import Links, connect_all
+from executor.parallel import EpochGroups, GlooGroup, NcclGroup, RankGroup, join_group
 from executor.rendezvous import open_store
 from executor.topology import Topology
 from tests.executor.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
+
+# What gloo says of a connection that a peer ended: when it reads, and when it writes.
+SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
+LOST = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def sums(place: Topology, groups: EpochGroups) -> list[int]:
@@ -63,7 +72,7 @@ def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     seen = on_every_rank(store.port, 1, topologies(2, 2), act)
     for result in (result for result in seen if result is not None):
-        assert "closed by peer" in str(result) or "reset by peer" in str(result), result
+        assert any(words in str(result) for words in LOST), result
     waited = [True, False, False, False] if waits_in == "attn_tp" else [True, False, True, True]
     assert [isinstance(result, RuntimeError) for result in seen] == waited
     assert on_every_rank(store.port, 2, topologies(2, 2), sums)[0] == [1111, 11]
@@ -89,6 +98,26 @@ def test_a_group_that_has_formed_waits_as_long_as_it_was_told():
 
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
+
+
+def test_the_links_wait_for_peers_while_a_group_forms_as_long_as_the_group_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A peer that is lost between the two was waited for as one inside a step."""
+    waits: list[float] = []
+
+    def connect(*args: Any, form_timeout_s: float) -> Links:
+        waits.append(form_timeout_s)
+        return connect_all(*args, form_timeout_s=form_timeout_s)
+
+    def act(place: Topology, groups: EpochGroups) -> float:
+        return groups.links._timeout_s
+
+    monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", TIMEOUT_S - 1)
+    monkeypatch.setattr(parallel, "connect_all", connect)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
+    assert waits == [TIMEOUT_S - 1] * 2
 
 
 def test_a_group_that_was_left_collects_nothing():
@@ -309,16 +338,76 @@ def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_close
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     is_freed = threading.Event()
 
+    def close_once_it_waits(groups: EpochGroups) -> None:
+        while not groups.host._num_pending and not is_freed.is_set():
+            time.sleep(0.001)
+        groups.close()
+
     def wait_or_stand_still(place: Topology, groups: EpochGroups) -> None:
         if place.world_rank == 1:
             is_freed.wait(TIMEOUT_S)
             return
-        threading.Timer(0.2, groups.close).start()
+        closing = threading.Thread(target=close_once_it_waits, args=(groups,))
+        closing.start()
         try:
             groups.world.all_reduce(torch.zeros(1))
         finally:
             is_freed.set()
+            closing.join()
 
     error, _ = on_every_rank(store.port, 0, topologies(2, 1), wait_or_stand_still)
     assert isinstance(error, RuntimeError)
     assert "Timed out" not in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
+def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_closed():
+    """Gloo fails what waits for a message when its connection ends, but not what is receiving one."""
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    is_freed = threading.Event()
+    received = torch.zeros(2**26, dtype=torch.uint8)
+
+    def send_slowly_or_receive(place: Topology, groups: EpochGroups) -> None:
+        if place.world_rank == 1:
+            set_pace(groups.host, len(received) / TIMEOUT_S)
+            with closing_after(is_freed.is_set, groups):
+                groups.world.broadcast(torch.ones_like(received), 1)
+        else:
+            with closing_after(lambda: bool(received[0]), groups):
+                try:
+                    groups.world.broadcast(received, 1)
+                finally:
+                    is_freed.set()
+
+    errors = on_every_rank(store.port, 0, topologies(2, 1), send_slowly_or_receive)
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert "Timed out" not in str(error)
+    assert received[0], "some of it came"
+    assert not received[-1], "not all of it came"
+
+
+def set_pace(group: GlooGroup, bytes_per_s: float) -> None:
+    """Has the kernel send so much at most through each of a group's connections."""
+    for number in group._connections._by_name.values():
+        with socket.socket(fileno=os.dup(number)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
+
+
+@contextmanager
+def closing_after(happened: Callable[[], bool], groups: EpochGroups) -> Iterator[None]:
+    """Closes the groups, in another thread, when something has happened, and at the end."""
+    has_ended = threading.Event()
+
+    def close() -> None:
+        while not happened() and not has_ended.wait(0.001):
+            pass
+        groups.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()

@@ -11,11 +11,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from executor.__main__ import _keep_in
 from executor.config import ExecutorConfig
 from executor.rendezvous import open_store
-from tests.e2e.listening import listening_sockets
+from tests.e2e.listening import listening_at
 
 
 def addresses_at(port: int) -> set[str]:
-    return {address for address, number in listening_sockets().values() if number == port}
+    return {address for address, number in listening_at(os.getpid()) if number == port}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])

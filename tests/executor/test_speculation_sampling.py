@@ -84,6 +84,7 @@ WAYS_TO_DRAW = [
     ("eagle3", {"temperature": 0.7}),  # its vocabulary is part of the target's
     ("nextn_three_layers", {"temperature": 1.0, "top_p": 0.9}),
     ("frozen_kv", {"temperature": 0.7, "top_p": 0.9}),
+    ("nextn_three_layers", {"temperature": 1.0}),
 ]
 
 

@@ -45,7 +45,7 @@ def test_a_chain_is_accepted_up_to_the_first_draft_that_is_not_the_target_s(
 
     for row in range(64):
         parents = list(range(num_drafts))
-        path = walk(targets[row].tolist(), drafts[row].tolist(), parents, num_drafts + 1)
+        path = walk(targets[row].tolist(), drafts[row].tolist(), parents)
         expect_path(accepted, row, path[: int(limits[row])], targets[row], num_drafts + 1)
 
 
@@ -69,18 +69,13 @@ def test_a_tree_is_accepted_along_the_target_s_own_path(
                 targets[row, parent] = drafts.tokens[row, node - 1]
     limits = torch.randint(1, max_depth + 2, (64,), generator=generator)
     limits[::2] = max_depth + 1
-    num_slots = torch.randint(1, size + 3, (64,), generator=generator)
-    num_slots[::3] = size
 
-    accepted = match_tree(
-        targets, drafts, ancestors(parents, max_depth), limits, num_slots, max_depth
-    )
+    accepted = match_tree(targets, drafts, ancestors(parents, max_depth), limits, max_depth)
 
     width, lengths = min(max_depth + 1, size), set()
     for row in range(64):
         tokens, above = drafts.tokens[row].tolist(), parents[row].tolist()
-        path = walk(targets[row].tolist(), tokens, above, int(num_slots[row]))
-        path = path[: int(limits[row])]
+        path = walk(targets[row].tolist(), tokens, above)[: int(limits[row])]
         lengths.add(len(path))
         expect_path(accepted, row, path, targets[row], width)
     assert {1, 2} <= lengths
@@ -96,18 +91,6 @@ def expect_path(
     assert accepted.tokens[row, :count].tolist() == [int(targets[node]) for node in path]
 
 
-def test_a_draft_that_has_no_slot_of_its_own_ends_the_path():
-    parents = torch.tensor([[0, 1, 2]])
-    drafts = random_drafts(parents, seed=0, vocab_size=9)
-    targets = torch.cat((drafts.tokens, torch.tensor([[4]])), dim=1)
-    sees, limit = ancestors(parents, 3), torch.tensor([4])
-    gained = [
-        int(match_tree(targets, drafts, sees, limit, torch.tensor([slots]), 3).num_tokens)
-        for slots in (1, 2, 3, 4, 9)
-    ]
-    assert gained == [1, 2, 3, 4, 4]
-
-
 def test_no_sequences_gain_nothing():
     none = torch.zeros(0, dtype=torch.int64)
     parents = random_parents(0, 5, 3, seed=0)
@@ -115,7 +98,7 @@ def test_no_sequences_gain_nothing():
     targets = torch.zeros(0, 5, dtype=torch.int64)
     for accepted, width in (
         (match_chain(targets, targets[:, 1:], none), 5),
-        (match_tree(targets, drafts, ancestors(parents, 3), none, none, 3), 4),
+        (match_tree(targets, drafts, ancestors(parents, 3), none, 3), 4),
         (
             reject_chain(
                 torch.zeros(0, 5, 9), torch.zeros(0, 4, 9), targets[:, 1:], none, none, none

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from executor.errors import InvalidStep
@@ -235,6 +236,25 @@ def test_a_plain_step_may_bring_blocks_ahead_of_its_tokens():
     request = mixed_step([Run(3, 4, [7, 8, 9])])
     request.ranks[0].sequences.MergeFrom(sequences(num_new_blocks=[3], new_block_ids=[1, 2, 3]))
     assert read_step(request, limits(CHAIN), rows()).num_new_blocks.tolist() == [3]
+
+
+def test_a_step_may_leave_the_draft_model_out():
+    """Its router plans no drafts: the columns read as they are, and what is to follow is nothing."""
+    request = mixed_step([Run(2, 8), Run(3, 4, [7, 8, 9])], extends=False)
+    for plan in (CHAIN, LAYERS):
+        columns = read_step(request, limits(plan), rows())
+        assert columns.draft_counts == columns.num_sampled == ()
+        assert columns.num_computed_tokens.tolist() == [8, 4]
+
+
+def test_a_row_cannot_draft_of_which_the_draft_model_was_left_out():
+    known = rows()
+    known.is_followed[5] = False
+    with pytest.raises(InvalidStep, match="row 5 cannot draft: the draft model ran nothing behind"):
+        read_step(good_step(), limits(CHAIN), known)
+    read_step(mixed_step([Run(2, 8), Run(5, 13)], extends=False), limits(CHAIN), known)
+    known.start(np.array([5]))
+    assert known.is_followed.all()
 
 
 def test_no_step_is_speculative_without_a_draft_model():

@@ -95,3 +95,31 @@ def test_a_plan_does_not_change():
     plan = SpeculationPlan(algorithm="eagle", num_draft_steps=3)
     with pytest.raises(FrozenInstanceError):
         plan.topk = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize(("algorithm", "steps", "topk", "width", "rows", "slots"), EXPECTED)
+def test_spilled_tokens_are_all_that_a_step_writes_where_a_row_has_no_block(
+    algorithm: str,
+    steps: int,
+    topk: int,
+    width: int,
+    rows: tuple[int, int],
+    slots: tuple[int, int],
+    block_size: int,
+):
+    """Every phase written out, at every place in a block that a row's last token can have."""
+    plan = SpeculationPlan(
+        algorithm=algorithm, num_draft_steps=steps, topk=topk, num_draft_tokens=width
+    )
+    most = 0
+    for length in range(1, 2 * block_size + 1):  # its last token is still to run
+        ends = [length - 1 + width]  # verify
+        if algorithm == "eagle":
+            ends.append(length + (steps - 1) * topk)  # draft
+        if algorithm != "frozen_kv_mtp":
+            ends.append(length + rows[0])  # draft-extend
+            ends.append(length + plan.num_layers)  # of a step that is not speculative
+        held = -(-length // block_size)
+        most = max(most, -(-max(ends) // block_size) - held)
+    assert most == -(-plan.num_spilled_tokens // block_size)

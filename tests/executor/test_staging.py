@@ -13,7 +13,7 @@ from executor.staging import (
     StagingBuffer,
     StepInputs,
 )
-from tests.executor.copiers import LazyDevice, SeparateMemory
+from tests.executor.copiers import LazyDevice, SeparateMemory, read
 
 NUM_COLUMNS = len(StepInputs._fields)
 CAPACITY = StepInputs(*range(20, 20 + NUM_COLUMNS))
@@ -138,10 +138,38 @@ def test_tokens_are_waited_for():
     for step in range(3):
         tokens = torch.full((5 + step,), -1)
         device.begin_work(lambda tokens=tokens, step=step: tokens.fill_(step))
-        assert results.read(tokens).tolist() == [step] * (5 + step)
+        assert read(results, tokens).tolist() == [step] * (5 + step)
     assert device.num_copies == 3
+
+
+def test_what_begins_after_the_copy_is_not_waited_for():
+    device = LazyDevice()
+    results = ReadBack(8, device)
+    tokens, later = torch.full((3,), -1), torch.zeros(1)
+    device.begin_work(lambda: tokens.fill_(7))
+    results.begin(tokens)
+    device.begin_work(lambda: tokens.fill_(8))
+    device.begin_work(lambda: later.fill_(1))
+    assert results.wait().tolist() == [7] * 3
+    assert later.tolist() == [0]
+
+
+def test_a_step_without_tokens_waits_for_nothing():
+    device = LazyDevice()
+    results, earlier = ReadBack(8, device), torch.zeros(1)
+    read(results, torch.ones(2, dtype=torch.int64))
+    device.begin_work(lambda: earlier.fill_(1))
+    assert read(results, torch.zeros(0, dtype=torch.int64)).tolist() == []
+    assert earlier.tolist() == [0]
+    assert device.num_copies == 1
+
+
+def test_no_tokens_of_a_device_that_the_host_cannot_read_are_none_on_the_host():
+    """As NumPy would say of a GPU's tensor, however short."""
+    results = ReadBack(8, SeparateMemory())
+    assert read(results, torch.zeros(0, dtype=torch.int64, device="meta")).tolist() == []
 
 
 def test_on_the_cpu_tokens_are_read_where_they_are():
     tokens = torch.arange(5)
-    assert ReadBack(8, SharedMemory()).read(tokens).ctypes.data == tokens.data_ptr()
+    assert read(ReadBack(8, SharedMemory()), tokens).ctypes.data == tokens.data_ptr()

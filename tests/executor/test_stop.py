@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 
+from executor import __main__ as executor_main
 from executor.__main__ import STUCK, _serve_until, _stop
+
+TEST_TIMEOUT_S = 120.0
 
 
 class Servicer:
     """Stops once its step has ended."""
 
     epoch = 1
+    is_driven = False
 
     def __init__(self) -> None:
         self.step_ended = asyncio.Event()
@@ -41,7 +45,7 @@ async def test_it_waits_for_the_step_in_flight(servicer: Any):
     await asyncio.sleep(0)
     assert not server.has_stopped
     servicer.step_ended.set()
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, TEST_TIMEOUT_S)
     assert servicer.has_left
     assert server.has_stopped
 
@@ -51,16 +55,37 @@ async def test_a_second_signal_ends_the_wait(servicer: Any):
     stopping = asyncio.create_task(_stop(servicer, server, 600.0, at_once))
     await asyncio.sleep(0)
     at_once.set()
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, TEST_TIMEOUT_S)
     assert server.has_stopped
     assert not servicer.has_left
 
 
 async def test_so_does_the_end_of_its_time(servicer: Any):
     server = Server()
-    await asyncio.wait_for(_stop(servicer, server, 0.01, asyncio.Event()), 30)
+    await asyncio.wait_for(_stop(servicer, server, 0.01, asyncio.Event()), TEST_TIMEOUT_S)
     assert server.has_stopped
     assert not servicer.has_left
+
+
+@pytest.mark.parametrize("way", ["in time", "second signal"])
+async def test_one_that_a_router_drove_answers_for_a_moment_more(
+    servicer: Any, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    """The router may ask why its stream ended. A second signal ends that, too."""
+    monkeypatch.setattr(executor_main, "FAREWELL_S", 0.01 if way == "in time" else 600.0)
+    server, at_once = Server(), asyncio.Event()
+    servicer.is_driven = True
+    stopping = asyncio.create_task(_stop(servicer, server, 600.0, at_once))
+    servicer.step_ended.set()
+    if way == "second signal":
+        for _ in range(20):  # one that did not wait would have stopped by then
+            await asyncio.sleep(0)
+        assert servicer.has_left
+        assert not server.has_stopped
+        at_once.set()
+    await asyncio.wait_for(stopping, TEST_TIMEOUT_S)
+    assert servicer.has_left
+    assert server.has_stopped
 
 
 async def test_what_goes_wrong_is_not_swallowed(servicer: Any):
@@ -79,4 +104,4 @@ async def test_an_executor_serves_until_it_is_told_to_stop_or_is_stuck(event: in
     await asyncio.sleep(0)
     assert not serving.done()
     ends[event].set()
-    assert await asyncio.wait_for(serving, 30) == exit_code
+    assert await asyncio.wait_for(serving, TEST_TIMEOUT_S) == exit_code

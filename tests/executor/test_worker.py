@@ -296,7 +296,7 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
         raise AssertionError("a copy beside the staged one")
 
     monkeypatch.setattr("executor.sampler.to_device", refuse)
-    for module in ("worker", "step_stager"):
+    for module in ("answers", "step_stager"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     for length in range(3, 12):
         before = num_copies(apart)
@@ -400,12 +400,12 @@ def test_a_pass_runs_before_the_check_only_where_what_it_begins_can_wait_or_be_t
 ):
     """One launch can be aborted, and on the host a collective waits. Nothing is read before."""
     events: list[str] = []
-    run, read = worker._runner.run, worker._sampled.read
+    run, wait = worker._runner.run, worker._sampled.wait
     check = RecordingCheck(events, holds_collectives=holds_collectives)
     monkeypatch.setattr(worker, "_check", check)
     monkeypatch.setattr(worker, "_can_abort_device", can_abort_device)
     monkeypatch.setattr(worker._runner, "run", lambda batch: events.append("run") or run(batch))
-    monkeypatch.setattr(worker._sampled, "read", lambda x: events.append("read") or read(x))
+    monkeypatch.setattr(worker._sampled, "wait", lambda: events.append("read") or wait())
     count = len(PROMPT)
     worker.execute(step(1, prompt_part(0, PROMPT, [1, 2, 3]), num_tokens=[count], num_logits=[1]))
     early, late = ["begin", "finish", "run", "read"], ["begin", "run", "finish", "read"]

@@ -22,7 +22,7 @@ def test_results_come_in_the_order_of_the_pieces(size: int, num_pieces: int):
 
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_pieces_run_at_once_and_in_inference_mode(num_rows: int):
-    workers, meet = WorkerPool(3), threading.Barrier(3, timeout=30)
+    workers, meet = WorkerPool(3), threading.Barrier(3, timeout=120)
 
     def piece() -> tuple[int, bool, int]:
         meet.wait()
@@ -74,7 +74,7 @@ def test_threads_end_with_the_pool():
     del workers
     gc.collect()
     for thread in started:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 

@@ -24,6 +24,7 @@ from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
@@ -65,14 +66,17 @@ def torch_attention(config: ModelConfig, pool: KVPool, sizes: Sizes) -> TorchAtt
     )
 
 
-def flashinfer_attention(ops: FlashInferOps, extend_backend: str = "auto") -> NewAttention:
-    """Returns what makes FlashInfer's attention."""
+def flashinfer_attention(
+    ops: FlashInferOps, extend_backend: str = "auto", workspace: AttentionWorkspace | None = None
+) -> NewAttention:
+    """Returns what makes FlashInfer's attention, with a workspace of its own unless told."""
 
     def new(config: ModelConfig, pool: KVPool, sizes: Sizes) -> FlashInferAttention:
         return FlashInferAttention(
             ops,
             pool,
             config.num_attention_heads,
+            workspace or AttentionWorkspace(pool.device),
             max_num_tokens=sizes.max_num_tokens,
             extend_backend=extend_backend,
         )

@@ -26,7 +26,7 @@ from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
-from executor.layers import attention_flashinfer
+from executor.layers import attention_workspace
 from executor.staging import Copier, PinnedMemory
 from tests.executor.copiers import SeparateMemory
 from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer
@@ -225,7 +225,8 @@ class StandIn:
                 import flashinfer
             except ImportError:
                 return None
-        attention_flashinfer._EAGER_WORKSPACE = WORKSPACE[0]  # filling 128 MiB takes longest
+        attention_workspace.FLOAT_BYTES = WORKSPACE[0]  # filling 128 MiB takes longest
+        attention_workspace.ANY_PLAN_BYTES = WORKSPACE[1]
         self._library = CpuFlashInfer(flashinfer)
         self._library.launch = self._launch
         with self._library.installed():

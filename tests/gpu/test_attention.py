@@ -1,5 +1,6 @@
 """Attention over the KV pool against PyTorch on the CPU, in float32 from the same numbers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
+from executor.layers.attention_workspace import AttentionWorkspace
 from executor.models.config import ModelConfig
 from tests.gpu.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
 from tests.gpu.machine import IS_STAND_IN, Machine
@@ -79,12 +81,31 @@ class Twins:
         authority = torch_attention(self.exact_config, self.theirs, SIZES)
         heads = self._heads(sum(count for _, count in mix))
         what = (mix, heads, graph_size, tree_mask, has_keys)
-        ours = self._attend(attention, self.ours, *what)
-        theirs = self._attend(authority, self.theirs, *what)
+        ours = self._planned(attention, self.ours, *what)()
+        theirs = self._planned(authority, self.theirs, *what)()
         torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
         for caches in ("key_cache", "value_cache"):
             [stored], [right] = getattr(self.ours, caches), getattr(self.theirs, caches)
             assert torch.equal(stored.to(CPU, torch.float32), right), caches
+
+    def check_together(
+        self, attentions: Sequence[Attention], mix_of: Callable[[int], list[tuple[int, int]]]
+    ) -> None:
+        """Plans all, each for a batch of queries without keys, before the first of them attends.
+
+        Args:
+            attentions: To be compared with the authority, with wrappers for graphs.
+            mix_of: Takes the place of one to its batch.
+        """
+        authority = torch_attention(self.exact_config, self.theirs, SIZES)
+        runs, expected = [], []
+        for place, attention in enumerate(attentions):
+            mix = mix_of(place)
+            what = (mix, self._heads(len(mix) + place)[place:], len(mix), None, False)
+            runs.append(self._planned(attention, self.ours, *what))
+            expected.append(self._planned(authority, self.theirs, *what)())
+        for ours, theirs in zip([run() for run in runs], expected, strict=True):
+            torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
 
     def _heads(self, num_rows: int) -> torch.Tensor:
         """Returns queries, keys and values side by side, as the projection leaves them."""
@@ -93,7 +114,7 @@ class Twins:
         generator = torch.Generator().manual_seed(num_rows)
         return torch.randn(*size, config.head_dim, generator=generator).bfloat16()
 
-    def _attend(
+    def _planned(
         self,
         attention: Attention,
         pool: KVPool,
@@ -102,15 +123,20 @@ class Twins:
         graph_size: int | None,
         tree_mask: torch.Tensor | None,
         has_keys: bool,
-    ) -> torch.Tensor:
+    ) -> Callable[[], torch.Tensor]:
+        """Plans a batch, and returns what attends."""
         config = self.config
         batch = batch_of(pool, mix, graph_size)
         batch.tree_mask = None if tree_mask is None else tree_mask.to(pool.device)
         splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
         q, k, v = torch.split_with_sizes(heads.to(pool.device, pool.shape.dtype), splits, dim=1)
         attention.init_forward_metadata_out_graph(batch, pool)
-        attention.init_forward_metadata_in_graph()
-        return attention.forward(q, k, v, 0) if has_keys else attention.forward(q, None, None, 0)
+
+        def attend() -> torch.Tensor:
+            attention.init_forward_metadata_in_graph()
+            return attention.forward(q, *((k, v) if has_keys else (None, None)), 0)
+
+        return attend
 
 
 def batch_of(pool: KVPool, mix: list[tuple[int, int]], graph_size: int | None) -> ForwardBatch:
@@ -187,6 +213,24 @@ def test_a_graph_that_needs_more_workspace_leaves_eager_batches_alone(
     for mix in (EXTENDS["mixed"], DECODES["long and short"], EXTENDS["chunks"]):
         twins.check(attention, mix)
         twins.check(attention, [(LONG - 1, 1)] * 2, graph_size=2)
+
+
+def test_passes_that_share_a_workspace_are_all_planned_before_the_first_one_runs(
+    machine: Machine, ops: FlashInferOps, config: ModelConfig
+) -> None:
+    """As those of a draft phase. Their partial results lie in the same memory."""
+    twins = Twins(config, machine.device)
+    workspace = AttentionWorkspace(machine.device)
+    attentions = [
+        flashinfer_attention(ops, workspace=workspace)(config, twins.ours, SIZES) for _ in range(3)
+    ]
+    for attention in attentions:
+        assert isinstance(attention, FlashInferAttention)
+        attention.init_cuda_graph_state(SIZES.decode)
+    for size in SIZES.decode:
+        twins.check_together(
+            attentions, lambda place, size=size: [(LONG - 1 - 5 * place, 1)] * size
+        )
 
 
 @pytest.mark.parametrize("mix", DECODES.values(), ids=DECODES)

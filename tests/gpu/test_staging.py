@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from executor.staging import ReadBack, StagingBuffer, StepInputs, to_device
+from tests.executor.copiers import read
 from tests.gpu.machine import Machine
 
 CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
@@ -46,7 +47,8 @@ def test_the_device_reads_what_each_step_wrote(machine: Machine) -> None:
         if machine.device.type == "cuda":
             assert staged.host.is_pinned()
     assert [tensor.tolist() for tensor in kept] == expected
-    assert read_back.read(kept[0][:100]).tolist() == expected[0][:100]
+    assert read(read_back, kept[0][:100]).tolist() == expected[0][:100]
+    assert read(read_back, kept[0][:0]).tolist() == []  # a step that samples nothing
 
 
 def test_rare_columns_get_to_the_device_without_a_wait(machine: Machine) -> None:

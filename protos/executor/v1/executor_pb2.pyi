@@ -154,8 +154,9 @@ class DescribeResponse(_message.Message):
     behind this address is gone.
     """
     num_kv_blocks: _builtins.int
-    """KV pool: blocks in all, block 0 included. Block 0 is scratch: padded positions write to
-    it, nobody reads it, and the router never hands it out.
+    """KV pool: the ids of its blocks are below this. Block 0 is scratch: padded positions write
+    to it, nobody reads it, and the router never hands it out. What drafts need behind a
+    sequence's blocks an executor has besides.
     """
     num_rows: _builtins.int
     """Lines of the block table: sequences that can be live at once on this DP rank."""
@@ -246,7 +247,7 @@ class Speculation(_message.Message):
     """
     extends: _builtins.bool
     """Whether the draft model runs over every token that the model runs, and so has rows of its own
-    in every step (global_num_tokens_for_draft).
+    in every step that is not speculative (global_num_tokens_for_draft).
     """
     def __init__(
         self,
@@ -404,7 +405,7 @@ class BudgetLine(_message.Message):
     bound: _builtins.str
     """The setting or size that it follows from, such as "max_num_batched_tokens"."""
     tokens: _builtins.int
-    """Rows at most, one per token."""
+    """Rows at most: of tokens, or of sequences. 0 if it has none."""
     bytes: _builtins.int
     """What they take."""
     def __init__(
@@ -623,7 +624,9 @@ class StepAgreement(_message.Message):
     def global_num_tokens_for_draft(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows that the draft model runs on each DP rank behind a step that is not speculative: one for
         each token, and one more for each prompt whose last chunk this is. Length dp_size where
-        Speculation.extends is set; else empty, as in a speculative step.
+        Speculation.extends is set; else empty, as in a speculative step. A router that plans no
+        speculative steps leaves it empty in all steps of an epoch: the draft model then runs nothing,
+        a row of such a step cannot run in a speculative one, and kv_lookahead is not due.
         """
 
     @_builtins.property

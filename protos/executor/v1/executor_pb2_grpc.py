@@ -77,7 +77,8 @@ class ExecutorServiceServicer:
         attention-TP rank 0) before any Join of that epoch.
 
         Errors:
-        FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+        FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
+        newer one began while the store was being opened.
         INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
         FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
         """
@@ -88,13 +89,14 @@ class ExecutorServiceServicer:
     def Join(self, request, context):
         """Leaves any older process group, drops all rows and joins this epoch's process group.
         Returns when the executor is ready to step; every member must be called, since each
-        waits for all the others.
+        waits for all the others. A router that gives up on an epoch cancels the call, and the
+        executor waits no longer; nor does it once a newer epoch begins.
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
         INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-        UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
-        were not captured.
+        UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
+        began, or graphs were not captured.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

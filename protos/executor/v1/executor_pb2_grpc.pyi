@@ -67,20 +67,22 @@ class ExecutorServiceStub:
     attention-TP rank 0) before any Join of that epoch.
 
     Errors:
-      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
+                                         newer one began while the store was being opened.
       INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
     """
     Join: _grpc.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
     Returns when the executor is ready to step; every member must be called, since each
-    waits for all the others.
+    waits for all the others. A router that gives up on an epoch cancels the call, and the
+    executor waits no longer; nor does it once a newer epoch begins.
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-      UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
-                                             were not captured.
+      UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
+                                         began, or graphs were not captured.
     """
     Step: _grpc.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -118,20 +120,22 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     attention-TP rank 0) before any Join of that epoch.
 
     Errors:
-      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+      FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
+                                         newer one began while the store was being opened.
       INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
       FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
     """
     Join: _aio.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]  # type: ignore[assignment]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
     Returns when the executor is ready to step; every member must be called, since each
-    waits for all the others.
+    waits for all the others. A router that gives up on an epoch cancels the call, and the
+    executor waits no longer; nor does it once a newer epoch begins.
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-      UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
-                                             were not captured.
+      UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
+                                         began, or graphs were not captured.
     """
     Step: _aio.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]  # type: ignore[assignment]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
@@ -178,7 +182,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         attention-TP rank 0) before any Join of that epoch.
 
         Errors:
-          FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before.
+          FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
+                                             newer one began while the store was being opened.
           INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
           FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
         """
@@ -191,13 +196,14 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_executor_pb2.JoinResponse, _abc.Awaitable[_executor_pb2.JoinResponse]]:
         """Leaves any older process group, drops all rows and joins this epoch's process group.
         Returns when the executor is ready to step; every member must be called, since each
-        waits for all the others.
+        waits for all the others. A router that gives up on an epoch cancels the call, and the
+        executor waits no longer; nor does it once a newer epoch begins.
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
           INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-          UNAVAILABLE          JOIN_FAILED   another member did not come in time, or graphs
-                                                 were not captured.
+          UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
+                                             began, or graphs were not captured.
         """
 
     @_abc_1.abstractmethod

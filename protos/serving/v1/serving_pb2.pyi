@@ -77,7 +77,7 @@ class _SpeculationStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Spec
     SPECULATION_STATE_UNSPECIFIED: _SpeculationState.ValueType  # 0
     """Never sent."""
     SPECULATION_STATE_DRAFTING: _SpeculationState.ValueType  # 1
-    """Steps without prompts are speculative."""
+    """Steps without prompts are speculative, and where prompts wait, there is one every few steps."""
     SPECULATION_STATE_PAUSED: _SpeculationState.ValueType  # 2
     """Too few drafts were accepted to pay. They are tried again after some hundred steps."""
     SPECULATION_STATE_OFF: _SpeculationState.ValueType  # 3
@@ -89,7 +89,7 @@ class SpeculationState(_SpeculationState, metaclass=_SpeculationStateEnumTypeWra
 SPECULATION_STATE_UNSPECIFIED: SpeculationState.ValueType  # 0
 """Never sent."""
 SPECULATION_STATE_DRAFTING: SpeculationState.ValueType  # 1
-"""Steps without prompts are speculative."""
+"""Steps without prompts are speculative, and where prompts wait, there is one every few steps."""
 SPECULATION_STATE_PAUSED: SpeculationState.ValueType  # 2
 """Too few drafts were accepted to pay. They are tried again after some hundred steps."""
 SPECULATION_STATE_OFF: SpeculationState.ValueType  # 3

@@ -1,0 +1,97 @@
+"""An attempt to join an epoch, which any thread may call off.
+
+    compute thread    form ──── waits ────▶ groups ─▶ captures ─▶ over
+                        │                     ▲
+    its own thread      └─ store, peers ──────┘
+    event loop                 call_off: the compute thread waits no longer
+
+PyTorch's stores and groups wait for peers, and nothing ends all of these waits: a peer that has not
+called yet has no connection that could be ended. So another thread waits, and an attempt that is
+called off leaves it behind. It ends with the store of its epoch, which goes when the next one is
+opened, or when its time to form is over, and closes what has formed by then. NCCL has no such time:
+a peer that is lost while NCCL connects costs that thread.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from executor.errors import JoinFailed
+
+MAX_PORT = (1 << 16) - 1
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+GroupsT = TypeVar("GroupsT", bound=Closable)
+
+
+class JoinAttempt:
+    """One call of Join. It has an end of its own; this says only whether it is wanted still.
+
+    Args:
+        epoch: The epoch to join.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._called_off: Future[str] = Future()  # why it was
+
+    def call_off(self, problem: str) -> None:
+        """Ends it: what has not formed yet never will. Its owner then leaves what has.
+
+        Args:
+            problem: Why; the first one counts.
+        """
+        with suppress(InvalidStateError):
+            self._called_off.set_result(problem)
+
+    def check(self) -> None:
+        """Does nothing unless it was called off.
+
+        Raises:
+            JoinFailed: It was; says why.
+        """
+        if self._called_off.done():
+            raise JoinFailed(f"epoch {self._epoch}: {self._called_off.result()}")
+
+    def form(self, form_group: Callable[[int, str, int], GroupsT], store_address: str) -> GroupsT:
+        """Forms the epoch's groups.
+
+        Args:
+            form_group: Called in another thread with the epoch and the store's host and port. What
+                it returns is closed if nobody wants it any more.
+            store_address: host:port.
+
+        Raises:
+            JoinFailed: A member did not come in time, the address is none, or the attempt was
+                called off.
+        """
+        host, _, port = store_address.rpartition(":")
+        is_port = port.isdecimal() and len(port) <= 5 and 0 < int(port) <= MAX_PORT
+        if not host or not is_port:
+            raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
+        self.check()
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"form-{self._epoch}")
+        forming = thread.submit(form_group, self._epoch, host.strip("[]"), int(port))
+        thread.shutdown(wait=False)
+        ends: list[Future[Any]] = [forming, self._called_off]
+        wait(ends, return_when=FIRST_COMPLETED)
+        try:
+            self.check()
+            return forming.result()
+        except JoinFailed:
+            forming.add_done_callback(_close)
+            raise
+        except RuntimeError as error:
+            raise JoinFailed(
+                f"epoch {self._epoch}: no group formed over the store at {store_address}: {error}"
+            ) from error
+
+
+def _close(formed: Future[GroupsT]) -> None:
+    if formed.exception() is None:
+        formed.result().close()
