@@ -34,6 +34,7 @@ HELP = {
     "min_chunk_tokens": "A prompt runs at least this far in a step, however unequal the ranks.",
     "speculation": "Whether steps are speculative where executors have a draft model.",
     "min_tokens_per_draft_step": "Tokens that a sequence must gain in a speculative step to pay.",
+    "prompt_steps_between_drafts": "While prompts wait, steps that run some between two that draft.",
     "form_timeout_s": "Seconds for each call that forms a group.",
     "step_timeout_s": "Seconds for the answer to a step; past it, the executor counts as lost.",
     "step_deadline_factor": "The same past so many times what such steps take, once that is known.",

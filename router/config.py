@@ -44,6 +44,9 @@ class RouterConfig(PortSecurity):
         min_tokens_per_draft_step: Tokens that a sequence must gain in a speculative step, on
             average, for it to pay; below, a group decodes plainly for some hundred steps before it
             tries again (router/speculation.py). 1 never gives up.
+        prompt_steps_between_drafts: While prompts wait, steps that run some of them between two
+            that are speculative and run none (router/drafting.py). More of them: prompts begin
+            their answers sooner, and answers come slower. A great number: prompts always go first.
         form_timeout_s: For each call that forms a group.
         step_timeout_s: For the answer to a step, at most; past it, the executor counts as lost.
         step_deadline_factor: The same past so many times what steps of its kind take, once a few
@@ -76,6 +79,7 @@ class RouterConfig(PortSecurity):
     min_chunk_tokens: int = 512
     speculation: str = "on"
     min_tokens_per_draft_step: float = 1.5
+    prompt_steps_between_drafts: int = 2
     form_timeout_s: float = 120.0
     step_timeout_s: float = 60.0
     step_deadline_factor: float = 20.0
@@ -117,6 +121,7 @@ class RouterConfig(PortSecurity):
             "max_connection_streams",
             "pipeline_depth",
             "min_chunk_tokens",
+            "prompt_steps_between_drafts",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: need at least 1")
@@ -180,7 +185,9 @@ class RouterConfig(PortSecurity):
     def drafts(self) -> DraftSettings:
         """The settings for speculative steps."""
         return DraftSettings(
-            is_on=self.speculation == "on", min_tokens_per_step=self.min_tokens_per_draft_step
+            is_on=self.speculation == "on",
+            min_tokens_per_step=self.min_tokens_per_draft_step,
+            prompt_steps_between=self.prompt_steps_between_drafts,
         )
 
     @property

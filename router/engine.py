@@ -152,9 +152,9 @@ class Engine:
                 result = await self._executors.receive()
                 received = perf_counter()
                 plan = self._in_flight.popleft()
-                scheduler.commit(plan, result)
+                drafts = scheduler.commit(plan, result)
                 self._progress_time = self._clock()
-                self._stats.add(plan, result, self._progress_time)
+                self._stats.add(plan, result, self._progress_time, drafts)
                 times.add_answer(result, received)
             else:
                 await self._wait_for_work()

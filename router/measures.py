@@ -30,7 +30,7 @@ from router.errors import (
 )
 from router.prefix_cache import PrefixCache
 from router.request import FinishReason, Sequence
-from router.speculation import DraftCounts
+from router.speculation import NO_DRAFTS, DraftCounts
 from router.status import GraphCount
 from router.step import Agreement, DpPaddingMode, GraphMiss, RankResult, StepPlan, StepResult
 from router.step_builder import NO_GRAPHS, GraphSizes
@@ -123,19 +123,18 @@ class EpochStats:
         self._agreements: list[Agreement] = []  # of steps that are not in the counts yet
         self._last_tokens: tuple[int, ...] = ()
 
-    def add(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Counts a step that was committed now."""
+    def add(
+        self, plan: StepPlan, result: StepResult, now: float, drafts: DraftCounts = NO_DRAFTS
+    ) -> None:
+        """Counts a step that was committed now, and what came of its drafts."""
         self.num_steps += 1
         self.last_time = now
         self._last_result = result
-        num_rows = len(plan.sampled_rows)
         if plan.limits is None:
-            self.num_output_tokens += num_rows
+            self.num_output_tokens += len(plan.sampled_rows)
         else:
-            num_tokens = sum(len(part.next_token_ids) for part in result)
-            self.num_output_tokens += num_tokens
-            num_drafts = int(plan.limits.sum()) - num_rows
-            self.drafts += DraftCounts(1, num_drafts, num_tokens - num_rows)
+            self.num_output_tokens += sum(len(part.next_token_ids) for part in result)
+            self.drafts += drafts
         self._agreements.append(plan.agreement)
         if len(self._agreements) == FOLD_STEPS:
             self._fold()

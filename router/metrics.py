@@ -110,125 +110,48 @@ def _router_families(now: Snapshot) -> Iterator[Family]:
 
 
 def _group_families(now: Snapshot) -> Iterator[Family]:
-    groups = [((str(status.group),), status) for status in now.groups]
-    totals = [
-        ((str(status.group),), total) for status, total in zip(now.groups, now.totals, strict=True)
-    ]
-
-    def of_status(
-        name: str, help_text: str, value_of: Callable[[GroupStatus], float | None]
-    ) -> Family:
-        series = [(labels, value_of(status)) for labels, status in groups]
-        known = [(labels, value) for labels, value in series if value is not None]
-        return Family(f"lockstep_router_{name}", "gauge", help_text, GROUP, known)
-
-    def of_totals(
-        name: str,
-        kind: str,
-        help_text: str,
-        value_of: Callable[[GroupTotals], float | Histogram],
-    ) -> Family:
-        series = [(labels, value_of(total)) for labels, total in totals]
-        return Family(f"lockstep_router_{name}", kind, help_text, GROUP, series)
-
-    yield of_status(
+    yield _of_status(
+        now,
         "group_ready",
         "Whether the group has formed and can step.",
         lambda g: float(g.state is GroupState.READY),
     )
-    yield of_totals(
+    yield _of_totals(
+        now,
         "group_lost",
         "gauge",
         "1 from the loss of an executor that was not told to stop until the group has formed again.",
         lambda t: float(t.is_lost),
     )
-    yield of_status("epoch", "Number of the group's epoch.", lambda g: g.epoch)
-    yield of_status(
+    yield _of_status(now, "epoch", "Number of the group's epoch.", lambda g: g.epoch)
+    yield _of_status(
+        now,
         "last_step_age_seconds",
         "Since the last step; grows while there is nothing to do, too.",
         lambda g: g.last_step_age_s,
     )
-    yield of_status(
-        "waiting_sequences", "Sequences that no rank runs yet, or again.", lambda g: g.num_waiting
+    yield _of_status(
+        now,
+        "waiting_sequences",
+        "Sequences that no rank runs yet, or again.",
+        lambda g: g.num_waiting,
     )
-    yield of_status("waiting_tokens", "Their tokens.", lambda g: g.num_waiting_tokens)
-    yield of_status(
-        "kv_usage_ratio", "Share of the group's KV blocks that live sequences hold.", _kv_usage
+    yield _of_status(now, "waiting_tokens", "Their tokens.", lambda g: g.num_waiting_tokens)
+    yield _of_status(
+        now, "kv_usage_ratio", "Share of the group's KV blocks that live sequences hold.", _kv_usage
     )
-    yield of_status(
+    yield _of_status(
+        now,
         "imbalance_ratio",
         "Tokens of the rank with most over the mean of all, in the last step; 1 is even.",
         _imbalance,
     )
-    yield of_totals(
-        "output_tokens_total", "counter", "Tokens sampled.", lambda t: t.num_output_tokens
+    yield _of_totals(
+        now, "output_tokens_total", "counter", "Tokens sampled.", lambda t: t.num_output_tokens
     )
-    yield of_totals(
-        "speculative_steps_total",
-        "counter",
-        "Steps with drafts.",
-        lambda t: t.drafts.num_steps,
-    )
-    yield of_totals(
-        "drafts_total",
-        "counter",
-        "Drafts that could have been accepted.",
-        lambda t: t.drafts.num_drafts,
-    )
-    yield of_totals(
-        "accepted_drafts_total",
-        "counter",
-        "Drafts that were accepted.",
-        lambda t: t.drafts.num_accepted,
-    )
-    yield of_status(
-        "tokens_per_draft_step",
-        "Tokens that a sequence gains in a step with drafts, lately; none before the first.",
-        lambda g: None if g.speculation is None else g.speculation.tokens_per_step,
-    )
-    yield of_status(
-        "drafts_paused",
-        "1 while too few drafts are accepted to pay, so that steps are plain.",
-        lambda g: (
-            None if g.speculation is None else float(g.speculation.state is SpeculationState.PAUSED)
-        ),
-    )
-    yield of_totals("epochs_total", "counter", "Times the group formed.", lambda t: t.num_epochs)
-    yield Family(
-        "lockstep_router_ended_epochs_total",
-        "counter",
-        "Epochs that are over: left, when an executor was told to stop, or lost.",
-        ("group", "reason"),
-        [
-            ((*labels, reason), count)
-            for labels, total in totals
-            for reason, count in total.losses.items()
-        ],
-    )
-    yield Family(
-        "lockstep_router_steps_total",
-        "counter",
-        "Steps by what ran them: a captured graph's runner, or eager and why no graph did.",
-        ("group", "runner", "miss"),
-        [
-            ((*labels, runner, miss), count)
-            for labels, total in totals
-            for (runner, miss), count in total.steps.items()
-        ],
-    )
-    yield Family(
-        "lockstep_router_step_seconds_total",
-        "counter",
-        "Where the time of steps went. plan, encode, commit: this router. queue, execute: the "
-        "executor that took longest. wire: the rest. Steps overlap, so phases add up to more "
-        "than the time that passed.",
-        ("group", "phase"),
-        [
-            ((*labels, phase), seconds)
-            for labels, total in totals
-            for phase, seconds in total.step_seconds.items()
-        ],
-    )
+    yield from _draft_families(now)
+    yield from _epoch_families(now)
+    yield from _step_families(now)
     for name, help_text, value_of in (
         ("queue", "From a sequence's arrival to its first step.", lambda t: t.queue_s),
         (
@@ -243,7 +166,117 @@ def _group_families(now: Snapshot) -> Iterator[Family]:
             lambda t: t.recovery_s,
         ),
     ):
-        yield of_totals(f"{name}_seconds", "histogram", help_text, value_of)
+        yield _of_totals(now, f"{name}_seconds", "histogram", help_text, value_of)
+
+
+def _draft_families(now: Snapshot) -> Iterator[Family]:
+    yield _of_totals(
+        now,
+        "speculative_steps_total",
+        "counter",
+        "Steps with drafts.",
+        lambda t: t.drafts.num_steps,
+    )
+    yield _of_totals(
+        now,
+        "drafts_total",
+        "counter",
+        "Drafts that could have been accepted.",
+        lambda t: t.drafts.num_drafts,
+    )
+    yield _of_totals(
+        now,
+        "accepted_drafts_total",
+        "counter",
+        "Drafts that were accepted.",
+        lambda t: t.drafts.num_accepted,
+    )
+    yield _of_status(
+        now,
+        "tokens_per_draft_step",
+        "Tokens that a sequence gains in a step with drafts, lately; none before the first.",
+        lambda g: None if g.speculation is None else g.speculation.tokens_per_step,
+    )
+    yield _of_status(
+        now,
+        "drafts_paused",
+        "1 while too few drafts are accepted to pay, so that steps are plain.",
+        lambda g: (
+            None if g.speculation is None else float(g.speculation.state is SpeculationState.PAUSED)
+        ),
+    )
+
+
+def _epoch_families(now: Snapshot) -> Iterator[Family]:
+    yield _of_totals(
+        now, "epochs_total", "counter", "Times the group formed.", lambda t: t.num_epochs
+    )
+    yield Family(
+        "lockstep_router_ended_epochs_total",
+        "counter",
+        "Epochs that are over: left, when an executor was told to stop, or lost.",
+        ("group", "reason"),
+        [
+            ((*labels, reason), count)
+            for labels, total in _totals(now)
+            for reason, count in total.losses.items()
+        ],
+    )
+
+
+def _step_families(now: Snapshot) -> Iterator[Family]:
+    yield Family(
+        "lockstep_router_steps_total",
+        "counter",
+        "Steps by what ran them: a captured graph's runner, or eager and why no graph did.",
+        ("group", "runner", "miss"),
+        [
+            ((*labels, runner, miss), count)
+            for labels, total in _totals(now)
+            for (runner, miss), count in total.steps.items()
+        ],
+    )
+    yield Family(
+        "lockstep_router_step_seconds_total",
+        "counter",
+        "Where the time of steps went. plan, encode, commit: this router. queue, execute: the "
+        "executor that took longest. wire: the rest. Steps overlap, so phases add up to more "
+        "than the time that passed.",
+        ("group", "phase"),
+        [
+            ((*labels, phase), seconds)
+            for labels, total in _totals(now)
+            for phase, seconds in total.step_seconds.items()
+        ],
+    )
+
+
+def _of_status(
+    now: Snapshot, name: str, help_text: str, value_of: Callable[[GroupStatus], float | None]
+) -> Family:
+    """Returns a gauge of each group that has a value."""
+    series = [((str(status.group),), value_of(status)) for status in now.groups]
+    known = [(labels, value) for labels, value in series if value is not None]
+    return Family(f"lockstep_router_{name}", "gauge", help_text, GROUP, known)
+
+
+def _of_totals(
+    now: Snapshot,
+    name: str,
+    kind: str,
+    help_text: str,
+    value_of: Callable[[GroupTotals], float | Histogram],
+) -> Family:
+    """Returns what each group's totals come to."""
+    series = [(labels, value_of(total)) for labels, total in _totals(now)]
+    return Family(f"lockstep_router_{name}", kind, help_text, GROUP, series)
+
+
+def _totals(now: Snapshot) -> list[tuple[tuple[str], GroupTotals]]:
+    """Returns each group's label and totals."""
+    return [
+        ((str(status.group),), total) for status, total in zip(now.groups, now.totals, strict=True)
+    ]
 
 
 def _rank_families(now: Snapshot) -> Iterator[Family]:

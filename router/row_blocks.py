@@ -100,7 +100,7 @@ class RowBlocks:
                 `max_len` need none.
         """
         table = self._table
-        num_missing = -(-np.minimum(ends, table.max_len) // table.block_size) - table.num_blocks
+        num_missing = self._num_missing(ends)
         rows = np.flatnonzero(num_missing > 0)
         if not len(rows):
             return
@@ -119,6 +119,23 @@ class RowBlocks:
             places = spread((table.block_starts + table.num_blocks).take(rows), num_missing)
             table.flat_blocks[places] = np.concatenate(block_ids)
             table.num_blocks[rows] += num_missing
+
+    def can_reserve(self, ends: Int32Array) -> bool:
+        """Whether `reserve` would give all rows what they want, and no bound prompt's blocks."""
+        table = self._table
+        num_wanted = np.maximum(self._num_missing(ends), 0)
+        for_prompts = table.num_extend // table.block_size + 1 - table.num_blocks
+        num_wanted += np.where(table.status == RowStatus.EXTEND, for_prompts, 0)
+        sums = num_wanted.reshape(table.dp_size, -1).sum(axis=1).tolist()
+        return all(
+            count + table.num_bound(rank) <= pool.num_available
+            for rank, (pool, count) in enumerate(zip(self._pools, sums, strict=True))
+        )
+
+    def _num_missing(self, ends: Int32Array) -> Int32Array:
+        """Returns int32 [R], blocks that each row lacks for so many tokens; below 0: it has more."""
+        table = self._table
+        return -(-np.minimum(ends, table.max_len) // table.block_size) - table.num_blocks
 
     def _make_room(self, rank: int, rows: Rows) -> Rows:
         """Preempts until a block each is there for those rows that it returns."""

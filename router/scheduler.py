@@ -15,6 +15,7 @@ import numpy.typing as npt
 from protos.errors import RpcError
 from router.admission import WaitingLine
 from router.block_pool import BlockIds
+from router.drafting import Drafting
 from router.group import GroupShape
 from router.load import RankLoads
 from router.logprobs import hand_out_logprobs
@@ -24,8 +25,8 @@ from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.readers import Readers
 from router.request import FinishReason, Int32Array, Sequence
 from router.row_blocks import RowBlocks
-from router.sequence_table import NO_TOKEN, RowSet, RowStatus, SequenceTable
-from router.speculation import DraftGate, DraftSettings
+from router.sequence_table import NO_TOKEN, RowStatus, SequenceTable
+from router.speculation import NO_DRAFTS, DraftCounts, DraftGate, DraftSettings
 from router.step import StepPlan, StepResult
 from router.step_builder import Chunk, build_plan
 from router.token_gaps import TokenGaps
@@ -73,6 +74,12 @@ class Scheduler:
         self.num_preemptions = self._blocks.num_preemptions
         self.gate = DraftGate(drafts or DraftSettings())
         self._shape = shape
+        self._speculation = shape.speculation if self.gate.settings.is_on else None
+        self._drafting = (
+            None
+            if self._speculation is None
+            else Drafting(self.table, self._blocks, self._speculation, self.gate)
+        )
         self._admission = admission
         self._readers = readers
         self._min_chunk_tokens = min_chunk_tokens
@@ -87,12 +94,16 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
         table, num_preemptions = self.table, sum(self.num_preemptions)
+        drafting = self._drafting
         runs = self._take_decodes()
         chunks: list[list[Chunk]] = []
         if len(self._admission) or (table.status == RowStatus.EXTEND).any():
             num_decodes = table.row_set(runs).num_rows
             self._bind_waiting(num_decodes)
-            chunks = self._take_chunks(num_decodes)
+            if drafting is None or not drafting.takes_turn(
+                runs, has_waiting=len(self._admission) > 0
+            ):
+                chunks = self._take_chunks(num_decodes)
             # Whoever came after them may have taken the place of some decodes.
             runs &= table.status == RowStatus.DECODE
         decodes = table.row_set(runs)
@@ -102,8 +113,8 @@ class Scheduler:
             has_place = has_lost and not self._blocks.has_leaving
             return self.schedule() if has_place else None
         shape, limits = self._shape, None
-        if shape.speculation is not None and self.gate.settings.is_on:
-            limits = self._prepare_drafts(decodes, runs, chunks)
+        if drafting is not None:
+            limits = drafting.prepare(decodes, runs, chunks)
         plan = build_plan(
             table,
             decodes,
@@ -111,7 +122,7 @@ class Scheduler:
             chunks,
             shape.graph_sizes,
             shape.attn_tp_size,
-            speculation=shape.speculation,
+            speculation=self._speculation,
             limits=limits,
         )
         shape.check(plan.agreement)
@@ -119,18 +130,23 @@ class Scheduler:
             self._blocks.name(chunk.row)
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> None:
-        """Takes a step's tokens, ends what they end and wakes who waits for them."""
+    def commit(self, plan: StepPlan, result: StepResult) -> DraftCounts:
+        """Takes a step's tokens, ends what they end and wakes who waits for them.
+
+        Returns what came of its drafts, but for those of sequences that have ended meanwhile.
+        """
         table = self.table
         table.num_in_flight -= plan.runs
         for batch, rank_result in zip(plan.batches, result, strict=True):
             if batch.scorings:
                 hand_out_logprobs(batch, rank_result)
+        drafts = NO_DRAFTS
         if plan.limits is None:
             self._take_tokens(plan, result)
         else:
-            self._take_runs(plan, plan.limits, result)
+            drafts = self._take_runs(plan, plan.limits, result)
         self._blocks.release_leaving()
+        return drafts
 
     def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
         """Takes the tokens of a step in which each row that samples gained one."""
@@ -167,7 +183,7 @@ class Scheduler:
         for row in np.flatnonzero(is_event).tolist():
             self._finish_if_due(row, int(sampled[row]))
 
-    def _take_runs(self, plan: StepPlan, limits: Int32Array, result: StepResult) -> None:
+    def _take_runs(self, plan: StepPlan, limits: Int32Array, result: StepResult) -> DraftCounts:
         """Takes the tokens of a speculative step, and takes back what was computed in vain."""
         table = self.table
         rows, gains = plan.sampled_rows, gains_of(result)
@@ -178,7 +194,8 @@ class Scheduler:
         if self._blocks.has_leaving:
             is_live = table.status.take(rows) != RowStatus.ENDED
             tokens = tokens[np.repeat(is_live, gains)]
-            rows, gains = rows[is_live], gains[is_live]
+            rows, gains, limits = rows[is_live], gains[is_live], limits[is_live]
+        drafts = DraftCounts(1, int(limits.sum()) - len(rows), int(gains.sum()) - len(rows))
         kept, is_due = write_runs(table, rows, tokens, gains)
         if len(rows):  # what comes behind an end is nobody's gain
             self.gate.add(len(rows), int(kept.sum()))
@@ -201,6 +218,7 @@ class Scheduler:
         # What one step gives a sequence comes together: no time passes between its tokens.
         num_kept = int((table.num_tokens.take(rows) - lens + kept).sum())
         self._measures.inter_token_s.observe(0.0, num_kept - len(rows))
+        return drafts
 
     # ---- ends
 
@@ -259,37 +277,6 @@ class Scheduler:
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
         return can_run
-
-    def _prepare_drafts(
-        self, decodes: RowSet, runs: npt.NDArray[np.bool_], chunks: list[list[Chunk]]
-    ) -> Int32Array | None:
-        """Gives rows blocks beyond what they run, for drafts.
-
-        Returns int32, of each decode the most tokens that it may gain in a speculative step; None
-        if the step is not to be one.
-        """
-        table, speculation = self.table, self._shape.speculation
-        assert speculation is not None
-        if not any(chunks):
-            # Below its least length, only what a first token may be is known beforehand.
-            takes_drafts = table.takes_drafts & (table.num_tokens >= table.min_len)
-            limits = np.where(takes_drafts, speculation.max_gain, 1)
-            np.minimum(limits, table.max_computed - table.num_computed, out=limits)
-            if limits.take(decodes.rows).max() > 1 and self.gate.wants_drafts():
-                num_reserved = speculation.num_reserved_tokens
-                self._blocks.reserve(np.where(runs, table.num_computed + num_reserved, 0))
-                held = table.num_blocks * table.block_size - table.num_computed
-                gains: Int32Array = np.minimum(limits, held).take(decodes.rows).astype(np.int32)
-                if gains.max() > 1:
-                    return gains
-        if speculation.kv_lookahead:
-            ends = np.where(runs, table.num_computed + 1, 0)
-            for chunk in chain.from_iterable(chunks):
-                end = int(table.num_computed[chunk.row]) + chunk.num_tokens
-                ends[chunk.row] = end if end == table.num_extend[chunk.row] else 0
-            ends[ends > 0] += speculation.kv_lookahead
-            self._blocks.reserve(ends)
-        return None
 
     # ---- waiting sequences
 

@@ -70,7 +70,8 @@ class DraftCounts:
 
     Attributes:
         num_steps: How many there were.
-        num_drafts: Drafts that could have been accepted: of each row, one less than it may gain.
+        num_drafts: Drafts that could have been accepted: of each row, one less than it may gain;
+            of those whose sequence ended while the step was in flight, none.
         num_accepted: Those that were.
     """
 
@@ -86,6 +87,9 @@ class DraftCounts:
         )
 
 
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
     """What an operator says about drafts.
@@ -94,10 +98,13 @@ class DraftSettings:
         is_on: Whether any step is speculative.
         min_tokens_per_step: Tokens that a row must gain in a speculative step for it to pay; 1,
             which each row gains in any step, is always.
+        prompt_steps_between: While prompts wait, steps that run them between two that draft; see
+            router/drafting.py.
     """
 
     is_on: bool = True
     min_tokens_per_step: float = 1.5
+    prompt_steps_between: int = 2
 
 
 class DraftGate:

@@ -56,7 +56,7 @@ class GraphCount:
 
 
 class SpeculationState(Enum):
-    DRAFTING = auto()  # steps without prompts are speculative
+    DRAFTING = auto()  # steps without prompts are speculative, and come in turn
     PAUSED = auto()  # too few drafts were accepted to pay; they will be tried again
     OFF = auto()  # the router was told not to
 

@@ -62,7 +62,8 @@ def build_plan(
         chunks: [dp_size] chunks of each rank, each with blocks for its tokens; or none at all.
         graph_sizes: What the executors have captured.
         attn_tp_size: Executors that share a rank's rows.
-        speculation: What the executors can draft; None: nothing.
+        speculation: What the executors can draft; None: nothing, or no step ever does, and then
+            the draft model runs nothing either.
         limits: int32, of each decode, the most tokens that it may gain, each with a block; then
             there are no chunks. None: the step is not speculative.
     """

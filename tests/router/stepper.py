@@ -14,7 +14,7 @@ from router.readers import Readers
 from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduler import Scheduler
 from router.sequence_table import RowStatus
-from router.speculation import DraftSettings
+from router.speculation import DraftCounts, DraftSettings
 from router.step import StepPlan
 from tests.sim.fake_rank import FakeRank
 
@@ -122,9 +122,9 @@ class Stepper:
             )
         return plan
 
-    def commit(self) -> None:
-        """Commits the earliest step in flight."""
-        self.scheduler.commit(self.in_flight.popleft(), self.results.popleft())
+    def commit(self) -> DraftCounts:
+        """Commits the earliest step in flight. Returns what came of its drafts."""
+        return self.scheduler.commit(self.in_flight.popleft(), self.results.popleft())
 
     def step(self) -> StepPlan:
         """Plans and commits one step; there is work for one."""

@@ -94,6 +94,7 @@ class FakeExecutors:
         self._device_time = 0.0
         self._up_time = 0.0
         self._pending: deque[Pending] = deque()
+        self._is_followed: bool | None = None  # by the draft model, as its first plain step said
         self._ranks: list[FakeRank] = []
         self._loss: asyncio.Future[None] | None = None
 
@@ -199,9 +200,14 @@ class FakeExecutors:
             samples = np.ones(len(batch.rows)) if batch.samples is None else batch.samples
             num_sampled.append(int(samples.sum()))
         draft_counts = agreement.global_num_tokens_for_draft, agreement.global_num_sampled
+        if has_draft_rows and self._is_followed is None:
+            self._is_followed = draft_counts != ((), ())
         assert draft_counts == (
-            (tuple(num_draft_rows), tuple(num_sampled)) if has_draft_rows else ((), ())
+            (tuple(num_draft_rows), tuple(num_sampled))
+            if has_draft_rows and self._is_followed
+            else ((), ())
         )
+        assert not (width and self._is_followed is False)
         assert not (width and agreement.has_extend)
         assert max(agreement.global_num_tokens) > 0
         assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)

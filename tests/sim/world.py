@@ -126,7 +126,13 @@ class World:
             min_chunk_tokens=rng.choice([1, 8]),
             retry_delay_s=0.1,
             on_end=self.cell.on_end,
-            drafts=rng.choice([None, DraftSettings(min_tokens_per_step=1)]),
+            drafts=rng.choice(
+                [
+                    None,
+                    DraftSettings(min_tokens_per_step=1),
+                    DraftSettings(min_tokens_per_step=1, prompt_steps_between=1),
+                ]
+            ),
         )
         return Group(shape, executors, admission, engine)
 
