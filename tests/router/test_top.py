@@ -191,10 +191,12 @@ class Screen:
 @asynccontextmanager
 async def watching(target: str) -> AsyncIterator[None]:
     drawing = asyncio.create_task(top.watch(Client(target), target, 0.01, once=False))
-    yield
-    drawing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await drawing
+    try:
+        yield
+    finally:
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
 
 
 async def test_the_picture_comes_back_with_the_router(monkeypatch: pytest.MonkeyPatch):
@@ -216,7 +218,6 @@ async def test_the_picture_comes_back_with_the_router(monkeypatch: pytest.Monkey
 async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPatch):
     """Else the last picture would stay, and look well."""
     screen = Screen(monkeypatch)
-    monkeypatch.setattr(top, "ANSWER_S", 0.2)
     cell = FakeCell()
     cell.groups = [ready(rank(0))]
     servicer = servicer_of(cell)
@@ -230,6 +231,7 @@ async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPa
         server, port = await start(servicer, port)
         async with watching(f"127.0.0.1:{port}"):
             await screen.shows("READY")
+            monkeypatch.setattr(top, "ANSWER_S", 0.2)  # of the first, a late answer is the last
             servicer.GetStatus = wait
             await server.stop(None)
             server, _ = await start(servicer, port)
