@@ -19,9 +19,9 @@ from router.request import FinishReason, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus
 from router.tokenizer import Tokenizer
 from router.tokenizer_archive import zip_tokenizer
+from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer
 from tests.router.vllm_calls import PROMPT, answers, connected, failure, generate
-from tests.test_imports import imports_of, modules_of
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
 
@@ -419,7 +419,7 @@ async def test_what_the_router_does_not_do_is_unimplemented():
 
 def test_only_the_service_itself_needs_the_package():
     """So that a router starts without it; app.py imports the service where it is wanted."""
-    for path in modules_of("router"):
+    for path in modules_of(ROOT / "router"):
         names = imports_of(path, in_functions=False)
         needs_it = any(name.startswith(("smg_grpc_proto", "router.vllm_")) for name in names)
         assert needs_it == (path.name in MESSAGE_FILES), path
