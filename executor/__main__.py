@@ -28,10 +28,10 @@ from executor.config import (
 )
 from executor.measures import Measures
 from executor.metrics import Place, collector
-from protos.logs import configure_logging
-from protos.metrics import serve_metrics
-from protos.security import HELP as SECURITY_HELP
-from protos.security import PATHS, PLAINTEXT, is_loopback, serve_health
+from protos.telemetry.logs import configure_logging
+from protos.telemetry.metrics import serve_metrics
+from protos.transport.port import HELP as SECURITY_HELP
+from protos.transport.port import PATHS, PLAINTEXT, is_loopback, serve_health
 
 if TYPE_CHECKING:
     from executor.server import ExecutorServicer

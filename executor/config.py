@@ -6,8 +6,8 @@ from pathlib import Path
 
 from executor.budget import check_step_limits
 from executor.topology import Topology
-from protos.metrics import split_address
-from protos.security import PortSecurity, is_loopback
+from protos.telemetry.metrics import split_address
+from protos.transport.port import PortSecurity, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")

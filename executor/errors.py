@@ -24,7 +24,7 @@ RpcError               what the router sees
 
 from grpc import StatusCode
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 
 
 class CheckpointError(ValueError):

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from executor.errors import InvalidStep, StepDisagreement, StepFailed
-from protos.metrics import STEP_BOUNDS, Histogram
+from protos.telemetry.metrics import STEP_BOUNDS, Histogram
 
 PHASES = ("queue", "fill", "peers", "draft", "forward", "sample")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from executor.measures import Measures
-from protos.metrics import Family
+from protos.telemetry.metrics import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

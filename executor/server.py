@@ -44,12 +44,12 @@ from executor.join_attempt import JoinAttempt
 from executor.measures import Measures
 from executor.served import Store, Worker
 from executor.step_stream import Answer, StepStream
-from protos.errors import RpcError, abort_on_error
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
-from protos.health import SERVICE_NAME, HealthServicer
-from protos.requests import RequestReader
-from protos.security import PortSecurity
+from protos.transport.errors import RpcError, abort_on_error
+from protos.transport.health import SERVICE_NAME, HealthServicer
+from protos.transport.port import PortSecurity
+from protos.transport.requests import RequestReader
 
 log = structlog.stdlib.get_logger(__name__)
 

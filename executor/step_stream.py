@@ -3,8 +3,8 @@
 import asyncio
 from typing import Self
 
-from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import RpcError
 
 # Steps taken off a stream and not answered yet. A router sends 2; more only wait.
 MAX_UNANSWERED_STEPS = 8

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from protos.logs import configure_logging
-from protos.security import HELP as SECURITY_HELP
-from protos.security import PATHS, PLAINTEXT
+from protos.telemetry.logs import configure_logging
+from protos.transport.port import HELP as SECURITY_HELP
+from protos.transport.port import PATHS, PLAINTEXT
 from router.config import ON_OFF, RouterConfig
 
 BAD_CONFIGURATION = 2

@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 import grpc
 import structlog
 
-from protos.metrics import serve_metrics
-from protos.requests import RequestReader
-from protos.security import serve_health
 from protos.serving.v1 import serving_pb2_grpc
+from protos.telemetry.metrics import serve_metrics
+from protos.transport.port import serve_health
+from protos.transport.requests import RequestReader
 from router.admission import Admission
 from router.cell import Cell, Observer
 from router.config import RouterConfig

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.engine import Engine
 from router.errors import (
     Cancelled,

@@ -28,7 +28,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from protos.tls import TlsFiles
+from protos.transport.tls import TlsFiles
 from router.client_channel import Connector, Credentials, Option
 from router.client_many import Many
 from router.client_messages import (

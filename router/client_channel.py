@@ -6,10 +6,10 @@ from pathlib import Path
 
 import grpc
 
-from protos.auth import with_token
-from protos.security import is_loopback
-from protos.tls import TlsFiles, channel_credentials, watch
-from protos.tokens import SentToken
+from protos.transport.auth import with_token
+from protos.transport.port import is_loopback
+from protos.transport.tls import TlsFiles, channel_credentials, watch
+from protos.transport.tokens import SentToken
 
 RELOAD_S = 1.0  # TLS files are looked at so often at most, since every call asks
 

@@ -12,8 +12,8 @@ from typing import Self, Unpack
 import grpc
 import numpy as np
 
-from protos.errors import ErrorDetails
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import ErrorDetails
 from router.client_messages import (
     CallFailed,
     Collector,

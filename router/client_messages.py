@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict
 
 import grpc
 
-from protos.errors import ErrorDetails, error_details
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import ErrorDetails, error_details
 from router.status import (
     GraphCount,
     GroupState,

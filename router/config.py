@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from protos.metrics import split_address
-from protos.security import PortSecurity
+from protos.telemetry.metrics import split_address
+from protos.transport.port import PortSecurity
 from router.credentials import ExecutorSecurity
 from router.discovery import check_address, check_group
 from router.speculation import DraftSettings

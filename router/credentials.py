@@ -6,11 +6,11 @@ from pathlib import Path
 
 import grpc
 
-from protos.auth import with_token
-from protos.security import check_files, check_hop, check_on_off, check_pair, check_tokens
-from protos.tls import TlsBytes, TlsFiles, channel_credentials, watch
-from protos.tokens import SentToken
-from protos.watched import Watched
+from protos.transport.auth import with_token
+from protos.transport.port import check_files, check_hop, check_on_off, check_pair, check_tokens
+from protos.transport.tls import TlsBytes, TlsFiles, channel_credentials, watch
+from protos.transport.tokens import SentToken
+from protos.transport.watched import Watched
 from router.discovery import DNS, DnsGroup
 
 Option = tuple[str, str | int]

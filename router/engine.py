@@ -13,7 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.admission import Admission
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.group import GroupInfo

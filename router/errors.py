@@ -22,7 +22,7 @@ GroupMismatch           the members of a group do not fit together; the operator
 
 from grpc import StatusCode
 
-from protos.errors import RpcError, quoted
+from protos.transport.errors import RpcError, quoted
 
 
 class InvalidRequest(RpcError):

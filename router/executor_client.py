@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import grpc
 import structlog
 
-from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+from protos.transport.errors import error_details
 from router.credentials import ChannelOpener
 from router.discovery import FindAddresses
 from router.errors import ExecutorLost, StepLost, WordLost

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from protos.errors import RpcError, abort_on_error
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.transport.errors import RpcError, abort_on_error
 from router.cell import Cell
 from router.errors import QueueFull, RequestNotFound
 from router.frontend_many import ManyCall

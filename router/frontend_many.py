@@ -12,8 +12,8 @@ No Python runs per token of a plain request, and none per request until it ends.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from protos.errors import RpcError
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import RpcError
 from router.cell import Cell
 from router.errors import InvalidRequest, ShuttingDown
 from router.readers import Reader

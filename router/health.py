@@ -4,8 +4,8 @@ from grpc.aio import Server
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protos.health import SERVICE_NAME, HealthServicer
 from protos.serving.v1 import serving_pb2
+from protos.transport.health import SERVICE_NAME, HealthServicer
 
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 LIVENESS = "liveness"

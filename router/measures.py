@@ -13,9 +13,9 @@ from operator import add, itemgetter
 
 import numpy as np
 
-from protos.auth import Unauthenticated
-from protos.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
-from protos.requests import MalformedMessage
+from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
+from protos.transport.auth import Unauthenticated
+from protos.transport.requests import MalformedMessage
 from router.errors import (
     Cancelled,
     DeadlineExceeded,

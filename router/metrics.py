@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from protos.metrics import Family, Histogram
+from protos.telemetry.metrics import Family, Histogram
 from router.cell import Cell
 from router.measures import GroupTotals, RankCounts
 from router.status import GroupState, GroupStatus, RankStatus, SpeculationState

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.readers import Reader
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from google.protobuf import duration_pb2
 
-from protos.errors import RpcError
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import RpcError
 from router.model import ServedModel
 from router.output_text import OutputText
 from router.request import FinishReason, Sequence, TokenLogprob

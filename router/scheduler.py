@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.admission import WaitingLine
 from router.block_pool import BlockIds
 from router.drafting import Drafting

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
 
 # What the reason of a stream's end says, beyond that the executor is lost.

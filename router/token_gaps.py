@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from protos.metrics import Histogram
+from protos.telemetry.metrics import Histogram
 
 
 class TokenGaps:

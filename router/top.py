@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import grpc
 
-from protos.errors import ErrorDetails
+from protos.transport.errors import ErrorDetails
 from router.client import CallFailed, Client, TimedOut, TlsFiles
 from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from protos.errors import quoted
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import quoted
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.model import ServedModel
 from router.readers import Reader

@@ -19,8 +19,8 @@ import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from protos.errors import RpcError, abort_on_error
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import RpcError, abort_on_error
 from router.cell import Cell
 from router.errors import Cancelled
 from router.frontend import GenerationServicer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import trustme
 
-from protos.tls import TlsFiles
+from protos.transport.tls import TlsFiles
 
 
 class Authority:

@@ -14,7 +14,7 @@ import sys, types
 talkative = types.ModuleType("better_exceptions")
 talkative.format_exception = lambda kind, error, tb: [repr(tb.tb_next.tb_frame.f_locals)]
 sys.modules["better_exceptions"] = talkative
-from protos.logs import configure_logging
+from protos.telemetry.logs import configure_logging
 import structlog
 configure_logging()
 log = structlog.stdlib.get_logger("here")

@@ -12,13 +12,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from protos import tokens as tokens_module
-from protos.auth import with_token
-from protos.errors import error_details
-from protos.health import HealthServicer
-from protos.security import PortSecurity, serve_health
-from protos.tls import TlsFiles, channel_credentials
-from protos.tokens import AcceptedTokens, SentToken, read_tokens
+from protos.transport import tokens as tokens_module
+from protos.transport.auth import with_token
+from protos.transport.errors import error_details
+from protos.transport.health import HealthServicer
+from protos.transport.port import PortSecurity, serve_health
+from protos.transport.tls import TlsFiles, channel_credentials
+from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
 from router import client_channel
 from router.client import Client
 from router.credentials import ExecutorSecurity

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.launch import DEMO_MODEL
 from executor.config import ExecutorConfig
-from protos.security import PortSecurity, is_loopback
+from protos.transport.port import PortSecurity, is_loopback
 from router.config import RouterConfig
 from tests.certificates import Authority, replace
 

@@ -32,14 +32,14 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from protos.auth import with_token
-from protos.requests import RequestReader
-from protos.security import PortSecurity
 from protos.serving.v1 import serving_pb2
 from protos.serving.v1.serving_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
+from protos.transport.auth import with_token
+from protos.transport.port import PortSecurity
+from protos.transport.requests import RequestReader
 from router.admission import Admission
 from router.cell import Cell
 from router.engine import Engine

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from prometheus_client import generate_latest
 
-from protos.metrics import new_registry, serve_metrics
+from protos.telemetry.metrics import new_registry, serve_metrics
 from router.admission import Admission
 from router.cell import Cell
 from router.engine import Engine

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from deploy.processes import ROOT
 from executor import metrics as executor_metrics
 from executor.measures import Measures
-from protos.metrics import LATENCY_BOUNDS, Family, Histogram
+from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram
 from router import metrics as router_metrics
 from router.measures import GroupMeasures
 from router.status import GroupState, GroupStatus

@@ -24,9 +24,9 @@ import pytest
 from deploy.demo import ask, draw_requests, idle_group
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.processes import Process
-from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.transport.errors import error_details
 from tests.e2e.conftest import PATIENT
 from tests.executor.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes

@@ -13,11 +13,11 @@ import pytest_asyncio
 from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.processes import Process
-from protos.auth import with_token
 from protos.executor.v1 import executor_pb2
-from protos.health import SERVICE_NAME as HEALTH
 from protos.serving.v1 import serving_pb2
-from protos.tls import TlsFiles, channel_credentials
+from protos.transport.auth import with_token
+from protos.transport.health import SERVICE_NAME as HEALTH
+from protos.transport.tls import TlsFiles, channel_credentials
 from router.client import Client, Many, Rejected, Unavailable
 from tests.certificates import Authority, replace
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT

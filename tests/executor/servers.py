@@ -16,9 +16,9 @@ from executor.config import ExecutorConfig
 from executor.measures import Measures
 from executor.rendezvous import open_store
 from executor.server import ExecutorServicer
-from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.transport.errors import error_details
 from tests.executor.steps import idle_part, step
 
 HOST = "127.0.0.1"

@@ -16,7 +16,7 @@ from executor.errors import InvalidStep
 from executor.server import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from protos.security import PortSecurity
+from protos.transport.port import PortSecurity
 from tests.executor.ranks import HOST, run_ranks
 from tests.executor.steps import floats_of, row_starts, sequences, step, tokens_of
 

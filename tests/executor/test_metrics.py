@@ -13,7 +13,7 @@ from executor.measures import PHASES, Measures
 from executor.metrics import Place, collector
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from protos.metrics import Histogram
+from protos.telemetry.metrics import Histogram
 from tests.executor.servers import Client, config_of, reason_of, serving
 from tests.executor.steps import decode_part, prompt_part, step
 

@@ -7,8 +7,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep
-from protos.errors import error_details
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import error_details
 from tests.executor.fake_worker import FakeWorker, read_ids, until
 from tests.executor.servers import reason_of, request, serving
 

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.errors import error_details
+from protos.transport.errors import error_details
 from tests.executor.fake_worker import read_ids, until
 from tests.executor.servers import reason_of, request
 

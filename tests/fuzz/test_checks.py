@@ -20,9 +20,9 @@ from executor.graph.capture_sizes import GraphSizes
 from executor.step_columns import read_step
 from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
-from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
+from protos.transport.errors import RpcError
 from router.model import ServedModel
 from router.readers import Readers
 from router.request import Request

@@ -10,9 +10,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from protos.errors import RpcError
-from protos.requests import RequestReader
 from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import RpcError
+from protos.transport.requests import RequestReader
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.health import Health

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import RpcError
 from router.discovery import find_addresses
 from router.executor_client import ExecutorGroup
 from router.step import StepPlan

@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from protos.errors import abort_on_error
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import abort_on_error
 from router.client import (
     Cancelled,
     Client,

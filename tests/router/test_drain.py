@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.errors import error_details
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import error_details
 from router.app import server_options
 from router.client import Client, Unavailable
 from router.config import RouterConfig

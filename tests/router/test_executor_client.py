@@ -8,8 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from deploy.ports import held_port
-from protos.errors import RpcError
 from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import RpcError
 from router import executor_client
 from router.discovery import find_addresses
 from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.errors import ExecutorLost
 from tests.router.peers import FORM_TIMEOUT_S, Peer, nothing, plan_step, run_group
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from google.rpc import code_pb2
 
-from protos.errors import error_details
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import error_details
 from router.errors import QueueFull
 from router.request import FinishReason, Request, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus

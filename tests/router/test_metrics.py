@@ -13,8 +13,8 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos.metrics import Family, Histogram, serve_metrics, split_address
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.telemetry.metrics import Family, Histogram, serve_metrics, split_address
 from router import app
 from router.admission import Admission
 from router.cell import Cell

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from protos.errors import RpcError
+from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.request import FinishReason, OutputOptions, Request
 from router.step import DpPaddingMode, StepPlan

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from protos.metrics import Histogram
+from protos.telemetry.metrics import Histogram
 from router.token_gaps import TokenGaps
 
 BOUNDS = (0.5, 1.5, 2.5, 3.5, 4.5)

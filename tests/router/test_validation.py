@@ -12,8 +12,8 @@ import tokenizers
 from grpc import StatusCode
 from tokenizers import decoders, models, pre_tokenizers
 
-from protos.errors import RpcError
 from protos.serving.v1 import serving_pb2 as pb
+from protos.transport.errors import RpcError
 from router.errors import InvalidRequest, PromptTooLong
 from router.model import ServedModel
 from router.readers import Readers

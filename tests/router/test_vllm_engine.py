@@ -11,7 +11,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from protos.errors import error_details
+from protos.transport.errors import error_details
 from router import config, vllm_engine
 from router.config import RouterConfig
 from router.errors import QueueFull

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from protos.errors import error_details
+from protos.transport.errors import error_details
 from router.errors import QueueFull
 from router.request import OutputOptions, Request
 from router.tokenizer import Tokenizer

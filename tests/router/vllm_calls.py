@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from protos.requests import RequestReader
+from protos.transport.requests import RequestReader
 from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.tokenizer import Tokenizer
 from router.vllm_engine import VllmEngineServicer, add_vllm_engine

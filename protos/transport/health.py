@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.errors import quoted
+from protos.transport.errors import quoted
 
 Status = health_pb2.HealthCheckResponse
 Context = grpc.aio.ServicerContext[Any, Any]

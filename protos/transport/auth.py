@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import grpc
 
-from protos.errors import OnRefused, RpcError, abort_on_error, nobody_counts
-from protos.tokens import SCHEME, AcceptedTokens
+from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts
+from protos.transport.tokens import SCHEME, AcceptedTokens
 
 AUTHORIZATION = "authorization"
 NEEDED = "send the metadata 'authorization: Bearer TOKEN'"

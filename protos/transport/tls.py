@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protos.watched import Watched
+from protos.transport.watched import Watched
 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from protos.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
+from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its type stubs alone

@@ -11,7 +11,7 @@ import hmac
 import re
 from pathlib import Path
 
-from protos.watched import Watched
+from protos.transport.watched import Watched
 
 RELOAD_S = 1.0  # a file is looked at so often at most, since every call asks
 MIN_LENGTH = 16

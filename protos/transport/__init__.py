@@ -1,0 +1,1 @@
+"""gRPC ports: errors, interceptors, credentials, limits and health, the same for both services."""
