@@ -24,9 +24,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.ports import held_port
 from deploy.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
+from router.api.health import READINESS
 from router.client import CallFailed, Client, TlsFiles
 from router.client_channel import Connector
-from router.health import READINESS
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed

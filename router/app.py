@@ -13,19 +13,19 @@ from protos.telemetry.metrics import serve_metrics
 from protos.transport.port import serve_health
 from protos.transport.requests import RequestReader
 from router.admission import Admission
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.health import Health, enable_reflection
+from router.api.text.tokenizer import Tokenizer
 from router.cell import Cell, Observer
 from router.config import RouterConfig
 from router.discovery import find_addresses
 from router.drain import StopSignals, drain
 from router.engine import Engine
 from router.executor_client import ExecutorGroup
-from router.frontend import SERVER_OPTIONS, GenerationServicer
-from router.health import Health, enable_reflection
 from router.metrics import collector
 from router.readers import Readers
 from router.request_log import Observers, RequestLog
 from router.step_deadline import StepDeadline
-from router.tokenizer import Tokenizer
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -201,7 +201,7 @@ def _add_vllm_engine(
     if config.vllm_engine == "off":
         return ()
     # Imported here: a router without it starts without the package that has its messages.
-    from router import vllm_engine
+    from router.api import vllm_engine
 
     servicer = vllm_engine.VllmEngineServicer(
         generation, cell, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready

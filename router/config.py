@@ -26,7 +26,7 @@ class RouterConfig(PortSecurity):
         tokenizer: The model's tokenizer.json, or a directory that has one; None: clients send
             token ids only.
         vllm_engine: "on" serves vllm.grpc.engine.VllmEngine too, for gateways such as smg
-            (router/vllm_engine.py); needs the package smg-grpc-proto.
+            (router/api/vllm_engine.py); needs the package smg-grpc-proto.
         max_waiting_sequences: Sequences that may wait in each group; more are refused.
         max_waiting_tokens: Prompt tokens that may wait in each group; more are refused.
         priority_step_s: Seconds of waiting that one level of priority is worth, so that nobody

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import structlog
 
+from router.api.health import Health
 from router.cell import Cell
-from router.health import Health
 
 log = structlog.stdlib.get_logger(__name__)
 

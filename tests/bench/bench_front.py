@@ -30,9 +30,9 @@ from protos.serving.v1.serving_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from router.admission import Admission
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.cell import Cell
 from router.engine import Engine
-from router.frontend import SERVER_OPTIONS, GenerationServicer
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
 from router.readers import Readers

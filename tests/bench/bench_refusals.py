@@ -41,9 +41,9 @@ from protos.transport.auth import with_token
 from protos.transport.port import PortSecurity
 from protos.transport.requests import RequestReader
 from router.admission import Admission
+from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.cell import Cell
 from router.engine import Engine
-from router.frontend import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.readers import Readers
 from tests.bench.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
 from tests.bench.quiet import quiet
@@ -114,7 +114,7 @@ async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Cell, 
     server = grpc.aio.server(interceptors=interceptors, options=options)
     add_GenerationServiceServicer_to_server(servicer, server)
     if kind == "vllm":
-        from router import vllm_engine
+        from router.api import vllm_engine
 
         vllm_engine.add_vllm_engine(
             server,

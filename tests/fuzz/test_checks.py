@@ -23,11 +23,11 @@ from executor.topology import Topology
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
+from router.api.validation import read_request
+from router.api.vllm_messages import read_generate, use_field_names
 from router.model import ServedModel
 from router.readers import Readers
 from router.request import Request
-from router.validation import read_request
-from router.vllm_messages import read_generate, use_field_names
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
 

@@ -13,15 +13,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import RpcError
 from protos.transport.requests import RequestReader
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.health import Health
+from router.api.text.tokenizer import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
-from router.frontend import SERVER_OPTIONS, GenerationServicer
-from router.health import Health
 from router.measures import RequestMeasures
 from router.model import ServedModel
 from router.readers import Reader, Readers
 from router.request import Columns, FinishReason, Request, Sequence
 from router.status import GroupStatus
-from router.tokenizer import Tokenizer
 
 MODEL = ServedModel(
     name="tiny-moe",

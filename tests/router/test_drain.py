@@ -11,11 +11,11 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
+from router.api.health import Health
 from router.app import server_options
 from router.client import Client, Unavailable
 from router.config import RouterConfig
 from router.drain import StopSignals, drain
-from router.health import Health
 from tests.router.fake_cell import FakeCell, serve
 
 LONG_S = 600.0  # longer than any test here takes

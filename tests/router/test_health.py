@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.transport.health import HealthServicer
+from router.api.health import SERVICE, Health, enable_reflection
 from router.client import Client, Rejected
-from router.health import SERVICE, Health, enable_reflection
 from tests.router.fake_cell import FakeCell, serve
 
 Status = health_pb2.HealthCheckResponse

@@ -17,12 +17,12 @@ from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.telemetry.metrics import Family, Histogram, serve_metrics, split_address
 from router import app
 from router.admission import Admission
+from router.api.generate import GenerationServicer
+from router.api.health import Health
 from router.cell import Cell
 from router.config import RouterConfig
 from router.engine import Engine
 from router.errors import InvalidRequest, QueueFull
-from router.frontend import GenerationServicer
-from router.health import Health
 from router.metrics import collector, families, take_snapshot
 from router.readers import Readers
 from tests.router.fake_cell import FakeCell, serve

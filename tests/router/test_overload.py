@@ -10,8 +10,8 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import MAX_MESSAGE_BYTES, error_details
+from router.api.generate_many import MAX_ENDS, ManyCall
 from router.errors import QueueFull
-from router.frontend_many import MAX_ENDS, ManyCall
 from tests.router.fake_cell import FakeCell, serve
 
 SERVICE = "/lockstep.serving.v1.GenerationService"

@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from router.output_text import OutputText
+from router.api.text.output_text import OutputText
+from router.api.text.stop_strings import StopStrings
+from router.api.text.tokenizer import Tokenizer
 from router.request import Int32Array
-from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer
 
 SAMPLE = "Grüße, 世界! 👩‍🚀 naïve\tend\n"
 

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from deploy.ports import held_port
 from protos.serving.v1 import serving_pb2_grpc
 from router import top
+from router.api.generate import GenerationServicer
+from router.api.health import Health
 from router.client import Client
-from router.frontend import GenerationServicer
-from router.health import Health
 from router.status import (
     GraphCount,
     GroupState,

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from router.frontend import GenerationServicer
+from router.api.generate import GenerationServicer
 from router.tracing import CarrierInterceptor, Tracing, start_tracing
 from tests.router.running_cell import complete, running
 

@@ -14,12 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
+from router.api.text.tokenizer import Tokenizer
+from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
 from router.model import ServedModel
 from router.readers import Readers
 from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
-from router.tokenizer import Tokenizer
-from router.validation import read_request
 
 MODEL = ServedModel(
     name="tiny-moe",

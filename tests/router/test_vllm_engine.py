@@ -12,13 +12,14 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.transport.errors import error_details
-from router import config, vllm_engine
+from router import config
+from router.api import vllm_engine
+from router.api.text.tokenizer import Tokenizer
+from router.api.text.tokenizer_archive import zip_tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
 from router.request import FinishReason, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus
-from router.tokenizer import Tokenizer
-from router.tokenizer_archive import zip_tokenizer
 from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer
 from tests.router.vllm_calls import PROMPT, answers, connected, failure, generate

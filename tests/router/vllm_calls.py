@@ -11,9 +11,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from protos.transport.requests import RequestReader
-from router.frontend import SERVER_OPTIONS, GenerationServicer
-from router.tokenizer import Tokenizer
-from router.vllm_engine import VllmEngineServicer, add_vllm_engine
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.text.tokenizer import Tokenizer
+from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 from tests.router.fake_cell import FakeCell
 
 PROMPT = [5, 6, 7]

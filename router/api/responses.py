@@ -4,8 +4,8 @@ from google.protobuf import duration_pb2
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
+from router.api.text.output_text import OutputText
 from router.model import ServedModel
-from router.output_text import OutputText
 from router.request import FinishReason, Sequence, TokenLogprob
 from router.status import (
     GroupState,

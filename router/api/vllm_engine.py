@@ -21,12 +21,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
-from router.cell import Cell
-from router.errors import Cancelled
-from router.frontend import GenerationServicer
-from router.tokenizer_archive import zip_tokenizer
-from router.validation import served
-from router.vllm_messages import (
+from router.api.generate import GenerationServicer
+from router.api.text.tokenizer_archive import zip_tokenizer
+from router.api.validation import served
+from router.api.vllm_messages import (
     Answers,
     Message,
     loads,
@@ -35,6 +33,8 @@ from router.vllm_messages import (
     server_info,
     use_field_names,
 )
+from router.cell import Cell
+from router.errors import Cancelled
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -1,8 +1,8 @@
 """The text of one sequence: whole characters, up to the first stop string."""
 
-from router.detokenizers import Detokenizer
+from router.api.text.detokenizer import Detokenizer
+from router.api.text.stop_strings import ROOT, StopStrings
 from router.request import Int32Array
-from router.stop_strings import ROOT, StopStrings
 
 
 class OutputText:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from router.detokenizers import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from router.output_text import OutputText
+from router.api.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.api.text.output_text import OutputText
+from router.api.text.stop_strings import StopStrings
 from router.request import Int32Array
-from router.stop_strings import StopStrings
 
 
 class Tokenizer:

@@ -8,14 +8,14 @@ import grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
+from router.api.generate_many import ManyCall
+from router.api.responses import group_message, model_response, take_response
+from router.api.text.tokenizer import Tokenizer
+from router.api.validation import read_request, served
 from router.cell import Cell
 from router.errors import QueueFull, RequestNotFound
-from router.frontend_many import ManyCall
 from router.readers import Reader
 from router.request import Request
-from router.responses import group_message, model_response, take_response
-from router.tokenizer import Tokenizer
-from router.validation import read_request, served
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]

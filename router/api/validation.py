@@ -14,12 +14,12 @@ import numpy as np
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import quoted
+from router.api.text.stop_strings import StopStrings
+from router.api.text.tokenizer import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.model import ServedModel
 from router.readers import Reader
 from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
-from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_LEN = 128
 MAX_N = 64

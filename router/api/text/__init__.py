@@ -1,0 +1,1 @@
+"""Text of requests and outputs: tokenizer, detokenizer, stop strings."""
