@@ -12,19 +12,19 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.telemetry.metrics import serve_metrics
 from protos.transport.port import serve_health
 from protos.transport.requests import RequestReader
-from router.admission import Admission
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health, enable_reflection
 from router.api.text.tokenizer import Tokenizer
-from router.cell import Cell, Observer
 from router.config import RouterConfig
 from router.discovery import find_addresses
 from router.drain import StopSignals, drain
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell, Observer
 from router.executor_client import ExecutorGroup
 from router.metrics import collector
-from router.readers import Readers
 from router.request_log import Observers, RequestLog
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
 from router.step_deadline import StepDeadline
 
 log = structlog.stdlib.get_logger(__name__)

@@ -30,7 +30,7 @@ class RouterConfig(PortSecurity):
         max_waiting_sequences: Sequences that may wait in each group; more are refused.
         max_waiting_tokens: Prompt tokens that may wait in each group; more are refused.
         priority_step_s: Seconds of waiting that one level of priority is worth, so that nobody
-            waits for ever; 0 is the order of arrival alone (router/admission.py).
+            waits for ever; 0 is the order of arrival alone (router/requests/waiting_queue.py).
         max_calls: Generate calls and GenerateMany streams open at once; more are refused.
         max_connection_streams: Of these, at most so many on one connection; more wait at the
             client. Above max_calls, so that they are refused with a reason instead, and probes

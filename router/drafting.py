@@ -30,7 +30,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from router.request import Int32Array
+from router.requests.request import Int32Array
 from router.row_blocks import RowBlocks
 from router.sequence_table import RowSet, RowStatus, SequenceTable
 from router.speculation import DraftGate, Speculation

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from router.api.health import Health
-from router.cell import Cell
+from router.engine.engines import Cell
 
 log = structlog.stdlib.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Hands the log probabilities of a step's answer to the sequences that asked for them."""
 
-from router.request import TokenLogprob
+from router.requests.request import TokenLogprob
 from router.step import RankBatch, RankResult
 
 

@@ -29,7 +29,7 @@ from router.errors import (
     ShuttingDown,
 )
 from router.prefix_cache import PrefixCache
-from router.request import FinishReason, Sequence
+from router.requests.request import FinishReason, Sequence
 from router.speculation import NO_DRAFTS, DraftCounts
 from router.status import GraphCount
 from router.step import Agreement, DpPaddingMode, GraphMiss, RankResult, StepPlan, StepResult

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from protos.telemetry.metrics import Family, Histogram
-from router.cell import Cell
+from router.engine.engines import Cell
 from router.measures import GroupTotals, RankCounts
 from router.status import GroupState, GroupStatus, RankStatus, SpeculationState
 

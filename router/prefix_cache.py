@@ -10,7 +10,7 @@ from itertools import compress
 import numpy as np
 
 from router.block_pool import BlockIds, BlockPool
-from router.request import Int32Array
+from router.requests.request import Int32Array
 
 BlockHash = bytes
 

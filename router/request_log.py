@@ -12,9 +12,9 @@ from typing import Any
 
 import structlog
 
-from router.cell import Observer
+from router.engine.engines import Observer
 from router.errors import ExecutorFailed, ShuttingDown
-from router.request import Request, Sequence
+from router.requests.request import Request, Sequence
 
 log = structlog.stdlib.get_logger(__name__)
 _levels = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 
 from router.block_pool import BlockPool
 from router.prefix_cache import PrefixCache, extend_block_hashes
-from router.request import Int32Array, Sequence
+from router.requests.request import Int32Array, Sequence
 from router.sequence_table import Rows, RowStatus, SequenceTable, spread
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.transport.errors import RpcError
-from router.admission import WaitingLine
 from router.block_pool import BlockIds
 from router.drafting import Drafting
 from router.group import GroupShape
@@ -22,8 +21,9 @@ from router.logprobs import hand_out_logprobs
 from router.measures import GroupMeasures
 from router.planner import fill_level, pick_rank
 from router.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
-from router.readers import Readers
-from router.request import FinishReason, Int32Array, Sequence
+from router.requests.listeners import Readers
+from router.requests.request import FinishReason, Int32Array, Sequence
+from router.requests.waiting_queue import WaitingLine
 from router.row_blocks import RowBlocks
 from router.sequence_table import NO_TOKEN, RowStatus, SequenceTable
 from router.speculation import NO_DRAFTS, DraftCounts, DraftGate, DraftSettings

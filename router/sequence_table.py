@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.block_pool import BlockIds
-from router.request import Columns, Int32Array, Sequence
+from router.requests.request import Columns, Int32Array, Sequence
 
 Rows = npt.NDArray[np.int64]
 

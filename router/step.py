@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from router.request import Float32Array, Int32Array, Sequence
+from router.requests.request import Float32Array, Int32Array, Sequence
 
 
 class ForwardMode(IntEnum):

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.planner import agree
-from router.request import Int32Array
+from router.requests.request import Int32Array
 from router.sequence_table import Rows, RowSet, RowStatus, SequenceTable, spread
 from router.speculation import Speculation
 from router.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
-from router.request import Int32Array, Request
+from router.requests.request import Int32Array, Request
 from router.step import (
     NO_FLOATS,
     NO_INTS,

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from router.request import Int32Array
+from router.requests.request import Int32Array
 from router.sequence_table import Rows, SequenceTable, spread
 from router.step import StepResult
 

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.request import Request, Sequence
+from router.requests.request import Request, Sequence
 
 CLOSE_S = 2.0  # for the last spans, when the router stops
 

@@ -12,10 +12,10 @@ from router.api.generate_many import ManyCall
 from router.api.responses import group_message, model_response, take_response
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request, served
-from router.cell import Cell
+from router.engine.engines import Cell
 from router.errors import QueueFull, RequestNotFound
-from router.readers import Reader
-from router.request import Request
+from router.requests.listeners import Reader
+from router.requests.request import Request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]

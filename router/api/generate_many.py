@@ -17,10 +17,10 @@ from protos.transport.errors import RpcError
 from router.api.responses import tagged_error, take_response
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request
-from router.cell import Cell
+from router.engine.engines import Cell
 from router.errors import InvalidRequest, ShuttingDown
-from router.readers import Reader
-from router.request import Request, Sequence
+from router.requests.listeners import Reader
+from router.requests.request import Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256

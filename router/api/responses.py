@@ -6,7 +6,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.text.output_text import OutputText
 from router.model import ServedModel
-from router.request import FinishReason, Sequence, TokenLogprob
+from router.requests.request import FinishReason, Sequence, TokenLogprob
 from router.status import (
     GroupState,
     GroupStatus,

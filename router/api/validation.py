@@ -18,8 +18,14 @@ from router.api.text.stop_strings import StopStrings
 from router.api.text.tokenizer import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.model import ServedModel
-from router.readers import Reader
-from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Reader
+from router.requests.request import (
+    Int32Array,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    StopConditions,
+)
 
 MAX_REQUEST_ID_LEN = 128
 MAX_N = 64

@@ -33,7 +33,7 @@ from router.api.vllm_messages import (
     server_info,
     use_field_names,
 )
-from router.cell import Cell
+from router.engine.engines import Cell
 from router.errors import Cancelled
 
 Context = grpc.aio.ServicerContext[Any, Any]

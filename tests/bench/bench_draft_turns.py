@@ -28,10 +28,10 @@ from pathlib import Path
 
 import numpy as np
 
-from router.admission import Admission
 from router.group import GroupShape
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
 from router.scheduler import Scheduler
 from router.speculation import DraftSettings, Speculation
 from router.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult

@@ -29,13 +29,13 @@ from protos.serving.v1.serving_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
-from router.admission import Admission
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
-from router.cell import Cell
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
-from router.readers import Readers
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
 from router.step import RankResult, StepPlan, StepResult
 from tests.bench.quiet import quiet
 

@@ -40,11 +40,11 @@ from protos.serving.v1.serving_pb2_grpc import (
 from protos.transport.auth import with_token
 from protos.transport.port import PortSecurity
 from protos.transport.requests import RequestReader
-from router.admission import Admission
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
-from router.cell import Cell
-from router.engine import Engine
-from router.readers import Readers
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
 from tests.bench.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
 from tests.bench.quiet import quiet
 

@@ -20,12 +20,12 @@ import numpy as np
 from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
-from router.admission import Admission
-from router.cell import Cell
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.metrics import collector, families, take_snapshot
-from router.readers import Reader, Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Reader, Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
 from tests.router.stepper import make_shape
 from tests.sim.fake_executors import FakeExecutors
 

@@ -24,12 +24,12 @@ import time
 import numpy as np
 import uvloop
 
-from router.admission import Admission
-from router.cell import Cell
 from router.discovery import find_addresses
+from router.engine.engines import Cell
 from router.executor_client import ExecutorGroup
-from router.readers import Reader, Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Reader, Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
 from router.scheduler import Scheduler
 from router.step_deadline import StepDeadline
 from tests.bench.quiet import quiet

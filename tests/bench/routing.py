@@ -5,12 +5,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.admission import Admission
-from router.cell import Cell
 from router.discovery import find_addresses
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.executor_client import ExecutorGroup
-from router.readers import Readers
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
 from router.step_deadline import StepDeadline
 
 

@@ -18,7 +18,7 @@ from executor.logits import invert
 from executor.speculative import verifier
 from executor.speculative.accept import RESIDUAL_STREAM, Accepted, reject_chain, stream_coins
 from protos.executor.v1 import executor_pb2 as pb
-from router.request import SamplingParams
+from router.requests.request import SamplingParams
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.chi_square import two_sample_p_value
 from tests.executor.draft_checkpoints import VOCAB, save_draft

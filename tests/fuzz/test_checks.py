@@ -26,8 +26,8 @@ from protos.transport.errors import RpcError
 from router.api.validation import read_request
 from router.api.vllm_messages import read_generate, use_field_names
 from router.model import ServedModel
-from router.readers import Readers
-from router.request import Request
+from router.requests.listeners import Readers
+from router.requests.request import Request
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
 

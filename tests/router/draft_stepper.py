@@ -1,6 +1,6 @@
 """A stepper whose group drafts, and what its tests ask of requests and steps."""
 
-from router.request import Request
+from router.requests.request import Request
 from router.speculation import DraftSettings
 from router.step import StepPlan
 from tests.router.stepper import Stepper, make_shape

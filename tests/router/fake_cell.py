@@ -19,8 +19,8 @@ from router.api.text.tokenizer import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.measures import RequestMeasures
 from router.model import ServedModel
-from router.readers import Reader, Readers
-from router.request import Columns, FinishReason, Request, Sequence
+from router.requests.listeners import Reader, Readers
+from router.requests.request import Columns, FinishReason, Request, Sequence
 from router.status import GroupStatus
 
 MODEL = ServedModel(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from router.admission import Admission
-from router.cell import Cell, Observer
-from router.engine import Engine
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.engine.engine import Engine
+from router.engine.engines import Cell, Observer
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
 from tests.router.stepper import make_shape
 from tests.sim.fake_executors import FakeExecutors
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from router.admission import Admission
 from router.group import GroupShape
 from router.measures import GroupMeasures
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
 from router.scheduler import Scheduler
 from router.sequence_table import RowStatus
 from router.speculation import DraftCounts, DraftSettings

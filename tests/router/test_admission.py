@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from router.admission import Admission
 from router.errors import QueueFull
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
 
 READER = Readers(max_readers=1).open()
 NUMBERS = itertools.count()

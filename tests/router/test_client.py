@@ -26,8 +26,8 @@ from router.client import (
     Unavailable,
 )
 from router.errors import NotReady, QueueFull
-from router.request import FinishReason
-from router.request import TokenLogprob as EngineLogprob
+from router.requests.request import FinishReason
+from router.requests.request import TokenLogprob as EngineLogprob
 from router.status import (
     GroupState,
     GroupStatus,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.request import OutputOptions, SamplingParams
+from router.requests.request import OutputOptions, SamplingParams
 from router.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
 from router.step_builder import GraphSizes
 from tests.router.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, widths

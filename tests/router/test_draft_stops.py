@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.errors import Cancelled
-from router.request import FinishReason
+from router.requests.request import FinishReason
 from router.sequence_table import NUM_STOP_IDS
 from tests.router.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, stop_at
 from tests.router.test_scheduler import output_of

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.drafting import TURN_ROWS
-from router.request import Request, SamplingParams
+from router.requests.request import Request, SamplingParams
 from router.sequence_table import RowStatus
 from router.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
 from router.step import ForwardMode, StepPlan

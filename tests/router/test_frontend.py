@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
-from router.request import FinishReason, Request, TokenLogprob
+from router.requests.request import FinishReason, Request, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus
 from tests.router.fake_cell import FakeCell, byte_tokenizer, serve
 

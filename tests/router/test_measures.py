@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.admission import Admission
-from router.cell import Cell
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.errors import Cancelled, QueueFull
 from router.group import GroupShape
 from router.measures import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
 from router.speculation import DraftCounts
 from router.step import DpPaddingMode, RankResult, StepPlan
 from router.step_builder import GraphSizes

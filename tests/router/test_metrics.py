@@ -16,15 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.telemetry.metrics import Family, Histogram, serve_metrics, split_address
 from router import app
-from router.admission import Admission
 from router.api.generate import GenerationServicer
 from router.api.health import Health
-from router.cell import Cell
 from router.config import RouterConfig
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.errors import InvalidRequest, QueueFull
 from router.metrics import collector, families, take_snapshot
-from router.readers import Readers
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
 from tests.router.fake_cell import FakeCell, serve
 from tests.router.running_cell import complete, running
 from tests.router.stepper import make_shape

@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from router.admission import Admission
-from router.quarantine import (
+from router.engine.quarantine import (
     FREE_ACQUITTALS,
     MAX_PROOF_TOKENS,
     PARTS,
@@ -13,8 +12,9 @@ from router.quarantine import (
     Quarantine,
     accuse,
 )
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
 from tests.router.stepper import Stepper, make_shape
 
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from router.readers import NO_READER, Reader, Readers
+from router.requests.listeners import NO_READER, Reader, Readers
 
 
 def indices(*readers: Reader | int) -> np.ndarray:

@@ -8,8 +8,8 @@ import pytest
 import structlog
 
 from router.errors import ShuttingDown
-from router.request import Request
 from router.request_log import Observers, RequestLog
+from router.requests.request import Request
 from tests.router.running_cell import complete, running
 
 IDS = {"group": 0, "epoch": 7, "step_id": 41}

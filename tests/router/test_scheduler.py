@@ -8,7 +8,7 @@ import pytest
 
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
-from router.request import FinishReason, OutputOptions, Request
+from router.requests.request import FinishReason, OutputOptions, Request
 from router.step import DpPaddingMode, StepPlan
 from tests.router.stepper import Stepper, make_shape
 from tests.sim.fake_rank import EOS, expected_output

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from router.readers import Reader, Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Reader, Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 
 NO_BLOCKS = np.zeros(0, dtype=np.int32)

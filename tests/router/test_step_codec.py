@@ -7,8 +7,8 @@ import pytest
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.step import (
     Agreement,
     DpPaddingMode,

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from router.api.text.output_text import OutputText
 from router.api.text.stop_strings import StopStrings
 from router.api.text.tokenizer import Tokenizer
-from router.request import Int32Array
+from router.requests.request import Int32Array
 
 SAMPLE = "Grüße, 世界! 👩‍🚀 naïve\tend\n"
 

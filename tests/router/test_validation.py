@@ -18,8 +18,14 @@ from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
 from router.model import ServedModel
-from router.readers import Readers
-from router.request import Int32Array, OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import (
+    Int32Array,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    StopConditions,
+)
 
 MODEL = ServedModel(
     name="tiny-moe",

@@ -18,7 +18,7 @@ from router.api.text.tokenizer import Tokenizer
 from router.api.text.tokenizer_archive import zip_tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
-from router.request import FinishReason, TokenLogprob
+from router.requests.request import FinishReason, TokenLogprob
 from router.status import GroupState, GroupStatus, RankStatus
 from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
-from router.request import OutputOptions, Request
+from router.requests.request import OutputOptions, Request
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer
 from tests.router.vllm_calls import PROMPT, connected, failure, generate
 

@@ -15,7 +15,7 @@ import numpy as np
 from router.errors import ExecutorLost
 from router.group import GroupInfo, GroupShape
 from router.model import ServedModel
-from router.request import Sequence as LiveSequence
+from router.requests.request import Sequence as LiveSequence
 from router.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan, StepResult
 from tests.sim.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from router.block_pool import SCRATCH_BLOCK
 from router.group import GroupShape
-from router.request import Sequence as LiveSequence
+from router.requests.request import Sequence as LiveSequence
 from router.step import NO_FLOATS, NO_INTS, Agreement, RankBatch, RankResult
 
 VOCAB_SIZE = 50

@@ -3,9 +3,9 @@
 import asyncio
 import random
 
+from router.engine.quarantine import PARTS
 from router.group import GroupShape
-from router.quarantine import PARTS
-from router.request import Request, StopConditions
+from router.requests.request import Request, StopConditions
 from tests.sim import virtual_clock
 from tests.sim.world import World
 

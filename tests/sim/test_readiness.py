@@ -6,13 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from router.admission import Admission
-from router.cell import Cell
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.errors import ExecutorLeft
 from router.group import GroupShape
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
 from router.step import StepResult
 from router.step_builder import NO_GRAPHS
 from tests.sim import virtual_clock

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.group import GroupShape
-from router.request import StopConditions
+from router.requests.request import StopConditions
 from router.speculation import DraftCounts
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import Poison

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from router.admission import Admission
-from router.cell import Cell
-from router.engine import Engine
+from router.engine.engine import Engine
+from router.engine.engines import Cell
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.group import GroupShape
-from router.readers import Readers
-from router.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
 from router.sequence_table import NUM_STOP_IDS, RowStatus
 from router.speculation import DraftSettings, Speculation
 from router.step_builder import NO_GRAPHS, GraphSizes

@@ -2,7 +2,7 @@
 
 from router.api.text.detokenizer import Detokenizer
 from router.api.text.stop_strings import ROOT, StopStrings
-from router.request import Int32Array
+from router.requests.request import Int32Array
 
 
 class OutputText:

@@ -11,7 +11,7 @@ import numpy as np
 from router.api.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from router.api.text.output_text import OutputText
 from router.api.text.stop_strings import StopStrings
-from router.request import Int32Array
+from router.requests.request import Int32Array
 
 
 class Tokenizer:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from router.request import Sequence
+    from router.requests.request import Sequence
 
 NO_READER = 0  # index 0 is never given out, so that an empty row of a table wakes nobody
 

@@ -8,7 +8,7 @@ import numpy as np
 import structlog
 
 from protos.transport.errors import RpcError
-from router.engine import Engine
+from router.engine.engine import Engine
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -19,8 +19,8 @@ from router.errors import (
 )
 from router.measures import GroupTotals, RequestMeasures
 from router.model import ServedModel
-from router.readers import Reader, Readers
-from router.request import Columns, Request, Sequence
+from router.requests.listeners import Reader, Readers
+from router.requests.request import Columns, Request, Sequence
 from router.status import GroupStatus
 
 log = structlog.stdlib.get_logger(__name__)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.transport.errors import RpcError
-from router.readers import Reader
+from router.requests.listeners import Reader
 
 if TYPE_CHECKING:
     from router.sequence_table import SequenceTable

@@ -14,14 +14,14 @@ from typing import Protocol
 import structlog
 
 from protos.transport.errors import RpcError
-from router.admission import Admission
+from router.engine.quarantine import Quarantine, accuse
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.group import GroupInfo
 from router.measures import EpochStats, GroupMeasures
 from router.model import ServedModel
-from router.quarantine import Quarantine, accuse
-from router.readers import Reader, Readers
-from router.request import NO_COLUMNS, Columns, Request, Sequence
+from router.requests.listeners import Reader, Readers
+from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
+from router.requests.waiting_queue import Admission
 from router.scheduler import Scheduler
 from router.speculation import DraftSettings
 from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Protocol
 
 from router.errors import QueueFull
-from router.request import Request, Sequence
+from router.requests.request import Request, Sequence
 
 PRIORITY_STEP_S = 10.0
 RETRY_DELAY_S = 1.0

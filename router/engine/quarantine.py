@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import chain
 
-from router.admission import Admission
-from router.request import Request, Sequence, Suspicion
+from router.requests.request import Request, Sequence, Suspicion
+from router.requests.waiting_queue import Admission
 
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal

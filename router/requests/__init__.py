@@ -1,0 +1,1 @@
+"""Requests while they wait and run: their data, their listeners, the waiting queue."""
