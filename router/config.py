@@ -9,7 +9,7 @@ from protos.telemetry.metrics import split_address
 from protos.transport.port import PortSecurity
 from router.credentials import ExecutorSecurity
 from router.discovery import check_address, check_group
-from router.speculation import DraftSettings
+from router.scheduling.speculation import DraftSettings
 
 ON_OFF = ("on", "off")
 
@@ -43,9 +43,9 @@ class RouterConfig(PortSecurity):
         speculation: "off" plans no speculative steps, whatever the executors could draft.
         min_tokens_per_draft_step: Tokens that a sequence must gain in a speculative step, on
             average, for it to pay; below, a group decodes plainly for some hundred steps before it
-            tries again (router/speculation.py). 1 never gives up.
+            tries again (router/scheduling/speculation.py). 1 never gives up.
         prompt_steps_between_drafts: While prompts wait, steps that run some of them between two
-            that are speculative and run none (router/drafting.py). More of them: prompts begin
+            that are speculative and run none (router/scheduling/drafting.py). More of them: prompts begin
             their answers sooner, and answers come slower. A great number: prompts always go first.
         form_timeout_s: For each call that forms a group.
         step_timeout_s: For the answer to a step, at most; past it, the executor counts as lost.

@@ -16,8 +16,8 @@ from router.credentials import ChannelOpener
 from router.discovery import FindAddresses
 from router.errors import ExecutorLost, StepLost, WordLost
 from router.formation import Member, check_group, describe_group
-from router.group import GroupInfo
-from router.step import RankResult, StepPlan, StepResult
+from router.scheduling.group import GroupInfo
+from router.scheduling.step import RankResult, StepPlan, StepResult
 from router.step_codec import decode_result, encode_step
 from router.step_deadline import StepDeadline
 from router.step_stream import KINDS, StepStream

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
-from router.group import GroupInfo, GroupShape
-from router.model import ServedModel
-from router.speculation import Speculation
-from router.step_builder import GraphSizes
+from router.scheduling.group import GroupInfo, GroupShape
+from router.scheduling.model import ServedModel
+from router.scheduling.speculation import Speculation
+from router.scheduling.step_builder import GraphSizes
 
 
 @dataclass(frozen=True, slots=True)

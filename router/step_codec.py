@@ -9,7 +9,7 @@ import numpy.typing as npt
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.requests.request import Int32Array, Request
-from router.step import (
+from router.scheduling.step import (
     NO_FLOATS,
     NO_INTS,
     Agreement,

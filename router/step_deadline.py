@@ -9,7 +9,7 @@ has no estimate yet; the longest limit alone holds for it, so that a first prefi
 
 from dataclasses import dataclass
 
-from router.step import Agreement
+from router.scheduling.step import Agreement
 
 RISE, FALL = 0.2, 0.01
 MIN_STEPS = 16  # of a kind, before its estimate counts

@@ -5,8 +5,8 @@ from google.protobuf import duration_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.text.output_text import OutputText
-from router.model import ServedModel
 from router.requests.request import FinishReason, Sequence, TokenLogprob
+from router.scheduling.model import ServedModel
 from router.status import (
     GroupState,
     GroupStatus,

@@ -17,7 +17,6 @@ from protos.transport.errors import quoted
 from router.api.text.stop_strings import StopStrings
 from router.api.text.tokenizer import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
-from router.model import ServedModel
 from router.requests.listeners import Reader
 from router.requests.request import (
     Int32Array,
@@ -26,6 +25,7 @@ from router.requests.request import (
     SamplingParams,
     StopConditions,
 )
+from router.scheduling.model import ServedModel
 
 MAX_REQUEST_ID_LEN = 128
 MAX_N = 64

@@ -16,16 +16,16 @@ import structlog
 from protos.transport.errors import RpcError
 from router.engine.quarantine import Quarantine, accuse
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
-from router.group import GroupInfo
-from router.measures import EpochStats, GroupMeasures
-from router.model import ServedModel
 from router.requests.listeners import Reader, Readers
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
 from router.requests.waiting_queue import Admission
-from router.scheduler import Scheduler
-from router.speculation import DraftSettings
+from router.scheduling.counters import EpochStats, GroupMeasures
+from router.scheduling.group import GroupInfo
+from router.scheduling.model import ServedModel
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.speculation import DraftSettings
+from router.scheduling.step import StepPlan, StepResult
 from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
-from router.step import StepPlan, StepResult
 
 log = structlog.get_logger()
 

@@ -17,10 +17,10 @@ from router.errors import (
     RequestExists,
     ShuttingDown,
 )
-from router.measures import GroupTotals, RequestMeasures
-from router.model import ServedModel
 from router.requests.listeners import Reader, Readers
 from router.requests.request import Columns, Request, Sequence
+from router.scheduling.counters import GroupTotals, RequestMeasures
+from router.scheduling.model import ServedModel
 from router.status import GroupStatus
 
 log = structlog.stdlib.get_logger(__name__)

@@ -22,7 +22,7 @@ from protos.transport.errors import RpcError
 from router.requests.listeners import Reader
 
 if TYPE_CHECKING:
-    from router.sequence_table import SequenceTable
+    from router.scheduling.sequence_table import SequenceTable
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]

@@ -28,13 +28,13 @@ from pathlib import Path
 
 import numpy as np
 
-from router.group import GroupShape
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduler import Scheduler
-from router.speculation import DraftSettings, Speculation
-from router.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult
+from router.scheduling.group import GroupShape
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.speculation import DraftSettings, Speculation
+from router.scheduling.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult
 
 DEPTH = 2
 NUM_DRAFTS = 3

@@ -32,11 +32,11 @@ from protos.serving.v1.serving_pb2_grpc import (
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Cell
-from router.group import GroupInfo, GroupShape
-from router.model import ServedModel
 from router.requests.listeners import Readers
 from router.requests.waiting_queue import Admission
-from router.step import RankResult, StepPlan, StepResult
+from router.scheduling.group import GroupInfo, GroupShape
+from router.scheduling.model import ServedModel
+from router.scheduling.step import RankResult, StepPlan, StepResult
 from tests.bench.quiet import quiet
 
 PROMPT_LEN = 8

@@ -35,13 +35,13 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
-from router.group import GroupShape
-from router.measures import EpochStats, StepTimes
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduler import Scheduler
-from router.step import RankBatch, RankResult, StepPlan
+from router.scheduling.counters import EpochStats, StepTimes
+from router.scheduling.group import GroupShape
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import RankBatch, RankResult, StepPlan
 from router.step_codec import decode_result, encode_step
 
 BLOCK_SIZE = 16

@@ -30,7 +30,7 @@ from router.executor_client import ExecutorGroup
 from router.requests.listeners import Reader, Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduler import Scheduler
+from router.scheduling.scheduler import Scheduler
 from router.step_deadline import StepDeadline
 from tests.bench.quiet import quiet
 from tests.bench.routing import running_cell, simulated_executor

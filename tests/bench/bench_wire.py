@@ -19,7 +19,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from protos.executor.v1 import executor_pb2 as pb
-from router.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan
+from router.scheduling.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan
 from router.step_codec import decode_result, encode_step
 
 FIELDS = ("row", "position", "token", "block", "samples")

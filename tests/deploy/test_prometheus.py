@@ -17,7 +17,7 @@ from executor import metrics as executor_metrics
 from executor.measures import Measures
 from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram
 from router import metrics as router_metrics
-from router.measures import GroupMeasures
+from router.scheduling.counters import GroupMeasures
 from router.status import GroupState, GroupStatus
 
 PROMETHEUS = ROOT / "deploy/prometheus"

@@ -9,7 +9,7 @@ import pytest
 from executor.errors import PeerLost
 from executor.speculative.speculator import Speculator
 from executor.worker import Worker
-from router.speculation import DraftSettings
+from router.scheduling.speculation import DraftSettings
 from tests.executor.copiers import SeparateMemory
 from tests.executor.speculative_cell import (
     ALWAYS,

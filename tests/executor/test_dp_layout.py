@@ -10,7 +10,7 @@ import pytest
 
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.topology import Topology
-from router.planner import agree
+from router.scheduling.planner import agree
 
 NUM_CASES = 400  # for each of the seeds
 PADDING = None

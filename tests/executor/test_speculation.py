@@ -16,7 +16,7 @@ from deploy.draft_scores import ask, draft_chains, walk
 from executor.speculative.tree import Drafts
 from executor.step_columns import StepColumns
 from router.requests.request import SamplingParams
-from router.step import StepPlan
+from router.scheduling.step import StepPlan
 from tests.executor.draft_trees import random_parents
 from tests.executor.random_drafts import random_draft
 from tests.executor.speculative_cell import (

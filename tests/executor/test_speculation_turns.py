@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.sequence_table import RowStatus
-from router.speculation import DraftSettings
-from router.step import StepPlan
+from router.scheduling.sequence_table import RowStatus
+from router.scheduling.speculation import DraftSettings
+from router.scheduling.step import StepPlan
 from tests.executor.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain
 from tests.executor.test_speculation import CHAINS, cell_of, settings_of
 

@@ -25,9 +25,9 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.validation import read_request
 from router.api.vllm_messages import read_generate, use_field_names
-from router.model import ServedModel
 from router.requests.listeners import Readers
 from router.requests.request import Request
+from router.scheduling.model import ServedModel
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
 

@@ -1,8 +1,8 @@
 """A stepper whose group drafts, and what its tests ask of requests and steps."""
 
 from router.requests.request import Request
-from router.speculation import DraftSettings
-from router.step import StepPlan
+from router.scheduling.speculation import DraftSettings
+from router.scheduling.step import StepPlan
 from tests.router.stepper import Stepper, make_shape
 from tests.router.test_scheduler import output_of
 from tests.router.test_speculation import speculation

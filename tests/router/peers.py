@@ -12,7 +12,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
 from router.discovery import find_addresses
 from router.executor_client import ExecutorGroup
-from router.step import StepPlan
+from router.scheduling.step import StepPlan
 from router.step_deadline import StepDeadline
 from tests.router.stepper import Stepper, make_shape
 

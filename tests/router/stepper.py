@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from router.group import GroupShape
-from router.measures import GroupMeasures
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduler import Scheduler
-from router.sequence_table import RowStatus
-from router.speculation import DraftCounts, DraftSettings
-from router.step import StepPlan
+from router.scheduling.counters import GroupMeasures
+from router.scheduling.group import GroupShape
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.sequence_table import RowStatus
+from router.scheduling.speculation import DraftCounts, DraftSettings
+from router.scheduling.step import StepPlan
 from tests.sim.fake_rank import FakeRank
 
 

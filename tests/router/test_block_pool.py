@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from router.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool
+from router.scheduling.block_pool import SCRATCH_BLOCK, BlockIds, BlockPool
 
 
 def pool_of(num_blocks: int) -> tuple[BlockPool, list[int]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.speculation import DraftSettings
+from router.scheduling.speculation import DraftSettings
 from tests.router.stepper import Stepper, make_shape
 from tests.router.test_speculation import speculation
 from tests.sim.fake_rank import expected_output

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from router.requests.request import OutputOptions, SamplingParams
-from router.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
-from router.step_builder import GraphSizes
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
+from router.scheduling.step_builder import GraphSizes
 from tests.router.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, widths
 from tests.router.stepper import Stepper, make_shape
 from tests.router.test_speculation import speculation

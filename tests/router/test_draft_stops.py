@@ -7,7 +7,7 @@ import pytest
 
 from router.errors import Cancelled
 from router.requests.request import FinishReason
-from router.sequence_table import NUM_STOP_IDS
+from router.scheduling.sequence_table import NUM_STOP_IDS
 from tests.router.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, stop_at
 from tests.router.test_scheduler import output_of
 from tests.sim.fake_rank import VOCAB_SIZE, expected_output

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.drafting import TURN_ROWS
 from router.requests.request import Request, SamplingParams
-from router.sequence_table import RowStatus
-from router.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
-from router.step import ForwardMode, StepPlan
+from router.scheduling.drafting import TURN_ROWS
+from router.scheduling.sequence_table import RowStatus
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
+from router.scheduling.step import ForwardMode, StepPlan
 from tests.router.draft_stepper import assert_plain, limits, stepper
 from tests.router.stepper import Stepper
 from tests.router.test_speculation import speculation

@@ -12,14 +12,14 @@ import pytest
 from router.engine.engine import Engine
 from router.engine.engines import Cell
 from router.errors import Cancelled, QueueFull
-from router.group import GroupShape
-from router.measures import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.speculation import DraftCounts
-from router.step import DpPaddingMode, RankResult, StepPlan
-from router.step_builder import GraphSizes
+from router.scheduling.counters import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
+from router.scheduling.group import GroupShape
+from router.scheduling.speculation import DraftCounts
+from router.scheduling.step import DpPaddingMode, RankResult, StepPlan
+from router.scheduling.step_builder import GraphSizes
 from tests.router.stepper import Stepper, make_shape
 from tests.router.test_speculation import speculation
 from tests.sim import virtual_clock
@@ -246,9 +246,9 @@ def test_preemptions_are_counted_where_they_happen():
 
 def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPatch):
     times = StepTimes()
-    monkeypatch.setattr("router.measures.time.perf_counter", lambda: 3.0)
+    monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 3.0)
     times.add_send(1.0, 2.5)
-    monkeypatch.setattr("router.measures.time.perf_counter", lambda: 9.0)
+    monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 9.0)
     tokens = np.zeros(0, np.int32)
     slow = RankResult(tokens, queued_ns=1_000_000_000, forward_ns=2_000_000_000)
     times.add_answer((RankResult(tokens, forward_ns=1_500_000_000), slow), 8.0)

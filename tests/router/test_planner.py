@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.planner import (
+from router.scheduling.planner import (
     agree,
     fill_level,
     pick_extend_graph_size,
@@ -12,7 +12,7 @@ from router.planner import (
     pick_padding_mode,
     pick_rank,
 )
-from router.step import DpPaddingMode, GraphMiss
+from router.scheduling.step import DpPaddingMode, GraphMiss
 
 SIZES = (1, 2, 4, 8, 16)
 NUM_CASES = 300  # for each seed of the random steps

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from router.prefix_cache import PrefixCache, extend_block_hashes
+from router.scheduling.prefix_cache import PrefixCache, extend_block_hashes
 
 BLOCK_SIZE = 4
 

@@ -9,7 +9,7 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
-from router.step import DpPaddingMode, StepPlan
+from router.scheduling.step import DpPaddingMode, StepPlan
 from tests.router.stepper import Stepper, make_shape
 from tests.sim.fake_rank import EOS, expected_output
 
@@ -58,7 +58,7 @@ def test_no_step_over_the_budget_is_handed_out(monkeypatch: pytest.MonkeyPatch) 
     """The executors would refuse it, and their epoch would end for all requests."""
     world = Stepper(make_shape(max_num_batched_tokens=10))
     world.submit(list(range(1, 28)))
-    monkeypatch.setattr("router.scheduler.fill_level", lambda *counts, **limits: 11)
+    monkeypatch.setattr("router.scheduling.scheduler.fill_level", lambda *counts, **limits: 11)
     with pytest.raises(AssertionError, match="planned 11 tokens on a rank; the budget is 10"):
         world.plan()
 

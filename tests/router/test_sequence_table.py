@@ -7,7 +7,7 @@ import pytest
 
 from router.requests.listeners import Reader, Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
+from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 
 NO_BLOCKS = np.zeros(0, dtype=np.int32)
 

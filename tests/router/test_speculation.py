@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.speculation import (
+from router.scheduling.speculation import (
     PAUSE_STEPS,
     PROBE_STEPS,
     DraftCounts,

@@ -9,7 +9,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.step import (
+from router.scheduling.step import (
     Agreement,
     DpPaddingMode,
     ForwardMode,

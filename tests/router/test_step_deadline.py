@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from router.step import Agreement, DpPaddingMode
+from router.scheduling.step import Agreement, DpPaddingMode
 from router.step_deadline import MIN_STEPS, StepDeadline
 
 MAX_S = 60.0

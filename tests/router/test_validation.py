@@ -17,7 +17,6 @@ from protos.transport.errors import RpcError
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
-from router.model import ServedModel
 from router.requests.listeners import Readers
 from router.requests.request import (
     Int32Array,
@@ -26,6 +25,7 @@ from router.requests.request import (
     SamplingParams,
     StopConditions,
 )
+from router.scheduling.model import ServedModel
 
 MODEL = ServedModel(
     name="tiny-moe",

@@ -13,10 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from router.errors import ExecutorLost
-from router.group import GroupInfo, GroupShape
-from router.model import ServedModel
 from router.requests.request import Sequence as LiveSequence
-from router.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan, StepResult
+from router.scheduling.group import GroupInfo, GroupShape
+from router.scheduling.model import ServedModel
+from router.scheduling.step import (
+    Agreement,
+    DpPaddingMode,
+    ForwardMode,
+    RankBatch,
+    StepPlan,
+    StepResult,
+)
 from tests.sim.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
 
 

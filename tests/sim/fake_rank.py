@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from router.block_pool import SCRATCH_BLOCK
-from router.group import GroupShape
 from router.requests.request import Sequence as LiveSequence
-from router.step import NO_FLOATS, NO_INTS, Agreement, RankBatch, RankResult
+from router.scheduling.block_pool import SCRATCH_BLOCK
+from router.scheduling.group import GroupShape
+from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, RankBatch, RankResult
 
 VOCAB_SIZE = 50
 EOS = 0

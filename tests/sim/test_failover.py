@@ -4,8 +4,8 @@ import asyncio
 import random
 
 from router.engine.quarantine import PARTS
-from router.group import GroupShape
 from router.requests.request import Request, StopConditions
+from router.scheduling.group import GroupShape
 from tests.sim import virtual_clock
 from tests.sim.world import World
 

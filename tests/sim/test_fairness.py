@@ -10,10 +10,10 @@ import pytest
 from router.engine.engine import Engine
 from router.engine.engines import Cell
 from router.errors import DeadlineExceeded
-from router.group import GroupShape
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
+from router.scheduling.group import GroupShape
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import FakeExecutors
 

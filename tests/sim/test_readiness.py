@@ -9,12 +9,12 @@ import pytest
 from router.engine.engine import Engine
 from router.engine.engines import Cell
 from router.errors import ExecutorLeft
-from router.group import GroupShape
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
-from router.step import StepResult
-from router.step_builder import NO_GRAPHS
+from router.scheduling.group import GroupShape
+from router.scheduling.step import StepResult
+from router.scheduling.step_builder import NO_GRAPHS
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import FakeExecutors
 from tests.sim.fake_rank import expected_output

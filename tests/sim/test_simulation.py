@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from router.group import GroupShape
 from router.requests.request import StopConditions
-from router.speculation import DraftCounts
+from router.scheduling.group import GroupShape
+from router.scheduling.speculation import DraftCounts
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import Poison
 from tests.sim.world import World

@@ -11,13 +11,13 @@ import numpy as np
 from router.engine.engine import Engine
 from router.engine.engines import Cell
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
-from router.group import GroupShape
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.sequence_table import NUM_STOP_IDS, RowStatus
-from router.speculation import DraftSettings, Speculation
-from router.step_builder import NO_GRAPHS, GraphSizes
+from router.scheduling.group import GroupShape
+from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
+from router.scheduling.speculation import DraftSettings, Speculation
+from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
 from tests.sim.fake_executors import FakeExecutors, Poison
 from tests.sim.fake_rank import EOS, VOCAB_SIZE, expected_output
 

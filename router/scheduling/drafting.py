@@ -31,10 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.row_blocks import RowBlocks
-from router.sequence_table import RowSet, RowStatus, SequenceTable
-from router.speculation import DraftGate, Speculation
-from router.step_builder import Chunk
+from router.scheduling.row_blocks import RowBlocks
+from router.scheduling.sequence_table import RowSet, RowStatus, SequenceTable
+from router.scheduling.speculation import DraftGate, Speculation
+from router.scheduling.step_builder import Chunk
 
 TURN_ROWS = 4  # sequences that draft in a turn, for each whose prompt waits for it
 

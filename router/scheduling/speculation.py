@@ -99,7 +99,7 @@ class DraftSettings:
         min_tokens_per_step: Tokens that a row must gain in a speculative step for it to pay; 1,
             which each row gains in any step, is always.
         prompt_steps_between: While prompts wait, steps that run them between two that draft; see
-            router/drafting.py.
+            router/scheduling/drafting.py.
     """
 
     is_on: bool = True

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from router.step import Agreement, DpPaddingMode, GraphMiss
+from router.scheduling.step import Agreement, DpPaddingMode, GraphMiss
 
 
 def fill_level(

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from router.model import ServedModel
-from router.speculation import Speculation
-from router.step import Agreement
-from router.step_builder import NO_GRAPHS, GraphSizes
+from router.scheduling.model import ServedModel
+from router.scheduling.speculation import Speculation
+from router.scheduling.step import Agreement
+from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from itertools import compress
 
 import numpy as np
 
-from router.block_pool import BlockIds, BlockPool
 from router.requests.request import Int32Array
+from router.scheduling.block_pool import BlockIds, BlockPool
 
 BlockHash = bytes
 

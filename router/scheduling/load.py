@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from router.block_pool import BlockIds
-from router.group import GroupShape
-from router.prefix_cache import PrefixCache
-from router.sequence_table import RowStatus, SequenceTable
+from router.scheduling.block_pool import BlockIds
+from router.scheduling.group import GroupShape
+from router.scheduling.prefix_cache import PrefixCache
+from router.scheduling.sequence_table import RowStatus, SequenceTable
 
 # What a cached token weighs against one to be run when ranks are compared: attention reads it
 # at every step of its sequence. With it, 16 blocks of KV weigh as much as one block to be run.

@@ -1,7 +1,7 @@
 """Hands the log probabilities of a step's answer to the sequences that asked for them."""
 
 from router.requests.request import TokenLogprob
-from router.step import RankBatch, RankResult
+from router.scheduling.step import RankBatch, RankResult
 
 
 def hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:

@@ -28,12 +28,19 @@ from router.errors import (
     RequestExists,
     ShuttingDown,
 )
-from router.prefix_cache import PrefixCache
 from router.requests.request import FinishReason, Sequence
-from router.speculation import NO_DRAFTS, DraftCounts
+from router.scheduling.prefix_cache import PrefixCache
+from router.scheduling.speculation import NO_DRAFTS, DraftCounts
+from router.scheduling.step import (
+    Agreement,
+    DpPaddingMode,
+    GraphMiss,
+    RankResult,
+    StepPlan,
+    StepResult,
+)
+from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
 from router.status import GraphCount
-from router.step import Agreement, DpPaddingMode, GraphMiss, RankResult, StepPlan, StepResult
-from router.step_builder import NO_GRAPHS, GraphSizes
 
 # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
 REFUSALS = (

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from router.block_pool import BlockIds
 from router.requests.request import Columns, Int32Array, Sequence
+from router.scheduling.block_pool import BlockIds
 
 Rows = npt.NDArray[np.int64]
 

@@ -14,10 +14,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from router.block_pool import BlockPool
-from router.prefix_cache import PrefixCache, extend_block_hashes
 from router.requests.request import Int32Array, Sequence
-from router.sequence_table import Rows, RowStatus, SequenceTable, spread
+from router.scheduling.block_pool import BlockPool
+from router.scheduling.prefix_cache import PrefixCache, extend_block_hashes
+from router.scheduling.sequence_table import Rows, RowStatus, SequenceTable, spread
 
 
 class RowBlocks:

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.sequence_table import Rows, SequenceTable, spread
-from router.step import StepResult
+from router.scheduling.sequence_table import Rows, SequenceTable, spread
+from router.scheduling.step import StepResult
 
 
 def gains_of(result: StepResult) -> Int32Array:

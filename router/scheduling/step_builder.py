@@ -7,11 +7,11 @@ from itertools import chain, compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from router.planner import agree
 from router.requests.request import Int32Array
-from router.sequence_table import Rows, RowSet, RowStatus, SequenceTable, spread
-from router.speculation import Speculation
-from router.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan
+from router.scheduling.planner import agree
+from router.scheduling.sequence_table import Rows, RowSet, RowStatus, SequenceTable, spread
+from router.scheduling.speculation import Speculation
+from router.scheduling.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan
 
 LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
 

@@ -1,0 +1,1 @@
+"""Scheduling of one group: sequences, KV blocks, step plans and their commit."""
