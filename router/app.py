@@ -16,16 +16,16 @@ from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health, enable_reflection
 from router.api.text.tokenizer import Tokenizer
 from router.config import RouterConfig
-from router.discovery import find_addresses
 from router.drain import StopSignals, drain
 from router.engine.engine import Engine
 from router.engine.engines import Cell, Observer
-from router.executor_client import ExecutorGroup
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
 from router.metrics import collector
 from router.request_log import Observers, RequestLog
 from router.requests.listeners import Readers
 from router.requests.waiting_queue import Admission
-from router.step_deadline import StepDeadline
 
 log = structlog.stdlib.get_logger(__name__)
 

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from protos.telemetry.metrics import split_address
 from protos.transport.port import PortSecurity
-from router.credentials import ExecutorSecurity
-from router.discovery import check_address, check_group
+from router.executors.credentials import ExecutorSecurity
+from router.executors.discovery import check_address, check_group
 from router.scheduling.speculation import DraftSettings
 
 ON_OFF = ("on", "off")
@@ -20,7 +20,7 @@ class RouterConfig(PortSecurity):
 
     Attributes, besides those of PortSecurity for `listen`:
         groups: The addresses ("host:port") of each group's executors, in any order, or one DNS
-            form that resolves to them (router/discovery.py).
+            form that resolves to them (router/executors/discovery.py).
         listen: Where to serve, "host:port"; port 0 takes a free one.
         model_name: What clients may call the model.
         tokenizer: The model's tokenizer.json, or a directory that has one; None: clients send

@@ -21,7 +21,7 @@ from protos.transport.tls import TlsFiles, channel_credentials
 from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
 from router import client_channel
 from router.client import Client
-from router.credentials import ExecutorSecurity
+from router.executors.credentials import ExecutorSecurity
 from tests.certificates import Authority, replace
 
 TOKEN, SECOND, WRONG = "first-token-0123456789", "second-token-0123456789", "no-token-0123456789"

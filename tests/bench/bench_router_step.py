@@ -35,6 +35,7 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
+from router.executors.step_codec import decode_result, encode_step
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
@@ -42,7 +43,6 @@ from router.scheduling.counters import EpochStats, StepTimes
 from router.scheduling.group import GroupShape
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import RankBatch, RankResult, StepPlan
-from router.step_codec import decode_result, encode_step
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128

@@ -24,14 +24,14 @@ import time
 import numpy as np
 import uvloop
 
-from router.discovery import find_addresses
 from router.engine.engines import Cell
-from router.executor_client import ExecutorGroup
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Reader, Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.scheduler import Scheduler
-from router.step_deadline import StepDeadline
 from tests.bench.quiet import quiet
 from tests.bench.routing import running_cell, simulated_executor
 

@@ -19,8 +19,8 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from protos.executor.v1 import executor_pb2 as pb
+from router.executors.step_codec import decode_result, encode_step
 from router.scheduling.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan
-from router.step_codec import decode_result, encode_step
 
 FIELDS = ("row", "position", "token", "block", "samples")
 NUM_RANKS = 16

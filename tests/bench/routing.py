@@ -5,13 +5,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.discovery import find_addresses
 from router.engine.engine import Engine
 from router.engine.engines import Cell
-from router.executor_client import ExecutorGroup
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Readers
 from router.requests.waiting_queue import Admission
-from router.step_deadline import StepDeadline
 
 
 class ExecutorProcess:

@@ -16,7 +16,7 @@ from executor.server import LIVENESS as EXECUTOR_LIVENESS
 from executor.server import READINESS as EXECUTOR_READINESS
 from protos.serving.v1 import serving_pb2
 from router.api.health import LIVENESS, READINESS
-from router.discovery import find_addresses
+from router.executors.discovery import find_addresses
 from tests.deploy.cluster import Cluster, Container, Pod, twins
 from tests.deploy.rendering import OVERLAYS, Manifest, matches, named, of_kind, render
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deploy.processes import ROOT
-from router.discovery import DnsGroup
+from router.executors.discovery import DnsGroup
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import COMMANDS, Cluster, twins
 from tests.deploy.rendering import OVERLAYS, render

@@ -19,12 +19,12 @@ from executor.config import ExecutorConfig
 from executor.rendezvous import open_store
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from router.formation import Member, check_group, describe_group
+from router.executors.formation import Member, check_group, describe_group
+from router.executors.step_codec import decode_result, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
 from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan
-from router.step_codec import decode_result, encode_step
 from tests.router.stepper import Stepper
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0

@@ -2,7 +2,8 @@
 
 import pytest
 
-from router import client, executor_client
+from router import client
+from router.executors import group as executor_client
 
 LONG_S = 120.0  # beyond what any of them takes, also on a busy machine
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
-from router.discovery import find_addresses
-from router.executor_client import ExecutorGroup
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
 from router.scheduling.step import StepPlan
-from router.step_deadline import StepDeadline
 from tests.router.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from router.config import RouterConfig
-from router.discovery import DnsGroup, find_addresses, resolve_hosts
 from router.errors import ExecutorLost
+from router.executors.discovery import DnsGroup, find_addresses, resolve_hosts
 
 
 async def test_a_list_is_given_back_as_it_is() -> None:

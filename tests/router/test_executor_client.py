@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 from deploy.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
-from router import executor_client
-from router.discovery import find_addresses
 from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
-from router.executor_client import ExecutorGroup
-from router.step_deadline import MIN_STEPS, StepDeadline
+from router.executors import group as executor_client
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import MIN_STEPS, StepDeadline
 from tests.router.conftest import LONG_S
 from tests.router.peers import FORM_TIMEOUT_S, NEVER_LATE, Peer, nothing, plan_step, run_group
 

@@ -6,7 +6,7 @@ import pytest
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
-from router.formation import Member, check_group, describe_group
+from router.executors.formation import Member, check_group, describe_group
 from router.scheduling.speculation import Speculation
 
 

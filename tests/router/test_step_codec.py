@@ -7,6 +7,7 @@ import pytest
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
+from router.executors.step_codec import decode_result, encode_starts, encode_step
 from router.requests.listeners import Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduling.step import (
@@ -18,7 +19,6 @@ from router.scheduling.step import (
     Scoring,
     StepPlan,
 )
-from router.step_codec import decode_result, encode_starts, encode_step
 
 READER = Readers(max_readers=1).open()
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from router.executors.step_deadline import MIN_STEPS, StepDeadline
 from router.scheduling.step import Agreement, DpPaddingMode
-from router.step_deadline import MIN_STEPS, StepDeadline
 
 MAX_S = 60.0
 

@@ -12,15 +12,15 @@ import structlog
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.transport.errors import error_details
-from router.credentials import ChannelOpener
-from router.discovery import FindAddresses
 from router.errors import ExecutorLost, StepLost, WordLost
-from router.formation import Member, check_group, describe_group
+from router.executors.credentials import ChannelOpener
+from router.executors.discovery import FindAddresses
+from router.executors.formation import Member, check_group, describe_group
+from router.executors.step_codec import decode_result, encode_step
+from router.executors.step_deadline import StepDeadline
+from router.executors.step_stream import KINDS, StepStream
 from router.scheduling.group import GroupInfo
 from router.scheduling.step import RankResult, StepPlan, StepResult
-from router.step_codec import decode_result, encode_step
-from router.step_deadline import StepDeadline
-from router.step_stream import KINDS, StepStream
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub

@@ -11,7 +11,7 @@ from protos.transport.port import check_files, check_hop, check_on_off, check_pa
 from protos.transport.tls import TlsBytes, TlsFiles, channel_credentials, watch
 from protos.transport.tokens import SentToken
 from protos.transport.watched import Watched
-from router.discovery import DNS, DnsGroup
+from router.executors.discovery import DNS, DnsGroup
 
 Option = tuple[str, str | int]
 

@@ -1,0 +1,1 @@
+"""Executors as the router sees them: discovery, forming a group, steps on the wire."""
