@@ -22,8 +22,8 @@ from deploy import demo_speculative, flags
 from deploy.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
 from deploy.launch import DEMO_MODEL, LocalStack, num_cores
 from deploy.processes import ProcessEnded
-from router.client import CallFailed, Client, Finish, Many, Options, Prompt
-from router.status import GroupStatus
+from router.client.client import CallFailed, Client, Finish, Many, Options, Prompt
+from router.client.status import GroupStatus
 
 NUM_SHOWN = 6  # requests that the terminal shows token by token
 NUM_CONTEXTS = 12  # each opens many prompts, so that its KV blocks are used again

@@ -16,8 +16,8 @@ from statistics import mean, median
 
 from deploy.demo_tasks import STOP_ID, Problem, rev, sort
 from deploy.launch import DEMO_MODEL, LocalStack
-from router.client import Client, Options
-from router.status import GroupStatus
+from router.client.client import Client, Options
+from router.client.status import GroupStatus
 
 FOLDER = Path(__file__).parent / "demo_drafts"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")

@@ -25,8 +25,8 @@ from deploy.ports import held_port
 from deploy.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
 from router.api.health import READINESS
-from router.client import CallFailed, Client, TlsFiles
-from router.client_channel import Connector
+from router.client.channel import Connector
+from router.client.client import CallFailed, Client, TlsFiles
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed

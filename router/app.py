@@ -22,10 +22,10 @@ from router.engine.engines import Cell, Observer
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.metrics import collector
-from router.request_log import Observers, RequestLog
 from router.requests.listeners import Readers
 from router.requests.waiting_queue import Admission
+from router.telemetry.prometheus import collector
+from router.telemetry.request_log import Observers, RequestLog
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -183,7 +183,7 @@ def _start_tracing(
     """Returns what traces need of the server and of the cell; nothing if there are to be none."""
     if config.otlp_endpoint is None:
         return [], []
-    from router.tracing import CarrierInterceptor, start_tracing
+    from router.telemetry.tracing import CarrierInterceptor, start_tracing
 
     tracing = start_tracing(config.otlp_endpoint)
     cleanup.push_async_callback(asyncio.to_thread, tracing.close)

@@ -20,8 +20,8 @@ import click
 import grpc
 
 from protos.transport.errors import ErrorDetails
-from router.client import CallFailed, Client, TimedOut, TlsFiles
-from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
+from router.client.client import CallFailed, Client, TimedOut, TlsFiles
+from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 
 HOME, CLEAR_REST, CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 # Without a cursor, and long lines cut by a terminal that is narrower than the picture.

@@ -5,15 +5,15 @@ from google.protobuf import duration_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.text.output_text import OutputText
-from router.requests.request import FinishReason, Sequence, TokenLogprob
-from router.scheduling.model import ServedModel
-from router.status import (
+from router.client.status import (
     GroupState,
     GroupStatus,
     RankStatus,
     SpeculationState,
     SpeculationStatus,
 )
+from router.requests.request import FinishReason, Sequence, TokenLogprob
+from router.scheduling.model import ServedModel
 
 _FINISH_REASONS = {
     FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,

@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 
 from protos.transport.errors import RpcError
+from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 from router.engine.quarantine import Quarantine, accuse
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.requests.listeners import Reader, Readers
@@ -25,7 +26,6 @@ from router.scheduling.model import ServedModel
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan, StepResult
-from router.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 
 log = structlog.get_logger()
 

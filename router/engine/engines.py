@@ -8,6 +8,7 @@ import numpy as np
 import structlog
 
 from protos.transport.errors import RpcError
+from router.client.status import GroupStatus
 from router.engine.engine import Engine
 from router.errors import (
     Cancelled,
@@ -21,7 +22,6 @@ from router.requests.listeners import Reader, Readers
 from router.requests.request import Columns, Request, Sequence
 from router.scheduling.counters import GroupTotals, RequestMeasures
 from router.scheduling.model import ServedModel
-from router.status import GroupStatus
 
 log = structlog.stdlib.get_logger(__name__)
 

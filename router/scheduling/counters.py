@@ -16,6 +16,7 @@ import numpy as np
 from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
 from protos.transport.auth import Unauthenticated
 from protos.transport.requests import MalformedMessage
+from router.client.status import GraphCount
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,7 +41,6 @@ from router.scheduling.step import (
     StepResult,
 )
 from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
-from router.status import GraphCount
 
 # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
 REFUSALS = (

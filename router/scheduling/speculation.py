@@ -8,7 +8,7 @@ tries again. One gate stands for all DP ranks, as a step is speculative on all o
 
 from dataclasses import dataclass
 
-from router.status import SpeculationState
+from router.client.status import SpeculationState
 
 FORGET = 1 / 64  # what a step takes off the weight of every one before it
 PROBE_STEPS = 16  # steps with drafts before they are judged, at first and after each pause

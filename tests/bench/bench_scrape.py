@@ -22,10 +22,10 @@ from prometheus_client import generate_latest
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engine import Engine
 from router.engine.engines import Cell
-from router.metrics import collector, families, take_snapshot
 from router.requests.listeners import Reader, Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
+from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.stepper import make_shape
 from tests.sim.fake_executors import FakeExecutors
 

@@ -16,9 +16,9 @@ from deploy.processes import ROOT
 from executor import metrics as executor_metrics
 from executor.measures import Measures
 from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram
-from router import metrics as router_metrics
+from router.client.status import GroupState, GroupStatus
 from router.scheduling.counters import GroupMeasures
-from router.status import GroupState, GroupStatus
+from router.telemetry import prometheus as router_metrics
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"

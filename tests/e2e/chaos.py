@@ -17,8 +17,8 @@ from pathlib import Path
 from deploy.demo import token_ids
 from deploy.demo_tasks import solved_lines
 from deploy.launch import LocalStack
-from router.client import Client, Many, Options
-from router.status import GroupState, GroupStatus
+from router.client.client import Client, Many, Options
+from router.client.status import GroupState, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.logs import records
 

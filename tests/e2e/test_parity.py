@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from deploy.launch import LocalStack
-from router.client import Client, Completion
+from router.client.client import Client, Completion
 from tests.e2e.conftest import PATIENT
 from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 

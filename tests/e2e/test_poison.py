@@ -12,7 +12,7 @@ from deploy.demo import idle_group, token_ids
 from deploy.launch import LocalStack
 from deploy.processes import Process
 from executor.__main__ import STUCK
-from router.client import CallFailed, Client, Options, Prompt
+from router.client.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.logs import logged, records
 from tests.e2e.poisoned_executor import POISON, SNARE

@@ -20,7 +20,7 @@ from deploy.demo_tasks import Problem, problems, rev, solved_lines
 from deploy.launch import DEMO_MODEL, LocalStack
 from deploy.ports import held_port
 from deploy.processes import Process
-from router.client import Client
+from router.client.client import Client
 from tests.e2e.scraping import scrape
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from deploy.demo import OPTIONS, SEED, draw_requests, idle_group, text_of, token_ids
 from deploy.launch import LocalStack
-from router.client import Client, Completion
+from router.client.client import Client, Completion
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 NUM_REQUESTS = 44

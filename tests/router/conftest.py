@@ -2,7 +2,7 @@
 
 import pytest
 
-from router import client
+from router.client import client
 from router.executors import group as executor_client
 
 LONG_S = 120.0  # beyond what any of them takes, also on a busy machine

@@ -16,12 +16,12 @@ from protos.transport.requests import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
 from router.api.text.tokenizer import Tokenizer
+from router.client.status import GroupStatus
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.requests.listeners import Reader, Readers
 from router.requests.request import Columns, FinishReason, Request, Sequence
 from router.scheduling.counters import RequestMeasures
 from router.scheduling.model import ServedModel
-from router.status import GroupStatus
 
 MODEL = ServedModel(
     name="tiny-moe",

@@ -13,7 +13,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import abort_on_error
-from router.client import (
+from router.client.client import (
     Cancelled,
     Client,
     Completion,
@@ -25,16 +25,16 @@ from router.client import (
     TokenLogprob,
     Unavailable,
 )
-from router.errors import NotReady, QueueFull
-from router.requests.request import FinishReason
-from router.requests.request import TokenLogprob as EngineLogprob
-from router.status import (
+from router.client.status import (
     GroupState,
     GroupStatus,
     RankStatus,
     SpeculationState,
     SpeculationStatus,
 )
+from router.errors import NotReady, QueueFull
+from router.requests.request import FinishReason
+from router.requests.request import TokenLogprob as EngineLogprob
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer, serve
 
 

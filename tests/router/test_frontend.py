@@ -16,9 +16,9 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
+from router.client.status import GroupState, GroupStatus, RankStatus
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, TokenLogprob
-from router.status import GroupState, GroupStatus, RankStatus
 from tests.router.fake_cell import FakeCell, byte_tokenizer, serve
 
 

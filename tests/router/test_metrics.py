@@ -22,9 +22,9 @@ from router.config import RouterConfig
 from router.engine.engine import Engine
 from router.engine.engines import Cell
 from router.errors import InvalidRequest, QueueFull
-from router.metrics import collector, families, take_snapshot
 from router.requests.listeners import Readers
 from router.requests.waiting_queue import Admission
+from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.fake_cell import FakeCell, serve
 from tests.router.running_cell import complete, running
 from tests.router.stepper import make_shape
@@ -146,7 +146,7 @@ async def test_a_router_without_a_group_answers_too():
 
 async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch: pytest.MonkeyPatch):
     """So that Prometheus says that the router is down, instead of showing its last numbers."""
-    monkeypatch.setattr("router.metrics.SNAPSHOT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("router.telemetry.prometheus.SNAPSHOT_TIMEOUT_S", 0.05)
     async with running() as cell:
         port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
         with ThreadPoolExecutor(1) as threads:

@@ -8,8 +8,8 @@ import pytest
 import structlog
 
 from router.errors import ShuttingDown
-from router.request_log import Observers, RequestLog
 from router.requests.request import Request
+from router.telemetry.request_log import Observers, RequestLog
 from tests.router.running_cell import complete, running
 
 IDS = {"group": 0, "epoch": 7, "step_id": 41}
@@ -22,7 +22,7 @@ def log() -> RequestLog:
 
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    logger = logging.getLogger("router.request_log")
+    logger = logging.getLogger("router.telemetry.request_log")
     logger.setLevel(request.param)
     yield
     logger.setLevel(logging.NOTSET)

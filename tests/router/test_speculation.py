@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.client.status import SpeculationState
 from router.config import RouterConfig
 from router.scheduling.speculation import (
     PAUSE_STEPS,
@@ -14,7 +15,6 @@ from router.scheduling.speculation import (
     DraftSettings,
     Speculation,
 )
-from router.status import SpeculationState
 
 
 def speculation(**fields: Any) -> Speculation:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.api.generate import GenerationServicer
-from router.tracing import CarrierInterceptor, Tracing, start_tracing
+from router.telemetry.tracing import CarrierInterceptor, Tracing, start_tracing
 from tests.router.running_cell import complete, running
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -172,7 +172,7 @@ async def test_spans_arrive_at_a_collector():
 async def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("router.tracing.CLOSE_S", 0.01)
+    monkeypatch.setattr("router.telemetry.tracing.CLOSE_S", 0.01)
     tracing = start_tracing("http://127.0.0.1:1")
     async with running(dp_size=1, observer=tracing) as cell:
         request = await complete(cell, "to-nobody", [1, 2, 3], max_tokens=4)

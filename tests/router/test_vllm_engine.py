@@ -16,10 +16,10 @@ from router import config
 from router.api import vllm_engine
 from router.api.text.tokenizer import Tokenizer
 from router.api.text.tokenizer_archive import zip_tokenizer
+from router.client.status import GroupState, GroupStatus, RankStatus
 from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
-from router.status import GroupState, GroupStatus, RankStatus
 from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.fake_cell import MODEL, FakeCell, byte_tokenizer
 from tests.router.vllm_calls import PROMPT, answers, connected, failure, generate

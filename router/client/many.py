@@ -14,7 +14,7 @@ import numpy as np
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import ErrorDetails
-from router.client_messages import (
+from router.client.messages import (
     CallFailed,
     Collector,
     Completion,

@@ -29,9 +29,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.tls import TlsFiles
-from router.client_channel import Connector, Credentials, Option
-from router.client_many import Many
-from router.client_messages import (
+from router.client.channel import Connector, Credentials, Option
+from router.client.many import Many
+from router.client.messages import (
     CallFailed,
     Cancelled,
     Collector,
@@ -52,7 +52,7 @@ from router.client_messages import (
     to_model,
     to_request,
 )
-from router.status import GroupStatus
+from router.client.status import GroupStatus
 
 __all__ = [
     "CallFailed",

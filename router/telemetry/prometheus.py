@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from protos.telemetry.metrics import Family, Histogram
+from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationState
 from router.engine.engines import Cell
 from router.scheduling.counters import GroupTotals, RankCounts
-from router.status import GroupState, GroupStatus, RankStatus, SpeculationState
 
 SNAPSHOT_TIMEOUT_S = 5.0  # a loop that takes longer is stuck; the scrape then fails, and shows it
 

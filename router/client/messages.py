@@ -9,7 +9,7 @@ import grpc
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import ErrorDetails, error_details
-from router.status import (
+from router.client.status import (
     GraphCount,
     GroupState,
     GroupStatus,

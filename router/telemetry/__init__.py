@@ -1,0 +1,1 @@
+"""Metrics, traces and the request log of a router."""
