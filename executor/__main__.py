@@ -105,7 +105,7 @@ def _serve_metrics(
     """
     if config.metrics_listen is None:
         return
-    from executor.devices import memory_in_use
+    from executor.build.devices import memory_in_use
 
     place = Place(dp_rank=config.dp_rank, attn_tp_rank=config.attn_tp_rank)
     collect = collector(
@@ -140,7 +140,7 @@ async def _load(
     stopped: asyncio.Event,
 ) -> int | None:
     """Loads the model. Returns an exit code if the process should end instead of serve."""
-    from executor.build import build_worker
+    from executor.build.executor import build_worker
 
     loading = asyncio.create_task(servicer.load(lambda: build_worker(config, measures)))
     stopping = asyncio.create_task(stopped.wait())

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.budget import check_step_limits
+from executor.budget.token_budget import check_step_limits
 from executor.topology import Topology
 from protos.telemetry.metrics import split_address
 from protos.transport.port import PortSecurity, is_loopback

@@ -1,6 +1,6 @@
 """Reads what all ranks were told alike: every rank's counts, the padding, the graph to replay."""
 
-from executor.budget import TokenBudget
+from executor.budget.token_budget import TokenBudget
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
 from executor.step_limits import StepLimits

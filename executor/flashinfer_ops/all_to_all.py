@@ -21,7 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.budget import A2A_ALIGNMENT, check_flashinfer_a2a, dispatch_bytes_per_token
+from executor.budget.token_budget import (
+    A2A_ALIGNMENT,
+    check_flashinfer_a2a,
+    dispatch_bytes_per_token,
+)
 from executor.flashinfer_ops.bootstrap import (
     GroupCommunicator,
     HostGroup,

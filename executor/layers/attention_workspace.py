@@ -19,7 +19,7 @@ csrc/batch_decode.cu (``tmp_v`` and ``tmp_s``); decode.py and prefill.py, ``rese
 
 import torch
 
-from executor.budget_table import BudgetLine
+from executor.budget.report import BudgetLine
 from executor.flashinfer_ops.paged import PagedAttention
 
 # Bytes that plans of batches outside graphs find room in. Such a plan splits keys over at most two

@@ -2,9 +2,9 @@
 
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import put
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.tree import Drafts
 
 

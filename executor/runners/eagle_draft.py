@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.layers.attention import Attend
@@ -25,7 +26,6 @@ from executor.runners.draft_room import new_room, put_drafts, taken
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, step_of_graph
 from executor.runners.stand_in import draft_stand_in
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, beam_ancestors, best_nodes, first_level
 

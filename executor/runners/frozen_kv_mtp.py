@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.layers.attention import Attend
@@ -24,7 +25,6 @@ from executor.runners.draft_room import new_room, put_drafts, taken
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, step_of_graph
 from executor.runners.stand_in import draft_stand_in
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, best_nodes, first_level
 

@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.columns import Int64Array
 from executor.dp_layout import DpLayout
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.kv_pool import KVPool
 from executor.sampler import Sampler
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
 from executor.speculative.ragged import Ragged, filled_blocks

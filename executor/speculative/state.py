@@ -8,9 +8,9 @@ block      the same for the last position of each KV block, which a row takes th
 
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.columns import Int64Array
 from executor.kv_pool import KVPool
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import Extended
 from executor.staging import to_device
 

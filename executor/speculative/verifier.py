@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.columns import Int64Array
 from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.kv_pool import KVPool
 from executor.sampler import Sampler
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.accept import Accepted, match_chain, match_tree, reject_chain
 from executor.speculative.draft_batch import Step
 from executor.speculative.tree import Drafts, ancestors

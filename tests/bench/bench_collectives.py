@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.layers.attn_tp_communicator import AttnTpCommunicator

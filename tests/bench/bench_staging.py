@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.budget import TokenBudget
+from executor.budget.token_budget import TokenBudget
 from executor.forward_batch import ForwardBatch
 from executor.kv_pool import KVPool, KVShape
 from executor.sampler import Sampler

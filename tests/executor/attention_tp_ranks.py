@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.layers.attn_tp_communicator import AttnTpCommunicator

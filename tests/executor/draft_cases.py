@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.build_runners import row_counts
+from executor.budget.speculation import SpeculationPlan
+from executor.build.runners import row_counts
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
@@ -32,7 +33,6 @@ from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExten
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.phase_graphs import PhaseGraphs
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
 from executor.topology import Topology
 from tests.executor.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase

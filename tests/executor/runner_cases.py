@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from executor.build_runners import build_runners
+from executor.budget.capture_sizes import GraphSizes
+from executor.build.runners import build_runners
+from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
-from executor.graph.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
@@ -35,7 +36,6 @@ from executor.runners import Runner
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.sizes import plan_budget
 from executor.topology import Topology
 from tests.executor.attention_tp_ranks import communicators
 

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.measures import Measures
 from executor.rendezvous import open_store

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deploy.demo_tasks import EVEN_MIX, problems, solved_lines
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.rendezvous import open_store
 from executor.worker import Worker

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpPaddingMode
 from protos.executor.v1 import executor_pb2 as pb

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.budget import (
+from executor.budget.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
+from executor.budget.report import budget_table
+from executor.budget.token_budget import (
     A2A_TOP_KS,
     TokenBudget,
     a2a_workspace_size_per_rank,
@@ -20,10 +22,8 @@ from executor.budget import (
     dispatch_bytes_per_token,
     validate_cutedsl_a2a_token_budget,
 )
-from executor.budget_table import budget_table
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
-from executor.graph.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice

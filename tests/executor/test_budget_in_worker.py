@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from deploy.demo_speculative import FOLDER
 from deploy.launch import DEMO_MODEL
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
 from executor.server import agreement_digest

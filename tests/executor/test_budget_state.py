@@ -12,13 +12,14 @@ from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor import build, build_kv
-from executor.blueprint import Blueprint
-from executor.budget_state import PROBABILITY_COPIES, state_lines
-from executor.build import build_worker
-from executor.build_kv import CUDA_KV_SHARE, bytes_per_block
+from executor.build import executor as build
+from executor.build import kv as build_kv
+from executor.build.devices import Cpu, Cuda
+from executor.build.executor import build_worker
+from executor.build.kv import CUDA_KV_SHARE, bytes_per_block
+from executor.build.memory import PROBABILITY_COPIES, state_lines
+from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
-from executor.devices import Cpu, Cuda
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.slot_tables import global_num_tokens_slots
 from executor.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace

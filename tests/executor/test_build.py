@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from executor.build import build_worker
+from executor.budget.capture_sizes import GraphSizes
+from executor.build.executor import build_worker
+from executor.build.sizes import plan_graph_sizes
 from executor.config import ExecutorConfig
-from executor.graph.capture_sizes import GraphSizes
-from executor.sizes import plan_graph_sizes
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import decode_part, prompt_part, step, tokens_of

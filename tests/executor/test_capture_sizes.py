@@ -6,7 +6,7 @@ import random
 import pytest
 from structlog.testing import capture_logs
 
-from executor.graph.capture_sizes import (
+from executor.budget.capture_sizes import (
     capture_alignment,
     decode_capture_sizes,
     default_decode_sizes,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor import devices
+from executor.build import devices
+from executor.build.devices import Cpu, open_device
 from executor.config import ExecutorConfig
-from executor.devices import Cpu, open_device
 
 
 def config(model: Path, **settings: Any) -> ExecutorConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.budget import A2A_TOP_KS, a2a_workspace_size_per_rank
+from executor.budget.token_budget import A2A_TOP_KS, a2a_workspace_size_per_rank
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from executor import build
+from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
 from executor.join_attempt import JoinAttempt

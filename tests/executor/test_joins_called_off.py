@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed, PeerLost
 from executor.join_attempt import JoinAttempt

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.measures import PHASES, Measures
 from executor.metrics import Place, collector

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.budget import cutedsl_moe_max_num_tokens
+from executor.budget.token_budget import cutedsl_moe_max_num_tokens
 from executor.flashinfer_ops import cutedsl
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.models.kernels import stacked_kernels

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor import build
-from executor.devices import AttentionGraphs, Cpu
+from executor.build import executor as build
+from executor.build.devices import AttentionGraphs, Cpu
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.kv_pool import KVPool
 from executor.layers.attention_flashinfer import FlashInferAttention

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.budget.capture_sizes import GraphSizes
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
-from executor.graph.capture_sizes import GraphSizes
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool
 from executor.layers.attention_torch import TorchAttention

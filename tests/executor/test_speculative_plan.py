@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from executor.speculation_plan import ALGORITHMS, MAX_DRAFT_TOKENS, SpeculationPlan
+from executor.budget.speculation import ALGORITHMS, MAX_DRAFT_TOKENS, SpeculationPlan
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

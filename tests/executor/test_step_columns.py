@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from executor.budget import TokenBudget
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.token_budget import TokenBudget
 from executor.dp_layout import DpPaddingMode
 from executor.errors import InvalidStep
-from executor.graph.capture_sizes import GraphSizes
 from executor.step_columns import read_step
 from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology

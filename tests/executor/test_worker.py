@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from executor.build import build_worker
+from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep, JoinFailed
 from executor.parallel import EpochGroups

@@ -14,9 +14,9 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from executor.budget import TokenBudget
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.graph.capture_sizes import GraphSizes
 from executor.step_columns import read_step
 from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology

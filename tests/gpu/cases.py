@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from executor.budget.capture_sizes import pick_graph_size
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.cutedsl import why_not
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
-from executor.graph.capture_sizes import pick_graph_size
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from executor.graph.capture_sizes import default_decode_sizes, default_prefill_sizes
+from executor.budget.capture_sizes import default_decode_sizes, default_prefill_sizes
 from executor.models.config import ModelConfig
 from tests.gpu.machine import IS_STAND_IN
 

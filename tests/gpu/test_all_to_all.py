@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from executor.budget import a2a_workspace_size_per_rank
+from executor.budget.token_budget import a2a_workspace_size_per_rank
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps

@@ -95,7 +95,7 @@ def worker(machine: Machine) -> Any:
     """The executor's worker for the demo model, as ``python -m executor`` builds it."""
     pytest.importorskip("google.protobuf")
     from deploy.launch import DEMO_MODEL
-    from executor.build import build_worker
+    from executor.build.executor import build_worker
     from executor.config import ExecutorConfig
 
     if machine.no_grouped_graphs:

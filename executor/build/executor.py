@@ -11,15 +11,15 @@ from dataclasses import asdict
 import structlog
 import torch
 
-from executor.blueprint import Blueprint
-from executor.budget_state import full_table
-from executor.budget_table import BudgetLine
-from executor.build_drafts import Drafts, build_drafts, load_draft
-from executor.build_kv import build_kv_pool, bytes_per_block
-from executor.build_runners import build_runners
+from executor.budget.report import BudgetLine
+from executor.build.describe import describe
+from executor.build.devices import AttentionGraphs, Device, open_device
+from executor.build.drafts import Drafts, build_drafts, load_draft
+from executor.build.kv import build_kv_pool, bytes_per_block
+from executor.build.memory import full_table
+from executor.build.plan import Blueprint
+from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
-from executor.describe import describe
-from executor.devices import AttentionGraphs, Device, open_device
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.kv_pool import KVPool
 from executor.layers.attn_tp_communicator import AttnTpCommunicator

@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
-from executor.blueprint import Blueprint
-from executor.build_runners import row_counts
-from executor.devices import AttentionGraphs, Device
+from executor.budget.speculation import SpeculationPlan
+from executor.build.devices import AttentionGraphs, Device
+from executor.build.plan import Blueprint
+from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
@@ -30,7 +31,6 @@ from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.phase_graphs import PhaseGraphs
 from executor.sampler import Sampler
-from executor.speculation_plan import SpeculationPlan
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier

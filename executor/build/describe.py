@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from executor.blueprint import Blueprint
-from executor.budget_table import BudgetLine
-from executor.fingerprint import fingerprint
-from executor.speculation_plan import SpeculationPlan
+from executor.budget.report import BudgetLine
+from executor.budget.speculation import SpeculationPlan
+from executor.build.fingerprint import fingerprint
+from executor.build.plan import Blueprint
 from executor.step_limits import StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 

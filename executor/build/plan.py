@@ -4,19 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.budget import TokenBudget
-from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.graph.capture_sizes import GraphSizes
-from executor.models.config import ModelConfig
-from executor.models.draft_config import DraftConfig
-from executor.sizes import (
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import TokenBudget
+from executor.build.sizes import (
     check_model_fits,
     plan_budget,
     plan_graph_sizes,
     plan_speculation,
     splits_dense,
 )
-from executor.speculation_plan import SpeculationPlan
+from executor.config import ExecutorConfig, resolve_max_model_len
+from executor.models.config import ModelConfig
+from executor.models.draft_config import DraftConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

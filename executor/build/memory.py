@@ -9,14 +9,14 @@ from math import prod
 
 import torch
 
-from executor.blueprint import Blueprint
-from executor.budget import FLOAT32_BYTES
-from executor.budget_table import RANK_ROWS, BudgetLine, budget_table
+from executor.budget.report import RANK_ROWS, BudgetLine, budget_table
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import FLOAT32_BYTES
+from executor.build.plan import Blueprint
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
 from executor.models.draft_config import DraftConfig
 from executor.sampler import PARAMETER_WIDTH
-from executor.speculation_plan import SpeculationPlan
 
 INT64_BYTES = 8
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"

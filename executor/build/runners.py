@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from executor.budget import TokenBudget
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
-from executor.graph.capture_sizes import GraphSizes
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
@@ -21,7 +22,6 @@ from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.prefill_breakable import BreakablePrefillRunner
 from executor.runners.prefill_piecewise import PiecewisePrefillRunner
-from executor.speculation_plan import SpeculationPlan
 
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 

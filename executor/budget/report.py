@@ -12,7 +12,7 @@ drafts is in ``budget_state.py``, what attention allocates in ``layers/attention
 
 from dataclasses import dataclass
 
-from executor.budget import FLOAT32_BYTES, TokenBudget
+from executor.budget.token_budget import FLOAT32_BYTES, TokenBudget
 
 RANK_ROWS = "hidden states of a DP rank"
 EXECUTOR_ROWS = "hidden states of an executor"  # between attention calls

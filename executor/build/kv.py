@@ -2,8 +2,8 @@
 
 import torch
 
-from executor.blueprint import Blueprint
-from executor.budget_state import state_lines
+from executor.build.memory import state_lines
+from executor.build.plan import Blueprint
 from executor.kv_pool import KVPool
 
 DEFAULT_CPU_KV_BYTES = 1 << 30

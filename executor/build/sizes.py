@@ -5,17 +5,17 @@ Everything that does not fit is refused here, before a weight is read.
 
 import torch
 
-from executor.budget import TokenBudget, validate_cutedsl_a2a_token_budget
-from executor.config import ExecutorConfig
-from executor.graph.capture_sizes import (
+from executor.budget.capture_sizes import (
     GraphSizes,
     capture_alignment,
     decode_capture_sizes,
     prefill_capture_sizes,
 )
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import TokenBudget, validate_cutedsl_a2a_token_budget
+from executor.config import ExecutorConfig
 from executor.models.config import ModelConfig
 from executor.models.draft_config import DraftConfig
-from executor.speculation_plan import SpeculationPlan
 from executor.topology import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3

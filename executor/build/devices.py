@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import structlog
 import torch
 
-from executor.budget import TokenBudget
-from executor.budget_table import BudgetLine
+from executor.budget.report import BudgetLine
+from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps

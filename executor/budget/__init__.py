@@ -1,0 +1,1 @@
+"""Token budget: the largest step, and every size that follows from it."""

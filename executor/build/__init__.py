@@ -1,0 +1,1 @@
+"""Construction of an executor: from settings and checkpoints to objects."""
