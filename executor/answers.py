@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from executor.columns import Int64Array
+from executor.batch.columns import Int64Array
+from executor.batch.read_step import StepColumns
+from executor.batch.staging import to_device
 from executor.logits import score
 from executor.sampler import Sampler
-from executor.staging import to_device
-from executor.step_columns import StepColumns
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from executor.columns import BoolArray, Float32Array, Int64Array
+from executor.batch.columns import BoolArray, Float32Array, Int64Array
+from executor.batch.staging import to_device
 from executor.logits import coins, draw, draw_likeliest, penalize, probabilities, temper
 from executor.sampling_fixed import Filters, RowParameters, sample_rows
-from executor.staging import to_device
 
 # Up to here the likeliest tokens are picked out; beyond, the row is sorted. A row's own top_k
 # decides, never its neighbours', so that ties break alike in any batch.

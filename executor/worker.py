@@ -18,21 +18,21 @@ import numpy as np
 import torch
 
 from executor.answers import Answers, Gained
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.kv_pool import KVPool
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import StepColumns, read_step
+from executor.batch.staging import Copier, ReadBack, Staged, copier_for
+from executor.batch.step_stager import StepStager
 from executor.errors import JoinFailed, PeerLost
-from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.join_attempt import JoinAttempt
-from executor.kv_pool import KVPool
 from executor.measures import Measures
 from executor.parallel import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
 from executor.sampler import Sampler
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
-from executor.staging import Copier, ReadBack, Staged, copier_for
 from executor.step_check import StepCheck
-from executor.step_columns import StepColumns, read_step
-from executor.step_limits import RowProgress, StepLimits
-from executor.step_stager import StepStager
 from executor.step_told import describe_told, told_by
 from protos.executor.v1 import executor_pb2 as pb
 

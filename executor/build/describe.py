@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from executor.batch.limits import StepLimits
 from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
 from executor.build.fingerprint import fingerprint
 from executor.build.plan import Blueprint
-from executor.step_limits import StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import structlog
 import torch
 
+from executor.batch.kv_pool import KVPool
 from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
@@ -24,7 +25,6 @@ from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention

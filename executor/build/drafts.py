@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from executor.batch.kv_pool import KVPool
 from executor.budget.speculation import SpeculationPlan
 from executor.build.devices import AttentionGraphs, Device
 from executor.build.plan import Blueprint
@@ -18,7 +19,6 @@ from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.models import Model
 from executor.models.draft import DraftModel, load_draft_model

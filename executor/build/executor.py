@@ -11,6 +11,8 @@ from dataclasses import asdict
 import structlog
 import torch
 
+from executor.batch.kv_pool import KVPool
+from executor.batch.limits import StepLimits
 from executor.budget.report import BudgetLine
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
@@ -21,7 +23,6 @@ from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.kv_pool import KVPool
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
@@ -34,7 +35,6 @@ from executor.parallel import EpochGroups, join_group
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.forward_pass import ForwardPass
 from executor.sampler import Sampler
-from executor.step_limits import StepLimits
 from executor.topology import require_mlp_tp_gather
 from executor.worker import GroupMember, Worker
 from protos.executor.v1 import executor_pb2 as pb

@@ -2,9 +2,9 @@
 
 import torch
 
+from executor.batch.kv_pool import KVPool
 from executor.build.memory import state_lines
 from executor.build.plan import Blueprint
-from executor.kv_pool import KVPool
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 
 
 class AttentionCall(NamedTuple):

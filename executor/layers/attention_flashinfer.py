@@ -17,6 +17,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.flashinfer_ops.operators import FlashInferOps, KVPages
 from executor.flashinfer_ops.paged import (
     MaskBuffers,
@@ -27,8 +29,6 @@ from executor.flashinfer_ops.paged import (
     paged_decode,
     paged_prefill,
 )
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
 from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
 from executor.layers.tree_bits import TreeBits, flat_mask

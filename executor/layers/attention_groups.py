@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.kv_pool import KVPool
+from executor.batch.kv_pool import KVPool
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.layers.attention_groups import MAX_GROUPED_WIDTH, Group, GroupPlanner
 from executor.layers.workers import WorkerPool
 

@@ -7,8 +7,8 @@ from typing import Protocol, cast
 
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
-from executor.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator

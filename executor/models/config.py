@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from executor.kv_pool import KVShape
+from executor.batch.kv_pool import KVShape
 from executor.models.config_fields import Fields
 from executor.topology import Topology, divisors, share_of
 

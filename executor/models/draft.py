@@ -18,8 +18,8 @@ from typing import Protocol, cast
 
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
-from executor.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.models import Model
 from executor.models.draft_config import DraftConfig, DraftLayout

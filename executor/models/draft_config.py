@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from executor.kv_pool import KVShape
+from executor.batch.kv_pool import KVShape
 from executor.models.config import ModelConfig
 from executor.models.config_fields import Fields
 from executor.topology import Topology

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.layers.norm import RMSNorm
 from executor.models import Model

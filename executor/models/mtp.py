@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.layers.linear import Linear
 from executor.layers.lm_head import LMHead

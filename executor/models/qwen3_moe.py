@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.layers.attention import Stages
 from executor.layers.embedding import Embedding
 from executor.layers.lm_head import LMHead, vocab_slice

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 
 
 class Runner(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.runners import Capturable, GraphRunner, Runner
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from executor.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.runners.forward_pass import ForwardPass, fill

@@ -2,7 +2,7 @@
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.runners.forward_pass import ForwardPass, fill
 

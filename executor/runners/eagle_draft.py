@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.layers.attention import Attend
 from executor.runners.draft_inputs import DraftInputs, draw_inputs
 from executor.runners.draft_picks import chain_of, pick, pick_level

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from executor.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.runners.draft_inputs import ExtendInputs, draw_inputs
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs, layout_of, put, step_of_graph

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attend, Attention, Stages, run_stages
 from executor.topology import Topology, require_attn_tp_gather
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.runners.forward_pass import ForwardPass, load_extend

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.layers.attention import AttentionCall, Stages

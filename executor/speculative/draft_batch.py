@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.dp_layout import DpPaddingMode
-from executor.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from executor.columns import BoolArray, Int64Array
-from executor.step_columns import LAST_SAMPLED, StepColumns
+from executor.batch.columns import BoolArray, Int64Array
+from executor.batch.read_step import LAST_SAMPLED, StepColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from executor.batch.columns import Int64Array
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.kv_pool import KVPool
+from executor.batch.read_step import StepColumns
+from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
-from executor.columns import Int64Array
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch, ForwardMode
-from executor.kv_pool import KVPool
 from executor.sampler import Sampler
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
@@ -27,8 +29,6 @@ from executor.speculative.ragged import Ragged, filled_blocks
 from executor.speculative.state import DraftState
 from executor.speculative.tree import Drafts
 from executor.speculative.verifier import Verification, step_of
-from executor.staging import to_device
-from executor.step_columns import StepColumns
 from executor.topology import Topology
 
 

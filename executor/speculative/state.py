@@ -8,11 +8,11 @@ block      the same for the last position of each KV block, which a row takes th
 
 import torch
 
+from executor.batch.columns import Int64Array
+from executor.batch.kv_pool import KVPool
+from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
-from executor.columns import Int64Array
-from executor.kv_pool import KVPool
 from executor.speculative.draft_batch import Extended
-from executor.staging import to_device
 
 
 class DraftState:

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from executor.batch.columns import Int64Array
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.kv_pool import KVPool
+from executor.batch.read_step import StepColumns
+from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
-from executor.columns import Int64Array
-from executor.forward_batch import ForwardBatch, ForwardMode
-from executor.kv_pool import KVPool
 from executor.sampler import Sampler
 from executor.speculative.accept import Accepted, match_chain, match_tree, reject_chain
 from executor.speculative.draft_batch import Step
 from executor.speculative.tree import Drafts, ancestors
-from executor.staging import to_device
-from executor.step_columns import StepColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool, KVShape
 from executor.layers import attention_torch
 from executor.layers.attention_torch import TorchAttention
 

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
 from executor.layers.attention import run_stages
 from executor.layers.attention_torch import TorchAttention
 from executor.models import Model, load_model

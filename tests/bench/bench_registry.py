@@ -15,7 +15,7 @@ of each, their ratio, the median of the ratios of neighbouring rounds; the floor
 runs, slices are cheaper than outside, and so is field by field.
 
 Sources take turns as the worker's do: a staging buffer hands out tensors of one slot after another,
-so that a fill never meets those of the last one (executor/staging.py).
+so that a fill never meets those of the last one (executor/batch/staging.py).
 
 On the CPU a copy inside ``_foreach_copy_`` is still an operation of its own, so a fill is hardly
 faster than the floor, which shows most where nothing is padded. On CUDA each of these operations is
@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.batch.step_stager import NUM_SLOTS
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
     build_decode_registry,
 )
 from executor.graph.slot_tables import local_num_token_non_padded
-from executor.step_stager import NUM_SLOTS
 
 MAX_BS = 256
 SIZES = ((1, 1), (30, 32), (64, 64), (250, 256), (256, 256))  # (real, padded) sequences

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.kv_pool import KVPool
 from executor.layers.attention_torch import TorchAttention
 from executor.models import load_model
 from executor.models.config import ModelConfig

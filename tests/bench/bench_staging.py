@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
+from executor.batch.limits import StepLimits
+from executor.batch.read_step import StepColumns, read_step
 from executor.budget.token_budget import TokenBudget
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool, KVShape
 from executor.sampler import Sampler
-from executor.step_columns import StepColumns, read_step
-from executor.step_limits import StepLimits
 from executor.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from executor.columns import Int64Array
-from executor.staging import Event, ReadBack
+from executor.batch.columns import Int64Array
+from executor.batch.staging import Event, ReadBack
 
 
 class SeparateMemory:

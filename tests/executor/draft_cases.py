@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
 from executor.layers.attention import run_stages
 from executor.layers.attention_torch import TorchAttention
 from executor.models.config import ModelConfig

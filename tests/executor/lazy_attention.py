@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.models.config import ModelConfig
 
 

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.build.runners import build_runners
 from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,
 )
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_torch import TorchAttention
 from executor.models import load_model

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
-from executor.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.parallel import RankGroup, join_group
 from executor.runners.by_layout import RunnerByLayout

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
 from executor.layers.attention import run_stages
 from executor.layers.attention_torch import TorchAttention
 from executor.layers.attn_tp_communicator import AttnTpCommunicator

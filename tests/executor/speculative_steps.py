@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from executor.batch.limits import RowProgress, StepLimits
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
-from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step

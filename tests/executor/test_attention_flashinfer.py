@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,
 )
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.kv_pool import KVPool, KVShape
 from executor.layers.attention import Attention, AttentionCall, Stages
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool, KVShape
 from executor.layers.attention_torch import TorchAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.kv_pool import KVPool, KVShape
 from executor.layers import attention_torch
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention

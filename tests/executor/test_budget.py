@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
 from executor.budget.report import budget_table
 from executor.budget.token_budget import (
@@ -27,8 +29,6 @@ from executor.errors import InvalidStep
 from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
-from executor.step_columns import read_step
-from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import prompt_part, step

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from executor.batch.kv_pool import KVPool
 from executor.build import drafts as build_drafts
 from executor.build import kv as build_kv
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.kv_pool import KVPool
 from tests.executor.speculative_cell import DRAFTS, MODEL
 
 SETTINGS: dict[str, Any] = {

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.forward_batch import ForwardBatch
 from executor.logits import invert
 from executor.speculative.accept import DRAFT_STREAM, stream_coins
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step

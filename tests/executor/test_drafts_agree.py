@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from executor.batch.read_step import StepColumns
 from executor.speculative.speculator import Speculator
 from executor.speculative.tree import Drafts
-from executor.step_columns import StepColumns
 from tests.executor.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain
 from tests.executor.test_speculation import settings_of
 

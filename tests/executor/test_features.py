@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.models import load_model

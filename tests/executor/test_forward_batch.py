@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.forward_batch import ForwardBatch, ForwardMode
 
 
 def build(num_computed: list[int], num_tokens: list[int]) -> ForwardBatch:

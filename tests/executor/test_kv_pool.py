@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.kv_pool import SCRATCH_BLOCK, KVPool, KVShape
+from executor.batch.kv_pool import SCRATCH_BLOCK, KVPool, KVShape
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
 

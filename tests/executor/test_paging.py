@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.kv_pool import KVPool, KVShape
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.layers.paging import look_up_pages, plan_pages
 
 BLOCK_SIZE, BLOCKS_PER_ROW, NUM_ROWS = 4, 12, 9

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.kv_pool import KVPool
 from executor.build import executor as build
 from executor.build.devices import AttentionGraphs, Cpu
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.kv_pool import KVPool
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_groups import MAX_GROUPED_WIDTH
 from executor.layers.attention_workspace import AttentionWorkspace

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.dp_layout import DpLayout
-from executor.forward_batch import ForwardBatch, ForwardMode
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.registry_cases import (
     bs_slot,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.kv_pool import KVPool
 from executor.layers.attention_torch import TorchAttention
 from executor.models.config import ModelConfig
 from executor.runners.by_layout import RunnerByLayout

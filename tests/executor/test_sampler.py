@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from executor.batch.read_starts import read_starts
 from executor.logits import coins, draw, score
-from executor.row_starts import read_starts
 from executor.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
 from executor.sampling_fixed import TorchFilters
 from tests.executor.steps import row_starts

@@ -13,8 +13,8 @@ import torch
 
 from deploy.draft_checkpoints import Target, load
 from deploy.draft_scores import ask, draft_chains, walk
+from executor.batch.read_step import StepColumns
 from executor.speculative.tree import Drafts
-from executor.step_columns import StepColumns
 from router.requests.request import SamplingParams
 from router.scheduling.step import StepPlan
 from tests.executor.draft_trees import random_parents

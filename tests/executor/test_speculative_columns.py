@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from executor.batch.limits import RowProgress
+from executor.batch.read_step import LAST_SAMPLED, read_step
 from executor.errors import InvalidStep
-from executor.step_columns import LAST_SAMPLED, read_step
-from executor.step_limits import RowProgress
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.speculative_steps import (
     CHAIN,

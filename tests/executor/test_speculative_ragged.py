@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
+from executor.batch.read_step import StepColumns, read_step
 from executor.speculative.ragged import Ragged, filled_blocks
-from executor.step_columns import StepColumns, read_step
 from tests.executor.speculative_steps import CHAIN, LAYERS, Run, limits, mixed_step, progress
 
 SAMPLED, CARRY = "sampled", "carry"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.budget.speculation import SpeculationPlan
-from executor.kv_pool import KVPool, KVShape
 from executor.speculative.draft_batch import Extended
 from executor.speculative.state import DraftState
 

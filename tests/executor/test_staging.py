@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.staging import (
+from executor.batch.staging import (
     MAX_CACHED_VIEWS,
     Copier,
     ReadBack,

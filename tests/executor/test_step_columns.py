@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.dp_layout import DpPaddingMode
 from executor.errors import InvalidStep
-from executor.step_columns import read_step
-from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
-from executor.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
 from executor.graph.input_buffers import fresh_input_buffer_pool

@@ -14,11 +14,11 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.step_columns import read_step
-from executor.step_limits import RowProgress, StepLimits
 from executor.topology import Topology
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2

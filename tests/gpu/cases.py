@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import pick_graph_size
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.cutedsl import why_not
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
@@ -20,7 +21,6 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention

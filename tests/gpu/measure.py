@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.models.config import ModelConfig
 from executor.moe.layer import Dispatched
 from tests.gpu.cases import Case, device_kernels, flashinfer_attention, torch_attention

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
-from executor.kv_pool import KVPool
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_workspace import AttentionWorkspace

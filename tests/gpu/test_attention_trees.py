@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
-from executor.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.models.config import ModelConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.models.kernels import cpu_kernels
 from tests.executor.lazy_attention import LazyAttention

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.staging import ReadBack, StagingBuffer, StepInputs, to_device
+from executor.batch.staging import ReadBack, StagingBuffer, StepInputs, to_device
 from tests.executor.copiers import read
 from tests.gpu.machine import Machine
 

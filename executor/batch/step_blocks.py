@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from executor.columns import ColumnReader, Int64Array
-from executor.step_limits import StepLimits
+from executor.batch.columns import ColumnReader, Int64Array
+from executor.batch.limits import StepLimits
 
 
 class Blocks(NamedTuple):

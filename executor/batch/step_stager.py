@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from executor.columns import Int64Array
-from executor.kv_pool import KVPool
+from executor.batch.columns import Int64Array
+from executor.batch.kv_pool import KVPool
+from executor.batch.limits import StepLimits
+from executor.batch.read_step import StepColumns
+from executor.batch.staging import Copier, Staged, StagingBuffer, StepInputs, to_device
 from executor.sampler import PARAMETER_WIDTH
-from executor.staging import Copier, Staged, StagingBuffer, StepInputs, to_device
-from executor.step_columns import StepColumns
-from executor.step_limits import StepLimits
 
 NUM_SLOTS = 3  # the router's steps in flight, 2, and one
 

@@ -9,14 +9,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from executor.columns import INT32, BoolArray, ColumnReader, Int64Array
+from executor.batch.columns import INT32, BoolArray, ColumnReader, Int64Array
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_agreement import (
+    check_padded,
+    counts_by_rank,
+    read_draft_counts,
+    read_layout,
+)
+from executor.batch.read_starts import read_starts
+from executor.batch.step_blocks import read_blocks
 from executor.dp_layout import DpLayout
 from executor.errors import InvalidStep
-from executor.row_starts import read_starts
 from executor.sampler import RowStarts
-from executor.step_blocks import read_blocks
-from executor.step_layout import check_padded, counts_by_rank, read_draft_counts, read_layout
-from executor.step_limits import RowProgress, StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last

@@ -1,9 +1,9 @@
 """Reads what all ranks were told alike: every rank's counts, the padding, the graph to replay."""
 
+from executor.batch.limits import StepLimits
 from executor.budget.token_budget import TokenBudget
 from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
-from executor.step_limits import StepLimits
 from protos.executor.v1 import executor_pb2 as pb
 
 PADDING_MODES = {

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from executor.batch.columns import BoolArray, Int64Array
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
-from executor.columns import BoolArray, Int64Array
 from executor.topology import Topology
 
 NO_GRAPHS = GraphSizes()

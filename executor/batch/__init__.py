@@ -1,0 +1,1 @@
+"""Step requests as batches: columns read and checked, staged to the device, KV rows."""
