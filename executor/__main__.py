@@ -47,7 +47,7 @@ STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the he
 
 async def serve(config: ExecutorConfig) -> int:
     """Serves until SIGTERM or SIGINT; a second one ends it at once. Returns the exit code."""
-    from executor.rendezvous import open_store
+    from executor.parallel.rendezvous import open_store
     from executor.server import ExecutorServicer
 
     stopped = asyncio.Event()

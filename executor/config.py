@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.budget.token_budget import check_step_limits
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from protos.telemetry.metrics import split_address
 from protos.transport.port import PortSecurity, is_loopback
 

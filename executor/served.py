@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from executor.join_attempt import JoinAttempt
+from executor.parallel.join_attempt import JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 
 

@@ -28,7 +28,6 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from executor.epochs import Epochs
 from executor.errors import (
     JoinFailed,
     NotFirst,
@@ -40,8 +39,9 @@ from executor.errors import (
     StepOutOfOrder,
     StreamHeld,
 )
-from executor.join_attempt import JoinAttempt
 from executor.measures import Measures
+from executor.parallel.epochs import Epochs
+from executor.parallel.join_attempt import JoinAttempt
 from executor.served import Store, Worker
 from executor.step_stream import Answer, StepStream
 from protos.executor.v1 import executor_pb2 as pb

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 from executor.errors import PeerLost, StepDisagreement
 from executor.measures import Measures
-from executor.parallel import EpochGroups
+from executor.parallel.process_groups import EpochGroups
 
 DIGEST_BYTES = 16
 TEXT_BYTES = 1024  # of what each executor was told, in the error

@@ -25,9 +25,9 @@ from executor.batch.read_step import StepColumns, read_step
 from executor.batch.staging import Copier, ReadBack, Staged, copier_for
 from executor.batch.step_stager import StepStager
 from executor.errors import JoinFailed, PeerLost
-from executor.join_attempt import JoinAttempt
 from executor.measures import Measures
-from executor.parallel import EpochGroups
+from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.process_groups import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
 from executor.sampler import Sampler
 from executor.speculative.speculator import Speculator

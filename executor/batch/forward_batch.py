@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.dp_layout import DpLayout
+from executor.parallel.layout import DpLayout
 
 Int64Array = npt.NDArray[np.int64]
 

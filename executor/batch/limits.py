@@ -8,7 +8,7 @@ from executor.batch.columns import BoolArray, Int64Array
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 
 NO_GRAPHS = GraphSizes()
 

@@ -2,8 +2,8 @@
 
 from executor.batch.limits import StepLimits
 from executor.budget.token_budget import TokenBudget
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
+from executor.parallel.layout import DpLayout, DpPaddingMode
 from protos.executor.v1 import executor_pb2 as pb
 
 PADDING_MODES = {

@@ -19,8 +19,8 @@ from executor.batch.read_agreement import (
 )
 from executor.batch.read_starts import read_starts
 from executor.batch.step_blocks import read_blocks
-from executor.dp_layout import DpLayout
 from executor.errors import InvalidStep
+from executor.parallel.layout import DpLayout
 from executor.sampler import RowStarts
 from protos.executor.v1 import executor_pb2 as pb
 

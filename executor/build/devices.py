@@ -32,8 +32,8 @@ from executor.layers.attention_workspace import AttentionWorkspace
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.parallel.topology import Topology
 from executor.sampling_fixed import Filters, FlashInferFilters
-from executor.topology import Topology
 
 log = structlog.stdlib.get_logger(__name__)
 

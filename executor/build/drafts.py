@@ -23,6 +23,7 @@ from executor.layers.attention import Attention
 from executor.models import Model
 from executor.models.draft import DraftModel, load_draft_model
 from executor.models.draft_config import DraftConfig
+from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
@@ -34,7 +35,6 @@ from executor.sampler import Sampler
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier
-from executor.topology import require_mlp_tp_gather
 from executor.weights import OnProgress
 from executor.worker import Speculation
 

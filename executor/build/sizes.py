@@ -16,7 +16,7 @@ from executor.budget.token_budget import TokenBudget, validate_cutedsl_a2a_token
 from executor.config import ExecutorConfig
 from executor.models.config import ModelConfig
 from executor.models.draft_config import DraftConfig
-from executor.topology import divisors, require_gathered_buffer
+from executor.parallel.topology import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3
 

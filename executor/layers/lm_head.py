@@ -9,10 +9,10 @@ nobody reads. Every executor ends up with the same bits, so that they cannot sam
 
 import torch
 
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
 from executor.layers.linear import Linear
 from executor.layers.workers import WorkerPool
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.topology import Topology
 from executor.weights import Part, WeightGroup
 
 

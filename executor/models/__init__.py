@@ -10,8 +10,6 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
 from executor.layers.attention import Stages
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.embedding import Embedding
 from executor.layers.lm_head import LMHead
 from executor.models.config import ModelConfig
@@ -19,7 +17,9 @@ from executor.models.kernels import Kernels, cpu_kernels
 from executor.models.peers import Peers
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.layer import Dispatcher
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.topology import Topology
 from executor.weights import OnProgress, WeightGroup, load_weights
 
 _MODULES = {"Qwen3MoeForCausalLM": "executor.models.qwen3_moe"}

@@ -12,7 +12,7 @@ import torch
 
 from executor.batch.kv_pool import KVShape
 from executor.models.config_fields import Fields
-from executor.topology import Topology, divisors, share_of
+from executor.parallel.topology import Topology, divisors, share_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUPPORTED = {

@@ -23,7 +23,7 @@ import torch
 from executor.batch.kv_pool import KVShape
 from executor.models.config import ModelConfig
 from executor.models.config_fields import Fields
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from executor.weights import tensor_names
 
 _EAGLE3 = "LlamaForCausalLMEagle3"

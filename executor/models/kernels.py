@@ -22,7 +22,7 @@ from executor.moe.layer import MoERunner
 from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.moe.runner_grouped import GroupedMMRunner
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

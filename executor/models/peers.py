@@ -8,10 +8,10 @@ attn_tp       executors of the DP rank    attention heads, logits
 
 from dataclasses import dataclass
 
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.layer import Dispatcher
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from executor.dp_layout import DpLayout
 from executor.layers.attention import AttentionCall
 from executor.layers.linear import Linear
 from executor.layers.norm import RMSNorm
@@ -22,7 +21,8 @@ from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels
 from executor.models.peers import Peers
 from executor.moe.layer import MoELayer
-from executor.topology import Topology, share_of
+from executor.parallel.layout import DpLayout
+from executor.parallel.topology import Topology, share_of
 from executor.weights import Part, WeightGroup
 
 _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -8,11 +8,11 @@ flashinfer   FlashInfer's       all-gather
 
 import torch
 
-from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.moe.dispatch_by_phase import PhaseDispatcher
 from executor.moe.layer import Dispatcher
+from executor.parallel.dp_communicator import DpCommunicator
 
 
 def new_dispatcher(

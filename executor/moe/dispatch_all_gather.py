@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
-from executor.dp_layout import DpLayout
-from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.layer import Dispatched
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout
 
 
 class AllGatherDispatcher:

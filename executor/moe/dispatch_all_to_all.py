@@ -20,11 +20,11 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from executor.dp_layout import DpLayout
-from executor.layers.dp_communicator import DpCommunicator
-from executor.layers.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
 from executor.moe.layer import Dispatched
 from executor.moe.one_at_a_time import OneAtATime
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout
+from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
 
 
 @dataclass(frozen=True, slots=True)

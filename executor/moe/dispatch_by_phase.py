@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from executor.dp_layout import DpLayout
 from executor.moe.layer import Dispatched, Dispatcher
+from executor.parallel.layout import DpLayout
 
 
 class PhaseDispatcher:

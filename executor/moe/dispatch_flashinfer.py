@@ -12,10 +12,10 @@ Dimensions as in ``layer.py``.
 
 import torch
 
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.all_to_all import AllToAll
 from executor.moe.layer import Dispatched
-from executor.parallel import EpochGroups
+from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import EpochGroups
 
 
 class FlashInferDispatcher:

@@ -16,7 +16,7 @@ from executor.layers.workers import WorkerPool
 from executor.moe.layer import MoERunner
 from executor.moe.runner_small import SmallExpertsRunner, are_small
 from executor.moe.runner_torch import TorchMoERunner
-from executor.topology import Topology, share_of
+from executor.parallel.topology import Topology, share_of
 from executor.weights import Part, WeightGroup
 
 NewRunner = Callable[[torch.Tensor, torch.Tensor], MoERunner]

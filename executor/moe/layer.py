@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.dp_layout import DpLayout
 from executor.layers.linear import Linear
+from executor.parallel.layout import DpLayout
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
-from executor.dp_layout import DpLayout
 from executor.layers.attention import Attend
+from executor.parallel.layout import DpLayout
 from executor.runners.draft_inputs import DraftInputs, draw_inputs
 from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.draft_room import new_room, put_drafts, taken

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.layers.attention import Attend, Attention
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
 from executor.speculative.draft_batch import Step
-from executor.topology import Topology
 
 Inputs = TypeVar("Inputs")
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.dp_layout import DpPaddingMode
+from executor.parallel.layout import DpPaddingMode
 from executor.runners.forward_pass import ForwardPass
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.dp_layout import DpPaddingMode
+from executor.parallel.layout import DpPaddingMode
 
 
 @dataclass(frozen=True, slots=True)

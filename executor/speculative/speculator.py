@@ -21,7 +21,8 @@ from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
-from executor.dp_layout import DpLayout
+from executor.parallel.layout import DpLayout
+from executor.parallel.topology import Topology
 from executor.sampler import Sampler
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
@@ -29,7 +30,6 @@ from executor.speculative.ragged import Ragged, filled_blocks
 from executor.speculative.state import DraftState
 from executor.speculative.tree import Drafts
 from executor.speculative.verifier import Verification, step_of
-from executor.topology import Topology
 
 
 class Drafter(Protocol):

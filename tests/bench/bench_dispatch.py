@@ -19,13 +19,13 @@ from collections.abc import Callable
 
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.moe.layer import Dispatcher
-from executor.parallel import join_group
-from executor.topology import Topology
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from tests.bench.quiet import quiet
 from tests.executor.ranks import HOST, run_ranks
 

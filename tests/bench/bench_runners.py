@@ -18,7 +18,6 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.dp_layout import DpLayout
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
@@ -29,6 +28,7 @@ from executor.layers.attention_torch import TorchAttention
 from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import cpu_kernels
+from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner, Runner
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner

@@ -10,12 +10,12 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
-from executor.parallel import EpochGroups, join_group
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.serving import Rank

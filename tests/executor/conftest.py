@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import links, parallel
+from executor import links
+from executor.parallel import process_groups as parallel
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.fake_worker import FakeWorker

@@ -15,7 +15,6 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
@@ -27,6 +26,8 @@ from executor.layers.attention_torch import TorchAttention
 from executor.models.draft import load_draft_model
 from executor.models.draft_config import DraftConfig
 from executor.models.kernels import stacked_kernels
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
 from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
@@ -34,7 +35,6 @@ from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
-from executor.topology import Topology
 from tests.executor.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
 
 NUM_STEPS = 3

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.models.config import ModelConfig
-from executor.parallel import join_group
-from executor.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from tests.executor.attention_tp_ranks import MAX_ROWS, communicators
 from tests.executor.drafting import DraftRank, Entries
 from tests.executor.ranks import HOST, TIMEOUT_S

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from executor.dp_layout import DpPaddingMode
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.parallel import join_group
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
-from executor.topology import Topology
 from tests.executor.draft_cases import DraftCase, Way
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.recording_backend import RecordingBackend

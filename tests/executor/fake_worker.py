@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from executor.join_attempt import JoinAttempt
+from executor.parallel.join_attempt import JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.parallel import join_group
-from executor.topology import Topology
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
 from tests.executor.runner_ranks import GRAPH_SIZES, RanksStep

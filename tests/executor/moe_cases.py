@@ -13,7 +13,7 @@ from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.moe import experts
 from executor.moe.experts import Experts
 from executor.moe.layer import Dispatched, MoERunner
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from executor.weights import Part
 
 D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from executor.parallel import EpochGroups, join_group
-from executor.topology import Topology
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0  # of waits that should not end this way

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from executor import links, parallel
-from executor.rendezvous import open_store
+from executor import links
+from executor.parallel import process_groups as parallel
+from executor.parallel.rendezvous import open_store
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy

@@ -18,7 +18,6 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.build.runners import build_runners
 from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
@@ -32,11 +31,12 @@ from executor.models import load_model
 from executor.models.config import ModelConfig
 from executor.models.kernels import stacked_kernels
 from executor.moe.layer import Dispatched
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
 from executor.runners import Runner
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.topology import Topology
 from tests.executor.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4

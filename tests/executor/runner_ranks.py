@@ -12,9 +12,9 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.parallel import RankGroup, join_group
+from executor.parallel.process_groups import RankGroup, join_group
+from executor.parallel.topology import Topology
 from executor.runners.by_layout import RunnerByLayout
-from executor.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.recording_backend import RecordingBackend
 from tests.executor.runner_cases import PREFILL_GRAPHS, RunnerCase, captured

@@ -16,7 +16,7 @@ import pytest
 from deploy.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.rendezvous import open_store
+from executor.parallel.rendezvous import open_store
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group

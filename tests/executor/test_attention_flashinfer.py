@@ -9,7 +9,6 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
@@ -22,6 +21,7 @@ from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
 from executor.layers.attention_workspace import AttentionWorkspace
 from executor.layers.paging import look_up_pages, plan_pages
+from executor.parallel.layout import DpLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass

@@ -13,7 +13,7 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.dp_layout import DpPaddingMode
+from executor.parallel.layout import DpPaddingMode
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.attention_tp_ranks import Case, Step, answer_steps, serve_cases
 from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe

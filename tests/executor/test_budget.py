@@ -24,12 +24,12 @@ from executor.budget.token_budget import (
     dispatch_bytes_per_token,
     validate_cutedsl_a2a_token_budget,
 )
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.errors import InvalidStep
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
 from executor.layers.lm_head import vocab_slice
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import prompt_part, step
 

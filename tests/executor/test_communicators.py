@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
-from executor.parallel import EpochGroups, GlooGroup, join_group
-from executor.topology import Topology
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, GlooGroup, join_group
+from executor.parallel.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S, run_ranks
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3

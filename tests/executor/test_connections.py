@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.connections import Connections, _address
-from executor.parallel import join_group
-from executor.topology import Topology
+from executor.parallel.gloo_sockets import Connections, _address
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from tests.executor.ranks import TIMEOUT_S, run_ranks
 
 HOST = "127.0.0.1"

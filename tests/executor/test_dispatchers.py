@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.layers.dp_communicator import DpCommunicator
 from executor.moe.dispatch import new_dispatcher, require_capturable
 from executor.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
 from executor.moe.layer import Dispatcher
-from executor.parallel import EpochGroups, join_group
-from executor.topology import Topology
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
 from tests.executor.dispatch_cases import (
     DTYPES,
     EXPERTS,

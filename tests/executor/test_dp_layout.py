@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
 from router.scheduling.planner import agree
 
 NUM_CASES = 400  # for each of the seeds

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.speculative.draft_batch import ExtendBatch
 from tests.executor.speculative_cell import Cell, Router, demo_prompts
 from tests.executor.test_speculation import cell_of, settings_of, state_of

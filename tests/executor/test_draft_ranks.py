@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.dp_layout import DpPaddingMode
-from executor.topology import Topology
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.topology import Topology
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
 from tests.executor.draft_ranks import Answer, Drafting, draft_on_ranks, entries_of, run_passes

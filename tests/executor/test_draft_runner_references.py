@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.logits import invert
+from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.speculative.accept import DRAFT_STREAM, stream_coins
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step
 from executor.speculative.tree import Drafts

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.models import load_model
 from executor.models.config import ModelConfig
+from executor.parallel.layout import DpLayout
 from tests.executor.checkpoints import VOCAB_SIZE, save_qwen3_moe
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.feature_ranks import features_on_ranks

@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.all_to_all import AllToAll
 from executor.flashinfer_ops.bootstrap import GroupCommunicator, MnnvlWorkspace
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.parallel import EpochGroups, join_group
-from executor.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.cpu_mnnvl import PAGE, FileMemory, shared_through_files
 from tests.executor.ranks import HOST, TIMEOUT_S, run_ranks

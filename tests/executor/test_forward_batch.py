@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.dp_layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode
 
 
 def build(num_computed: list[int], num_tokens: list[int]) -> ForwardBatch:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.dp_layout import DpPaddingMode
+from executor.parallel.layout import DpPaddingMode
 from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 from tests.executor.ranks import run_ranks
 from tests.executor.serving import BLOCK_SIZE, Rank

@@ -14,11 +14,11 @@ from torch.distributed import HashStore, PrefixStore
 from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
-from executor.join_attempt import JoinAttempt
 from executor.links import connect_all
-from executor.parallel import EpochGroups, join_group
-from executor.rendezvous import open_store
-from executor.topology import Topology
+from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
 from tests.executor.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
 
 STORE = f"{HOST}:1"

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed, PeerLost
-from executor.join_attempt import JoinAttempt
-from executor.parallel import EpochGroups
-from executor.rendezvous import open_store
+from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.process_groups import EpochGroups
+from executor.parallel.rendezvous import open_store
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.fake_worker import FakeWorker, until
 from tests.executor.servers import (

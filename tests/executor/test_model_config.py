@@ -10,7 +10,7 @@ import torch
 from executor.errors import CheckpointError
 from executor.models import load_model
 from executor.models.config import ModelConfig
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 
 BEFORE_5: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

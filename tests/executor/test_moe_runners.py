@@ -22,7 +22,7 @@ from executor.moe.layer import topk_softmax
 from executor.moe.runner_grouped import GroupedMMRunner
 from executor.moe.runner_small import SmallExpertsRunner
 from executor.moe.runner_torch import TorchMoERunner
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from executor.weights import load_weights
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.moe_cases import (

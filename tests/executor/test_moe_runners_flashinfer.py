@@ -22,7 +22,7 @@ from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.moe.runner_grouped import GroupedMMRunner
 from executor.moe.stacked import check_stacked
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from tests.executor.cpu_cutedsl import constant, functions, signature
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer, reference
 from tests.executor.moe_cases import (

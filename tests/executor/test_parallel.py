@@ -19,11 +19,17 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
-from executor import parallel
 from executor.links import Links, connect_all
-from executor.parallel import EpochGroups, GlooGroup, NcclGroup, RankGroup, join_group
-from executor.rendezvous import open_store
-from executor.topology import Topology
+from executor.parallel import process_groups as parallel
+from executor.parallel.process_groups import (
+    EpochGroups,
+    GlooGroup,
+    NcclGroup,
+    RankGroup,
+    join_group,
+)
+from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
 from tests.executor.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
 
 # What gloo says of a connection that a peer ended: when it reads, and when it writes.

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.dp_layout import DpLayout
 from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.parallel.layout import DpLayout
 from tests.executor.registry_cases import (
     bs_slot,
     fill,

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from executor.__main__ import _keep_in
 from executor.config import ExecutorConfig
-from executor.rendezvous import open_store
+from executor.parallel.rendezvous import open_store
 from tests.e2e.listening import listening_at
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from executor import parallel
+from executor.parallel import process_groups as parallel
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.servers import HOST, Client, connected, form_group, group_of, reason_of
 from tests.executor.steps import decode_part, idle_part, prompt_part, step, tokens_of

@@ -21,10 +21,10 @@ import torch
 from executor.errors import PeerLost, StepDisagreement
 from executor.links import Links
 from executor.measures import Measures
-from executor.parallel import EpochGroups, RankGroup
-from executor.rendezvous import open_store
+from executor.parallel.process_groups import EpochGroups, RankGroup
+from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
 from executor.step_check import StepCheck
-from executor.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor import rank_threads
 from tests.executor.rank_threads import on_every_rank, topologies

@@ -13,9 +13,9 @@ from executor.batch.limits import RowProgress, StepLimits
 from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
-from executor.dp_layout import DpPaddingMode
 from executor.errors import InvalidStep
-from executor.topology import Topology
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step
 

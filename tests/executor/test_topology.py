@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.topology import (
+from executor.parallel.topology import (
     Topology,
     require_attn_tp_gather,
     require_gathered_buffer,

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.layers.dp_communicator import DpCommunicator
 from executor.models import load_model
 from executor.models.config import ModelConfig
-from executor.topology import Topology
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.topology import Topology
 from executor.weights import Part, WeightGroup, load_weights
 from tests.executor.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.serving import Rank

@@ -12,7 +12,7 @@ import transformers
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep, JoinFailed
-from executor.parallel import EpochGroups
+from executor.parallel.process_groups import EpochGroups
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.checkpoints import reference_logits

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from executor.dp_layout import DpPaddingMode
-from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
-from executor.parallel import join_group
-from executor.topology import Topology
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.process_groups import join_group
+from executor.parallel.topology import Topology
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.serving import Rank, layout_of
 

@@ -19,7 +19,7 @@ from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError

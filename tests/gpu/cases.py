@@ -11,7 +11,6 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import pick_graph_size
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.cutedsl import why_not
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
@@ -25,20 +24,21 @@ from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_torch import TorchAttention
 from executor.layers.attention_workspace import AttentionWorkspace
-from executor.layers.attn_tp_communicator import AttnTpCommunicator
-from executor.layers.dp_communicator import DpCommunicator
 from executor.models.config import ModelConfig
 from executor.models.kernels import Kernels, stacked_kernels
 from executor.models.peers import Peers
 from executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from executor.moe.dispatch_all_gather import AllGatherDispatcher
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout
+from executor.parallel.topology import Topology
 from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.prefill_breakable import BreakablePrefillRunner
 from executor.runners.prefill_piecewise import PiecewisePrefillRunner
-from executor.topology import Topology
 from tests.gpu.shapes import Sizes
 from tests.gpu.weights import NewTensor, fill, random_tensor
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from executor.budget.token_budget import a2a_workspace_size_per_rank
-from executor.dp_layout import DpLayout, DpPaddingMode
 from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.moe.layer import Dispatched
+from executor.parallel.layout import DpLayout, DpPaddingMode
 from tests.executor.cpu_all_to_all import run_threads
 from tests.gpu.cases import largest_error
 from tests.gpu.machine import IS_STAND_IN, Machine

@@ -9,12 +9,12 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.layers.attention import Attention
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.layers.attention_workspace import AttentionWorkspace
 from executor.models.config import ModelConfig
+from executor.parallel.layout import DpLayout
 from tests.gpu.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
 from tests.gpu.machine import IS_STAND_IN, Machine
 from tests.gpu.shapes import SMALL_MODELS, VERIFY_WIDTH, Sizes

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.dp_layout import DpLayout
 from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import ShapeKey
 from executor.layers.attention_flashinfer import FlashInferAttention
 from executor.models.config import ModelConfig
+from executor.parallel.layout import DpLayout
 from tests.gpu.cases import CPU, flashinfer_attention, torch_attention
 from tests.gpu.machine import Machine
 from tests.gpu.shapes import SMALL_MODELS, VERIFY_WIDTH

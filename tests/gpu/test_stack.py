@@ -58,7 +58,7 @@ def test_every_answer_of_two_ranks_is_right(machine: Machine) -> None:
     pytest.importorskip("grpc")
     if machine.device.type == "cuda":
         pytest.skip(
-            "executors on GPUs cannot exchange hidden states yet: executor/parallel.py joins ranks "
+            "executors on GPUs cannot exchange hidden states yet: executor/parallel/process_groups.py joins ranks "
             "over gloo, whose collectives no graph can capture, so executor/build/devices.py refuses "
             "dp_size above 1; it takes a group over NCCL, and a GPU for each rank, as NCCL "
             "refuses two ranks on one"

@@ -15,9 +15,9 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from executor.dp_layout import DpLayout
-from executor.parallel import EpochGroups, RankGroup
-from executor.topology import Topology
+from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import EpochGroups, RankGroup
+from executor.parallel.topology import Topology
 
 
 class AttnTpCommunicator:

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from executor.connections import Connections
 from executor.links import Links, connect_all
-from executor.topology import Topology
+from executor.parallel.gloo_sockets import Connections
+from executor.parallel.topology import Topology
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")

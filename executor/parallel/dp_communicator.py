@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from executor.dp_layout import DpLayout, DpPaddingMode
-from executor.layers.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
-from executor.parallel import EpochGroups, RankGroup
-from executor.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
+from executor.parallel.process_groups import EpochGroups, RankGroup
+from executor.parallel.topology import Topology
 
 
 class DpCommunicator:

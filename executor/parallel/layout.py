@@ -18,7 +18,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 
-from executor.topology import Topology
+from executor.parallel.topology import Topology
 
 
 class DpPaddingMode(Enum):

@@ -1,0 +1,1 @@
+"""Parallel layout of a group: topology, process groups, collectives, epochs."""
