@@ -8,9 +8,9 @@ import torch
 from executor.batch.columns import Int64Array
 from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
-from executor.logits import score
+from executor.model.sampling.logits import score
+from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology
-from executor.sampler import Sampler
 from protos.executor.v1 import executor_pb2 as pb
 
 

@@ -26,10 +26,10 @@ from executor.batch.staging import Copier, ReadBack, Staged, copier_for
 from executor.batch.step_stager import StepStager
 from executor.errors import JoinFailed, PeerLost
 from executor.measures import Measures
+from executor.model.sampling.sampler import Sampler
 from executor.parallel.join_attempt import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.runners.by_layout import RunnerByLayout
-from executor.sampler import Sampler
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
 from executor.step_check import StepCheck

@@ -3,7 +3,7 @@
 import numpy as np
 
 from executor.batch.columns import INT32, UINT64, ColumnReader, Int64Array
-from executor.sampler import RowStarts
+from executor.model.sampling.sampler import RowStarts
 from protos.executor.v1 import executor_pb2 as pb
 
 

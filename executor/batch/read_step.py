@@ -20,8 +20,8 @@ from executor.batch.read_agreement import (
 from executor.batch.read_starts import read_starts
 from executor.batch.step_blocks import read_blocks
 from executor.errors import InvalidStep
+from executor.model.sampling.sampler import RowStarts
 from executor.parallel.layout import DpLayout
-from executor.sampler import RowStarts
 from protos.executor.v1 import executor_pb2 as pb
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last

@@ -8,7 +8,7 @@ from executor.batch.kv_pool import KVPool
 from executor.batch.limits import StepLimits
 from executor.batch.read_step import StepColumns
 from executor.batch.staging import Copier, Staged, StagingBuffer, StepInputs, to_device
-from executor.sampler import PARAMETER_WIDTH
+from executor.model.sampling.sampler import PARAMETER_WIDTH
 
 NUM_SLOTS = 3  # the router's steps in flight, 2, and one
 

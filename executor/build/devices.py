@@ -19,21 +19,21 @@ from executor.batch.kv_pool import KVPool
 from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
-from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
-from executor.layers.attention import Attention
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_torch import TorchAttention
-from executor.layers.attention_workspace import AttentionWorkspace
-from executor.models.config import ModelConfig
-from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
-from executor.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
 from executor.parallel.topology import Topology
-from executor.sampling_fixed import Filters, FlashInferFilters
 
 log = structlog.stdlib.get_logger(__name__)
 

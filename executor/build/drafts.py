@@ -19,10 +19,12 @@ from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
-from executor.layers.attention import Attention
-from executor.models import Model
-from executor.models.draft import DraftModel, load_draft_model
-from executor.models.draft_config import DraftConfig
+from executor.model.families import Model
+from executor.model.families.draft import DraftModel, load_draft_model
+from executor.model.families.draft_config import DraftConfig
+from executor.model.layers.attention import Attention
+from executor.model.sampling.sampler import Sampler
+from executor.model.weights import OnProgress
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
@@ -31,11 +33,9 @@ from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExten
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.phase_graphs import PhaseGraphs
-from executor.sampler import Sampler
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier
-from executor.weights import OnProgress
 from executor.worker import Speculation
 
 

@@ -23,19 +23,19 @@ from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.layers.lm_head import vocab_slice
 from executor.measures import Measures
-from executor.models import Model, load_model
-from executor.models.draft import DraftModel
-from executor.moe.dispatch import new_dispatcher, require_capturable
-from executor.moe.layer import Dispatcher
+from executor.model.families import Model, load_model
+from executor.model.families.draft import DraftModel
+from executor.model.layers.lm_head import vocab_slice
+from executor.model.moe.dispatch import new_dispatcher, require_capturable
+from executor.model.moe.layer import Dispatcher
+from executor.model.sampling.sampler import Sampler
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.by_layout import RunnerByLayout
 from executor.runners.forward_pass import ForwardPass
-from executor.sampler import Sampler
 from executor.worker import GroupMember, Worker
 from protos.executor.v1 import executor_pb2 as pb
 

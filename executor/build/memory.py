@@ -15,8 +15,8 @@ from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.plan import Blueprint
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
-from executor.models.draft_config import DraftConfig
-from executor.sampler import PARAMETER_WIDTH
+from executor.model.families.draft_config import DraftConfig
+from executor.model.sampling.sampler import PARAMETER_WIDTH
 
 INT64_BYTES = 8
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"

@@ -15,8 +15,8 @@ from executor.build.sizes import (
     splits_dense,
 )
 from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.models.config import ModelConfig
-from executor.models.draft_config import DraftConfig
+from executor.model.families.config import ModelConfig
+from executor.model.families.draft_config import DraftConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

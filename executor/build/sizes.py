@@ -14,8 +14,8 @@ from executor.budget.capture_sizes import (
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget, validate_cutedsl_a2a_token_budget
 from executor.config import ExecutorConfig
-from executor.models.config import ModelConfig
-from executor.models.draft_config import DraftConfig
+from executor.model.families.config import ModelConfig
+from executor.model.families.draft_config import DraftConfig
 from executor.parallel.topology import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3

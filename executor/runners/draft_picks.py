@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from executor.logits import invert, temper
+from executor.model.sampling.logits import invert, temper
 from executor.speculative.accept import DRAFT_STREAM, stream_coins
 from executor.speculative.draft_batch import Draws
 from executor.speculative.tree import Beams, Drafts, Level, next_level, num_candidates

@@ -18,7 +18,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
-from executor.layers.attention import Attend
+from executor.model.layers.attention import Attend
 from executor.parallel.layout import DpLayout
 from executor.runners.draft_inputs import DraftInputs, draw_inputs
 from executor.runners.draft_picks import chain_of, pick, pick_level

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from executor.layers.attention import Attend
+from executor.model.layers.attention import Attend
 from executor.runners.draft_picks import pick
 from executor.runners.extend_phase import ExtendPhase
 from executor.runners.forward_pass import ForwardPass

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from executor.layers.attention import Attend
+from executor.model.layers.attention import Attend
 from executor.runners.extend_graphs import ExtendGraphs
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.phase_graphs import PhaseGraphs

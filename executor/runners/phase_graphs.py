@@ -13,7 +13,7 @@ import torch
 
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.layers.attention import Attend, Attention
+from executor.model.layers.attention import Attend, Attention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.speculative.draft_batch import Step

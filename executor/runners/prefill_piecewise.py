@@ -18,7 +18,7 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.layers.attention import AttentionCall, Stages
+from executor.model.layers.attention import AttentionCall, Stages
 from executor.runners.forward_pass import ForwardPass, load_extend
 from executor.runners.stand_in import extend_stand_in
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from executor.logits import coins, invert
+from executor.model.sampling.logits import coins, invert
 from executor.speculative.tree import Drafts
 
 # Independent streams of coins, one for each purpose, out of a request's one seed.

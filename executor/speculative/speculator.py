@@ -21,9 +21,9 @@ from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
+from executor.model.sampling.sampler import Sampler
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology
-from executor.sampler import Sampler
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
 from executor.speculative.ragged import Ragged, filled_blocks

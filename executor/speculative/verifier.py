@@ -12,7 +12,7 @@ from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
-from executor.sampler import Sampler
+from executor.model.sampling.sampler import Sampler
 from executor.speculative.accept import Accepted, match_chain, match_tree, reject_chain
 from executor.speculative.draft_batch import Step
 from executor.speculative.tree import Drafts, ancestors

@@ -25,8 +25,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.layers import attention_torch
-from executor.layers.attention_torch import TorchAttention
+from executor.model.layers import attention_torch
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model

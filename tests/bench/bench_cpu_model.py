@@ -39,11 +39,11 @@ from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, Stop
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.layers.attention import run_stages
-from executor.layers.attention_torch import TorchAttention
-from executor.models import Model, load_model
-from executor.models.config import ModelConfig
-from executor.models.kernels import cpu_kernels
+from executor.model.families import Model, load_model
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import cpu_kernels
+from executor.model.layers.attention import run_stages
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 
 PROMPT_LEN = 512

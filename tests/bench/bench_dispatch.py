@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import torch
 
-from executor.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.moe.dispatch_all_to_all import TorchAllToAllDispatcher
-from executor.moe.layer import Dispatcher
+from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
+from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
+from executor.model.moe.layer import Dispatcher
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import join_group

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from executor.layers.linear import Linear
-from executor.layers.workers import WorkerPool
-from executor.moe.layer import Dispatched, MoERunner
-from executor.moe.runner_grouped import GroupedMMRunner
-from executor.moe.runner_small import SmallExpertsRunner, are_small
-from executor.moe.runner_torch import TorchMoERunner
+from executor.model.layers.linear import Linear
+from executor.model.layers.workers import WorkerPool
+from executor.model.moe.layer import Dispatched, MoERunner
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.moe.runner_small import SmallExpertsRunner, are_small
+from executor.model.moe.runner_torch import TorchMoERunner
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32, 128, 512)

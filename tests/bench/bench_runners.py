@@ -24,10 +24,10 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.layers.attention_torch import TorchAttention
-from executor.models import load_model
-from executor.models.config import ModelConfig
-from executor.models.kernels import cpu_kernels
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import cpu_kernels
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner, Runner
 from executor.runners.decode import DecodeRunner

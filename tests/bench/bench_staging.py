@@ -29,8 +29,8 @@ from executor.batch.kv_pool import KVPool, KVShape
 from executor.batch.limits import StepLimits
 from executor.batch.read_step import StepColumns, read_step
 from executor.budget.token_budget import TokenBudget
+from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology
-from executor.sampler import Sampler
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.steps import row_starts, sequences, step

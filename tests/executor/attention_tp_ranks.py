@@ -10,7 +10,7 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.models.config import ModelConfig
+from executor.model.families.config import ModelConfig
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from executor.moe.layer import Dispatched, Dispatcher
+from executor.model.moe.layer import Dispatched, Dispatcher
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology, share_of
 

@@ -21,11 +21,11 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_draft_registry,
 )
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
-from executor.layers.attention import Attention
-from executor.layers.attention_torch import TorchAttention
-from executor.models.draft import load_draft_model
-from executor.models.draft_config import DraftConfig
-from executor.models.kernels import stacked_kernels
+from executor.model.families.draft import load_draft_model
+from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import stacked_kernels
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners.eagle_draft import EagleDraftRunner

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from executor.models.config import ModelConfig
+from executor.model.families.config import ModelConfig
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.layers.attention import run_stages
-from executor.layers.attention_torch import TorchAttention
-from executor.models.config import ModelConfig
-from executor.models.draft import load_draft_model
-from executor.models.draft_config import DraftConfig
-from executor.models.kernels import Kernels
+from executor.model.families.config import ModelConfig
+from executor.model.families.draft import load_draft_model
+from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import Kernels
+from executor.model.layers.attention import run_stages
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 from tests.executor.serving import BLOCK_SIZE, Rank
 

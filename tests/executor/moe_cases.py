@@ -7,14 +7,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.models.config import ModelConfig
-from executor.models.kernels import Kernels, cpu_kernels, stacked_kernels
-from executor.moe import experts
-from executor.moe.experts import Experts
-from executor.moe.layer import Dispatched, MoERunner
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe import experts
+from executor.model.moe.experts import Experts
+from executor.model.moe.layer import Dispatched, MoERunner
+from executor.model.weights import Part
 from executor.parallel.topology import Topology
-from executor.weights import Part
 
 D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
 MAX_ROWS = 40

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor.graph.backend import Captures, ShapeKey, copy_result
-from executor.layers.workers import WorkerPool
+from executor.model.layers.workers import WorkerPool
 
 P = ParamSpec("P")
 

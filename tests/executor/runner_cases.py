@@ -18,19 +18,19 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.build.runners import build_runners
 from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,
 )
-from executor.layers.attention import Attention
-from executor.layers.attention_torch import TorchAttention
-from executor.models import load_model
-from executor.models.config import ModelConfig
-from executor.models.kernels import stacked_kernels
-from executor.moe.layer import Dispatched
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import stacked_kernels
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners import Runner

@@ -8,10 +8,10 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.layers.attention import run_stages
-from executor.layers.attention_torch import TorchAttention
-from executor.models import load_model
-from executor.models.config import ModelConfig
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.layers.attention import run_stages
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode

@@ -9,18 +9,18 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,
 )
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.layers.attention import Attention, AttentionCall, Stages
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_torch import TorchAttention
-from executor.layers.attention_workspace import AttentionWorkspace
-from executor.layers.paging import look_up_pages, plan_pages
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention, AttentionCall, Stages
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.layers.paging import look_up_pages, plan_pages
 from executor.parallel.layout import DpLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner

@@ -6,7 +6,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import ShapeKey
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.layers import attention_torch
-from executor.layers.attention import Attention
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_groups import MAX_GROUPED_WIDTH
-from executor.layers.attention_torch import TorchAttention
-from executor.layers.attention_workspace import AttentionWorkspace
-from executor.layers.tree_bits import TreeBits, flat_mask
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers import attention_torch
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.layers.tree_bits import TreeBits, flat_mask
 from executor.parallel.layout import DpLayout
 from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer, real_flashinfer
 from tests.executor.recording_backend import RecordingBackend

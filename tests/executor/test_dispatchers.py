@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.moe.dispatch import new_dispatcher, require_capturable
-from executor.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
-from executor.moe.layer import Dispatcher
+from executor.model.moe.dispatch import new_dispatcher, require_capturable
+from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
+from executor.model.moe.layer import Dispatcher
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from executor.errors import CheckpointError
-from executor.models.config import ModelConfig
-from executor.models.draft_config import DraftConfig
+from executor.model.families.config import ModelConfig
+from executor.model.families.draft_config import DraftConfig
 from executor.parallel.topology import Topology
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.models.kernels import stacked_kernels
-from executor.moe.layer import Dispatched
+from executor.model.families.kernels import stacked_kernels
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe.layer import Dispatched
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.draft_checkpoints import (

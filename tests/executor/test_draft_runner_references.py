@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.logits import invert
+from executor.model.sampling.logits import invert
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.speculative.accept import DRAFT_STREAM, stream_coins
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_workspace import AttentionWorkspace
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer, real_flashinfer
 from tests.executor.draft_cases import FILE_OF, DraftCase, Way, registry_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.models import load_model
-from executor.models.config import ModelConfig
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.executor.checkpoints import VOCAB_SIZE, save_qwen3_moe
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
-from executor.flashinfer_ops.cutedsl import CuteDslExperts, scratch_rows
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.flashinfer_ops.paged import (
+from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
+from executor.model.flashinfer.cutedsl import CuteDslExperts, scratch_rows
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.flashinfer.paged import (
     MaskBuffers,
     PagedAttention,
     PagedShape,

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.flashinfer_ops.all_to_all import AllToAll
-from executor.flashinfer_ops.bootstrap import GroupCommunicator, MnnvlWorkspace
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.model.flashinfer.all_to_all import AllToAll
+from executor.model.flashinfer.bootstrap import GroupCommunicator, MnnvlWorkspace
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology

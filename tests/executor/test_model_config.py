@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from executor.errors import CheckpointError
-from executor.models import load_model
-from executor.models.config import ModelConfig
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
 from executor.parallel.topology import Topology
 
 BEFORE_5: dict[str, Any] = {

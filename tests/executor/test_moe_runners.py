@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import ShapeKey
-from executor.layers.linear import Linear
-from executor.layers.workers import WorkerPool
-from executor.moe import runner_grouped
-from executor.moe.layer import topk_softmax
-from executor.moe.runner_grouped import GroupedMMRunner
-from executor.moe.runner_small import SmallExpertsRunner
-from executor.moe.runner_torch import TorchMoERunner
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.linear import Linear
+from executor.model.layers.workers import WorkerPool
+from executor.model.moe import runner_grouped
+from executor.model.moe.layer import topk_softmax
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.moe.runner_small import SmallExpertsRunner
+from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.weights import load_weights
 from executor.parallel.topology import Topology
-from executor.weights import load_weights
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.moe_cases import (
     CASES,

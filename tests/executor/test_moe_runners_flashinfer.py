@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from executor.budget.token_budget import cutedsl_moe_max_num_tokens
-from executor.flashinfer_ops import cutedsl
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.models.kernels import stacked_kernels
-from executor.moe.layer import Dispatched
-from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
-from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
-from executor.moe.runner_grouped import GroupedMMRunner
-from executor.moe.stacked import check_stacked
+from executor.model.families.kernels import stacked_kernels
+from executor.model.flashinfer import cutedsl
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe.layer import Dispatched
+from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
+from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.moe.stacked import check_stacked
 from executor.parallel.topology import Topology
 from tests.executor.cpu_cutedsl import constant, functions, signature
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer, reference

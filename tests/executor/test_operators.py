@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.layers.operators import (
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.operators import (
     FlashInferOperators,
     Operators,
     TorchOperators,
     cos_sin_table,
 )
-from executor.layers.rotary import RotaryEmbedding
+from executor.model.layers.rotary import RotaryEmbedding
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer, reference
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE, MAX_POSITIONS, THETA, EPS = 6, 2, 16, 48, 200, 1e4, 1e-6

@@ -15,10 +15,10 @@ import torch
 from executor.batch.kv_pool import KVPool
 from executor.build import executor as build
 from executor.build.devices import AttentionGraphs, Cpu
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_groups import MAX_GROUPED_WIDTH
-from executor.layers.attention_workspace import AttentionWorkspace
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH
+from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.speculative_cell import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.moe import experts
+from executor.model.moe import experts
 from tests.executor.checkpoints import save_qwen3_moe
 from tests.executor.lazy_attention import LazyAttention
 from tests.executor.recording_backend import CannotBeCaptured, RecordingBackend

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from executor.batch.read_starts import read_starts
-from executor.logits import coins, draw, score
-from executor.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
-from executor.sampling_fixed import TorchFilters
+from executor.model.sampling.fixed_shape import TorchFilters
+from executor.model.sampling.logits import coins, draw, score
+from executor.model.sampling.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
 from tests.executor.steps import row_starts
 
 VOCAB_SIZE = 20

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor.logits import probabilities
-from executor.sampler import PICK_WIDTH, Sampler
+from executor.model.sampling.logits import probabilities
+from executor.model.sampling.sampler import PICK_WIDTH, Sampler
 from tests.executor.chi_square import p_value
 from tests.executor.test_sampler import VOCAB_SIZE, random_logits, starts
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import ShapeKey
-from executor.logits import coins, draw, draw_likeliest, temper
-from executor.sampling_fixed import (
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
     RowParameters,
     TorchFilters,
     sample_rows,
 )
+from executor.model.sampling.logits import coins, draw, draw_likeliest, temper
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer, reference
 from tests.executor.recording_backend import RecordingBackend
 

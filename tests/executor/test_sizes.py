@@ -10,7 +10,7 @@ import torch
 from executor.budget.capture_sizes import GraphSizes
 from executor.build.sizes import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
-from executor.models.config import ModelConfig
+from executor.model.families.config import ModelConfig
 from tests.executor.checkpoints import save_qwen3_moe
 
 NO_GRAPHS = GraphSizes()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.logits import invert
+from executor.model.sampling.logits import invert
 from executor.speculative import verifier
 from executor.speculative.accept import RESIDUAL_STREAM, Accepted, reject_chain, stream_coins
 from protos.executor.v1 import executor_pb2 as pb

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from executor.logits import coins, invert
+from executor.model.sampling.logits import coins, invert
 from executor.speculative import accept
 from executor.speculative.accept import (
     ACCEPT_STREAM,

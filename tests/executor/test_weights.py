@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.models import load_model
-from executor.models.config import ModelConfig
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.weights import Part, WeightGroup, load_weights
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.topology import Topology
-from executor.weights import Part, WeightGroup, load_weights
 from tests.executor.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.serving import Rank
 

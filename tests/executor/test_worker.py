@@ -295,7 +295,7 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
     def refuse(values: object, device: object) -> torch.Tensor:
         raise AssertionError("a copy beside the staged one")
 
-    monkeypatch.setattr("executor.sampler.to_device", refuse)
+    monkeypatch.setattr("executor.model.sampling.sampler.to_device", refuse)
     for module in ("answers", "step_stager"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     for length in range(3, 12):

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from executor.layers.linear import Linear
-from executor.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear
+from executor.model.layers.workers import WorkerPool
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -11,8 +11,6 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import pick_graph_size
-from executor.flashinfer_ops.cutedsl import why_not
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
@@ -20,15 +18,17 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.layers.attention import Attention
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_torch import TorchAttention
-from executor.layers.attention_workspace import AttentionWorkspace
-from executor.models.config import ModelConfig
-from executor.models.kernels import Kernels, stacked_kernels
-from executor.models.peers import Peers
-from executor.models.qwen3_moe import Qwen3MoeForCausalLM
-from executor.moe.dispatch_all_gather import AllGatherDispatcher
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Kernels, stacked_kernels
+from executor.model.families.peers import Peers
+from executor.model.families.qwen3_moe import Qwen3MoeForCausalLM
+from executor.model.flashinfer.cutedsl import why_not
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.model.flashinfer.operators import FlashInferOps
 from tests.gpu import results
 from tests.gpu.machine import Machine, open_machine, why_not
 

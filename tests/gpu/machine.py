@@ -22,12 +22,12 @@ from unittest.mock import patch
 import torch
 
 from executor.batch.staging import Copier, PinnedMemory
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
-from executor.layers import attention_workspace
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers import attention_workspace
 from tests.executor.copiers import SeparateMemory
 from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer
 from tests.executor.recording_backend import RecordingBackend, living_memory

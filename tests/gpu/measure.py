@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.models.config import ModelConfig
-from executor.moe.layer import Dispatched
+from executor.model.families.config import ModelConfig
+from executor.model.moe.layer import Dispatched
 from tests.gpu.cases import Case, device_kernels, flashinfer_attention, torch_attention
 from tests.gpu.machine import IS_STAND_IN, Machine
 from tests.gpu.shapes import CONTEXT, LARGE

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from executor.budget.token_budget import a2a_workspace_size_per_rank
-from executor.flashinfer_ops.all_to_all import AllToAll, AllToAllSizes
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.moe.layer import Dispatched
+from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from tests.executor.cpu_all_to_all import run_threads
 from tests.gpu.cases import largest_error

@@ -9,11 +9,11 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.layers.attention import Attention
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.layers.attention_workspace import AttentionWorkspace
-from executor.models.config import ModelConfig
+from executor.model.families.config import ModelConfig
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
 from tests.gpu.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
 from tests.gpu.machine import IS_STAND_IN, Machine

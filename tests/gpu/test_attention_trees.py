@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.flashinfer_ops.operators import FlashInferOps
 from executor.graph.backend import ShapeKey
-from executor.layers.attention_flashinfer import FlashInferAttention
-from executor.models.config import ModelConfig
+from executor.model.families.config import ModelConfig
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.parallel.layout import DpLayout
 from tests.gpu.cases import CPU, flashinfer_attention, torch_attention
 from tests.gpu.machine import Machine

@@ -11,16 +11,16 @@ from functools import cache
 import pytest
 import torch
 
-from executor.flashinfer_ops.operators import FlashInferOps
-from executor.layers.linear import Linear
-from executor.layers.operators import FlashInferOperators, Operators, TorchOperators
-from executor.layers.rotary import RotaryEmbedding
-from executor.moe.layer import Dispatched, MoERunner
-from executor.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
-from executor.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
-from executor.moe.runner_grouped import GroupedMMRunner
-from executor.moe.runner_torch import TorchMoERunner
-from executor.sampling_fixed import (
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.linear import Linear
+from executor.model.layers.operators import FlashInferOperators, Operators, TorchOperators
+from executor.model.layers.rotary import RotaryEmbedding
+from executor.model.moe.layer import Dispatched, MoERunner
+from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
+from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
     RowParameters,

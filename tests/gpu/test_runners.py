@@ -13,7 +13,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.models.kernels import cpu_kernels
+from executor.model.families.kernels import cpu_kernels
 from tests.executor.lazy_attention import LazyAttention
 from tests.gpu.cases import (
     CPU,

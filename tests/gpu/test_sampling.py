@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from executor.graph.backend import ShapeKey
-from executor.logits import coins
-from executor.sampling_fixed import (
+from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
     RowParameters,
     TorchFilters,
     sample_rows,
 )
+from executor.model.sampling.logits import coins
 from tests.gpu.machine import IS_STAND_IN, Machine
 
 NUM_ROWS = 8 if IS_STAND_IN else 64

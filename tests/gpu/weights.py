@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from executor.models.config import ModelConfig
-from executor.weights import Part
+from executor.model.families.config import ModelConfig
+from executor.model.weights import Part
 
 # Takes a checkpoint's name and a shape to a tensor.
 NewTensor = Callable[[str, tuple[int, ...]], torch.Tensor]

@@ -1,0 +1,1 @@
+"""Models: weights, families, layers, experts, sampling, and FlashInfer's kernels."""

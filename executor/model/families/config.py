@@ -1,0 +1,217 @@
+"""What a checkpoint's config.json says, in one spelling, with everything unsupported refused.
+
+Transformers 5 writes some fields under other names than the releases before it; both are read.
+A field that would change the numbers and is not implemented is an error here, because a model
+that ignores it answers fluently and wrongly.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from executor.batch.kv_pool import KVShape
+from executor.model.families.config_fields import Fields
+from executor.parallel.topology import Topology, divisors, share_of
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SUPPORTED = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The attention heads of one executor.
+
+    Attributes:
+        q_heads: Its query heads.
+        kv_heads: The KV heads that these read. Where there are fewer KV heads than executors that
+            share a DP rank's attention, several hold the same one.
+    """
+
+    q_heads: range
+    kv_heads: range
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of a decoder-only mixture-of-experts model.
+
+    Attributes:
+        architecture: Class name that Hugging Face gives the model.
+        hidden_size: Width of the hidden states.
+        intermediate_size: Hidden width of a dense MLP.
+        moe_intermediate_size: Hidden width of an expert.
+        num_experts: Experts per layer, 0 for a dense model.
+        num_experts_per_tok: Experts per token.
+        decoder_sparse_step: Every so many layers has experts.
+        mlp_only_layers: Layers that have none all the same.
+        norm_topk_prob: Whether a token's routing weights are scaled to sum to 1.
+        max_position_embeddings: Longest sequence, in tokens.
+        dtype: Type of the weights as saved.
+        eos_token_ids: Tokens that end a text.
+        has_qk_norm: Whether each head of queries and keys is normalised.
+        num_nextn_predict_layers: Layers of a draft (MTP) that the checkpoint holds after the model's.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+    norm_topk_prob: bool
+    attention_bias: bool
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    has_qk_norm: bool = True
+    num_nextn_predict_layers: int = 0
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "ModelConfig":
+        """Reads config.json and, if there is one, generation_config.json.
+
+        Raises:
+            CheckpointError: A file or field is missing, or says what is not supported.
+        """
+        path = Path(path)
+        fields = Fields.read(path / "config.json")
+        eos_token_ids = _eos_token_ids(path / "generation_config.json", fields)
+        return cls.from_fields(fields, eos_token_ids=eos_token_ids)
+
+    @classmethod
+    def from_fields(cls, fields: Fields, *, eos_token_ids: tuple[int, ...] = ()) -> "ModelConfig":
+        """Takes what config.json says.
+
+        Raises:
+            CheckpointError: A field is missing, or says what is not supported.
+        """
+        fields.refuse(_SUPPORTED)
+        hidden_size = fields.integer("hidden_size")
+        num_heads = fields.integer("num_attention_heads")
+        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise fields.error(
+                f"num_attention_heads={num_heads} is no multiple of "
+                f"num_key_value_heads={num_kv_heads}"
+            )
+        num_experts = fields.integer("num_experts", "num_local_experts", default=0)
+        top_k = fields.integer("num_experts_per_tok", default=0)
+        if num_experts and not 1 <= top_k <= num_experts:
+            raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
+        return cls(
+            architecture=fields.architecture(),
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_hidden_layers=fields.integer("num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=fields.integer("head_dim", default=hidden_size // num_heads),
+            intermediate_size=fields.integer("intermediate_size", default=0),
+            moe_intermediate_size=fields.integer("moe_intermediate_size", default=0),
+            num_experts=num_experts,
+            num_experts_per_tok=top_k,
+            decoder_sparse_step=fields.integer("decoder_sparse_step", default=1),
+            mlp_only_layers=fields.integers("mlp_only_layers"),
+            norm_topk_prob=bool(fields.get("norm_topk_prob", default=False)),
+            attention_bias=bool(fields.get("attention_bias", default=False)),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings", default=False)),
+            rms_norm_eps=float(fields.get("rms_norm_eps", default=1e-6)),
+            rope_theta=_rope_theta(fields),
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            dtype=_dtype(fields),
+            eos_token_ids=eos_token_ids,
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0),
+        )
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Source: Transformers, Qwen3MoeDecoderLayer.__init__."""
+        if layer_id in self.mlp_only_layers or self.num_experts == 0:
+            return False
+        return (layer_id + 1) % self.decoder_sparse_step == 0
+
+    def attention_share(self, topology: Topology) -> HeadShare:
+        """Returns the heads that an executor holds.
+
+        Raises:
+            ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
+        """
+        q, kv = self.num_attention_heads, self.num_key_value_heads
+        rank, size = topology.attn_tp_rank, topology.attn_tp_size
+        problem = None
+        if q % size:
+            problem = f"num_attention_heads={q} does not divide by it"
+        elif kv % size and size % kv:
+            problem = f"it neither divides num_key_value_heads={kv} nor is a multiple of it"
+        if problem is not None:
+            sizes = [n for n in divisors(q) if kv % n == 0 or n % kv == 0]
+            raise ValueError(
+                f"attn_tp_size={size}: {problem}; use one of {', '.join(map(str, sizes))}"
+            )
+        if kv % size:
+            kv_head = rank * kv // size
+            kv_heads = range(kv_head, kv_head + 1)
+        else:
+            kv_heads = share_of("num_key_value_heads", kv, rank, size)
+        return HeadShare(share_of("num_attention_heads", q, rank, size), kv_heads)
+
+    def kv_shape(
+        self, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+    ) -> KVShape:
+        """Returns the sizes of the keys and values that an executor keeps of this model.
+
+        Args:
+            block_size: Tokens per block.
+            dtype: Type of keys and values.
+            topology: The executor's place in its group; a group of its own if None.
+
+        Raises:
+            ValueError: As ``attention_share``.
+        """
+        return KVShape(
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=len(self.attention_share(topology or Topology()).kv_heads),
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+
+def _rope_theta(fields: Fields) -> float:
+    rope = {**fields.get("rope_scaling", default={}), **fields.get("rope_parameters", default={})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default" or "factor" in rope:
+        raise fields.error(f"rope_type={rope_type!r} is not supported; only 'default' is")
+    theta = rope.get("rope_theta", fields.get("rope_theta"))
+    if theta is None:
+        raise fields.error("rope_theta is missing, on its own or in rope_parameters")
+    return float(theta)
+
+
+def _dtype(fields: Fields) -> torch.dtype:
+    name = str(fields.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise fields.error(f"dtype={name!r} is not supported; {', '.join(_DTYPES)} are")
+    return _DTYPES[name]
+
+
+def _eos_token_ids(generation_config: Path, fields: Fields) -> tuple[int, ...]:
+    """The generation config decides where there is one, as in Transformers' generate."""
+    eos = Fields.read(generation_config).get("eos_token_id") if generation_config.exists() else None
+    eos = fields.get("eos_token_id", default=[]) if eos is None else eos
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

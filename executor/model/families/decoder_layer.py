@@ -1,0 +1,327 @@
+"""The layers of a Qwen3-MoE model, of which drafts are built as well.
+
+Where several executors share a DP rank's attention (attention TP), attention has some of the heads
+for all of its T rows; between attention calls an executor has some of the rows,
+S = layout.shard_num_rows (see ``qwen3_moe.py``).
+
+Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Kernels
+from executor.model.families.peers import Peers
+from executor.model.layers.attention import AttentionCall
+from executor.model.layers.linear import Linear
+from executor.model.layers.norm import RMSNorm
+from executor.model.moe.layer import MoELayer
+from executor.model.weights import Part, WeightGroup
+from executor.parallel.layout import DpLayout
+from executor.parallel.topology import Topology, share_of
+
+_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_O_BIAS = re.compile(r".*\.self_attn\.o_proj\.bias")
+
+
+class Qwen3MoeAttention:
+    """Projections, norms and rotation around the attention backend, for this executor's heads.
+
+    Args:
+        config: Sizes.
+        layer_id: Layer of the KV pool.
+        peers: Share the heads.
+        kernels: What it calls.
+        input_size: Width of its input; that of hidden states if None.
+        stores_kv: Whether it has keys and values of its own. If not, its queries attend to what that
+            layer of the pool already holds.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        peers: Peers,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        input_size: int | None = None,
+        stores_kv: bool = True,
+    ) -> None:
+        self.layer_id = layer_id
+        self.operators = kernels.operators
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        share = config.attention_share(peers.topology)
+        self.num_heads = len(share.q_heads)
+        self.num_kv_heads = len(share.kv_heads) if stores_kv else 0
+        # By the letter of its projection: what this executor has of the checkpoint's rows.
+        self._parts = {
+            "q": (self._rows(share.q_heads), config.num_attention_heads * self.head_dim),
+            **dict.fromkeys(
+                "kv", (self._rows(share.kv_heads), config.num_key_value_heads * self.head_dim)
+            ),
+        }
+        self._attn_tp = peers.attn_tp
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = Linear(
+            config.hidden_size if input_size is None else input_size,
+            q_size + 2 * kv_size,
+            has_bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
+            workers=kernels.workers,
+        )
+        # The executors' products are summed, so the first one adds the bias.
+        self.o_proj = Linear(
+            q_size,
+            config.hidden_size,
+            has_bias=config.attention_bias and peers.topology.attn_tp_rank == 0,
+            dtype=dtype,
+            device=device,
+            workers=kernels.workers,
+        )
+        # Queries and keys are normalised in one call, each head with its own row of weights.
+        self.qk_norm_weight: torch.Tensor | None = None
+        if config.has_qk_norm:
+            self.qk_norm_weight = torch.empty(
+                self.num_heads + self.num_kv_heads, self.head_dim, dtype=dtype, device=device
+            )
+        self.sizes = (q_size, kv_size, kv_size)
+
+    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
+        """Returns the rotated queries, keys and values [T, heads, D] of x [S, input_size]."""
+        return self.project_gathered(self._attn_tp.gather(x, layout), rotation)
+
+    def project_gathered(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
+        """Does the same for x [T, input_size], which every executor of the DP rank has."""
+        heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        num_qk = self.num_heads + self.num_kv_heads
+        qk = heads[:, :num_qk]
+        if self.qk_norm_weight is not None:
+            qk = self.operators.norm_heads(qk, self.qk_norm_weight, self.num_heads, self.eps)
+        q, k = self.operators.rotate(qk, self.num_heads, rotation)
+        if not self.num_kv_heads:
+            return AttentionCall(q, None, None, self.layer_id)
+        return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
+
+    def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * D]."""
+        return self._attn_tp.scatter_sum(self.o_proj(attended), layout)
+
+    def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        qkv, o = self.qkv_proj, self.o_proj
+        weights = torch.split_with_sizes(qkv.weight, self.sizes)
+        qkv_targets = self._qkv_parts(f"{prefix}{{}}_proj.weight", weights)
+        o_targets: dict[str, torch.Tensor | Part] = {
+            f"{prefix}o_proj.weight": Part(o.weight, 1, *self._parts["q"])
+        }
+        if qkv.bias is not None:
+            biases = torch.split_with_sizes(qkv.bias, self.sizes)
+            qkv_targets |= self._qkv_parts(f"{prefix}{{}}_proj.bias", biases)
+        if o.bias is not None:
+            o_targets[f"{prefix}o_proj.bias"] = o.bias
+        groups = [WeightGroup(qkv_targets, qkv.finish), WeightGroup(o_targets, o.finish)]
+        if self.qk_norm_weight is not None:
+            groups.append(self._norm_group(prefix, self.qk_norm_weight))
+        return groups
+
+    def _norm_group(self, prefix: str, weight: torch.Tensor) -> WeightGroup:
+        norms = {f"{prefix}q_norm.weight": torch.empty_like(weight[0])}
+        heads = [weight[: self.num_heads]]
+        if self.num_kv_heads:
+            norms[f"{prefix}k_norm.weight"] = torch.empty_like(weight[0])
+            heads.append(weight[self.num_heads :])
+
+        def spread() -> None:
+            for of_heads, norm in zip(heads, norms.values(), strict=True):
+                of_heads[:] = norm
+
+        return WeightGroup(norms, spread)
+
+    def _qkv_parts(self, name: str, targets: Sequence[torch.Tensor]) -> dict[str, Part]:
+        letters = zip("qkv" if self.num_kv_heads else "q", targets, strict=False)
+        return {name.format(letter): Part(x, 0, *self._parts[letter]) for letter, x in letters}
+
+    def _rows(self, heads: range) -> range:
+        """Returns the rows of a projection that belong to these heads."""
+        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
+
+
+class Qwen3MoeMLP:
+    """A dense gated MLP: whole on each executor for its own rows, or split for everybody's."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        peers: Peers,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.operators = kernels.operators
+        self._size = intermediate_size
+        self._at = range(intermediate_size)
+        self._communicator = peers.communicator if peers.splits_dense else None
+        if peers.splits_dense:
+            rank, count = peers.topology.world_rank, peers.topology.world_size
+            try:
+                self._at = share_of("intermediate_size", intermediate_size, rank, count)
+            except ValueError as error:
+                raise ValueError(f"{error}, or set moe_dense_tp_size=1") from error
+        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        self.gate_up_proj = linear(hidden_size, 2 * len(self._at))
+        self.down_proj = linear(len(self._at), hidden_size)
+
+    def __call__(
+        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._communicator is None:
+            return self._run(x)
+        y = self._run(self._communicator.gather(x, layout))
+        return self._communicator.scatter_sum(y, layout)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.operators.silu_and_mul(self.gate_up_proj(x)))
+
+    def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        gate, up = (Part(x, 0, self._at, self._size) for x in self.gate_up_proj.weight.chunk(2))
+        down = Part(self.down_proj.weight, 1, self._at, self._size)
+        targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        return [
+            WeightGroup(targets, self.gate_up_proj.finish),
+            WeightGroup({f"{prefix}down_proj.weight": down}, self.down_proj.finish),
+        ]
+
+
+class Qwen3MoeSparseBlock:
+    """Routed experts, of which this executor holds a part."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        peers: Peers,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.gate = Linear(config.hidden_size, config.num_experts, dtype=dtype, device=device)
+        self.experts = kernels.new_experts(peers.topology)
+        self._layer = MoELayer(
+            self.gate,
+            config.num_experts_per_tok,
+            num_experts=config.num_experts,
+            renormalize=config.norm_topk_prob,
+            dispatcher=peers.dispatcher,
+            runner=self.experts.runner,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._layer(x, layout, is_padding)
+
+    def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        gate = WeightGroup({f"{prefix}gate.weight": self.gate.weight}, self.gate.finish)
+        return [gate, *self.experts.weight_groups(f"{prefix}experts.")]
+
+
+class Qwen3MoeDecoderLayer:
+    """Attention, then experts or a dense MLP, each around a residual.
+
+    Args:
+        config: Sizes and switches.
+        layer_id: Its number.
+        peers: Share it.
+        kernels: What it calls.
+        frozen_kv_layer: Layer of the KV pool that it reads, if it has no keys and values of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        peers: Peers,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        frozen_kv_layer: int | None = None,
+    ) -> None:
+        hidden = config.hidden_size
+        norm = partial(
+            RMSNorm, hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
+        )
+        self.input_layernorm = norm()
+        self.self_attn = Qwen3MoeAttention(
+            config,
+            layer_id if frozen_kv_layer is None else frozen_kv_layer,
+            peers,
+            kernels,
+            dtype=dtype,
+            device=device,
+            stores_kv=frozen_kv_layer is None,
+        )
+        self.post_attention_layernorm = norm()
+        self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
+        if config.is_moe_layer(layer_id):
+            self.mlp = Qwen3MoeSparseBlock(config, peers, kernels, dtype=dtype, device=device)
+        else:
+            self.mlp = Qwen3MoeMLP(
+                hidden, config.intermediate_size, peers, kernels, dtype=dtype, device=device
+            )
+
+    def before_attention(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, layout: DpLayout
+    ) -> tuple[AttentionCall, torch.Tensor]:
+        """Takes what the layer before added, and the sum up to it; returns the whole sum, too."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        return self.self_attn.project(x, rotation, layout), residual
+
+    def after_attention(
+        self,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        layout: DpLayout,
+        is_padding: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what this layer's experts add, [S, D], and the sum without it."""
+        x = self.self_attn.merge(attended, layout)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x, layout, is_padding), residual
+
+    def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        norms = {
+            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
+            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+        }
+        attention = self.self_attn.weight_groups(f"{prefix}self_attn.")
+        return [WeightGroup(norms), *attention, *self.mlp.weight_groups(f"{prefix}mlp.")]
+
+
+def is_left_to_others(name: str, config: ModelConfig, topology: Topology) -> bool:
+    """Whether a tensor of such a layer is for another executor alone, so that it may be left unread.
+
+    Args:
+        name: In the checkpoint.
+        config: Of the layers.
+        topology: This executor's place.
+    """
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None and config.num_experts:
+        return int(expert[1]) not in topology.local_experts(config.num_experts)
+    return (
+        config.attention_bias and topology.attn_tp_rank > 0 and _O_BIAS.fullmatch(name) is not None
+    )

@@ -1,0 +1,290 @@
+"""What a draft's config.json says beside its target's, with everything unsupported refused.
+
+layout      architecture                 tensors                              algorithm
+EAGLE3      LlamaForCausalLMEagle3       midlayer.*, fc, norm, lm_head, d2t   eagle
+NEXTN       the target's                 model.layers.{N + k}.*               eagle, multi_layer_eagle
+MTP         the target's                 mtp.*                                eagle, multi_layer_eagle
+FROZEN_KV   FrozenKvMTPForCausalLM       layers.{i}.*, fc, norm               frozen_kv_mtp
+
+N is ``num_hidden_layers`` of the folder's config.json, which for NEXTN and MTP may be the target's
+own folder. With one MTP layer a draft is drafted with like EAGLE; several are run in turn.
+
+Source: SGLang, models/llama_eagle3.py, models/deepseek_nextn.py, models/qwen3_next_mtp.py.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.batch.kv_pool import KVShape
+from executor.model.families.config import ModelConfig
+from executor.model.families.config_fields import Fields
+from executor.model.weights import tensor_names
+from executor.parallel.topology import Topology
+
+_EAGLE3 = "LlamaForCausalLMEagle3"
+_FROZEN_KV = "FrozenKvMTPForCausalLM"
+_NEXTN_TENSOR = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
+_LLAMA_ROPE_THETA = 10000.0  # of Transformers' LlamaConfig: published EAGLE-3 heads leave it out
+
+# A layer of the draft is one of Qwen3-MoE's. What other families' layers do beyond that:
+_PLAIN_ROUTING: dict[str, tuple[Any, ...]] = {
+    "n_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "n_group": (1, 0),
+    "routed_scaling_factor": (1, 1.0),
+    "moe_layer_freq": (1,),
+}
+_SIGMOID_ROUTING = ("Deepseek", "Glm4Moe", "Glm4vMoe")
+_ZERO_CENTRED = ("Qwen3Next", "Qwen3_5")
+
+
+class DraftLayout(Enum):
+    """How a draft's tensors are named, and what they compute."""
+
+    EAGLE3 = auto()
+    NEXTN = auto()
+    MTP = auto()
+    FROZEN_KV = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftConfig:
+    """A draft for one target.
+
+    Attributes:
+        layout: How its tensors are named.
+        algorithm: How it is drafted with: ``eagle``, ``multi_layer_eagle`` or ``frozen_kv_mtp``.
+        layers: Its decoder layers, as a model. Everything else of it is the target's.
+        num_layers: Layers that are passes of their own, in a multi-layer MTP; else 1.
+        first_layer_id: Number of its first layer in its tensors' names.
+        vocab_size: Tokens that it can draft, V.
+        aux_layers: Layers of the target, counted from 0, after which the sum of residuals is a
+            feature. None: the feature is the target's final hidden state.
+        target_kv_layer_ids: Layers of the target whose keys and values its layers read, if it has
+            none of its own.
+    """
+
+    layout: DraftLayout
+    algorithm: str
+    layers: ModelConfig
+    num_layers: int
+    first_layer_id: int = 0
+    vocab_size: int
+    aux_layers: tuple[int, ...] = ()
+    target_kv_layer_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dir(cls, path: str | Path, target: ModelConfig) -> "DraftConfig":
+        """Reads config.json, and the names of the tensors beside it.
+
+        Raises:
+            CheckpointError: It is no draft, one of another model, or one that is not supported.
+        """
+        path = Path(path)
+        fields = Fields.read(path / "config.json")
+        architecture = fields.architecture()
+        if architecture == _EAGLE3:
+            return _eagle3(fields, target)
+        if architecture == _FROZEN_KV:
+            return _frozen_kv(fields, target)
+        names = tensor_names(path)
+        if any(name.startswith("mtp.") for name in names):
+            return _mtp(fields, target, DraftLayout.MTP)
+        if any(_NEXTN_TENSOR.fullmatch(name) for name in names):
+            return _mtp(fields, target, DraftLayout.NEXTN)
+        raise fields.error(
+            f"{architecture} is no draft that is supported: need {_EAGLE3}, {_FROZEN_KV}, or "
+            f"tensors of MTP layers, model.layers.{{N}}.eh_proj.weight or mtp.fc.weight"
+        )
+
+    @property
+    def feature_size(self) -> int:
+        """Width F of the features that the target leaves for it."""
+        return self.layers.hidden_size * (len(self.aux_layers) or 1)
+
+    @property
+    def gathered_size(self) -> int:
+        """Width of the rows that the target gathers: hidden states, and features beside them."""
+        return self.layers.hidden_size * (1 + len(self.aux_layers))
+
+    def kv_shape(
+        self, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+    ) -> KVShape | None:
+        """Returns the sizes of its own keys and values on an executor; None if it has none.
+
+        Args:
+            block_size: Tokens per block, as in the target's pool.
+            dtype: Type of keys and values.
+            topology: The executor's place in its group; a group of its own if None.
+
+        Raises:
+            ValueError: Its heads cannot be shared. Says by how many they can.
+        """
+        if self.target_kv_layer_ids:
+            return None
+        return self.layers.kv_shape(block_size, dtype, topology)
+
+
+def _eagle3(fields: Fields, target: ModelConfig) -> DraftConfig:
+    fields.refuse(
+        {
+            "num_hidden_layers": (1,),
+            "mlp_bias": (False,),
+            "norm_before_residual": (False,),
+            "target_hidden_size": (target.hidden_size,),
+        }
+    )
+    eagle = fields.get("eagle_config", default={})
+    if eagle.get("use_aux_hidden_state") is False:
+        raise fields.error("eagle_config.use_aux_hidden_state=False is not supported; only True is")
+    if fields.get("rope_theta", "rope_parameters") is None:
+        fields = fields.changed(rope_theta=_LLAMA_ROPE_THETA)
+    layers = replace(_read_layers(fields, target), has_qk_norm=False)
+    if layers.num_experts:
+        raise fields.error(f"num_experts={layers.num_experts} is not supported; only 0 is")
+    vocab_size = fields.integer("draft_vocab_size", default=layers.vocab_size)
+    if not 1 <= vocab_size <= layers.vocab_size:
+        raise fields.error(
+            f"draft_vocab_size={vocab_size} of vocab_size={layers.vocab_size}: need 1 to as many"
+        )
+    return DraftConfig(
+        layout=DraftLayout.EAGLE3,
+        algorithm="eagle",
+        layers=layers,
+        num_layers=1,
+        vocab_size=vocab_size,
+        aux_layers=_aux_layers(fields, target),
+    )
+
+
+def _aux_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+    """Source: SGLang, set_eagle3_layers_to_capture, whose numbers are of the layers after."""
+    name, count = "eagle_aux_hidden_state_layer_ids", target.num_hidden_layers
+    given = fields.get("eagle_config", default={}).get(name)
+    chosen = given or [1, count // 2 - 1, count - 4]
+    if len(chosen) != 3 or not all(isinstance(i, int) and 0 <= i < count for i in chosen):
+        default = "" if given else ", by default"
+        raise fields.error(
+            f"eagle_config.{name}={chosen}{default}: need three layers of the target, from 0 to "
+            f"{count - 1}"
+        )
+    return tuple(chosen)
+
+
+def _mtp(fields: Fields, target: ModelConfig, layout: DraftLayout) -> DraftConfig:
+    architecture = fields.architecture()
+    if fields.get("kv_lora_rank", "q_lora_rank") is not None:
+        raise fields.error(
+            "kv_lora_rank or q_lora_rank is given: multi-head latent attention (MLA) is not "
+            "supported; only grouped-query attention is"
+        )
+    if architecture.startswith(_ZERO_CENTRED):
+        raise fields.error(
+            f"{architecture}: gated attention and norms that scale by 1 + weight are not "
+            f"supported; only layers as in Qwen3MoeForCausalLM are"
+        )
+    default = 1 if layout is DraftLayout.MTP else None
+    count = fields.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", default=default)
+    if count < 1:
+        raise fields.error(f"num_nextn_predict_layers={count}: a draft needs at least 1 layer")
+    experts = fields.get("n_routed_experts", "num_experts", "num_local_experts")
+    read = _read_layers(fields.changed(num_experts=experts), target)
+    first = read.num_hidden_layers
+    dense = tuple(k for k in range(count) if not _is_moe_layer(read, fields, first + k))
+    if len(dense) < count:
+        _check_experts(read, fields, target)
+    else:
+        read = replace(read, num_experts=0, num_experts_per_tok=0)
+    has_qk_norm = bool(fields.get("use_qk_norm", default=architecture.startswith("Qwen3")))
+    return DraftConfig(
+        layout=layout,
+        algorithm="eagle" if count == 1 else "multi_layer_eagle",
+        layers=replace(
+            read,
+            num_hidden_layers=count,
+            decoder_sparse_step=1,
+            mlp_only_layers=dense,
+            has_qk_norm=has_qk_norm,
+        ),
+        num_layers=count,
+        first_layer_id=first if layout is DraftLayout.NEXTN else 0,
+        vocab_size=read.vocab_size,
+    )
+
+
+def _is_moe_layer(layers: ModelConfig, fields: Fields, layer_id: int) -> bool:
+    return layers.is_moe_layer(layer_id) and layer_id >= fields.integer(
+        "first_k_dense_replace", default=0
+    )
+
+
+def _check_experts(layers: ModelConfig, fields: Fields, target: ModelConfig) -> None:
+    """Raises if a draft's experts are chosen in another way, or cannot use the target's dispatcher."""
+    fields.refuse(_PLAIN_ROUTING)
+    architecture = fields.architecture()
+    if architecture.startswith(_SIGMOID_ROUTING) and fields.get("scoring_func") is None:
+        raise fields.error(
+            f"{architecture} routes by sigmoid with a correction bias, which is not supported; "
+            f"only softmax is, as in Qwen3MoeForCausalLM"
+        )
+    ours = (layers.num_experts, layers.num_experts_per_tok)
+    theirs = (target.num_experts, target.num_experts_per_tok)
+    if ours != theirs:
+        raise fields.error(
+            f"num_experts={ours[0]}, num_experts_per_tok={ours[1]}: a draft's experts are reached "
+            f"like the target's, which has {theirs[0]} and {theirs[1]}; need the same, or dense "
+            f"layers"
+        )
+
+
+def _frozen_kv(fields: Fields, target: ModelConfig) -> DraftConfig:
+    layers = _read_layers(fields, target)
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"):
+        ours, theirs = getattr(layers, name), getattr(target, name)
+        if ours != theirs:
+            raise fields.error(
+                f"{name}={ours}: the draft reads the target's keys, so it must be {theirs}"
+            )
+    if layers.num_experts:
+        raise fields.error(f"num_experts={layers.num_experts} is not supported; only 0 is")
+    target_layers = fields.integers("target_kv_layer_ids")
+    last = target.num_hidden_layers - 1
+    if not 1 <= len(target_layers) == layers.num_hidden_layers or max(target_layers) > last:
+        raise fields.error(
+            f"target_kv_layer_ids={list(target_layers)}: need one layer of the target, 0 to {last}, "
+            f"for each of num_hidden_layers={layers.num_hidden_layers}"
+        )
+    return DraftConfig(
+        layout=DraftLayout.FROZEN_KV,
+        algorithm="frozen_kv_mtp",
+        layers=layers,
+        num_layers=1,
+        vocab_size=layers.vocab_size,
+        target_kv_layer_ids=target_layers,
+    )
+
+
+def _read_layers(fields: Fields, target: ModelConfig) -> ModelConfig:
+    """Returns the sizes of a draft's layers, for sequences as long as the target's.
+
+    Raises:
+        CheckpointError: They do not fit a target of this hidden size and vocabulary.
+    """
+    layers = ModelConfig.from_fields(fields)
+    for name in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(layers, name), getattr(target, name)
+        if ours != theirs:
+            raise fields.error(
+                f"{name}={ours}, and the target has {theirs}: need a draft made for this target"
+            )
+    if not layers.intermediate_size and not layers.num_experts:
+        raise fields.error("intermediate_size is missing")
+    positions = max(layers.max_position_embeddings, target.max_position_embeddings)
+    return replace(layers, max_position_embeddings=positions)

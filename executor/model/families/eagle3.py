@@ -1,0 +1,125 @@
+"""EAGLE-3's head: one layer of Llama that reads the token and the target's features.
+
+    features [T, 3H] ─▶ fc ─▶ hidden [T, H]                            once, for the target's features
+
+    cat(norm(embed(id)), norm(hidden)) [T, 2H] ─▶ attention ─▶ + hidden ─▶ norm ─▶ MLP ─▶ + ─▶ out
+    out [T, H]: the next draft step's hidden ─▶ norm ─▶ head ─▶ logits [L, V]
+
+Queries and keys are not normalised. The embedding is the target's, and so is the head where the
+checkpoint has none of its own.
+
+Source: Li et al. 2025, EAGLE-3, section 3; SGLang, models/llama_eagle3.py.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.model.families import Model
+from executor.model.families.decoder_layer import Qwen3MoeAttention, Qwen3MoeMLP
+from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import Kernels
+from executor.model.layers.attention import Stages
+from executor.model.layers.linear import Linear
+from executor.model.layers.lm_head import LMHead
+from executor.model.layers.norm import RMSNorm
+from executor.model.weights import WeightGroup
+
+_NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+# Vocabulary as a mask, which d2t says again; and a copy of the target's embedding.
+_SPARE = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+
+
+class Eagle3Draft:
+    """One executor's share of the head. Implements ``DraftModel``."""
+
+    num_layers = 1
+
+    def __init__(
+        self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
+    ) -> None:
+        layers, peers = config.layers, replace(target.peers, moe_dense_tp_size=1)
+        embedding = target.embed_tokens.weight
+        placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
+        hidden = layers.hidden_size
+        self.hidden_size = hidden
+        self.vocab_size = config.vocab_size
+        self.target_ids: torch.Tensor | None = None
+        if config.vocab_size < layers.vocab_size or "d2t" in names:
+            self.target_ids = torch.empty(
+                config.vocab_size, dtype=torch.int64, device=embedding.device
+            )
+        self._attn_tp = peers.attn_tp
+        self._operators = kernels.operators
+        self._workers = kernels.workers
+        self._embed_tokens = target.embed_tokens
+        self.fc = Linear(config.feature_size, hidden, workers=kernels.workers, **placed)
+        norm = partial(RMSNorm, hidden, layers.rms_norm_eps, kernels.operators, **placed)
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            norm() for _ in _NORMS
+        )
+        self.self_attn = Qwen3MoeAttention(
+            layers, 0, peers, kernels, input_size=2 * hidden, **placed
+        )
+        self.mlp = Qwen3MoeMLP(hidden, layers.intermediate_size, peers, kernels, **placed)
+        self.norm = norm()
+        self.lm_head = target.lm_head
+        self._has_head = self.target_ids is not None or "lm_head.weight" in names
+        if self._has_head:
+            self.lm_head = LMHead(
+                hidden,
+                config.vocab_size,
+                topology=peers.topology,
+                communicator=peers.attn_tp,
+                workers=kernels.workers,
+                **placed,
+            )
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        return self.fc(features)
+
+    def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
+        assert batch.hidden_states is not None, "a draft reads hidden states"
+        hidden, layout = batch.hidden_states, batch.layout
+        with self._workers.sharing(layout.global_dp_buffer_len):
+            rotation = self._operators.rotation(batch.positions)
+            embedded = self.input_layernorm(self._embed_tokens(batch.input_ids))
+            # Every executor of the DP rank has all rows here, so none needs to be gathered.
+            x = torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
+            attended = yield self.self_attn.project_gathered(x, rotation)
+            x = self.self_attn.merge(attended, layout)
+            # A copy: the sum may be written where the residual is, and the input stays as it was.
+            residual = self._attn_tp.shard(hidden, layout).clone()
+            x, residual = self.post_attention_layernorm.add(x, residual)
+            return self._attn_tp.gather(residual + self.mlp(x, layout, None), layout)
+
+    def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        with self._workers.sharing(len(hidden)):
+            return self.lm_head(self.norm(hidden))
+
+    def weight_groups(self) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, in the order to load it."""
+        norms = {f"midlayer.{name}.weight": getattr(self, name).weight for name in _NORMS}
+        groups = [
+            WeightGroup({"fc.weight": self.fc.weight}, self.fc.finish),
+            WeightGroup(norms | {"norm.weight": self.norm.weight}),
+            *self.self_attn.weight_groups("midlayer.self_attn."),
+            *self.mlp.weight_groups("midlayer.mlp."),
+        ]
+        if self._has_head:
+            groups.append(self.lm_head.weight_group("lm_head.weight"))
+        if self.target_ids is not None:
+            groups.append(WeightGroup({"d2t": self.target_ids}, self._finish_target_ids))
+        return groups
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor may be left unread."""
+        return name in _SPARE
+
+    def _finish_target_ids(self) -> None:
+        """Adds 0, 1, … to them: d2t says how far each id of the draft is from the target's."""
+        assert self.target_ids is not None
+        self.target_ids += torch.arange(len(self.target_ids), device=self.target_ids.device)

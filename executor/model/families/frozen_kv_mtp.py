@@ -1,0 +1,88 @@
+"""Frozen-KV MTP: a draft without keys and values, whose queries attend to the target's.
+
+    cat(norm(embed(id)), norm(hidden)) [S, 2H] ─▶ fc ─▶ n layers ─▶ norm ─▶
+    out [T, H]: the next step's hidden ─▶ the target's head ─▶ logits [L, V]
+
+Layer i attends to what layer ``target_kv_layer_ids[i]`` of the target's pool holds of the token's
+sequence, all of it, and stores nothing. So queries are shaped, normalised and turned like the
+target's; each layer has an MLP of its own.
+"""
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.model.families import Model
+from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import Kernels
+from executor.model.families.mtp import Combine
+from executor.model.layers.attention import Stages
+from executor.model.layers.norm import RMSNorm
+from executor.model.weights import WeightGroup
+
+
+class FrozenKvMTPDraft:
+    """One executor's share of the draft. Implements ``DraftModel``."""
+
+    num_layers = 1
+    target_ids: torch.Tensor | None = None
+
+    def __init__(
+        self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
+    ) -> None:
+        layers, peers = config.layers, replace(target.peers, moe_dense_tp_size=1)
+        embedding = target.embed_tokens.weight
+        placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
+        self.hidden_size = layers.hidden_size
+        self.vocab_size = config.vocab_size
+        self._config = config
+        self._peers = peers
+        self._operators = kernels.operators
+        self._workers = kernels.workers
+        self._embed_tokens = target.embed_tokens
+        self._lm_head = target.lm_head
+        self.combine = Combine(self.hidden_size, layers.rms_norm_eps, kernels, **placed)
+        self.layers = [
+            Qwen3MoeDecoderLayer(layers, i, peers, kernels, frozen_kv_layer=kv_layer, **placed)
+            for i, kv_layer in enumerate(config.target_kv_layer_ids)
+        ]
+        self.norm = RMSNorm(self.hidden_size, layers.rms_norm_eps, kernels.operators, **placed)
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
+        assert batch.hidden_states is not None, "a draft reads hidden states"
+        layout, attn_tp = batch.layout, self._peers.attn_tp
+        with self._workers.sharing(layout.global_dp_buffer_len):
+            rotation = self._operators.rotation(batch.positions)
+            embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
+            x = self.combine(embedded, attn_tp.shard(batch.hidden_states, layout))
+            residual = None
+            for decoder in self.layers:
+                call, residual = decoder.before_attention(x, residual, rotation, layout)
+                attended = yield call
+                x, residual = decoder.after_attention(attended, residual, layout, None)
+            assert residual is not None, "a draft has layers"
+            return attn_tp.gather(self.norm.add(x, residual)[0], layout)
+
+    def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        with self._workers.sharing(len(hidden)):
+            return self._lm_head(hidden)
+
+    def weight_groups(self) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, in the order to load it."""
+        layers = chain.from_iterable(
+            layer.weight_groups(f"layers.{i}.") for i, layer in enumerate(self.layers)
+        )
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc")
+        norm = WeightGroup({"norm.weight": self.norm.weight})
+        return [self.combine.weight_group(*names), *layers, norm]
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor may be left unread: another executor's."""
+        return is_left_to_others(name, self._config.layers, self._peers.topology)

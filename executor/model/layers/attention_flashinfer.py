@@ -1,0 +1,354 @@
+"""Grouped-query attention by FlashInfer: on CUDA, whole in a captured graph.
+
+    planning   host: offsets (paging.py), pages looked up on the device, FlashInfer's schedule
+    in graph   slots of this pass's keys, as int32; the tree mask, as bits (tree_bits.py)
+    forward    keys and values to their slots, then attention over pages
+
+A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
+its page table and mask where the graph reads them. Every other batch goes to one of three wrappers
+for any size: one query row per sequence, several, or several with a tree mask. The last is planned
+when the pass begins, since planning packs the mask, and then waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
+from executor.model.flashinfer.operators import FlashInferOps, KVPages
+from executor.model.flashinfer.paged import (
+    MaskBuffers,
+    PagedAttention,
+    PagedShape,
+    PageTable,
+    PageTableBuffers,
+    paged_decode,
+    paged_prefill,
+)
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
+from executor.model.layers.tree_bits import TreeBits, flat_mask
+
+_TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
+
+_GraphKey = tuple[int, int, bool]  # sequences, rows of each, and whether there is a tree mask
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What ``forward`` needs of a batch.
+
+    Attributes:
+        out_cache_loc: int64 [T], as the batch has it.
+        slots: int32 [T], the same; filled on the device before the first layer.
+        num_rows: Rows that belong to sequences; the rest is padding.
+        attention: Has planned this batch; None if it has no sequences.
+        begin: What reads the tree mask when the pass begins; None without one.
+    """
+
+    out_cache_loc: torch.Tensor
+    slots: torch.Tensor
+    num_rows: int
+    attention: PagedAttention | None
+    begin: Callable[[], None] | None
+
+
+class FlashInferAttention:
+    """The attention backend of CUDA.
+
+    Keys and values are stored by one kernel for both. It is told that the whole pool is the pages of
+    one sequence, in order, so that a token's slot is its place in that sequence: padded tokens then
+    need no page table of their own, and go to the scratch block like everywhere else.
+
+    Wrappers share one workspace, with those of the executor's other attention, and in graphs one page
+    table: planning and replays must be enqueued on one stream, planning before each replay.
+
+    Args:
+        ops: The library.
+        kv_pool: Keys, values and block table.
+        num_heads: H, query heads.
+        workspace: The executor's, with whatever else attends on the same stream.
+        max_num_tokens: Token rows of the largest pass.
+        extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
+            graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
+    """
+
+    is_capturable = True
+
+    def __init__(
+        self,
+        ops: FlashInferOps,
+        kv_pool: KVPool,
+        num_heads: int,
+        workspace: AttentionWorkspace,
+        *,
+        max_num_tokens: int,
+        extend_backend: str = "auto",
+    ) -> None:
+        self._ops = ops
+        self._workspace = workspace
+        self._kv_pool = kv_pool
+        self._num_heads = num_heads
+        self._shape = PagedShape(
+            num_heads=num_heads,
+            num_kv_heads=kv_pool.shape.num_kv_heads,
+            head_dim=kv_pool.shape.head_dim,
+            block_size=kv_pool.block_size,
+            dtype=kv_pool.shape.dtype,
+        )
+        self._use_tensor_cores = num_heads // self._shape.num_kv_heads >= _TENSOR_CORE_GROUP
+        most_pages = kv_pool.num_rows * kv_pool.max_blocks_per_row
+        workspace.counting(max(most_pages, kv_pool.num_physical_blocks))  # now, not in a step
+        self._slots = _WholePool(kv_pool, workspace, max_num_tokens)
+        self._decode = workspace.adopt(
+            paged_decode(ops, self._shape, workspace.float, use_tensor_cores=self._use_tensor_cores)
+        )
+        self._extend = workspace.adopt(
+            paged_prefill(ops, self._shape, workspace.float, backend=extend_backend)
+        )
+        self._by_tree: PagedAttention | None = None  # made when first needed
+        self._by_graph: dict[_GraphKey, tuple[PagedAttention, TreeBits | None]] = {}
+        self._metadata: _Metadata | None = None
+
+    def init_cuda_graph_state(
+        self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False
+    ) -> None:
+        """Makes a wrapper for each size that will be captured. Before the first capture.
+
+        What an earlier call made stays, and graphs captured with it stay valid.
+
+        Args:
+            sizes: Sequences.
+            num_tokens_per_bs: Query rows of each sequence.
+            has_tree: Whether batches have a tree mask.
+        """
+        width = num_tokens_per_bs
+        sizes = [size for size in sizes if (size, width, has_tree) not in self._by_graph]
+        if not sizes:
+            return
+        most = max(sizes)
+        columns = self._kv_pool.max_blocks_per_row
+        room = PageTableBuffers(
+            qo_indptr=self._workspace.new_table(most + 1, torch.int32),
+            kv_indptr=self._workspace.new_table(most + 1, torch.int32),
+            last_page_len=self._workspace.new_table(most, torch.int32),
+            kv_indices=self._workspace.new_table(most * columns, torch.int32),
+        )
+        trees = self._tree_bits(sizes, width) if has_tree else {}
+        most_float = 0
+        for size in sizes:
+            attention = self._for_graph(size, width, room, trees.get(size))
+            num_float, num_int = attention.workspace_size(self._longest(size, width, room))
+            most_float = max(most_float, num_float)
+            # At once: a wrapper begins with 8 MB here and 8 MB on the host.
+            self._workspace.adopt(attention, num_int)
+            self._by_graph[size, width, has_tree] = (attention, trees.get(size))
+        self._workspace.reserve(most_float)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        """Plans on the host. Copies little to the device and waits for nothing."""
+        assert kv_pool is self._kv_pool, "made for another KV pool"
+        slots = self._slots.of(len(batch.input_ids))
+        if batch.batch_size == 0:
+            self._metadata = _Metadata(batch.out_cache_loc, slots, 0, None, None)
+            return
+        plan = plan_pages(
+            batch.seq_lens_cpu.numpy(), batch.extend_seq_lens_cpu, self._shape.block_size
+        )
+        table = self._page_table(plan, batch.req_pool_indices)
+        attention, bits = self._choose(batch, plan)
+        begin = None
+        if batch.tree_mask is None or bits is not None:
+            attention.plan(table)
+        else:
+            begin = partial(_plan_tree, attention, table, batch.tree_mask, plan.num_keys)
+        if batch.tree_mask is not None and bits is not None:
+            bits.plan(plan.num_keys)  # after the attention's own planning
+            begin = partial(bits.write, batch.tree_mask)
+        self._metadata = _Metadata(batch.out_cache_loc, slots, plan.num_rows, attention, begin)
+
+    def init_forward_metadata_in_graph(self) -> None:
+        metadata = self._planned()
+        metadata.slots.copy_(metadata.out_cache_loc)
+        if metadata.begin is not None:
+            metadata.begin()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Metadata stays as planned. The workspace stays where it is from now on."""
+        self._workspace.fix()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
+    ) -> torch.Tensor:
+        metadata = self._planned()
+        pages = self._slots.pages(layer_id)
+        if k is not None and v is not None:
+            self._slots.store(self._ops, k, v, pages, metadata.slots)
+        num_rows = metadata.num_rows
+        shape = (len(q), self._num_heads, self._shape.head_dim)
+        out = q.new_empty(shape) if num_rows == len(q) else q.new_zeros(shape)
+        if metadata.attention is not None:
+            metadata.attention.run(q[:num_rows], pages, out[:num_rows])
+        return out.flatten(1)
+
+    def _planned(self) -> _Metadata:
+        assert self._metadata is not None, "init_forward_metadata_out_graph runs before each pass"
+        return self._metadata
+
+    def _choose(
+        self, batch: ForwardBatch, plan: PagePlan
+    ) -> tuple[PagedAttention, TreeBits | None]:
+        """Returns the wrapper of a batch, and in a graph the bits of its tree mask."""
+        layout, has_tree = batch.layout, batch.tree_mask is not None
+        if layout.graph_size is not None and not layout.has_extend:
+            key = (batch.batch_size, plan.num_rows // batch.batch_size, has_tree)
+            assert key in self._by_graph, f"no init_cuda_graph_state for (size, width, tree) {key}"
+            return self._by_graph[key]
+        if has_tree:
+            return self._for_any_tree(), None
+        return (self._decode if batch.extend_seq_lens_cpu is None else self._extend), None
+
+    def init_trees(self) -> None:
+        """Makes the wrapper for trees outside graphs, which else the first such batch makes."""
+        self._for_any_tree()
+
+    def _for_any_tree(self) -> PagedAttention:
+        if self._by_tree is None:
+            wrapper = paged_prefill(
+                self._ops, self._shape, self._workspace.float, backend="fa2", is_causal=False
+            )
+            self._by_tree = self._workspace.adopt(wrapper)
+        return self._by_tree
+
+    def _tree_bits(self, sizes: Sequence[int], width: int) -> dict[int, TreeBits]:
+        """Returns room for the bits of each size. All share their memory."""
+        most, pool = max(sizes), self._kv_pool
+        max_len = pool.max_blocks_per_row * pool.block_size
+        bits = self._workspace.new_table(TreeBits.num_bytes(most, width, max_len), torch.uint8)
+        indptr = self._workspace.new_table(most + 1, torch.int32)
+        num_keys = self._workspace.new_table(most, torch.int32)
+        return {
+            size: TreeBits(
+                bits[: TreeBits.num_bytes(size, width, max_len)],
+                indptr[: size + 1],
+                num_keys[:size],
+                width,
+            )
+            for size in sizes
+        }
+
+    def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
+        kv_indptr = self._on_host(plan.kv_indptr)
+        return PageTable(
+            qo_indptr=self._on_host(plan.qo_indptr),
+            kv_indptr=kv_indptr,
+            last_page_len=self._on_host(plan.last_page_len),
+            kv_indices=look_up_pages(
+                self._kv_pool.block_table,
+                rows,
+                kv_indptr.to(self._kv_pool.device, non_blocking=True),
+                self._workspace.counting(plan.num_pages),
+            ),
+        )
+
+    def _for_graph(
+        self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None
+    ) -> PagedAttention:
+        buffers = PageTableBuffers(
+            qo_indptr=room.qo_indptr[: size + 1],
+            kv_indptr=room.kv_indptr[: size + 1],
+            last_page_len=room.last_page_len[:size],
+            kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
+        )
+        if width == 1 and tree is None:
+            return paged_decode(
+                self._ops,
+                self._shape,
+                self._workspace.float,
+                use_tensor_cores=self._use_tensor_cores,
+                buffers=buffers,
+            )
+        return paged_prefill(
+            self._ops,
+            self._shape,
+            self._workspace.float,
+            backend="fa2",
+            buffers=buffers,
+            uniform_len=width,
+            is_causal=tree is None,
+            mask=None if tree is None else MaskBuffers(bits=tree.bits, indptr=tree.indptr),
+        )
+
+    def _longest(self, size: int, width: int, room: PageTableBuffers) -> PageTable:
+        """Returns the page table of ``size`` sequences as long as a row allows."""
+        pool = self._kv_pool
+        seq_lens = np.full(size, pool.max_blocks_per_row * pool.block_size)
+        plan = plan_pages(seq_lens, np.full(size, width), pool.block_size)
+        return PageTable(
+            qo_indptr=self._on_host(plan.qo_indptr),
+            kv_indptr=self._on_host(plan.kv_indptr),
+            last_page_len=self._on_host(plan.last_page_len),
+            kv_indices=room.kv_indices[: plan.num_pages],
+        )
+
+    def _on_host(self, array: Int32Array) -> torch.Tensor:
+        """Returns a tensor that is copied to the device without waiting."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._kv_pool.device.type == "cpu" else tensor.pin_memory()
+
+
+def _plan_tree(
+    attention: PagedAttention, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
+) -> None:
+    attention.plan(replace(table, mask=flat_mask(tree_mask, num_keys)))
+
+
+class _WholePool:
+    """The KV pool as the pages of one sequence, in which place and slot are the same."""
+
+    def __init__(self, kv_pool: KVPool, workspace: AttentionWorkspace, max_num_tokens: int) -> None:
+        self._kv_pool = kv_pool
+        self._max_num_tokens = max_num_tokens
+        blocks, size, device = kv_pool.num_physical_blocks, kv_pool.block_size, kv_pool.device
+        self._slots = workspace.new_table(max_num_tokens, torch.int32)
+        self._sequence = workspace.new_table(max_num_tokens, torch.int32)
+        self._kv_indices = workspace.counting(blocks)
+        self._kv_indptr = torch.tensor([0, blocks], dtype=torch.int32, device=device)
+        self._last_page_len = torch.tensor([size], dtype=torch.int32, device=device)
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        """Returns room for the slots of a pass, int32 [num_tokens], always at the same address."""
+        assert num_tokens <= self._max_num_tokens, (
+            f"{num_tokens} token rows; made for {self._max_num_tokens}"
+        )
+        return self._slots[:num_tokens]
+
+    def pages(self, layer_id: int) -> KVPages:
+        """Returns a layer's keys and values, each [num_physical_blocks, block_size, N, D]."""
+        pool = self._kv_pool
+        shape = (pool.num_physical_blocks, pool.block_size, *pool.key_cache[layer_id].shape[1:])
+        return pool.key_cache[layer_id].view(shape), pool.value_cache[layer_id].view(shape)
+
+    def store(
+        self,
+        ops: FlashInferOps,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: KVPages,
+        slots: torch.Tensor,
+    ) -> None:
+        """Puts keys and values [T, N, D] where ``slots`` says."""
+        ops.append_to_pages(
+            k,
+            v,
+            pages,
+            batch_indices=self._sequence[: len(slots)],
+            positions=slots,
+            kv_indices=self._kv_indices,
+            kv_indptr=self._kv_indptr,
+            last_page_len=self._last_page_len,
+        )

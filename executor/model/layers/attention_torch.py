@@ -1,0 +1,390 @@
+"""Grouped-query attention over the paged KV pool, in plain PyTorch.
+
+Sequences with one new token, or a few as verified drafts have, are attended in groups
+(attention_groups.py): of about equal length, so that a long one does not make short ones pay for its
+padding, and as many as the workspace holds. A sequence with more new tokens is attended by itself, in
+tiles of queries.
+
+Keys and values are copied from their blocks into a workspace that stays in the cache of a core.
+It is sized by the pool's longest row, never by a batch.
+
+    B sequences    Q new tokens of each    T token rows    H query heads    N KV heads
+    G = H / N    D head width
+
+Query heads of one KV head are laid along the query dimension (groups) or the head dimension
+(extend) with the KV head as batch dimension, so keys and values are never repeated: repeating them,
+as ``enable_gqa`` does, costs a copy of the context per layer.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
+from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH, Group, GroupPlanner
+from executor.model.layers.workers import WorkerPool
+
+_WORKSPACE_TOKENS = 2048  # 1 MiB of keys for 4 heads of 64 in bfloat16; more if a row is longer
+_QUERY_TILE = 128  # queries per tile: each tile leaves out the keys in its future
+_MAX_CACHED_VIEWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtendTile:
+    """Up to _QUERY_TILE queries of one sequence, against the keys that they may see.
+
+    Attributes:
+        start, stop: Rows in q.
+        num_keys: Keys up to the last query's own.
+        mask: [stop - start, num_keys], 0 or -inf; None if causal from the sequence's start.
+    """
+
+    start: int
+    stop: int
+    num_keys: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtendSequence:
+    """One sequence with several new tokens.
+
+    Attributes:
+        start, stop: Its rows in q, k and v.
+        blocks: int64, its blocks; None if all its keys and values are in this very pass.
+        tiles: Its queries.
+    """
+
+    start: int
+    stop: int
+    blocks: torch.Tensor | None
+    tiles: tuple[_ExtendTile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What ``forward`` needs of a batch, the same for every layer.
+
+    Attributes:
+        grouped_rows: int64, the rows in q of sequences in groups, group after group; None if these
+            are all rows, in order.
+        tree_mask: The batch's.
+    """
+
+    out_cache_loc: torch.Tensor
+    kv_pool: KVPool
+    workspaces: "tuple[_Workspace, ...]"
+    grouped_rows: torch.Tensor | None
+    groups: tuple[Group, ...]
+    tree_mask: torch.Tensor | None
+    extend_sequences: tuple[_ExtendSequence, ...]
+
+
+class _Workspace:
+    """Room for the keys and values of a few sequences, taken out of their blocks.
+
+    Holds what it last took: the next ``take`` overwrites it.
+    """
+
+    def __init__(self, kv_pool: KVPool) -> None:
+        row_tokens = kv_pool.max_blocks_per_row * kv_pool.block_size
+        self.kv_pool = kv_pool
+        self.num_blocks = max(_WORKSPACE_TOKENS, row_tokens) // kv_pool.block_size
+        width = kv_pool.block_size * kv_pool.shape.num_kv_heads * kv_pool.shape.head_dim
+        size = (2, self.num_blocks, width)  # keys, values
+        room = torch.zeros(size, dtype=kv_pool.shape.dtype, device=kv_pool.device)
+        self._room = room
+        # A fill writes element by element: of eight bytes, it takes half as long as of two.
+        num_tokens = self.num_blocks * kv_pool.block_size
+        self._words = room.view(torch.int64).view(2, num_tokens, -1)
+        # By blocks, for each layer.
+        num_blocks = kv_pool.num_physical_blocks
+        self._caches = [
+            (keys.view(num_blocks, -1), values.view(num_blocks, -1))
+            for keys, values in zip(kv_pool.key_cache, kv_pool.value_cache, strict=True)
+        ]
+        # Room for so many sequences of so many blocks: making views costs more than small copies.
+        self._views = lru_cache(_MAX_CACHED_VIEWS)(self._make_views)
+
+    def take(
+        self, blocks: torch.Tensor, layer_id: int, num_sequences: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the blocks, each [num_sequences, N, S, D]."""
+        (into_keys, keys), (into_values, values) = self._views(blocks.shape[0], num_sequences)
+        key_cache, value_cache = self._caches[layer_id]
+        torch.index_select(key_cache, 0, blocks, out=into_keys)
+        torch.index_select(value_cache, 0, blocks, out=into_values)
+        return keys, values
+
+    def clear(self, places: torch.Tensor) -> None:
+        """Zeroes keys and values at these places of what ``take`` returned: sequence * S + key."""
+        self._words.index_fill_(1, places, 0)
+
+    def _make_views(
+        self, num_blocks: int, num_sequences: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns room for keys, then for values: by block, and as ``take`` gives it."""
+        shape = self.kv_pool.shape
+        by_token = (num_sequences, -1, shape.num_kv_heads, shape.head_dim)
+        return [
+            (room[:num_blocks], room[:num_blocks].view(by_token).transpose(1, 2))
+            for room in self._room
+        ]
+
+
+class TorchAttention:
+    """The attention backend of the CPU, and what other backends must match.
+
+    Not capturable: sequences are grouped by length on the host.
+
+    Args:
+        num_heads: H.
+        num_kv_heads: N, a divisor of H.
+        head_dim: D.
+        dtype: Type of q, k, v and the KV pool.
+        num_workers: Threads of its worker pool; as many as OpenMP has if None.
+    """
+
+    is_capturable = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        num_workers: int | None = None,
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self._metadata: _Metadata | None = None
+        self._is_tree_read = False
+        self._workers = WorkerPool(num_workers)
+        self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
+        self._planner: GroupPlanner | None = None
+
+    def init_forward_metadata_in_graph(self) -> None:
+        """Has the next ``forward`` read the tree mask: nothing is recorded."""
+        self._is_tree_read = False
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Nothing: metadata stays as planned."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        planner = self._use(kv_pool)
+        seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices.cpu().numpy()
+        new_lens, tree_width = batch.extend_seq_lens_cpu, None
+        grouped = np.arange(batch.batch_size)
+        extended: tuple[_ExtendSequence, ...] = ()
+        if batch.tree_mask is not None:
+            num_sequences, num_queries, tree_width = batch.tree_mask.shape
+            given = [1] * batch.batch_size if new_lens is None else new_lens.tolist()
+            assert given == [num_queries] * num_sequences, (
+                f"tree_mask is for {num_sequences} sequences of {num_queries} tokens; the batch has "
+                f"{batch.batch_size}, of {np.unique(given)}"
+            )
+        elif new_lens is not None and new_lens.max(initial=0) > MAX_GROUPED_WIDTH:
+            is_grouped = new_lens <= MAX_GROUPED_WIDTH
+            grouped = np.flatnonzero(is_grouped)
+            starts = np.cumsum(new_lens) - new_lens
+            extended = tuple(
+                self._plan_extend(
+                    int(starts[i]), int(new_lens[i]), int(seq_lens[i]), int(rows[i]), kv_pool
+                )
+                for i in np.flatnonzero(~is_grouped)
+            )
+        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width)
+        grouped_rows = _rows_of(groups, new_lens, batch.input_ids.shape[0])
+        self._is_tree_read = False
+        self._metadata = _Metadata(
+            out_cache_loc=batch.out_cache_loc,
+            kv_pool=kv_pool,
+            workspaces=self._workspaces,
+            grouped_rows=(
+                None if grouped_rows is None else torch.from_numpy(grouped_rows).to(kv_pool.device)
+            ),
+            groups=groups,
+            tree_mask=batch.tree_mask,
+            extend_sequences=extended,
+        )
+
+    def _use(self, kv_pool: KVPool) -> GroupPlanner:
+        """Returns what plans for a pool, after making what depends on it, if it is another one."""
+        if self._planner is None or self._planner.kv_pool is not kv_pool:
+            self._workspaces = tuple(_Workspace(kv_pool) for _ in range(self._workers.size))
+            self._planner = GroupPlanner(
+                kv_pool=kv_pool,
+                max_blocks=self._workspaces[0].num_blocks,
+                group_size=self.group_size,
+                dtype=self.dtype,
+            )
+        return self._planner
+
+    def _plan_extend(
+        self, start: int, new_len: int, seq_len: int, row: int, kv_pool: KVPool
+    ) -> _ExtendSequence:
+        prefix_len = seq_len - new_len
+        tiles = []
+        for first in range(0, new_len, _QUERY_TILE):
+            last = min(first + _QUERY_TILE, new_len)
+            num_keys = prefix_len + last
+            mask = None
+            if prefix_len + first > 0:
+                seen = torch.ones(last - first, num_keys, dtype=torch.bool)
+                hidden = ~seen.tril_(prefix_len + first)
+                mask = torch.zeros(hidden.shape, dtype=self.dtype)
+                mask = mask.masked_fill_(hidden, -torch.inf).to(kv_pool.device)
+            tiles.append(_ExtendTile(start + first, start + last, num_keys, mask))
+        blocks = None
+        if prefix_len:
+            table_row = kv_pool.block_table_cpu[row, : -(-seq_len // kv_pool.block_size)]
+            blocks = table_row.to(kv_pool.device, torch.int64)
+        return _ExtendSequence(start, start + new_len, blocks, tuple(tiles))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
+    ) -> torch.Tensor:
+        metadata = self._metadata
+        assert metadata is not None, "init_forward_metadata_out_graph runs before each pass"
+        if metadata.tree_mask is not None and not self._is_tree_read:
+            for group in metadata.groups:
+                group.read_tree(metadata.tree_mask)
+            self._is_tree_read = True
+        with self._workers.sharing(q.shape[0]):
+            return self._attend(q, k, v, metadata, layer_id)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: _Metadata,
+        layer_id: int,
+    ) -> torch.Tensor:
+        if k is not None and v is not None:
+            pool, slots = metadata.kv_pool, metadata.out_cache_loc
+            pool.key_cache[layer_id].index_copy_(0, slots, k)
+            pool.value_cache[layer_id].index_copy_(0, slots, v)
+        if metadata.grouped_rows is None:
+            return self._attend_groups(q, metadata, layer_id)
+        out = q.new_zeros(q.shape[0], q.shape[1] * self.head_dim)
+        if metadata.groups:
+            attended = self._attend_groups(q[metadata.grouped_rows], metadata, layer_id)
+            out.index_copy_(0, metadata.grouped_rows, attended)
+        for sequence in metadata.extend_sequences:
+            assert k is not None, "without keys each sequence has one query"
+            assert v is not None, "without keys each sequence has one query"
+            self._extend(q, k, v, sequence, metadata.workspaces[0], layer_id, out)
+        return out
+
+    def _attend_groups(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
+        """Returns [T, H * D] for q [T, H, D], group after group. Workers share the groups."""
+        groups = metadata.groups
+        if len(groups) == 1:
+            return self._run_groups(q, groups, metadata.workspaces[0], layer_id)[0]
+        shares = self._workers.shares([len(group.blocks) for group in groups])
+        pieces = [
+            partial(self._run_groups, q, groups[share], workspace, layer_id)
+            for share, workspace in zip(shares, metadata.workspaces, strict=False)
+        ]
+        attended = [x for piece in self._workers.run(pieces) for x in piece]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _run_groups(
+        self,
+        q: torch.Tensor,
+        groups: tuple[Group, ...],
+        workspace: _Workspace,
+        layer_id: int,
+    ) -> list[torch.Tensor]:
+        """Returns [B * Q, H * D] of each group."""
+        attended = []
+        for group in groups:
+            count, width = group.num_sequences, group.width
+            k, v = workspace.take(group.blocks, layer_id, count)
+            if group.unwritten is not None:
+                workspace.clear(group.unwritten)
+            by_token = (count, width, self.num_kv_heads, self.group_size, self.head_dim)
+            by_head = (count, self.num_kv_heads, width, self.group_size, self.head_dim)
+            queries = q[group.start : group.stop].reshape(by_token).transpose(1, 2)
+            out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
+            out = out.view(by_head).transpose(1, 2)
+            attended.append(out.reshape(group.stop - group.start, -1))
+        return attended
+
+    def _extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sequence: _ExtendSequence,
+        workspace: _Workspace,
+        layer_id: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the sequence's rows of ``out`` [T, H * D]. Workers share the tiles."""
+        if sequence.blocks is None:
+            keys, values = (x[sequence.start : sequence.stop].transpose(0, 1) for x in (k, v))
+        else:
+            keys, values = (x[0] for x in workspace.take(sequence.blocks, layer_id))
+        shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
+        q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
+        out = out.view(shape).permute(1, 2, 0, 3)
+        keys, values = self._per_group(keys), self._per_group(values)
+        tiles = sequence.tiles
+        shares = self._workers.shares([(tile.stop - tile.start) * tile.num_keys for tile in tiles])
+        self._workers.run([partial(_run_tiles, q, keys, values, out, tiles[s]) for s in shares])
+
+    def _per_group(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x [N, S, D] as [N, G, S, D] without copying."""
+        return x[:, None].expand(-1, self.group_size, -1, -1)
+
+
+def _rows_of(
+    groups: tuple[Group, ...], new_lens: npt.NDArray[np.int64] | None, num_rows: int
+) -> npt.NDArray[np.int64] | None:
+    """Returns the rows of sequences in groups, group after group; None if these are all, in order.
+
+    Args:
+        groups: At least one if there are rows that are attended in groups.
+        new_lens: [B] rows of each sequence; None if each has one.
+        num_rows: Of the batch.
+    """
+    if len(groups) == 1 and groups[0].stop == num_rows:
+        return None
+    ends = None if new_lens is None else np.cumsum(new_lens)
+    rows = [np.zeros(0, dtype=np.int64)]
+    for group in groups:
+        firsts = group.members
+        if ends is not None and new_lens is not None:
+            firsts = ends[firsts] - new_lens[firsts]
+        rows.append((firsts[:, None] + np.arange(group.width)).ravel())
+    joined = np.concatenate(rows)
+    is_whole = len(joined) == num_rows and bool((joined == np.arange(num_rows)).all())
+    return None if groups and is_whole else joined
+
+
+def _run_tiles(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    tiles: tuple[_ExtendTile, ...],
+) -> None:
+    """Writes the tiles' part of ``out``. Everything is [N, G, rows, D]."""
+    for tile in tiles:
+        out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
+            q[:, :, tile.start : tile.stop],
+            keys[:, :, : tile.num_keys],
+            values[:, :, : tile.num_keys],
+            attn_mask=tile.mask,
+            is_causal=tile.mask is None,
+        )

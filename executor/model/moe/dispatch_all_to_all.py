@@ -1,0 +1,171 @@
+"""Dispatch in which a token travels only to the ranks that hold its experts, once to each.
+
+    this rank, 3 tokens                          rank 0 gets      rank 1 gets
+    t0 ▶ experts of 0 and 1    counts [2, 2]     t0               t0
+    t1 ▶ rank 0 twice          ───────────▶      t1               t2
+    t2 ▶ rank 1                rows, by rank     and its peers' rows after these, by rank
+
+Counts go ahead of the rows, because a rank must know how much it receives. On the CPU that costs a
+third of a small exchange (``tests/bench/bench_dispatch.py``). Sending as many rows as a peer could
+need would spare it, and would be the all-gather.
+
+Results travel back along the same way. A token's results are summed in order of rank in float32 and
+rounded once, so they do not change from run to run. Dimensions as in ``layer.py``, and:
+    W ranks    S rows sent, a token once for each rank that it goes to
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from executor.model.moe.layer import Dispatched
+from executor.model.moe.one_at_a_time import OneAtATime
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout
+from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What ``combine`` must know of a dispatch.
+
+    Attributes:
+        sent: Rows sent to each rank.
+        received: Rows received from each rank.
+        order_S: Sent rows by token, then by rank.
+        starts_T: Where each token's rows start in ``order_S``.
+    """
+
+    sent: list[int]
+    received: list[int]
+    order_S: torch.Tensor
+    starts_T: torch.Tensor
+
+
+class TorchAllToAllDispatcher:
+    """Exchanges rows of unequal counts between all ranks of the group.
+
+    Buffers are made once, for every rank sending all its tokens to every other.
+
+    Args:
+        communicator: Its ranks are the EP ranks: each holds ``num_experts / world_size`` experts,
+            in order of rank. Says who this rank is and how many rows a rank may have.
+        num_experts: E.
+        hidden_size: D.
+        dtype: Type of the hidden states.
+        top_k: K.
+        device: Where the tensors live.
+    """
+
+    is_capturable: ClassVar[bool] = False  # reads counts on the host
+
+    def __init__(
+        self,
+        communicator: DpCommunicator,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        top_k: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        topology = communicator.topology
+        assert topology.moe_tp_size == 1, "several ranks hold slices of the same experts"
+        self._communicator = communicator
+        self._num_ranks = topology.world_size
+        self._num_words = moe_words(hidden_size, dtype, top_k)
+        self._turn = OneAtATime()
+        # By expert, and by E for padding: the rank that holds it, and its number on this rank.
+        local = topology.local_experts(num_experts)
+        experts = torch.arange(num_experts + 1)
+        self._ranks = (experts // len(local)).to(device)
+        is_here = (experts >= local.start) & (experts < local.stop)
+        numbers = torch.where(is_here, experts - local.start, len(local))
+        self._numbers = numbers.to(device, torch.int32)
+        most = communicator.max_tokens_per_rank
+        self._packed, self._sent, self._received = (
+            torch.zeros(count * most * self._num_words, dtype=WORD, device=device)
+            for count in (1, self._num_ranks, self._num_ranks)
+        )
+        self._received_counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(most, device=device)
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        layout: DpLayout,
+    ) -> Dispatched:
+        self._check(x_TD, layout)
+        group = self._communicator.group
+        self._turn.begin(group)
+        is_sent_WT = self._destinations(topk_ids_TK[: layout.shard_num_tokens])
+        counts_W = is_sent_WT.sum(dim=1)
+        group.all_to_all(self._received_counts, counts_W)
+        tokens_S = is_sent_WT.nonzero()[:, 1]
+        sent, received = counts_W.tolist(), self._received_counts.tolist()
+
+        columns = (x_TD, topk_ids_TK, topk_weights_TK)
+        packed_T = view_rows(self._packed, len(x_TD), self._num_words)
+        packed_S = view_rows(self._sent, len(tokens_S), self._num_words)
+        packed_R = view_rows(self._received, sum(received), self._num_words)
+        pack(columns, out=packed_T)
+        torch.index_select(packed_T, 0, tokens_S, out=packed_S)
+        group.all_to_all(packed_R, packed_S, received, sent)
+
+        x_RD, ids_RK, weights_RK = unpack(packed_R, columns)
+        ids_RK = self._numbers.index_select(0, ids_RK.flatten()).view_as(ids_RK)
+        by_token, order_S = tokens_S.sort(stable=True)
+        starts_T = torch.searchsorted(by_token, self._row_numbers[: len(x_TD)])
+        return Dispatched(x_RD, ids_RK, weights_RK, _Exchange(sent, received, order_S, starts_T))
+
+    def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        group = self._communicator.group
+        self._turn.end(group)
+        exchange: _Exchange = dispatched.handle
+        assert len(y_RD) == sum(exchange.received), (
+            f"{len(y_RD)} rows of results for {sum(exchange.received)} received"
+        )
+        # What was sent is no longer needed, and its rows were wider.
+        num_words = words_of(y_RD.shape[1], y_RD.dtype)
+        y_SD = view_rows(self._sent, len(exchange.order_S), num_words).view(y_RD.dtype)
+        group.all_to_all(y_SD, y_RD.contiguous(), exchange.sent, exchange.received)
+        return sum_by_token(y_SD, exchange.order_S, exchange.starts_T)
+
+    def _destinations(self, topk_ids_TK: torch.Tensor) -> torch.Tensor:
+        """Returns 1 where a rank holds an expert of a token and 0 elsewhere, int64 [W, T]."""
+        ranks_TK = self._ranks.index_select(0, topk_ids_TK.flatten()).view_as(topk_ids_TK)
+        is_sent = ranks_TK.new_zeros(self._num_ranks + 1, len(ranks_TK))
+        return is_sent.scatter_(0, ranks_TK.t(), 1)[: self._num_ranks]  # E is with rank W
+
+    def _check(self, x_TD: torch.Tensor, layout: DpLayout) -> None:
+        assert len(layout.offsets) == self._num_ranks, (
+            f"{len(layout.offsets)} ranks in the layout of a group of {self._num_ranks}"
+        )
+        assert len(x_TD) == layout.shard_num_rows, (
+            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
+        )
+        most = self._communicator.max_tokens_per_rank
+        assert layout.runtime_max_tokens_per_rank <= most, (
+            f"a rank has {layout.runtime_max_tokens_per_rank} rows; "
+            f"the buffers were made for {most}"
+        )
+
+
+def sum_by_token(y_SD: torch.Tensor, order_S: torch.Tensor, starts_T: torch.Tensor) -> torch.Tensor:
+    """Sums each token's rows in the order given, in float32, and rounds once. One kernel.
+
+    On the CPU it takes a fifth of a sum over ranks. It rounds ties away from zero there.
+
+    Args:
+        y_SD: Rows.
+        order_S: int64, which of them, token after token.
+        starts_T: int64, where each token's start in ``order_S``.
+
+    Returns:
+        [T, D]; zeros for a token without rows.
+    """
+    return F.embedding_bag(order_S, y_SD, starts_T, mode="sum")

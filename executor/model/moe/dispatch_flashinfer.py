@@ -1,0 +1,109 @@
+"""Dispatch by FlashInfer's all-to-all: each row goes to the ranks of its experts and nowhere else.
+
+Only where every EP rank has a GPU of its own and all of them see each other's memory. What travels:
+
+    row of a token      to each rank with one of its experts, once
+    padding row         to this rank itself: the kernels cannot take an expert that is none. It says
+                        so on arrival, so no expert runs it. Its result is undefined
+    unused places       marked by the library's kernel on arrival
+
+Dimensions as in ``layer.py``.
+"""
+
+import torch
+
+from executor.model.flashinfer.all_to_all import AllToAll
+from executor.model.moe.layer import Dispatched
+from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import EpochGroups
+
+
+class FlashInferDispatcher:
+    """Sends rows to their experts' ranks, and sums what comes back. All layers share one.
+
+    Args:
+        all_to_all: For sizes as large as any pass.
+        device: Where rows are. It must be the current one of the thread that joins and steps.
+        payload_in_workspace: Whether to offer runners the place where peers read results. One that
+            does not take it has its results copied there.
+    """
+
+    def __init__(
+        self, all_to_all: AllToAll, *, device: torch.device, payload_in_workspace: bool = True
+    ) -> None:
+        sizes = all_to_all.sizes
+        num_experts, num_local = sizes.num_experts, sizes.num_experts // sizes.ep_size
+        first = all_to_all.ep_rank * num_local
+        self._all_to_all = all_to_all
+        self._device = device
+        self._num_experts = num_experts
+        self._in_place = payload_in_workspace
+        # By expert, and by E for padding: where a row is sent for it, and its number on this rank.
+        routes = torch.arange(num_experts + 1, dtype=torch.int32)
+        routes[num_experts] = first
+        local = torch.full((num_experts + 1,), num_local, dtype=torch.int32)
+        local[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
+        self._routes = routes.to(device)
+        self._local = local.to(device)
+
+    @property
+    def is_capturable(self) -> bool:
+        return True
+
+    def join(self, groups: EpochGroups) -> None:
+        """Shares memory with the executors of an epoch. Every one must call it, before it captures.
+
+        What was captured in an earlier epoch is void: memory may lie elsewhere now.
+
+        Raises:
+            RuntimeError: It cannot be shared.
+        """
+        if self._device.type == "cuda":  # every thread begins on the first one
+            current = torch.cuda.current_device()
+            assert current == self._device.index, f"cuda:{current} is current, not {self._device}"
+        self._all_to_all.join(groups.host)
+
+    def leave(self) -> None:
+        """Forgets the epoch, and what a failed pass has dispatched."""
+        self._all_to_all.leave()
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        layout: DpLayout,
+    ) -> Dispatched:
+        assert len(x_TD) == layout.shard_num_rows, (
+            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
+        )
+        capacity = layout.runtime_max_tokens_per_rank
+        if capacity == 0:  # on every rank
+            return Dispatched(x_TD, topk_ids_TK, topk_weights_TK)
+        if layout.shard_num_tokens < len(x_TD):
+            topk_ids_TK = topk_ids_TK.clone()
+            topk_ids_TK[layout.shard_num_tokens :] = self._num_experts
+        received = self._all_to_all.dispatch(
+            x_TD,
+            topk_ids_TK,
+            topk_weights_TK,
+            routes_TK=_look_up(self._routes, topk_ids_TK),
+            capacity=capacity,
+        )
+        return Dispatched(
+            received.x,
+            _look_up(self._local, received.ids),
+            received.weights,
+            handle=received,
+            out_RD=received.out if self._in_place else None,
+        )
+
+    def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        if dispatched.handle is None:
+            return y_RD
+        return self._all_to_all.combine(y_RD, dispatched.handle)
+
+
+def _look_up(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns ids, replaced by what the table says. One kernel."""
+    return table.index_select(0, ids.flatten()).view_as(ids)

@@ -1,0 +1,174 @@
+"""Mixture-of-experts layer: route, dispatch, run experts, combine.
+
+    x [T, D] ──▶ gate, top-k ──▶ dispatch ──▶ experts ──▶ combine ──▶ [T, D]
+                                    └─── other EP ranks ────┘
+
+A dispatcher does both dispatch and combine, because one undoes the other. Any dispatcher works
+with any runner: Dispatched is all they share.
+
+Dimensions, here and in the files beside this one:
+    T tokens on this rank    R rows received for this rank's experts    D model
+    E experts, all ranks     L experts on this rank                     F expert hidden
+    K experts per token      P pairs of a row and one of its experts on this rank
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from executor.model.layers.linear import Linear
+from executor.parallel.layout import DpLayout
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """Rows that this rank's experts must run.
+
+    Attributes:
+        x_RD: Hidden states. The last dimension is dense; rows may be strided.
+        topk_ids_RK: int32 expert numbers on this rank, 0 to L - 1; L where it is elsewhere or
+            the row is padding.
+        topk_weights_RK: float32 routing weights.
+        handle: The dispatcher's own note to ``combine``.
+        out_RD: Where results should go, dense, if the dispatcher has a place for them. A runner that
+            cannot write there returns another tensor, and ``combine`` copies it.
+    """
+
+    x_RD: torch.Tensor
+    topk_ids_RK: torch.Tensor
+    topk_weights_RK: torch.Tensor
+    handle: Any = None
+    out_RD: torch.Tensor | None = None
+
+    def place_for_results(self) -> torch.Tensor:
+        """Returns dense memory [R, D] for results: ``out_RD``, or new memory if there is none."""
+        if self.out_RD is not None:
+            assert self.out_RD.shape == self.x_RD.shape, "out_RD is for other rows"
+            assert self.out_RD.is_contiguous(), "out_RD is not dense"
+            return self.out_RD
+        return self.x_RD.new_empty(self.x_RD.shape)
+
+
+class Dispatcher(Protocol):
+    """Moves rows to the ranks of their experts, and results back.
+
+    One dispatch is open at a time: all layers share a dispatcher and its buffers.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can record it: it never waits for the device on the host."""
+        ...
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        layout: DpLayout,
+    ) -> Dispatched:
+        """Sends each token to the ranks that hold its experts. Every rank must call it.
+
+        A token whose expert ids are E is padding: it goes to no expert, and nor does a row past
+        ``layout.shard_num_tokens``.
+
+        Args:
+            x_TD: Hidden states. T is ``layout.shard_num_rows``, and may be 0.
+            topk_ids_TK: int32 expert numbers, 0 to E.
+            topk_weights_TK: float32 routing weights.
+            layout: This pass's token counts.
+
+        Returns:
+            Rows that are overwritten by the next dispatch.
+        """
+        ...
+
+    def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Returns [T, D], each token's rows summed over ranks. Every rank must call it.
+
+        Rows of padding are undefined. Overwritten by the next combine.
+        """
+        ...
+
+
+class MoERunner(Protocol):
+    """Computes the experts of one layer that this rank holds."""
+
+    def run(self, dispatched: Dispatched) -> torch.Tensor:
+        """Returns [R, D], each row's outputs of this rank's experts, weighted and summed."""
+        ...
+
+
+class MoELayer:
+    """The routed experts of one decoder layer. Shared experts belong to the model.
+
+    Args:
+        gate: Router projection, D to E.
+        top_k: K.
+        num_experts: E.
+        renormalize: Whether a token's K weights are scaled to sum to 1.
+        dispatcher: Moves rows between EP ranks.
+        runner: Computes this rank's experts.
+    """
+
+    def __init__(
+        self,
+        gate: Linear,
+        top_k: int,
+        *,
+        num_experts: int,
+        renormalize: bool,
+        dispatcher: Dispatcher,
+        runner: MoERunner,
+    ) -> None:
+        self.gate = gate
+        self.top_k = top_k
+        self.num_experts = num_experts
+        self.renormalize = renormalize
+        self.dispatcher = dispatcher
+        self.runner = runner
+
+    def __call__(
+        self, x_TD: torch.Tensor, layout: DpLayout, is_padding_T1: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns [T, D]. Every EP rank must call it, also with T = 0.
+
+        Args:
+            x_TD: Hidden states.
+            layout: This pass's token counts.
+            is_padding_T1: bool, rows that no expert may see, though they are counted in
+                ``layout``; None if there are none.
+        """
+        topk_ids_TK, topk_weights_TK = topk_softmax(
+            self.gate(x_TD), self.top_k, renormalize=self.renormalize
+        )
+        if is_padding_T1 is not None:
+            topk_ids_TK.masked_fill_(is_padding_T1, self.num_experts)
+        dispatched = self.dispatcher.dispatch(x_TD, topk_ids_TK, topk_weights_TK, layout)
+        y_RD = self.runner.run(dispatched)
+        return self.dispatcher.combine(y_RD, dispatched)
+
+
+def topk_softmax(
+    logits_TE: torch.Tensor, top_k: int, *, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Picks each token's experts and their weights.
+
+    Softmax runs in float32 whatever the logits are: ties in bfloat16 pick other experts.
+
+    Args:
+        logits_TE: Router logits, any float dtype.
+        top_k: K, from 1 to E.
+        renormalize: Whether a token's weights are scaled to sum to 1.
+
+    Returns:
+        Expert ids [T, K] int32 and weights [T, K] float32, largest weight first.
+
+    Source: Transformers, Qwen3MoeTopKRouter.forward with norm_topk_prob.
+    """
+    weights_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    weights_TK, ids_TK = torch.topk(weights_TE, top_k, dim=-1)
+    if renormalize:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return ids_TK.to(torch.int32), weights_TK

@@ -1,0 +1,74 @@
+"""Experts as two grouped matrix products: on the device alone, so that a graph can capture it.
+
+Which rows go to which expert is never read on the host: rows are sorted by expert, and the products
+are told where each expert's rows end. Dimensions as in ``layer.py``.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from executor.model.moe.layer import Dispatched
+from executor.model.moe.stacked import check_stacked
+
+# Where there is no public one yet: torch 2.8 and 2.9 have it under the other name.
+_grouped_mm: Callable[..., torch.Tensor] = getattr(
+    torch.nn.functional, "grouped_mm", None
+) or getattr(torch, "_grouped_mm")  # noqa: B009
+
+
+class GroupedMMRunner:
+    """Sorts rows by expert, runs all experts at once, and unsorts.
+
+    The sum over a row's experts has a fixed order, so a row's result does not change from run to
+    run. On CUDA the grouped product takes bfloat16 and, up to torch 2.13, compute capability 9.0 or
+    10.0; PyTorch's fallback for others reads the offsets on the host, which no graph can capture.
+
+    Args:
+        w13: [L, 2F, D], gate and up projections of each expert.
+        w2: [L, D, F], down projections. D and F are multiples of 16 bytes.
+        silu_and_mul: Takes [P, 2F] to [P, F], gate first.
+
+    Raises:
+        ValueError: The weights do not fit one another, or the grouped product.
+    """
+
+    gate_first: ClassVar[bool] = True  # how w13 lies
+
+    def __init__(
+        self,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        check_stacked("w13", w13, w2)
+        num_local, hidden_size, intermediate_size = w2.shape
+        for name, size in (("D", hidden_size), ("F", intermediate_size)):
+            if size * w2.itemsize % 16:
+                raise ValueError(
+                    f"{name}={size} in {w2.dtype}: the grouped product needs rows of a multiple "
+                    f"of 16 bytes; use another MoE runner"
+                )
+        self._w13 = w13
+        self._w2 = w2
+        self._silu_and_mul = silu_and_mul
+        self._experts = torch.arange(num_local, dtype=torch.int32, device=w2.device)
+
+    def run(self, dispatched: Dispatched) -> torch.Tensor:
+        x_RD, ids_RK = dispatched.x_RD, dispatched.topk_ids_RK
+        num_rows, top_k = ids_RK.shape
+        if num_rows == 0:
+            return x_RD.new_zeros(x_RD.shape)
+        ids_P, order_P = ids_RK.flatten().sort(stable=True)  # experts elsewhere, L, come last
+        ends_L = torch.searchsorted(ids_P, self._experts, right=True, out_int32=True)
+        x_PD = x_RD.index_select(0, order_P // top_k)
+        hidden = _grouped_mm(x_PD, self._w13.transpose(-2, -1), offs=ends_L)
+        y_PD = _grouped_mm(self._silu_and_mul(hidden), self._w2.transpose(-2, -1), offs=ends_L)
+        # Rows past the last expert's were never written, and may hold anything.
+        y_PD.masked_fill_((ids_P == len(self._experts)).unsqueeze(1), 0)
+        unsorted_P = torch.empty_like(order_P)
+        unsorted_P.scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+        y_RKD = y_PD.index_select(0, unsorted_P).view(num_rows, top_k, -1)
+        weights_R1K = dispatched.topk_weights_RK.to(x_RD.dtype).unsqueeze(1)
+        return torch.bmm(weights_R1K, y_RKD).squeeze(1)
