@@ -29,7 +29,7 @@ from executor.measures import Measures
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.join_attempt import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
-from executor.runners.by_layout import RunnerByLayout
+from executor.runners.select import RunnerByLayout
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
 from executor.step_check import StepCheck

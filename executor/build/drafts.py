@@ -16,9 +16,9 @@ from executor.budget.speculation import SpeculationPlan
 from executor.build.devices import AttentionGraphs, Device
 from executor.build.plan import Blueprint
 from executor.build.runners import row_counts
-from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
+from executor.graph.registry_factories import build_draft_registry
 from executor.model.families import Model
 from executor.model.families.draft import DraftModel, load_draft_model
 from executor.model.families.draft_config import DraftConfig
@@ -27,12 +27,12 @@ from executor.model.sampling.sampler import Sampler
 from executor.model.weights import OnProgress
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
+from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
 from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier

@@ -34,8 +34,8 @@ from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
-from executor.runners.by_layout import RunnerByLayout
 from executor.runners.forward_pass import ForwardPass
+from executor.runners.select import RunnerByLayout
 from executor.worker import GroupMember, Worker
 from protos.executor.v1 import executor_pb2 as pb
 

@@ -10,18 +10,18 @@ from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.registry_factories import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,
 )
 from executor.runners import Capturable, GraphRunner
-from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.prefill_breakable import BreakablePrefillRunner
 from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from executor.runners.select import RunnerByLayout
 
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 

@@ -3,8 +3,8 @@
 import torch
 
 from executor.budget.speculation import SpeculationPlan
+from executor.runners.draft_graphs import put
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import put
 from executor.speculative.tree import Drafts
 
 

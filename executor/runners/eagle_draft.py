@@ -20,12 +20,12 @@ from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
 from executor.model.layers.attention import Attend
 from executor.parallel.layout import DpLayout
+from executor.runners.draft_graphs import PhaseGraphs, layout_of, step_of_graph
 from executor.runners.draft_inputs import DraftInputs, draw_inputs
 from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.draft_room import new_room, put_drafts, taken
+from executor.runners.dummy_batches import draft_stand_in
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import PhaseGraphs, layout_of, step_of_graph
-from executor.runners.stand_in import draft_stand_in
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, beam_ancestors, best_nodes, first_level
 

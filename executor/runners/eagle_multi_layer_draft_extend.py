@@ -19,10 +19,10 @@ from dataclasses import replace
 import torch
 
 from executor.model.layers.attention import Attend
+from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.draft_picks import pick
 from executor.runners.extend_phase import ExtendPhase
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 

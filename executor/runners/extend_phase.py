@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from executor.model.layers.attention import Attend
-from executor.runners.extend_graphs import ExtendGraphs
+from executor.runners.draft_extend_graphs import ExtendGraphs
+from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 Run = Callable[[Attend, ExtendBatch], Extended]

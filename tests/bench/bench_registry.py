@@ -35,12 +35,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.batch.step_stager import NUM_SLOTS
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
     build_decode_registry,
 )
-from executor.graph.slot_tables import local_num_token_non_padded
+from executor.graph.slots import local_num_token_non_padded
 
 MAX_BS = 256
 SIZES = ((1, 1), (30, 32), (64, 64), (250, 256), (256, 256))  # (real, padded) sequences

@@ -16,11 +16,11 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
 from executor.graph.backend import RunnerBackend
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     build_draft_registry,
 )
-from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.model.families.draft import load_draft_model
 from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import stacked_kernels
@@ -28,12 +28,12 @@ from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
+from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
 from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from executor.runners.phase_graphs import PhaseGraphs
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
 from tests.executor.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
 

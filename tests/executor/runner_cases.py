@@ -20,7 +20,7 @@ from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     build_decode_registry,
 )
@@ -34,9 +34,9 @@ from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners import Runner
-from executor.runners.by_layout import RunnerByLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
+from executor.runners.select import RunnerByLayout
 from tests.executor.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4

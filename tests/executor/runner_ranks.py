@@ -14,7 +14,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.parallel.process_groups import RankGroup, join_group
 from executor.parallel.topology import Topology
-from executor.runners.by_layout import RunnerByLayout
+from executor.runners.select import RunnerByLayout
 from tests.executor.ranks import HOST, TIMEOUT_S
 from tests.executor.recording_backend import RecordingBackend
 from tests.executor.runner_cases import PREFILL_GRAPHS, RunnerCase, captured

@@ -20,12 +20,12 @@ from executor.build.kv import CUDA_KV_SHARE, bytes_per_block
 from executor.build.memory import PROBABILITY_COPIES, state_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
-from executor.graph.slot_tables import global_num_tokens_slots
+from executor.graph.slots import global_num_tokens_slots
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
 from executor.model.sampling.sampler import RowStarts, Sampler
+from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import PhaseGraphs
 from tests.executor.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.speculative_cell import DRAFTS, MODEL
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
+from executor.graph.registry_factories import (
     FillContext,
     GraphSlot,
     PaddingPolicy,
 )
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
 from tests.executor.registry_cases import (
     INT64,
     P,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.graph import buffer_registry
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph import cuda_graph_buffer_registry as buffer_registry
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     GraphSlot,
     PaddingPolicy,
 )
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.registry_cases import (
     COUNT_SLOTS,
     FullBatch,

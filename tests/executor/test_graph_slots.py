@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     FillContext,
     GraphSlot,
     PaddingPolicy,
     build_decode_registry,
 )
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.registry_cases import (
     INT64,
     P,

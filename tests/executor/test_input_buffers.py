@@ -7,13 +7,13 @@ from contextlib import suppress
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.graph.graph_slot import GraphSlot
 from executor.graph.input_buffers import (
     InputBufferPool,
     fresh_input_buffer_pool,
     share_input_buffer,
 )
+from executor.graph.registry_factories import CudaGraphBufferRegistry
 
 
 @pytest.fixture(autouse=True)

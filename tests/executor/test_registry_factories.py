@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph import cuda_graph_buffer_registry as registry_module
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph import registry_factories as registry_module
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
+from executor.graph.registry_factories import (
     CudaGraphBufferRegistry,
     build_eager_registry,
 )
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
 from tests.executor.registry_cases import (
     COUNT_SLOTS,
     INT64,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import (
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
+from executor.graph.registry_factories import (
     FillContext,
 )
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
-from executor.graph.slot_tables import local_num_token_non_padded
+from executor.graph.slots import local_num_token_non_padded
 from tests.executor.registry_cases import (
     COUNT_SLOTS,
     P,

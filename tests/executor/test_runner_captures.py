@@ -16,7 +16,7 @@ from executor.graph.backend import ShapeKey
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.families.config import ModelConfig
 from executor.model.layers.attention_torch import TorchAttention
-from executor.runners.by_layout import RunnerByLayout
+from executor.runners.select import RunnerByLayout
 from tests.executor.recording_backend import RecordingBackend
 from tests.executor.runner_cases import RunnerCase, torch_attention
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.runners.draft_graphs import PhaseGraphs, layout_of, put, step_of_graph
 from executor.runners.draft_inputs import ExtendInputs, draw_inputs
+from executor.runners.dummy_batches import extend_stand_in_of_drafts
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.phase_graphs import PhaseGraphs, layout_of, put, step_of_graph
-from executor.runners.stand_in import extend_stand_in_of_drafts
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 Run = Callable[[ExtendBatch], Extended]
