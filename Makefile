@@ -37,10 +37,10 @@ help:
 	@echo "make clean   remove the virtual environment and caches"
 
 demo: $(RUN)
-	@$(BIN)/python -m deploy.demo $(TOPOLOGY) $(ARGS)
+	@$(BIN)/python -m deploy.local.demo $(TOPOLOGY) $(ARGS)
 
 serve: $(RUN)
-	@$(BIN)/python -m deploy.serve $(TOPOLOGY) $(ARGS)
+	@$(BIN)/python -m deploy.local.serve $(TOPOLOGY) $(ARGS)
 
 # Two halves at a time, one for each core: tests that start processes, and those that do not. With
 # ARGS, one after the other.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launch import DEMO_MODEL
+from deploy.local.launch import DEMO_MODEL
 from executor.config import ExecutorConfig
 from protos.transport.port import PortSecurity, is_loopback
 from router.config import RouterConfig

@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 
-from deploy.launch import LocalStack
+from deploy.local.launch import LocalStack
 from router.client.client import Client
 from tests.bench.quiet import quiet
 

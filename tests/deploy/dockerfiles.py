@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 
 FOLDER = ROOT / "deploy" / "docker"
 FILES = {

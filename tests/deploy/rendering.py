@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu-demo", "gpu-node", "gpu-node-tls", "multi-node")

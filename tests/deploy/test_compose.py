@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 from tests.deploy.cluster import COMMANDS
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())

@@ -24,8 +24,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.demo import SEED, ask, draw_requests
-from deploy.processes import Process
+from deploy.local.demo import SEED, ask, draw_requests
+from deploy.local.processes import Process
 from router.client.client import Client
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import Cluster, Pod

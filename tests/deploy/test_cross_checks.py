@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 
-from deploy.launch import DEMO_MODEL
-from deploy.processes import ROOT
+from deploy.local.launch import DEMO_MODEL
+from deploy.local.processes import ROOT
 from executor.config import ExecutorConfig
 from executor.server import LIVENESS as EXECUTOR_LIVENESS
 from executor.server import READINESS as EXECUTOR_READINESS

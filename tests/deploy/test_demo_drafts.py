@@ -11,13 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deploy import train_demo_drafts
-from deploy.draft_checkpoints import DRAFT_NAMES, Target, build_draft, load, save, to_layout
-from deploy.draft_models import EagleDraft, MtpDraft, MultiLayerMtpDraft
-from deploy.draft_modules import CHAIN_LEN, Cell, Context, Row, shifted
-from deploy.draft_scores import CHECK_SEED, Score, ask, scores_of, walk
-from deploy.train_demo_drafts import DEMO_MODEL, draw_batch, losses_of, train
-from deploy.train_demo_model import encode
+from deploy.demo_model.training import train_demo_drafts
+from deploy.demo_model.training.draft_checkpoints import (
+    DRAFT_NAMES,
+    Target,
+    build_draft,
+    load,
+    save,
+    to_layout,
+)
+from deploy.demo_model.training.draft_models import EagleDraft, MtpDraft, MultiLayerMtpDraft
+from deploy.demo_model.training.draft_modules import CHAIN_LEN, Cell, Context, Row, shifted
+from deploy.demo_model.training.draft_scores import CHECK_SEED, Score, ask, scores_of, walk
+from deploy.demo_model.training.train_demo_drafts import DEMO_MODEL, draw_batch, losses_of, train
+from deploy.demo_model.training.train_demo_model import encode
 from tests.executor.draft_references import DraftReference, TargetTensors
 
 DRAFTS = DEMO_MODEL.parent / "demo_drafts"

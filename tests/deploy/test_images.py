@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 from router.executors.discovery import DnsGroup
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import COMMANDS, Cluster, twins

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 from executor import metrics as executor_metrics
 from executor.measures import Measures
 from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.demo import token_ids
-from deploy.demo_tasks import solved_lines
-from deploy.launch import LocalStack
+from deploy.local.demo import token_ids
+from deploy.local.demo_tasks import solved_lines
+from deploy.local.launch import LocalStack
 from router.client.client import Client, Many, Options
 from router.client.status import GroupState, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS

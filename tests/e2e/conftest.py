@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from deploy.launch import LocalStack
+from deploy.local.launch import LocalStack
 from router.client.client import Client
 
 # In float32 the answers do not depend on who else is in the batch. The KV pool is small enough

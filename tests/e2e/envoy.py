@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.ports import held_port
-from deploy.processes import ROOT, Process
+from deploy.local.ports import held_port
+from deploy.local.processes import ROOT, Process
 from router.client.client import Client, Unavailable
 
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy.processes import Process
+from deploy.local.processes import Process
 
 WAIT_S = 120.0
 

@@ -3,7 +3,7 @@
 import asyncio
 import urllib.request
 
-from deploy.processes import Process
+from deploy.local.processes import Process
 from tests.router.test_metrics import Samples, read
 
 TIMEOUT_S = 120.0

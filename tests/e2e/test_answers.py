@@ -13,7 +13,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from deploy.demo import (
+from deploy.local.demo import (
     MAX_ANSWER_TOKENS,
     SEED,
     DemoRequest,
@@ -23,7 +23,7 @@ from deploy.demo import (
     text_of,
     token_ids,
 )
-from deploy.demo_tasks import STOP_ID, add, rev, solved_lines
+from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines
 from router.client.client import Cancelled, Client, Delta, Rejected, TimedOut
 
 ENDLESS_TOKENS = 600  # takes far longer than any cancel or timeout of these tests

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deploy import flags
-from deploy.demo import (
+from deploy.local import flags
+from deploy.local.demo import (
     MAX_ANSWER_TOKENS,
     NUM_REQUESTS,
     SEED,
@@ -21,8 +21,8 @@ from deploy.demo import (
     text_of,
     token_ids,
 )
-from deploy.launch import DEMO_MODEL
-from deploy.processes import ROOT
+from deploy.local.launch import DEMO_MODEL
+from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
 from router.client.client import Finish
 
@@ -64,7 +64,7 @@ def test_the_demos_problems_are_ones_that_transformers_answers_right():
 async def run_demo(*args: str) -> tuple[int | None, str]:
     """Returns the demo's exit code and all that it printed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.demo", *args),
+        *(sys.executable, "-m", "deploy.local.demo", *args),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

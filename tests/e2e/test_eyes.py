@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from deploy.demo import idle_group
-from deploy.launch import LocalStack
-from deploy.processes import ROOT
+from deploy.local.demo import idle_group
+from deploy.local.launch import LocalStack
+from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.client.client import Client
 from tests.deploy.test_prometheus import EXPOSED

@@ -21,9 +21,9 @@ from typing import Any
 import grpc
 import pytest
 
-from deploy.demo import ask, draw_requests, idle_group
-from deploy.launch import DEMO_MODEL, LocalStack
-from deploy.processes import Process
+from deploy.local.demo import ask, draw_requests, idle_group
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import error_details

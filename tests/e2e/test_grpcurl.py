@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deploy.launch import LocalStack
-from deploy.processes import Process
+from deploy.local.launch import LocalStack
+from deploy.local.processes import Process
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 HEALTH_CHECK = "grpc.health.v1.Health/Check"

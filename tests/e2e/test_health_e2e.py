@@ -20,8 +20,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.demo import idle_group, token_ids
-from deploy.launch import DEMO_MODEL, LocalStack
+from deploy.local.demo import idle_group, token_ids
+from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
 from router.client.client import Client, GroupStatus, Unavailable
 from router.client.status import GroupState

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.demo import ask, draw_requests
-from deploy.launch import LocalStack
+from deploy.local.demo import ask, draw_requests
+from deploy.local.launch import LocalStack
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.listening import listening_at
 

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from deploy.launch import LocalStack
+from deploy.local.launch import LocalStack
 from router.client.client import Client, Completion
 from tests.e2e.conftest import PATIENT
 from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from deploy.demo import idle_group, token_ids
-from deploy.launch import LocalStack
-from deploy.processes import Process
+from deploy.local.demo import idle_group, token_ids
+from deploy.local.launch import LocalStack
+from deploy.local.processes import Process
 from executor.__main__ import STUCK
 from router.client.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT

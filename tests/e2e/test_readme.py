@@ -8,8 +8,8 @@ import sys
 import click
 import pytest
 
-from deploy.launch import LocalStack
-from deploy.processes import ROOT
+from deploy.local.launch import LocalStack
+from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
 from protos.serving.v1 import serving_pb2
 from router.__main__ import main as router_main

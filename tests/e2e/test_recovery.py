@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
-from deploy.launch import LocalStack
+from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.local.launch import LocalStack
 from router.client.client import Client
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 

@@ -12,9 +12,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from deploy.demo import OPTIONS, SEED, draw_requests, text_of, token_ids
-from deploy.launch import LocalStack
-from deploy.processes import ROOT
+from deploy.local.demo import OPTIONS, SEED, draw_requests, text_of, token_ids
+from deploy.local.launch import LocalStack
+from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from router.client.client import Client, Many

@@ -10,9 +10,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from deploy.demo import SEED, ask, draw_requests, idle_group, token_ids
-from deploy.launch import DEMO_MODEL, LocalStack
-from deploy.processes import Process
+from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.auth import with_token

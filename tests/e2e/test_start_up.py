@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launch import DEMO_MODEL, LocalStack
-from deploy.processes import ROOT, Process, ProcessEnded
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import ROOT, Process, ProcessEnded
 from router.client.client import Client, GroupStatus
 from tests.e2e.logs import records
 
@@ -130,7 +130,7 @@ async def test_the_router_serves_without_importing_torch(stack: LocalStack):
 
 async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.serve", "--listen", "127.0.0.1:0"),
+        *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
         *("--log-dir", str(tmp_path)),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -161,7 +161,7 @@ def child_of(pid: int, *args: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
 async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path: Path):
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.serve", "--listen", "127.0.0.1:0"),
+        *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
         *("--log-dir", str(tmp_path)),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -184,7 +184,7 @@ async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path:
 ORPHAN_MAKER = """
 import asyncio, json, sys
 from pathlib import Path
-from deploy.processes import Process
+from deploy.local.processes import Process
 
 async def main():
     args = ("-m", "router", "--listen", "127.0.0.1:0", "--group", "127.0.0.1:1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.processes import ROOT
+from deploy.local.processes import ROOT
 from tests.e2e.hosts import hosts, why_not
 from tests.e2e.two_hosts import EXECUTORS, NUM_REQUESTS, NUM_STREAMS, NUM_TOKENS, ROUTER, Report
 

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deploy.demo import SEED, ask_all, draw_requests, idle_group, token_ids
-from deploy.launch import DEMO_MODEL
-from deploy.processes import Process
+from deploy.local.demo import SEED, ask_all, draw_requests, idle_group, token_ids
+from deploy.local.launch import DEMO_MODEL
+from deploy.local.processes import Process
 from router.client.client import Client, Options
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.hosts import Hosts

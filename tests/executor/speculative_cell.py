@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.demo_tasks import EVEN_MIX, problems, solved_lines
+from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.rendezvous import open_store

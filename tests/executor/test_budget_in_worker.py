@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.demo_speculative import FOLDER
-from deploy.launch import DEMO_MODEL
+from deploy.local.demo_speculative import FOLDER
+from deploy.local.launch import DEMO_MODEL
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep

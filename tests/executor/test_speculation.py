@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.draft_checkpoints import Target, load
-from deploy.draft_scores import ask, draft_chains, walk
+from deploy.demo_model.training.draft_checkpoints import Target, load
+from deploy.demo_model.training.draft_scores import ask, draft_chains, walk
 from executor.batch.read_step import StepColumns
 from executor.speculative.tree import Drafts
 from router.requests.request import SamplingParams

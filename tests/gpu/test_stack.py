@@ -14,8 +14,8 @@ NUM_REQUESTS = 12 if IS_STAND_IN else 300
 
 async def ask_for_everything(device: str, dp_size: int) -> tuple[list[Any], Any, list[str]]:
     """Returns all answers, the group's status, and the processes that did not end."""
-    from deploy.demo import SEED, ask, draw_requests, idle_group
-    from deploy.launch import LocalStack
+    from deploy.local.demo import SEED, ask, draw_requests, idle_group
+    from deploy.local.launch import LocalStack
 
     stack = LocalStack(
         dp_size=dp_size,

@@ -94,7 +94,7 @@ class Steps:
 def worker(machine: Machine) -> Any:
     """The executor's worker for the demo model, as ``python -m executor`` builds it."""
     pytest.importorskip("google.protobuf")
-    from deploy.launch import DEMO_MODEL
+    from deploy.local.launch import DEMO_MODEL
     from executor.build.executor import build_worker
     from executor.config import ExecutorConfig
 

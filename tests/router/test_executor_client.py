@@ -7,7 +7,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.ports import held_port
+from deploy.local.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
 from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
-from deploy.ports import held_port
+from deploy.local.ports import held_port
 from protos.serving.v1 import serving_pb2_grpc
 from router import top
 from router.api.generate import GenerationServicer

@@ -1,4 +1,4 @@
-"""``python -m deploy.serve``: a whole Lockstep on this machine, left running until Ctrl-C.
+"""``python -m deploy.local.serve``: a whole Lockstep on this machine, left running until Ctrl-C.
 
 An executor that dies is started again; what it ran goes on.
 """
@@ -10,9 +10,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from deploy import flags
-from deploy.launch import DEMO_MODEL, LocalStack
-from deploy.processes import ProcessEnded
+from deploy.local import flags
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import ProcessEnded
 
 HOW_TO_CALL = """\
 Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}

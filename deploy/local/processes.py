@@ -51,7 +51,7 @@ class Process:
         self._exit_code: Future[int] = Future()
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "deploy.child", str(os.getpid()), *args],
+            [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
             cwd=ROOT,
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,

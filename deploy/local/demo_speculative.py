@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-from deploy.demo_tasks import STOP_ID, Problem, rev, sort
-from deploy.launch import DEMO_MODEL, LocalStack
+from deploy.local.demo_tasks import STOP_ID, Problem, rev, sort
+from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.client.client import Client, Options
 from router.client.status import GroupStatus
 

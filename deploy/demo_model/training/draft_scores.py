@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from deploy.demo_tasks import EVEN_MIX, STOP, Kind, problems, solved_lines
-from deploy.draft_checkpoints import Target
-from deploy.draft_modules import Draft
-from deploy.train_demo_model import PAD_ID, answer, encode
+from deploy.demo_model.training.draft_checkpoints import Target
+from deploy.demo_model.training.draft_modules import Draft
+from deploy.demo_model.training.train_demo_model import PAD_ID, answer, encode
+from deploy.local.demo_tasks import EVEN_MIX, STOP, Kind, problems, solved_lines
 
 CHECK_SEED = 2_000_003  # no step trains with it
 BATCH_SIZE = 25

@@ -1,4 +1,4 @@
-"""``python -m deploy.demo``: a whole Lockstep on this machine, asked what can be checked.
+"""``python -m deploy.local.demo``: a whole Lockstep on this machine, asked what can be checked.
 
 Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
 sortings in all the ways there are, and compares every answer with the right one. With --compare
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from deploy import demo_speculative, flags
-from deploy.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
-from deploy.launch import DEMO_MODEL, LocalStack, num_cores
-from deploy.processes import ProcessEnded
+from deploy.local import demo_speculative, flags
+from deploy.local.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
+from deploy.local.launch import DEMO_MODEL, LocalStack, num_cores
+from deploy.local.processes import ProcessEnded
 from router.client.client import CallFailed, Client, Finish, Many, Options, Prompt
 from router.client.status import GroupStatus
 

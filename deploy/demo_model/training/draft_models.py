@@ -1,13 +1,13 @@
 """The demo model's four drafts. Their parameters are named as in published checkpoints.
 
-Built from deploy/draft_modules.py, which says how drafts are aligned with their target.
+Built from deploy/demo_model/training/draft_modules.py, which says how drafts are aligned with their target.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deploy.draft_modules import (
+from deploy.demo_model.training.draft_modules import (
     CHAIN_LEN,
     Attention,
     Chains,

@@ -1,6 +1,6 @@
 """Trains the demo model from nothing: a small Qwen3-MoE that adds, reverses and sorts.
 
-    python -m deploy.train_demo_model --out deploy/demo_model
+    python -m deploy.demo_model.training.train_demo_model --out deploy/demo_model
 
 Some forty minutes on one core. The model reads bytes (id = byte + 3), so it needs no vocabulary,
 and its answers can be checked, so that a fault in what serves it shows as a wrong sum.
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from deploy.demo_tasks import (
+from deploy.local.demo_tasks import (
     STOP_ID,
     TRAINING_MIX,
     Kind,

@@ -21,8 +21,8 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.ports import held_port
-from deploy.processes import Process, ProcessEnded
+from deploy.local.ports import held_port
+from deploy.local.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
 from router.api.health import READINESS
 from router.client.channel import Connector

@@ -12,13 +12,13 @@ from safetensors.torch import save as serialize
 from torch import nn
 from transformers import DynamicCache, Qwen3MoeForCausalLM
 
-from deploy.draft_models import (
+from deploy.demo_model.training.draft_models import (
     EagleDraft,
     FrozenKvDraft,
     MtpDraft,
     MultiLayerMtpDraft,
 )
-from deploy.draft_modules import CHAIN_LEN, Attention, Context, Draft, Shape
+from deploy.demo_model.training.draft_modules import CHAIN_LEN, Attention, Context, Draft, Shape
 
 DRAFT_NAMES = ("eagle", "mtp", "mtp3", "frozen_kv")
 AUX_LAYER_IDS = (1, 2, 3)

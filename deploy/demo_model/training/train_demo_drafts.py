@@ -1,6 +1,6 @@
 """Trains draft models for the demo model, which stays as it is.
 
-    python -m deploy.train_demo_drafts --out deploy/demo_drafts
+    python -m deploy.demo_model.training.train_demo_drafts --out deploy/demo_drafts
 
 A draft learns the demo model's own next-token distribution at the tokens of answers, over chains
 of three steps that it takes on its own outputs, as it does when it is served.
@@ -17,12 +17,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from deploy.demo_tasks import STOP_ID
-from deploy.draft_checkpoints import DRAFT_NAMES, Target, build_draft, load, save
-from deploy.draft_models import MultiLayerMtpDraft
-from deploy.draft_modules import CHAIN_LEN, Context, Draft
-from deploy.draft_scores import CHECK_SEED, Answered, Score, ask, scores_of
-from deploy.train_demo_model import LONG_CONTEXT, Muon, draw_row, learning_rate
+from deploy.demo_model.training.draft_checkpoints import (
+    DRAFT_NAMES,
+    Target,
+    build_draft,
+    load,
+    save,
+)
+from deploy.demo_model.training.draft_models import MultiLayerMtpDraft
+from deploy.demo_model.training.draft_modules import CHAIN_LEN, Context, Draft
+from deploy.demo_model.training.draft_scores import CHECK_SEED, Answered, Score, ask, scores_of
+from deploy.demo_model.training.train_demo_model import LONG_CONTEXT, Muon, draw_row, learning_rate
+from deploy.local.demo_tasks import STOP_ID
 
 logger = logging.getLogger("train_demo_drafts")
 

@@ -1,0 +1,1 @@
+"""Demo model: a small Qwen3-MoE checkpoint."""

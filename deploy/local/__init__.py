@@ -1,0 +1,1 @@
+"""Lockstep on one machine: launcher, demo, and the processes they start."""
