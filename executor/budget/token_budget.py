@@ -286,7 +286,7 @@ def a2a_workspace_size_per_rank(
         ValueError: A size is too small.
 
     Source: FlashInfer 0.7.2, moe_a2a_get_workspace_size_per_rank, with which
-    tests/executor/test_budget.py compares it where the library's module is there.
+    tests/executor/budget/test_token_budget.py compares it where the library's module is there.
     """
     _check_least(
         1,

@@ -28,7 +28,7 @@ _VOCABULARY_BYTES = 4 + 1 + 1 + 4
 
 # Tensors as large as its result that ``Sampler.probabilities`` has at once, at most: those that sort
 # and filter, with int64 indices, on top of the logits as edited and of what greedy rows get. Counted
-# in tests/executor/test_budget_state.py; what a GPU's sort needs for itself comes on top.
+# in tests/executor/build/test_memory.py; what a GPU's sort needs for itself comes on top.
 PROBABILITY_COPIES = 12
 
 

@@ -33,8 +33,8 @@ from executor.parallel.topology import Topology
 from executor.step_check import StepCheck
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.quiet import quiet
-from tests.executor.ranks import HOST, run_ranks
-from tests.executor.steps import row_starts, sequences, step
+from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.steps import row_starts, sequences, step
 
 DEMO_MODEL = Path("deploy/demo_model")
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}

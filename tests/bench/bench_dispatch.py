@@ -27,7 +27,7 @@ from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology
 from tests.bench.quiet import quiet
-from tests.executor.ranks import HOST, run_ranks
+from tests.executor.support.ranks.ranks import HOST, run_ranks
 
 HIDDEN, EXPERTS, TOP_K, DTYPE = 1024, 128, 8, torch.bfloat16
 EVEN = (1, 8, 64, 512)  # tokens of every executor

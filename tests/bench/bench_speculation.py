@@ -37,7 +37,7 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.quiet import quiet
-from tests.executor.steps import row_starts, sequences
+from tests.executor.support.steps import row_starts, sequences
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")

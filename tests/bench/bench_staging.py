@@ -33,7 +33,7 @@ from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.steps import row_starts, sequences, step
+from tests.executor.support.steps import row_starts, sequences, step
 
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 64

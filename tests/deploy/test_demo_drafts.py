@@ -25,7 +25,7 @@ from deploy.demo_model.training.draft_modules import CHAIN_LEN, Cell, Context, R
 from deploy.demo_model.training.draft_scores import CHECK_SEED, Score, ask, scores_of, walk
 from deploy.demo_model.training.train_demo_drafts import DEMO_MODEL, draw_batch, losses_of, train
 from deploy.demo_model.training.train_demo_model import encode
-from tests.executor.draft_references import DraftReference, TargetTensors
+from tests.executor.support.drafts.draft_references import DraftReference, TargetTensors
 
 DRAFTS = DEMO_MODEL.parent / "demo_drafts"
 H, V, INTERMEDIATE = 128, 264, 256

@@ -28,7 +28,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import error_details
 from tests.e2e.conftest import PATIENT
-from tests.executor.steps import prompt_part, step, tokens_of
+from tests.executor.support.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes
 from tests.fuzz.requests import Call, any_call, right_request
 from tests.fuzz.steps import Sizes, any_step, right_step

@@ -18,7 +18,7 @@ import torch
 from deploy.local.launch import LocalStack
 from router.client.client import Client, Completion
 from tests.e2e.conftest import PATIENT
-from tests.executor.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
+from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 
 TOLERANCE = 1e-4
 NUM_OUTPUT_TOKENS = 64

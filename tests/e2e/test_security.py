@@ -19,8 +19,8 @@ from protos.transport.auth import with_token
 from protos.transport.health import SERVICE_NAME as HEALTH
 from protos.transport.tls import TlsFiles, channel_credentials
 from router.client.client import Client, Many, Rejected, Unavailable
-from tests.certificates import Authority, replace
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.support.certificates import Authority, replace
 
 BAD_CONFIGURATION = 2
 PUBLIC = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]

@@ -9,10 +9,10 @@ import torch
 from executor import links
 from executor.parallel import process_groups as parallel
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.checkpoints import save_qwen3_moe
-from tests.executor.fake_worker import FakeWorker
-from tests.executor.ranks import be_patient
-from tests.executor.servers import Client, serving
+from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.fake_worker import FakeWorker
+from tests.executor.support.ranks.ranks import be_patient
+from tests.executor.support.servers import Client, serving
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,8 +14,8 @@ from executor.metrics import Place, collector
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from protos.telemetry.metrics import Histogram
-from tests.executor.servers import Client, config_of, reason_of, serving
-from tests.executor.steps import decode_part, prompt_part, step
+from tests.executor.support.servers import Client, config_of, reason_of, serving
+from tests.executor.support.steps import decode_part, prompt_part, step
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 

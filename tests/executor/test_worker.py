@@ -15,9 +15,9 @@ from executor.errors import InvalidStep, JoinFailed
 from executor.parallel.process_groups import EpochGroups
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.checkpoints import reference_logits
-from tests.executor.copiers import SeparateMemory
-from tests.executor.steps import (
+from tests.executor.support.checkpoints import reference_logits
+from tests.executor.support.recording.copiers import SeparateMemory
+from tests.executor.support.steps import (
     decode_part,
     floats_of,
     idle_part,

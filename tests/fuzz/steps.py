@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.steps import decode_part, idle_part, prompt_part, step
+from tests.executor.support.steps import decode_part, idle_part, prompt_part, step
 from tests.fuzz.mutations import changed, column, damaged, filled, random_bytes
 
 

@@ -28,9 +28,9 @@ from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_workspace
-from tests.executor.copiers import SeparateMemory
-from tests.executor.cpu_flashinfer import WORKSPACE, CpuFlashInfer
-from tests.executor.recording_backend import RecordingBackend, living_memory
+from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE, CpuFlashInfer
+from tests.executor.support.recording.copiers import SeparateMemory
+from tests.executor.support.recording.recording_backend import RecordingBackend, living_memory
 
 SWITCH = "LOCKSTEP_GPU_TESTS_ON"
 RESULTS_PATH = "LOCKSTEP_GPU_RESULTS"  # where the stand-in writes results, if anywhere

@@ -22,7 +22,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from tests.executor.cpu_all_to_all import run_threads
+from tests.executor.support.flashinfer.cpu_all_to_all import run_threads
 from tests.gpu.cases import largest_error
 from tests.gpu.machine import IS_STAND_IN, Machine
 

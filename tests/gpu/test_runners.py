@@ -14,7 +14,7 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families.kernels import cpu_kernels
-from tests.executor.lazy_attention import LazyAttention
+from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.gpu.cases import (
     CPU,
     OTHER_KERNELS,
@@ -260,7 +260,7 @@ def test_capturing_again_takes_no_more_memory(machine: Machine, case: Case) -> N
     assert allocated <= 2 * MIB, f"dropped graphs still have {allocated / MIB:.1f} MiB"
 
 
-# Attention whose metadata upgrades itself on first use (tests/executor/lazy_attention.py).
+# Attention whose metadata upgrades itself on first use (tests/executor/support/recording/lazy_attention.py).
 
 
 @pytest.mark.parametrize("width", [1, VERIFY_WIDTH])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from executor.batch.staging import ReadBack, StagingBuffer, StepInputs, to_device
-from tests.executor.copiers import read
+from tests.executor.support.recording.copiers import read
 from tests.gpu.machine import Machine
 
 CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
@@ -68,7 +68,7 @@ class Steps:
 
     def begin(self, starts: dict[str, Any]) -> None:
         """Runs the prompt, with room for all of its blocks but one."""
-        from tests.executor.steps import prompt_part, step, tokens_of
+        from tests.executor.support.steps import prompt_part, step, tokens_of
 
         self.length = len(PROMPT)
         blocks = list(range(1, 1 + -(-self.length // BLOCK_SIZE)))
@@ -79,7 +79,7 @@ class Steps:
 
     def decode(self, graph_size: int | None) -> None:
         """Runs one more token, which the router does not know; sends a new block when due."""
-        from tests.executor.steps import decode_part, step, tokens_of
+        from tests.executor.support.steps import decode_part, step, tokens_of
 
         assert self.tokens is not None
         new = [1 + self.length // BLOCK_SIZE] if self.length % BLOCK_SIZE == 0 else []

@@ -1,0 +1,327 @@
+"""A step that is refused late has already corrupted a KV cache, so every check comes first.
+
+Each bad step below differs from a good one in one thing, must be refused with the field at fault,
+and must leave the executor as it was.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import read_step
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.token_budget import TokenBudget
+from executor.errors import InvalidStep
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.topology import Topology
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.steps import row_starts, sequences, step
+
+
+def limits(vocab_size: int = 100, num_rows: int = 8) -> StepLimits:
+    return StepLimits(
+        topology=Topology(dp_rank=1, dp_size=2),
+        budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=4, max_num_logits=6, dp_size=2),
+        num_rows=num_rows,
+        num_kv_blocks=10,
+        block_size=4,
+        vocab_size=vocab_size,
+        max_model_len=32,
+        graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
+    )
+
+
+def progress() -> RowProgress:
+    """Rows 2 and 3 live: row 2 with 3 blocks and a token, row 3 with 1 block and none."""
+    rows = RowProgress.empty(np.zeros(8, dtype=np.int64))
+    rows.is_live[[2, 3]] = True
+    rows.has_sampled[2] = True
+    rows.num_blocks[[2, 3]] = [3, 1]
+    return rows
+
+
+def good_step() -> pb.StepRequest:
+    """Row 5 starts with a prompt of 6, of which 2 are scored; row 2 decodes; row 3 is chunked."""
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[5], temperature=[0.5], seed=[2**64 - 1]),
+        sequences=sequences(
+            rows=[5, 2, 3],
+            num_tokens=[6, 1, 3],
+            num_computed_tokens=[0, 12, 4],
+            token_ids=[1, 2, 3, 4, 5, 6, -1, 7, 8, 9],
+            num_new_blocks=[2, 1, 1],
+            new_block_ids=[4, 5, 6, 7],
+            samples=[1, 1, 0],
+            num_scored=[2, 0, 0],
+            scored_ids=[2, 3],
+        ),
+    )
+    return step(1, part, num_tokens=[0, 10], num_logits=[0, 4])
+
+
+def test_a_good_step_reads_as_it_was_written():
+    columns = read_step(good_step(), limits(), progress())
+
+    assert columns.rows.tolist() == [5, 2, 3]
+    assert columns.num_kept_blocks.tolist() == [0, 3, 1]
+    assert columns.logits_indices.tolist() == [0, 1, 5, 6]
+    assert columns.logits_sequence.tolist() == [0, 0, 0, 1]
+    assert columns.is_sampled.tolist() == [False, False, True, True]
+    assert columns.layout.padding_mode is DpPaddingMode.MAX_LEN
+    assert columns.layout.num_tokens == 10
+    assert columns.starts is not None
+    assert columns.starts.seed.tolist() == [-1]
+    assert columns.starts.top_p.tolist() == [1.0]
+
+
+def test_empty_columns_mean_one_sampled_token_each():
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=[2], num_computed_tokens=[11], token_ids=[-1]),
+    )
+    columns = read_step(step(1, part, num_tokens=[5, 1]), limits(), progress())
+    assert columns.num_tokens.tolist() == [1]
+    assert columns.is_sampled.tolist() == [True]
+    assert columns.num_new_blocks.tolist() == [0]
+
+
+def test_no_token_ids_stand_for_each_row_s_last_sampled_token():
+    rows = progress()
+    rows.has_sampled[3] = True
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=[3, 2], num_computed_tokens=[3, 11]),
+    )
+    columns = read_step(step(1, part, num_tokens=[5, 2]), limits(), rows)
+    assert columns.token_ids.tolist() == [-1, -1]
+
+
+def test_an_idle_part_reads_as_no_sequences():
+    part = pb.RankStep(dp_rank=1, forward_mode=pb.FORWARD_MODE_IDLE)
+    columns = read_step(step(1, part, num_tokens=[5, 0], has_extend=True), limits(), progress())
+    assert columns.rows.size == columns.token_ids.size == columns.logits_indices.size == 0
+    assert columns.layout.global_num_tokens_cpu == (5, 0)
+
+
+def change_sequences(**columns: list[int]) -> Callable[[pb.StepRequest], None]:
+    return lambda request: request.ranks[0].sequences.MergeFrom(sequences(**columns))
+
+
+def change_starts(**columns: list[float]) -> Callable[[pb.StepRequest], None]:
+    return lambda request: request.ranks[0].starts.MergeFrom(row_starts(**columns))
+
+
+def change_part(**fields: int) -> Callable[[pb.StepRequest], None]:
+    return lambda request: request.ranks[0].MergeFrom(pb.RankStep(**fields))  # type: ignore[arg-type]
+
+
+def change_agreement(**fields: object) -> Callable[[pb.StepRequest], None]:
+    def change(request: pb.StepRequest) -> None:
+        for name in fields:
+            request.agreement.ClearField(name)  # type: ignore[arg-type]
+        request.agreement.MergeFrom(pb.StepAgreement(**fields))  # type: ignore[arg-type]
+
+    return change
+
+
+SEQUENCES, STARTS = "ranks[0].sequences", "ranks[0].starts"
+
+BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
+    (lambda r: r.ClearField("ranks"), "ranks", "0 parts"),
+    (lambda r: r.ranks.append(r.ranks[0]), "ranks", "2 parts"),
+    (lambda r: setattr(r.ranks[0], "dp_rank", 0), "ranks[0].dp_rank", "this executor is DP rank 1"),
+    (change_sequences(rows=[5, 2, 8]), f"{SEQUENCES}.rows", "has 8; it must be from 0 to 7"),
+    (change_sequences(rows=[5, 2, -1]), f"{SEQUENCES}.rows", "has -1"),
+    (change_sequences(rows=[5, 2, 2]), f"{SEQUENCES}.rows", "has 2 more than once"),
+    (change_sequences(rows=[5, 2, 1]), f"{SEQUENCES}.rows", "row 1 runs without having started"),
+    (change_sequences(rows=[4, 2, 3]), f"{SEQUENCES}.rows", "starts without a sequence"),
+    (change_sequences(rows=[5, 2]), f"{SEQUENCES}.num_tokens", "8"),
+    (
+        lambda r: setattr(r.ranks[0].sequences, "rows", r.ranks[0].sequences.rows + b"\0"),
+        f"{SEQUENCES}.rows",
+        "has 13 bytes; 3 entries of 4 bytes are 12",
+    ),
+    (change_sequences(num_tokens=[6, 0, 3]), f"{SEQUENCES}.num_tokens", "has 0; need at least 1"),
+    (change_sequences(num_tokens=[6, 1]), f"{SEQUENCES}.num_tokens", "has 8 bytes"),
+    (change_sequences(num_tokens=[6, 1, 14]), f"{SEQUENCES}.num_tokens", "max_num_batched_tokens"),
+    (change_sequences(num_tokens=[6, 1, 2**31 - 1]), f"{SEQUENCES}.num_tokens", "20"),
+    (change_sequences(num_computed_tokens=[0, 12]), f"{SEQUENCES}.num_computed_tokens", "8 bytes"),
+    (change_sequences(num_computed_tokens=[0, -1, 4]), f"{SEQUENCES}.num_computed_tokens", "-1"),
+    (
+        change_sequences(num_computed_tokens=[0, 32, 4]),
+        f"{SEQUENCES}.num_computed_tokens",
+        "comes to 33; max_model_len is 32",
+    ),
+    (change_sequences(token_ids=[1] * 9), f"{SEQUENCES}.token_ids", "36 bytes"),
+    (change_sequences(token_ids=[1] * 9 + [100]), f"{SEQUENCES}.token_ids", "has 100"),
+    (change_sequences(token_ids=[1] * 9 + [-2]), f"{SEQUENCES}.token_ids", "has -2"),
+    (change_sequences(token_ids=[1] * 9 + [-1]), f"{SEQUENCES}.token_ids", "-1 for row 3"),
+    (change_sequences(token_ids=[-1] + [1] * 9), f"{SEQUENCES}.token_ids", "-1 for row 5"),
+    (
+        lambda r: r.ranks[0].sequences.ClearField("token_ids"),
+        f"{SEQUENCES}.token_ids",
+        "-1 for row 5",
+    ),
+    (change_sequences(num_new_blocks=[2, 1, -1]), f"{SEQUENCES}.num_new_blocks", "has -1"),
+    (change_sequences(num_new_blocks=[1, 1, 2]), f"{SEQUENCES}.num_new_blocks", "row 5 starts"),
+    (change_sequences(num_new_blocks=[2, 2, 0]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
+    (change_sequences(num_new_blocks=[2, 0, 2]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
+    (change_sequences(new_block_ids=[4, 5, 6]), f"{SEQUENCES}.new_block_ids", "12 bytes"),
+    (change_sequences(new_block_ids=[4, 5, 6, 0]), f"{SEQUENCES}.new_block_ids", "has 0"),
+    (change_sequences(new_block_ids=[4, 5, 6, 10]), f"{SEQUENCES}.new_block_ids", "has 10"),
+    (change_sequences(samples=[1, 1, 2]), f"{SEQUENCES}.samples", "need 0 or 1"),
+    (change_sequences(samples=[1, 1]), f"{SEQUENCES}.samples", "has 2 bytes"),
+    (change_sequences(num_scored=[7, 0, 0]), f"{SEQUENCES}.num_scored", "fewer tokens"),
+    (change_sequences(num_scored=[5, 0, 0]), f"{SEQUENCES}.num_scored", "max_num_logits is 6"),
+    (change_sequences(scored_ids=[2]), f"{SEQUENCES}.scored_ids", "4 bytes"),
+    (change_sequences(scored_ids=[2, 100]), f"{SEQUENCES}.scored_ids", "has 100"),
+    (change_starts(rows=[8]), f"{STARTS}.rows", "has 8"),
+    (change_starts(rows=[5, 5]), f"{STARTS}.rows", "has 5 more than once"),
+    (change_starts(temperature=[-1.0]), f"{STARTS}.temperature", "has -1.0"),
+    (change_starts(temperature=[float("nan")]), f"{STARTS}.temperature", "has nan"),
+    (change_starts(temperature=[float("inf")]), f"{STARTS}.temperature", "has inf"),
+    (change_starts(temperature=[0.5, 0.5]), f"{STARTS}.temperature", "has 8 bytes"),
+    (change_starts(top_k=[-1]), f"{STARTS}.top_k", "has -1"),
+    (change_starts(top_p=[0.0]), f"{STARTS}.top_p", "above 0.0, at most 1.0"),
+    (change_starts(top_p=[1.1]), f"{STARTS}.top_p", "above 0.0, at most 1.0"),
+    (change_starts(min_p=[1.1]), f"{STARTS}.min_p", "at least 0.0, at most 1.0"),
+    (change_starts(repetition_penalty=[0.0]), f"{STARTS}.repetition_penalty", "above 0.0"),
+    (change_starts(presence_penalty=[float("nan")]), f"{STARTS}.presence_penalty", "nan"),
+    (change_starts(num_top_logprobs=[101]), f"{STARTS}.num_top_logprobs", "at most 100 fits"),
+    (change_starts(num_suppressed_ids=[1]), f"{STARTS}.suppressed_ids", "0 bytes"),
+    (change_starts(num_biases=[1], bias_ids=[1]), f"{STARTS}.biases", "0 bytes"),
+    (change_starts(num_biases=[1], bias_ids=[100]), f"{STARTS}.bias_ids", "has 100"),
+    (change_starts(prompt_ids=[1]), f"{STARTS}.prompt_ids", "4 bytes"),
+    (
+        change_part(forward_mode=pb.FORWARD_MODE_DECODE),
+        "ranks[0].forward_mode",
+        "every sequence runs 1 token",
+    ),
+    (change_part(forward_mode=pb.FORWARD_MODE_IDLE), "ranks[0].forward_mode", "3 sequences"),
+    (
+        lambda r: setattr(r.ranks[0], "forward_mode", pb.FORWARD_MODE_UNSPECIFIED),
+        "ranks[0].forward_mode",
+        "need IDLE, DECODE or EXTEND",
+    ),
+    (
+        lambda r: r.ranks[0].CopyFrom(pb.RankStep(dp_rank=1, forward_mode=pb.FORWARD_MODE_EXTEND)),
+        "ranks[0].forward_mode",
+        "0 sequences",
+    ),
+    (change_agreement(global_num_tokens=[10]), "agreement.global_num_tokens", "dp_size is 2"),
+    (change_agreement(global_num_tokens=[0, 9]), "agreement.global_num_tokens", "says 9"),
+    (change_agreement(global_num_tokens=[21, 10]), "agreement.global_num_tokens", "has 21"),
+    (
+        change_agreement(global_num_tokens_for_logprob=[0, 3]),
+        "agreement.global_num_tokens_for_logprob",
+        "says 3 for this executor's part, which has 4",
+    ),
+    (
+        change_agreement(global_num_tokens_for_logprob=[]),
+        "agreement.global_num_tokens_for_logprob",
+        "has 0 entries",
+    ),
+    (change_agreement(has_extend=False), "agreement.has_extend", "is not set"),
+    (
+        change_agreement(padding_mode=pb.DP_PADDING_MODE_UNSPECIFIED),
+        "agreement.padding_mode",
+        "need MAX_LEN or SUM_LEN",
+    ),
+    (
+        change_agreement(graph_size=12),
+        "agreement.graph_size",
+        "is not captured: the extend graphs are [4, 8, 16]",
+    ),
+    (change_agreement(graph_size=8), "agreement.graph_size", "is below the 10 tokens of a rank"),
+    (
+        change_agreement(graph_size=16),
+        "agreement.graph_size",
+        "a rank has no tokens: then every rank runs eagerly",
+    ),
+    (
+        change_agreement(
+            graph_size=16, global_num_tokens=[3, 10], padding_mode=pb.DP_PADDING_MODE_SUM_LEN
+        ),
+        "agreement.graph_size",
+        "needs padding_mode MAX_LEN",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field", "problem"),
+    BAD_STEPS,
+    ids=[f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(BAD_STEPS)],
+)
+def test_a_bad_step_is_refused_by_field_and_changes_nothing(
+    spoil: Callable[[pb.StepRequest], object], field: str, problem: str
+):
+    request, rows = good_step(), progress()
+    spoil(request)
+
+    with pytest.raises(InvalidStep) as caught:
+        read_step(request, limits(), rows)
+
+    assert caught.value.field == field, str(caught.value)
+    assert problem in str(caught.value)
+    expected = progress()
+    assert (rows.is_live == expected.is_live).all()
+    assert (rows.has_sampled == expected.has_sampled).all()
+    assert (rows.num_blocks == expected.num_blocks).all()
+
+
+def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_does():
+    request = good_step()
+    request.agreement.global_num_tokens[0] = 3
+    request.agreement.graph_size = 16
+    layout = read_step(request, limits(), progress()).layout
+    assert (layout.graph_size, layout.has_extend, layout.num_rows) == (16, True, 16)
+
+    decode = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=[2], num_computed_tokens=[11], token_ids=[-1]),
+    )
+    request = step(1, decode, num_tokens=[3, 1])
+    request.agreement.graph_size = 4
+    layout = read_step(request, limits(), progress()).layout
+    assert (layout.graph_size, layout.has_extend, layout.num_rows) == (4, False, 4)
+
+    request.agreement.graph_size = 16
+    with pytest.raises(InvalidStep, match=r"the decode graphs are \[1, 2, 4\]"):
+        read_step(request, limits(), progress())
+
+
+def test_more_sequences_than_the_budget_are_refused():
+    rows = RowProgress.empty(np.ones(8, dtype=np.int64))
+    rows.is_live[:] = True
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=range(5), num_computed_tokens=[0] * 5, token_ids=[1] * 5),
+    )
+    with pytest.raises(InvalidStep, match="comes to 5; max_num_seqs is 4"):
+        read_step(step(1, part, num_tokens=[0, 5]), limits(), rows)
+
+
+def test_a_row_that_starts_has_no_last_token_of_the_sequence_before_it():
+    part = pb.RankStep(
+        dp_rank=1,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=[2]),
+        sequences=sequences(
+            rows=[2],
+            num_computed_tokens=[0],
+            token_ids=[-1],
+            num_new_blocks=[1],
+            new_block_ids=[1],
+        ),
+    )
+    with pytest.raises(InvalidStep, match="-1 for row 2"):
+        read_step(step(1, part, num_tokens=[0, 1]), limits(), progress())

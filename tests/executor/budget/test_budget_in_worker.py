@@ -1,0 +1,353 @@
+"""A step at exactly the budget must run in every buffer; one token more must not reach any."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from deploy.local.demo_speculative import FOLDER
+from deploy.local.launch import DEMO_MODEL
+from executor.build.executor import build_worker
+from executor.config import ExecutorConfig
+from executor.errors import InvalidStep
+from executor.server import agreement_digest
+from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.port import PortSecurity
+from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
+
+NUM_SEQS, NUM_TOKENS, NUM_LOGITS = 4, 32, 9
+BLOCK_SIZE, BLOCKS_PER_ROW = 4, 8
+
+
+def make_worker(path: Path, **settings: Any) -> Worker:
+    sizes: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": NUM_SEQS,
+        "max_num_batched_tokens": NUM_TOKENS,
+        "max_num_logits": NUM_LOGITS,
+        "num_kv_blocks": 1 + NUM_SEQS * BLOCKS_PER_ROW,
+    }
+    worker, _ = build_worker(ExecutorConfig(model=path, **(sizes | settings)))
+    worker.join(1, "")
+    return worker
+
+
+def prompts_step(
+    lengths: Sequence[int], *, num_scored: int = 0, graph_size: int | None = None
+) -> pb.StepRequest:
+    """Returns the step that starts a row for each prompt and samples once for each."""
+    prompts = [
+        [(7 * row + 5 * at) % 90 + 3 for at in range(length)] for row, length in enumerate(lengths)
+    ]
+    num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+    part = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=range(len(lengths))),
+        sequences=sequences(
+            rows=range(len(lengths)),
+            num_tokens=lengths,
+            num_computed_tokens=[0] * len(lengths),
+            token_ids=[token for prompt in prompts for token in prompt],
+            num_new_blocks=num_blocks,
+            new_block_ids=[
+                1 + row * BLOCKS_PER_ROW + block
+                for row, count in enumerate(num_blocks)
+                for block in range(count)
+            ],
+            num_scored=[num_scored] + [0] * (len(lengths) - 1),
+            scored_ids=prompts[0][1 : num_scored + 1],
+        ),
+    )
+    num_logits = [len(lengths) + num_scored]
+    return with_graph(step(1, part, num_tokens=[sum(lengths)], num_logits=num_logits), graph_size)
+
+
+def decodes_step(num_computed: Sequence[int], *, graph_size: int | None = None) -> pb.StepRequest:
+    """Returns the step that runs the last sampled token of each row. No row grows a block."""
+    part = pb.RankStep(
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=range(len(num_computed)), num_computed_tokens=num_computed),
+    )
+    return with_graph(step(2, part, num_tokens=[len(num_computed)]), graph_size)
+
+
+def with_graph(request: pb.StepRequest, size: int | None) -> pb.StepRequest:
+    if size is not None:
+        request.agreement.graph_size = size
+    return request
+
+
+FULL = [9, 9, 9, 5]  # NUM_TOKENS in NUM_SEQS prompts; each ends inside a block
+
+
+@pytest.mark.parametrize("prefill_graphs", ["breakable", "piecewise"])
+def test_a_step_at_exactly_the_budget_runs_eagerly_and_in_the_largest_graphs(
+    tiny_checkpoint: Path, prefill_graphs: str
+):
+    worker = make_worker(tiny_checkpoint, prefill_graphs=prefill_graphs)
+    assert (sum(FULL), len(FULL)) == (NUM_TOKENS, NUM_SEQS)
+    num_scored = NUM_LOGITS - NUM_SEQS
+    results = []
+    for extend_size, decode_size in ((None, None), (NUM_TOKENS, None), (NUM_TOKENS, NUM_SEQS)):
+        worker.join(1, "")
+        request = prompts_step(FULL, num_scored=num_scored, graph_size=extend_size)
+        prefilled = worker.execute(request)
+        decoded = worker.execute(decodes_step(FULL, graph_size=decode_size))
+        results.append((tokens_of(prefilled), tokens_of(decoded)))
+        assert len(floats_of(prefilled.ranks[0].logprobs)) == num_scored
+        assert [len(tokens) for tokens in results[-1]] == [NUM_SEQS, NUM_SEQS]
+    assert results[1:] == results[:1] * 2
+
+
+@pytest.mark.parametrize(
+    ("too_large", "problem"),
+    [
+        (
+            prompts_step([9, 9, 9, 6]),
+            f"comes to {NUM_TOKENS + 1}; max_num_batched_tokens is {NUM_TOKENS}",
+        ),
+        (
+            prompts_step(FULL, num_scored=NUM_LOGITS - NUM_SEQS + 1),
+            f"comes to {NUM_LOGITS + 1}; max_num_logits is {NUM_LOGITS}",
+        ),
+        (
+            prompts_step(FULL, graph_size=NUM_TOKENS + 4),
+            f"graph_size={NUM_TOKENS + 4} is not captured",
+        ),
+    ],
+)
+def test_one_more_than_the_budget_is_refused_before_anything_changes(
+    tiny_checkpoint: Path, too_large: pb.StepRequest, problem: str
+):
+    worker = make_worker(tiny_checkpoint)
+    prompts, decodes = prompts_step(FULL), decodes_step(FULL)
+    worker.execute(prompts)
+    expected = tokens_of(worker.execute(decodes))
+
+    worker.join(2, "")
+    worker.execute(prompts)
+    with pytest.raises(InvalidStep, match=problem):
+        worker.execute(too_large)
+    assert tokens_of(worker.execute(decodes)) == expected
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"dp_size": 2},
+        {"attn_tp_size": 2},
+        {"dp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+        {"attn_tp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+    ],
+)
+def test_two_executors_run_a_step_at_exactly_the_budget(
+    tiny_checkpoint: Path, places: dict[str, Any]
+):
+    """With attention TP, 33 tokens and 3 sequences become 34 rows and graphs of 2 and 4."""
+    expected = tokens_at_the_budget(0, 0, tiny_checkpoint, {})
+    assert [len(tokens) for tokens in expected] == [3] * 6
+    answers = run_ranks(tokens_at_the_budget, 2, tiny_checkpoint, places)
+    assert answers[0] == expected
+    assert answers[1] == (expected if "dp_size" in places else [[]] * 6)  # only one peer answers
+
+
+def tokens_at_the_budget(
+    rank: int, store_port: int, path: Path, places: dict[str, Any]
+) -> list[list[int]]:
+    """Returns what a worker answers to full steps: eager, then in the largest graphs."""
+    dp_size = places.get("dp_size", 1)
+    is_dp = dp_size > 1
+    settings: dict[str, Any] = {
+        "model": path,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 33,
+        "max_num_logits": 3,
+        "num_kv_blocks": 33,
+        "dp_rank": rank if is_dp else 0,
+        "attn_tp_rank": 0 if is_dp else rank,
+    }
+    worker, description = build_worker(ExecutorConfig(**(settings | places)))
+    extend_size, decode_size = (
+        description.graph_sizes.extend[-1],
+        description.graph_sizes.decode[-1],
+    )
+    answers = []
+    for epoch, (extend, decode, mode) in enumerate(
+        (
+            (None, None, pb.DP_PADDING_MODE_SUM_LEN),
+            (None, None, pb.DP_PADDING_MODE_MAX_LEN),
+            (extend_size, decode_size, pb.DP_PADDING_MODE_MAX_LEN),
+        )
+    ):
+        worker.join(epoch + 1, f"{HOST}:{store_port}")
+        for step_id, request in enumerate((prompts_step([11] * 3), decodes_step([11] * 3))):
+            agreement = request.agreement
+            agreement.padding_mode = mode
+            agreement.global_num_tokens.extend(list(agreement.global_num_tokens) * (dp_size - 1))
+            logits = agreement.global_num_tokens_for_logprob
+            logits.extend(list(logits) * (dp_size - 1))
+            request.epoch, request.step_id = epoch + 1, step_id + 1
+            request.ranks[0].dp_rank = rank if is_dp else 0
+            response = worker.execute(with_graph(request, decode if step_id else extend))
+            answers.append(tokens_of(response) if response.ranks else [])
+    worker.leave()
+    return answers
+
+
+def test_a_small_first_step_does_not_size_what_a_large_one_needs(tiny_checkpoint: Path):
+    """Sized by a warm-up of a few tokens, a buffer did not hold the first step of 4073."""
+    sizes: dict[str, Any] = {
+        "block_size": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 4096,
+        "max_num_logits": 8,
+        "num_kv_blocks": 65,
+        "prefill_graphs": "off",
+    }
+    lengths = [512] * 7 + [4073 - 7 * 512]
+    tokens = []
+    for has_small_one in (True, False):
+        worker = make_worker(tiny_checkpoint, **sizes)
+        if has_small_one:
+            worker.execute(_in_blocks_of_64([1]))
+        tokens.append(tokens_of(worker.execute(_in_blocks_of_64(lengths))))
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 8
+
+
+def _in_blocks_of_64(lengths: Sequence[int]) -> pb.StepRequest:
+    """As ``prompts_step``, with the 8 blocks of a row holding 64 tokens each."""
+    request = prompts_step(lengths)
+    columns = request.ranks[0].sequences
+    num_blocks = [-(-length // 64) for length in lengths]
+    ids = [
+        1 + row * BLOCKS_PER_ROW + block
+        for row, count in enumerate(num_blocks)
+        for block in range(count)
+    ]
+    columns.MergeFrom(sequences(num_new_blocks=num_blocks, new_block_ids=ids))
+    return request
+
+
+def test_the_table_is_logged_at_start_and_in_describe(tiny_checkpoint: Path):
+    with capture_logs() as events:
+        _, description = build_worker(
+            ExecutorConfig(model=tiny_checkpoint, num_kv_blocks=33, max_num_batched_tokens=4000)
+        )
+    logged = [event for event in events if event["event"] == "token_budget"]
+    described = description.budget.lines
+    assert [(line.what, line.bound, line.tokens, line.bytes) for line in described] == [
+        (event["what"], event["bound"], event["tokens"], event["bytes"]) for event in logged
+    ]
+    first = logged[0]
+    assert (first["bound"], first["tokens"]) == ("max_num_batched_tokens", 4000)
+    assert first["bytes"] == 4000 * 48 * 4
+
+
+# Another value of each setting in which members may not differ, and what else is set for it.
+OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dp_size": (4, {}),
+    "attn_tp_size": (2, {}),
+    "ep_size": (1, {"moe_a2a": "none"}),
+    "moe_dense_tp_size": (1, {}),
+    "dtype": ("bfloat16", {}),
+    "block_size": (8, {}),
+    "max_num_seqs": (5, {}),
+    "max_num_batched_tokens": (33, {}),
+    "max_num_logits": (10, {}),
+    "max_model_len": (99, {}),
+    "decode_graphs": ("off", {}),
+    "decode_graph_sizes": ((4,), {}),
+    "prefill_graphs": ("piecewise", {}),
+    "prefill_graph_sizes": ((16, 32), {}),
+    "moe_a2a": ("none", {}),
+    "moe_a2a_extend": ("all-to-all", {}),
+    "max_dispatch_tokens_per_rank": (5000, {}),
+    "moe_runner": ("cutlass", {}),
+    "flashinfer_pdl": ("on", {}),
+}
+DRAFTING_OTHERWISE: dict[
+    str, tuple[Any, dict[str, Any], str]
+] = {  # and what the agreement calls it
+    "draft_model": (FOLDER / "mtp", {}, "draft_fingerprint"),
+    "num_draft_steps": (2, {}, "num_draft_steps"),
+    "draft_topk": (2, {}, "topk"),
+    "num_draft_tokens": (5, {"draft_topk": 2}, "num_draft_tokens"),
+    "draft_sampling": ("rejection", {}, "draft_sampling"),
+}
+MAY_DIFFER = {  # besides who may call
+    "model",  # its folder; its fingerprint may not
+    "listen",
+    "advertised_host",
+    "dp_rank",
+    "attn_tp_rank",
+    "device",  # which GPU; its type may not
+    "num_kv_blocks",
+    "kv_cache_bytes",
+    "num_threads",
+    "peer_timeout_s",
+    "stop_timeout_s",
+    "metrics_listen",
+}
+
+
+def member_agreement(path: Path, **settings: Any) -> dict[str, str]:
+    member = {
+        "device": "cpu",
+        "dp_size": 2,
+        "moe_a2a": "torch",
+        "max_num_seqs": NUM_SEQS,
+        "max_num_batched_tokens": NUM_TOKENS,
+        "max_num_logits": NUM_LOGITS,
+        "num_kv_blocks": 33,
+    }
+    _, description = build_worker(ExecutorConfig(model=path, **(member | settings)))
+    assert description.agreement["model_fingerprint"] == description.model.fingerprint
+    return dict(description.agreement)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
+    tiny_checkpoint: Path, name: str
+):
+    """Executors that differ in one of these hang or crash in their first collective call."""
+    value, both = OTHERWISE[name]
+    one = member_agreement(tiny_checkpoint, **both)
+    other = member_agreement(tiny_checkpoint, **both, **{name: value})
+    key = {"decode_graphs": "decode_graph_sizes", "prefill_graph_sizes": "extend_graph_sizes"}.get(
+        name, name
+    )
+    assert one[key] != other[key]
+    assert agreement_digest(one) != agreement_digest(other)
+
+
+@pytest.mark.parametrize("name", DRAFTING_OTHERWISE)
+def test_members_that_draft_otherwise_do_not_agree(name: str):
+    value, both, key = DRAFTING_OTHERWISE[name]
+    both = {"moe_a2a": "none", "draft_model": FOLDER / "eagle"} | both
+    one = member_agreement(DEMO_MODEL, **both)
+    other = member_agreement(DEMO_MODEL, **both | {name: value})
+    assert one[key] != other[key]
+    assert agreement_digest(one) != agreement_digest(other)
+
+
+def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path):
+    one = member_agreement(tiny_checkpoint)
+    other = member_agreement(
+        tiny_checkpoint, dp_rank=1, listen="127.0.0.1:0", num_kv_blocks=40, peer_timeout_s=5.0
+    )
+    assert one == other
+    assert agreement_digest(one) == agreement_digest(other)
+    assert one["device"] == "cpu"
+
+
+def test_every_setting_is_one_that_members_agree_on_or_may_differ_in():
+    settings = {field.name for field in fields(ExecutorConfig)}
+    settings -= {field.name for field in fields(PortSecurity)}
+    assert settings == OTHERWISE.keys() | DRAFTING_OTHERWISE.keys() | MAY_DIFFER

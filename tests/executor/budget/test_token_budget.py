@@ -1,0 +1,621 @@
+"""If the budget is too small for one step, that step writes past a buffer; each size is tried here."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import read_step
+from executor.budget.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
+from executor.budget.report import budget_table
+from executor.budget.token_budget import (
+    A2A_TOP_KS,
+    TokenBudget,
+    a2a_workspace_size_per_rank,
+    check_flashinfer_a2a,
+    cutedsl_moe_max_num_tokens,
+    dispatch_bytes_per_token,
+    validate_cutedsl_a2a_token_budget,
+)
+from executor.errors import InvalidStep
+from executor.model.layers.lm_head import vocab_slice
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.steps import prompt_part, step
+
+NUM_WORLDS = 2000  # per property
+
+
+def make_budget(**sizes: Any) -> TokenBudget:
+    defaults = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_num_logits": 320}
+    return TokenBudget(**(defaults | sizes))
+
+
+def random_budget(rng: random.Random) -> tuple[TokenBudget, GraphSizes]:
+    """Returns a budget as start-up makes it, and the graphs that it was made with."""
+    attn_tp_size = rng.choice([1, 1, 2, 3, 4, 8])
+    max_num_seqs = rng.randint(1, 70)
+    most = rng.randint(max_num_seqs, 700)
+    decode = extend = ()
+    if rng.random() < 0.7:
+        decode = decode_capture_sizes(max_num_seqs, alignment=attn_tp_size)
+    if rng.random() < 0.7:
+        extend = prefill_capture_sizes(most, alignment=attn_tp_size)
+    dp_size = rng.randint(1, 8)
+    moe_a2a = rng.choice(["none", "torch", "flashinfer"])
+    budget = TokenBudget(
+        max_num_batched_tokens=most,
+        max_num_seqs=max_num_seqs,
+        max_num_logits=max_num_seqs + rng.randint(0, 9),
+        num_tokens_per_bs=rng.choice([1, 1, 2, 4]),
+        decode_graph_size=max(decode, default=0),
+        extend_graph_size=max(extend, default=0),
+        dp_size=dp_size,
+        attn_tp_size=attn_tp_size,
+        ep_size=dp_size * attn_tp_size,
+        hidden_size=32 * rng.randint(1, 9),
+        itemsize=rng.choice([2, 4]),
+        top_k=rng.choice(A2A_TOP_KS),
+        moe_a2a=moe_a2a,
+    )
+    return budget, GraphSizes(decode, extend)
+
+
+def random_layout(rng: random.Random, budget: TokenBudget, graph_sizes: GraphSizes) -> DpLayout:
+    """Returns a step that the router may send: full, nearly full or any, in a graph or eager."""
+    has_extend = rng.random() < 0.5
+    width = 1 if has_extend else budget.num_tokens_per_bs
+    most = budget.max_num_batched_tokens if has_extend else budget.max_num_seqs
+    counts = [
+        rng.choice([most, most - 1, 0, rng.randint(0, most)]) * width for _ in range(budget.dp_size)
+    ]
+    graph_size = None
+    if rng.random() < 0.5:
+        captured = graph_sizes.extend if has_extend else graph_sizes.decode
+        fitting = [size * width for size in captured if size * width >= max(counts)]
+        graph_size = rng.choice(fitting) if fitting else None
+    mode = DpPaddingMode.MAX_LEN if graph_size else rng.choice(list(DpPaddingMode))
+    return DpLayout(
+        tuple(counts),
+        mode,
+        rng.randrange(budget.dp_size),
+        graph_size,
+        has_extend,
+        rng.randrange(budget.attn_tp_size),
+        budget.attn_tp_size,
+    )
+
+
+def test_no_step_is_larger_than_the_budget():
+    rng = random.Random(0)
+    for world in range(NUM_WORLDS):
+        budget, graph_sizes = random_budget(rng)
+        assert budget.max_tokens_per_rank % budget.attn_tp_size == 0
+        for _ in range(8):
+            layout = random_layout(rng, budget, graph_sizes)
+            case = (world, budget, layout)
+            assert layout.num_tokens <= budget.max_step_tokens, case
+            assert layout.num_rows <= budget.max_tokens_per_rank, case
+            assert max(layout.global_padded_num_tokens) <= budget.max_tokens_per_rank, case
+            assert layout.shard_num_rows <= layout.padded_num_tokens, case
+            assert layout.padded_num_tokens <= layout.runtime_max_tokens_per_rank, case
+            assert layout.runtime_max_tokens_per_rank <= budget.max_shard_tokens_per_rank, case
+            assert layout.global_dp_buffer_len <= budget.max_gathered_tokens, case
+            # What the experts' side is sized by, all-gather and all-to-all.
+            assert layout.runtime_max_tokens_per_rank <= budget.a2a_max_num_tokens, case
+            assert layout.global_dp_buffer_len <= budget.cutedsl_all_gather_tokens, case
+            sent = budget.ep_size * layout.runtime_max_tokens_per_rank
+            assert sent <= budget.cutedsl_all_to_all_tokens, case
+            assert max(sent, layout.global_dp_buffer_len) <= budget.max_moe_rows, case
+            if layout.graph_size is not None and not layout.has_extend:
+                assert layout.num_rows <= budget.max_logits_rows, case
+
+
+def test_the_budget_is_no_larger_than_the_largest_step():
+    rng = random.Random(1)
+    for world in range(NUM_WORLDS):
+        budget, graph_sizes = random_budget(rng)
+        width, dp_size = budget.num_tokens_per_bs, budget.dp_size
+        largest = [budget.max_num_batched_tokens, budget.max_num_seqs * width]
+        graphs = [*graph_sizes.extend[-1:], *(size * width for size in graph_sizes.decode[-1:])]
+        layouts = [
+            DpLayout(
+                (min(rows, min(largest)),) * dp_size if is_graph else (rows,) * dp_size,
+                DpPaddingMode.MAX_LEN,
+                0,
+                rows if is_graph else None,
+                attn_tp_size=budget.attn_tp_size,
+            )
+            for sizes, is_graph in ((largest, False), (graphs, True))
+            for rows in sizes
+        ]
+        lengths = [layout.runtime_max_tokens_per_rank for layout in layouts]
+        assert max(lengths) == budget.max_shard_tokens_per_rank, (world, budget)
+        gathered = [layout.global_dp_buffer_len for layout in layouts]
+        assert max(gathered) == budget.max_gathered_tokens, (world, budget)
+
+
+def test_a_step_at_exactly_the_budget_is_read_and_one_token_more_is_not():
+    rng = random.Random(2)
+    for world in range(NUM_WORLDS // 4):
+        budget, graph_sizes = random_budget(rng)
+        dp_rank = rng.randrange(budget.dp_size)
+        limits = StepLimits(
+            topology=Topology(
+                dp_rank=dp_rank, dp_size=budget.dp_size, attn_tp_size=budget.attn_tp_size
+            ),
+            budget=budget,
+            num_rows=budget.max_num_seqs,
+            num_kv_blocks=100,
+            block_size=16,
+            vocab_size=10,
+            max_model_len=1000,
+            graph_sizes=graph_sizes,
+        )
+        most = budget.max_num_batched_tokens
+        progress = RowProgress.empty(np.zeros(budget.max_num_seqs, dtype=np.int64))
+        columns = read_step(full_step(budget, dp_rank, most), limits, progress)
+        assert columns.layout.num_tokens == most, (world, budget)
+        problem = f"comes to {most + 1}; max_num_batched_tokens is {most}"
+        with pytest.raises(InvalidStep, match=problem):
+            read_step(full_step(budget, dp_rank, most + 1), limits, progress)
+        if budget.dp_size > 1:
+            request = full_step(budget, dp_rank, most)
+            request.agreement.global_num_tokens[dp_rank - 1] += 1
+            with pytest.raises(InvalidStep, match=f"has {most + 1}; the budget is {most}"):
+                read_step(request, limits, progress)
+
+
+def full_step(budget: TokenBudget, dp_rank: int, num_tokens: int) -> pb.StepRequest:
+    num_blocks = -(-num_tokens // 16)
+    part = prompt_part(0, [1] * num_tokens, range(1, num_blocks + 1), dp_rank)
+    counts = [num_tokens] * budget.dp_size
+    return step(1, part, num_tokens=counts, num_logits=[1] * budget.dp_size)
+
+
+def graph_limits(**sizes: int) -> StepLimits:
+    """Returns limits with a graph of 16 tokens and a budget of 10, unless told otherwise."""
+    defaults = {"max_num_batched_tokens": 10, "max_num_seqs": 4, "dp_size": 2}
+    return StepLimits(
+        topology=Topology(dp_size=2, attn_tp_size=sizes.get("attn_tp_size", 1)),
+        budget=make_budget(**(defaults | sizes)),
+        num_rows=4,
+        num_kv_blocks=10,
+        block_size=16,
+        vocab_size=10,
+        max_model_len=100,
+        graph_sizes=GraphSizes(extend=(16,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({}, "has 16 rows on a DP rank; the budget is 10"),
+        ({"attn_tp_size": 4}, "has 16 rows on a DP rank; the budget is 12"),
+    ],
+)
+def test_a_graph_that_no_buffer_was_sized_for_is_refused_with_both_numbers(
+    sizes: dict[str, int], problem: str
+):
+    """Graphs and budget come from one place; a step must not be what finds out if they did not."""
+    part = prompt_part(0, [1] * 10, [1])
+    request = step(1, part, num_tokens=[10, 9], num_logits=[1, 1])
+    request.agreement.graph_size = 16
+    progress = RowProgress.empty(np.zeros(4, dtype=np.int64))
+    with pytest.raises(InvalidStep, match=f"the step of graph_size=16 {problem}"):
+        read_step(request, graph_limits(**sizes), progress)
+    covered = graph_limits(**sizes, extend_graph_size=16)
+    assert read_step(request, covered, progress).layout.graph_size == 16
+
+
+def test_a_budget_for_another_group_is_refused():
+    with pytest.raises(ValueError, match=r"for dp_size=1 and attn_tp_size=1, .* for 2 and 1"):
+        graph_limits(dp_size=1)
+
+
+# Failures that others have published
+
+
+def test_sizes_do_not_depend_on_a_first_batch_that_is_small():
+    """A wrapper sized by a warm-up of a few tokens met a step of 4073."""
+    budget = make_budget(max_num_batched_tokens=4096, dp_size=2)
+    layout = DpLayout((4073, 1), DpPaddingMode.MAX_LEN, 0, has_extend=True)
+    assert layout.global_dp_buffer_len <= budget.cutedsl_all_gather_tokens == 2 * 4096
+
+
+def test_a_prompt_may_be_larger_than_all_decodes_together():
+    """A dispatch sized by running requests alone overflowed at the first prefill."""
+    budget = make_budget(
+        max_num_batched_tokens=8192, max_num_seqs=64, moe_a2a="flashinfer", top_k=8
+    )
+    assert budget.a2a_max_num_tokens == budget.max_tokens_per_rank == 8192
+    assert budget.max_moe_rows == 8192
+
+
+def test_ep_ranks_are_counted_once_in_the_workspace():
+    """Times ep_size again, four GPUs ran out of memory."""
+    budget = make_budget(
+        max_num_batched_tokens=1024,
+        dp_size=8,
+        ep_size=8,
+        hidden_size=4096,
+        itemsize=2,
+        top_k=8,
+        moe_a2a="flashinfer",
+        max_dispatch_tokens_per_rank=1024,
+    )
+    assert budget.a2a_dispatch_bytes_per_token == 8256
+    assert budget.a2a_combine_bytes_per_token == 8192
+    assert budget.a2a_max_num_tokens == 1024
+    assert budget.a2a_workspace_bytes == 134_922_624
+
+
+def test_graphs_that_alignment_makes_larger_than_any_batch_are_covered():
+    """Whole dense MLPs under attention TP 8: the smallest graph of 4 sequences has 8 rows."""
+    decode = decode_capture_sizes(4, alignment=8)
+    extend = prefill_capture_sizes(100, alignment=8)
+    assert (decode, extend[-1]) == ((8,), 104)
+    budget = make_budget(
+        max_num_batched_tokens=100,
+        max_num_seqs=4,
+        max_num_logits=4,
+        decode_graph_size=decode[-1],
+        extend_graph_size=extend[-1],
+        attn_tp_size=8,
+    )
+    assert (budget.max_tokens_per_rank, budget.max_shard_tokens_per_rank) == (104, 13)
+    assert budget.max_logits_rows == 8
+
+
+# The all-to-all's workspace
+
+A2A_SIZES = [  # from FlashInfer 0.7.2.post1's own function
+    ((8, 1024, 8256, 8192, 0), 134_922_624),
+    ((64, 4096, 8256, 8192, 256), 4_312_532_096),
+    ((1, 1, 1, 1, 0), 896),
+]
+
+
+def workspace_size(case: tuple[int, ...]) -> int:
+    ep_size, max_num_tokens, dispatch, combine, eplb = case
+    return a2a_workspace_size_per_rank(
+        ep_size=ep_size,
+        max_num_tokens=max_num_tokens,
+        dispatch_payload_size_per_token=dispatch,
+        combine_payload_size_per_token=combine,
+        eplb_num_experts=eplb,
+    )
+
+
+@pytest.mark.parametrize(("case", "expected"), A2A_SIZES)
+def test_the_workspace_has_the_size_that_the_library_asks_for(case: tuple[int, ...], expected: int):
+    assert workspace_size(case) == expected
+
+
+ASK_LIBRARY = """
+import json, sys
+from flashinfer.comm.trtllm_moe_alltoall import moe_a2a_get_workspace_size_per_rank as size
+print(json.dumps([size(*case) for case in json.load(sys.stdin)]))
+"""
+
+
+def test_the_formula_is_the_librarys():
+    """Needs its compiled module, but no GPU: the size is computed on the host."""
+    pytest.importorskip("flashinfer")
+    rng = random.Random(3)
+    cases = [
+        (
+            rng.randint(1, 64),
+            rng.randint(1, 9000),
+            rng.randint(1, 40_000),
+            rng.randint(1, 40_000),
+            rng.choice([0, rng.randint(1, 512)]),
+        )
+        for _ in range(NUM_WORLDS)
+    ]
+    environment = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_LIBRARY],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | os.environ,
+    )
+    if "MissingJITCacheError" in done.stderr:
+        pytest.skip("FlashInfer is here without its compiled mnnvl_moe_alltoall")
+    assert done.returncode == 0, done.stderr
+    for case, expected in zip(cases, json.loads(done.stdout), strict=True):
+        assert workspace_size(case) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "quantized", "expected"),
+    [
+        (2, None, 2 * 4096 + 64),
+        (4, None, 4 * 4096 + 64),
+        (2, "nvfp4", 2 * 4096 + 64),  # the larger: bfloat16 still travels in some steps
+        (2, "mxfp8", 2 * 4096 + 64),
+        (1, "mxfp8", 4096 + 128 + 64),
+        (1, "nvfp4", 4096 + 64),
+    ],
+)
+def test_a_token_takes_its_hidden_state_and_8_bytes_per_expert(
+    itemsize: int, quantized: str | None, expected: int
+):
+    assert dispatch_bytes_per_token(4096, 8, itemsize=itemsize, quantized=quantized) == expected
+
+
+# What does not fit
+
+WORKSPACE = {
+    "ep_size": 8,
+    "max_num_tokens": 16,
+    "dispatch_payload_size_per_token": 8,
+    "combine_payload_size_per_token": 8,
+}
+
+
+@pytest.mark.parametrize("name", [*WORKSPACE, "eplb_num_experts"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_workspace_of_nothing_is_refused_by_name(name: str, value: int):
+    if (name, value) == ("eplb_num_experts", 0):
+        return
+    with pytest.raises(ValueError, match=f"^{name}={value}: need at least"):
+        a2a_workspace_size_per_rank(**(WORKSPACE | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0: need at least 1"),
+        ({"max_num_batched_tokens": 63}, "max_num_batched_tokens=63 is below max_num_seqs=64"),
+        ({"max_num_logits": 63}, "max_num_logits=63 is below max_num_seqs=64"),
+        ({"num_tokens_per_bs": 0}, "num_tokens_per_bs=0: need at least 1"),
+        ({"decode_graph_size": -1}, "decode_graph_size=-1: need at least 0"),
+        ({"attn_tp_size": 0}, "attn_tp_size=0"),
+        ({"hidden_size": -8}, "hidden_size=-8"),
+        ({"dp_size": 4, "ep_size": 2, "moe_a2a": "torch"}, "ep_size=2: .* so set ep_size=4 or"),
+        (
+            {"dp_size": 72, "ep_size": 72, "moe_a2a": "flashinfer", "top_k": 8},
+            "ep_size=72: moe_a2a=flashinfer takes 1 to 64 EP ranks; use 64 executors, or",
+        ),
+        (
+            {"moe_a2a": "flashinfer", "top_k": 8, "max_dispatch_tokens_per_rank": 2047},
+            "rank=2047, but a step may bring 2048 .* raise max_dispatch_tokens_per_rank to 2048",
+        ),
+        (
+            {
+                "moe_a2a": "flashinfer",
+                "top_k": 8,
+                "attn_tp_size": 4,
+                "ep_size": 4,
+                "extend_graph_size": 2052,
+                "max_dispatch_tokens_per_rank": 512,
+            },
+            r"bring 513 tokens to an EP rank \(2052 per DP rank, .*=4\): raise .* to 513",
+        ),
+        ({"quantized_dispatch": "int3"}, "quantized_dispatch=int3: need one of nvfp4, mxfp8"),
+        (
+            {"quantized_dispatch": "mxfp8", "hidden_size": 48},
+            "a scale per 32 values, which do not divide hidden_size=48",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_with_what_does(sizes: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        _ = make_budget(**sizes).a2a_dispatch_bytes_per_token
+
+
+def test_the_nearest_numbers_of_experts_that_have_a_kernel_are_named():
+    assert [top_k for top_k in range(30) if has_kernel(top_k)] == list(A2A_TOP_KS)
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=7: .* for 6 and 8"):
+        check_flashinfer_a2a(8, 7)
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=30: .* for 22"):
+        check_flashinfer_a2a(8, 30)
+    check_flashinfer_a2a(64, 8)
+
+
+def has_kernel(top_k: int) -> bool:
+    try:
+        check_flashinfer_a2a(1, top_k)
+    except ValueError:
+        return False
+    return True
+
+
+# CuteDSL
+
+
+def test_cutedsl_is_sized_for_the_largest_of_prompts_graphs_and_decodes():
+    sizes = {"max_num_batched_tokens": 100, "max_num_seqs": 8}
+    assert cutedsl_moe_max_num_tokens(**sizes) == 100
+    assert cutedsl_moe_max_num_tokens(**sizes, num_tokens_per_bs=16) == 128
+    assert cutedsl_moe_max_num_tokens(**sizes, decode_graph_size=10, num_tokens_per_bs=16) == 160
+    assert cutedsl_moe_max_num_tokens(**sizes, extend_graph_size=112) == 112
+    assert cutedsl_moe_max_num_tokens(**sizes, alignment=8) == 104
+    with pytest.raises(ValueError, match="max_num_seqs=0: need at least 1"):
+        cutedsl_moe_max_num_tokens(max_num_batched_tokens=1, max_num_seqs=0)
+
+
+def test_cutedsl_and_all_other_consumers_have_the_same_rows_of_a_rank():
+    rng = random.Random(4)
+    for world in range(NUM_WORLDS):
+        budget, _ = random_budget(rng)
+        assert budget.cutedsl_all_gather_tokens == budget.max_gathered_tokens, (world, budget)
+
+
+def validate(**sizes: int) -> None:
+    defaults = {
+        "max_dispatch_tokens_per_rank": 1024,
+        "max_tokens_per_rank": 2048,
+        "dp_size": 4,
+        "attn_tp_size": 2,
+        "ep_size": 8,
+    }
+    validate_cutedsl_a2a_token_budget(**(defaults | sizes))
+
+
+def test_a_dispatch_cap_must_cover_a_rank_and_the_wrapper_of_all():
+    validate()
+    with pytest.raises(ValueError, match=r"=1023, but a step may bring 1024 .* to 1024, or lower"):
+        validate(max_dispatch_tokens_per_rank=1023)
+    with pytest.raises(ValueError, match=r"of 4096 tokens at ep_size=4, .* gather 8192 .* to 2048"):
+        validate(ep_size=4)
+    validate(ep_size=4, max_dispatch_tokens_per_rank=2048)
+    with pytest.raises(ValueError, match="dp_size=0: need at least 1"):
+        validate(dp_size=0)
+
+
+# The table
+
+
+def test_the_table_says_what_is_sized_by_which_bound():
+    budget = make_budget(
+        max_num_batched_tokens=100,
+        max_num_seqs=4,
+        decode_graph_size=8,
+        max_num_logits=4,
+        dp_size=2,
+        attn_tp_size=8,
+        ep_size=16,
+        hidden_size=64,
+        itemsize=2,
+        top_k=2,
+        vocab_size=1000,
+        moe_a2a="flashinfer",
+    )
+    of_rank, of_executor = "hidden states of a DP rank", "hidden states of an executor"
+    gathered = "rows gathered for experts, with ids and weights"
+    sent = "all-to-all workspace, tokens of an EP rank"
+    lines = budget_table(budget, "cutedsl")
+    assert [(line.what, line.bound, line.tokens, line.bytes) for line in lines] == [
+        (of_rank, "max_num_batched_tokens, to a multiple of attn_tp_size=8", 104, 104 * 128),
+        (of_executor, f"{of_rank} / attn_tp_size=8", 13, 13 * 128),
+        ("rows gathered for attention", of_rank, 104, 104 * 128),
+        ("rows that attention sums", of_rank, 104, 104 * 128),
+        ("sums of attention", of_executor, 13, 13 * 128),
+        ("logits of a DP rank", "largest decode graph * num_tokens_per_bs", 8, 8 * 1000 * 4),
+        ("logits as gathered", "logits of a DP rank", 8, 8 * 1000 * 2),
+        ("rows sent for experts, with ids and weights", of_executor, 13, 13 * (128 + 16)),
+        (gathered, f"{of_executor} * 16 executors", 208, 208 * (128 + 16)),
+        ("sums of experts", of_executor, 13, 13 * 128),
+        (sent, "default", 4096, budget.a2a_workspace_bytes),
+        ("CuteDSL wrapper, rows by all-gather", gathered, 208, 208 * 128),
+        ("CuteDSL wrapper, rows by all-to-all", f"{sent} * ep_size=16", 65536, 65536 * 128),
+        ("rows that experts see in a pass", f"{sent} * ep_size=16", 65536, 65536 * 128),
+    ]
+
+
+@pytest.mark.parametrize("moe_a2a", ["none", "torch", "flashinfer"])
+@pytest.mark.parametrize("attn_tp_size", [1, 2])
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int, moe_a2a: str):
+    """Each line becomes a log record of its own, in which "those" would mean nothing."""
+    budget = make_budget(
+        dp_size=dp_size,
+        attn_tp_size=attn_tp_size,
+        ep_size=dp_size * attn_tp_size,
+        moe_a2a=moe_a2a,
+        top_k=2,
+    )
+    seen = ["max_num_batched_tokens", "max_num_logits", "default"]
+    for line in budget_table(budget, "cutedsl"):
+        assert line.bound.startswith(tuple(seen)), line
+        assert line.what not in seen, line
+        seen.append(line.what)
+
+
+def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
+    budget = make_budget(
+        max_num_batched_tokens=101,
+        dp_size=2,
+        attn_tp_size=4,
+        ep_size=8,
+        hidden_size=64,
+        itemsize=2,
+        top_k=3,
+        vocab_size=1001,
+    )
+    sizes: dict[str, Any] = {
+        "topology": Topology(dp_size=2, attn_tp_size=4),
+        "hidden_size": 64,
+        "dtype": torch.bfloat16,
+        "device": "meta",
+    }
+    communicators = (
+        DpCommunicator(max_tokens_per_rank=budget.max_shard_tokens_per_rank, top_k=3, **sizes),
+        AttnTpCommunicator(
+            max_shard_tokens_per_rank=budget.max_shard_tokens_per_rank,
+            max_logits_rows=budget.max_logits_rows,
+            vocab_slice=vocab_slice(1001, 4),
+            **sizes,
+        ),
+    )
+    held = [
+        value.nbytes
+        for communicator in communicators
+        for value in vars(communicator).values()
+        if isinstance(value, torch.Tensor) and value.numel()
+    ]
+    no_buffers = {
+        "hidden states of a DP rank",
+        "hidden states of an executor",
+        "rows that experts see in a pass",
+    }
+    told = [line.bytes for line in budget_table(budget) if line.what not in no_buffers]
+    assert sorted(told) == sorted(held)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound"),
+    [
+        ({}, "max_num_batched_tokens"),
+        ({"num_tokens_per_bs": 64}, "max_num_seqs * num_tokens_per_bs"),
+        ({"decode_graph_size": 3000}, "largest decode graph * num_tokens_per_bs"),
+        ({"extend_graph_size": 3000}, "largest prefill graph"),
+    ],
+)
+def test_the_bound_that_decides_is_named(sizes: dict[str, int], bound: str):
+    assert budget_table(make_budget(**sizes))[0].bound == bound
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound"),
+    [
+        ({}, "max_num_logits"),
+        ({"num_tokens_per_bs": 8}, "max_num_seqs * num_tokens_per_bs"),
+        (
+            {"num_tokens_per_bs": 8, "decode_graph_size": 64},
+            "largest decode graph * num_tokens_per_bs",
+        ),
+    ],
+)
+def test_the_bound_that_decides_on_logits_is_named(sizes: dict[str, int], bound: str):
+    lines = {line.what: line.bound for line in budget_table(make_budget(**sizes))}
+    assert lines["logits of a DP rank"] == bound
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound"),
+    [
+        ({}, "default"),
+        ({"max_num_batched_tokens": 8192}, "hidden states of a DP rank"),
+        ({"max_dispatch_tokens_per_rank": 5000}, "max_dispatch_tokens_per_rank"),
+    ],
+)
+def test_the_bound_of_the_all_to_all_is_named(sizes: dict[str, int], bound: str):
+    budget = make_budget(moe_a2a="flashinfer", top_k=8, **sizes)
+    [line] = [line for line in budget_table(budget) if line.what.startswith("all-to-all")]
+    assert line.bound == bound

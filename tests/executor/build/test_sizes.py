@@ -1,0 +1,205 @@
+"""Settings that do not fit a model must stop the start, not the first step that meets them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.budget.capture_sizes import GraphSizes
+from executor.build.sizes import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
+from executor.config import ExecutorConfig
+from executor.model.families.config import ModelConfig
+from tests.executor.support.checkpoints import save_qwen3_moe
+
+NO_GRAPHS = GraphSizes()
+
+
+def config(model: Path, **settings: Any) -> ExecutorConfig:
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 100}
+    return ExecutorConfig(model=model, **(sizes | settings))
+
+
+@pytest.fixture(scope="session")
+def part_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a model whose layers 0 and 2 have dense MLPs."""
+    path = tmp_path_factory.mktemp("mlp-only-qwen3-moe")
+    save_qwen3_moe(path, "mlp_only")
+    return path
+
+
+# Graph sizes
+
+
+def test_sizes_are_multiples_of_what_gathers_rows(tiny_checkpoint: Path):
+    """Whole dense MLPs under attention TP 8 crashed at a size that does not divide by 8."""
+    settings = config(tiny_checkpoint, attn_tp_size=8, moe_dense_tp_size=1)
+    sizes = plan_graph_sizes(settings, max_model_len=512)
+    assert sizes.decode == (8,)
+    assert sizes.extend == (*range(8, 33, 8), *range(48, 97, 16), 104)
+
+
+def test_dp_ranks_alone_need_no_alignment(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, dp_size=8)
+    assert plan_graph_sizes(settings, max_model_len=512).decode == (1, 2, 4)
+
+
+def test_listed_sizes_that_are_no_multiples_are_an_error_if_none_is(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, attn_tp_size=8, decode_graph_sizes=(2, 4))
+    with pytest.raises(ValueError, match="no capture size is a multiple of 8"):
+        plan_graph_sizes(settings, max_model_len=512)
+
+
+def test_a_listed_size_may_be_the_largest_step_rounded_up(tiny_checkpoint: Path):
+    settings = config(
+        tiny_checkpoint,
+        attn_tp_size=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=33,
+        decode_graph_sizes=(2,),
+        prefill_graph_sizes=(34,),
+    )
+    assert plan_graph_sizes(settings, max_model_len=512) == GraphSizes((2,), (34,))
+
+
+def test_no_prefill_size_is_aligned_to_more_than_all_rows_hold(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, attn_tp_size=8, max_num_seqs=2)
+    assert plan_graph_sizes(settings, max_model_len=9).extend == (8, 16)
+
+
+# What a model's sizes allow
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"attn_tp_size": 3}, "attn_tp_size=3: num_attention_heads=4 does not .* 1, 2, 4"),
+        (
+            {"dp_size": 16},
+            "ep_size=16: num_experts=8 does not divide by it; use ep_size 2 or 4 or 8",
+        ),
+        ({"dp_size": 65, "ep_size": 65}, "ep_size=65: num_experts=8 does not divide by it; no ep"),
+        ({"dp_size": 5}, "ep_size=5: .* no ep_size of 5 executors does"),
+        (
+            {"dp_size": 16, "ep_size": 1},
+            "ep_size=1: moe_intermediate_size=24 does not divide among the 16 .* use ep_size 2 or",
+        ),
+    ],
+)
+def test_a_group_that_a_model_does_not_divide_among_is_named_with_what_fits(
+    tiny_checkpoint: Path, settings: dict[str, Any], problem: str
+):
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    with pytest.raises(ValueError, match=problem):
+        check_model_fits(config(tiny_checkpoint, **settings), model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dp_size": 2},
+        {"dp_size": 2, "attn_tp_size": 4},
+        {"dp_size": 8, "ep_size": 1},
+        {"attn_tp_size": 4, "ep_size": 2},
+        {"dp_size": 2, "moe_a2a": "torch"},
+    ],
+)
+def test_a_group_that_a_model_divides_among_is_taken(
+    tiny_checkpoint: Path, settings: dict[str, Any]
+):
+    check_model_fits(config(tiny_checkpoint, **settings), ModelConfig.from_dir(tiny_checkpoint))
+
+
+def test_dense_mlps_are_split_where_there_are_some_unless_told_otherwise(
+    part_dense: Path, tiny_checkpoint: Path
+):
+    model = ModelConfig.from_dir(part_dense)
+    assert splits_dense(config(part_dense), model)
+    assert not splits_dense(config(part_dense, moe_dense_tp_size=1), model)
+    all_experts = ModelConfig.from_dir(tiny_checkpoint)
+    assert not splits_dense(config(tiny_checkpoint), all_experts)
+
+
+def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
+    model = ModelConfig.from_dir(part_dense)
+    settings = {"dp_size": 12, "ep_size": 4}
+    problem = "moe_dense_tp_size is not set, but intermediate_size=40 .* 12 executors: set moe_d"
+    with pytest.raises(ValueError, match=problem):
+        check_model_fits(config(part_dense, **settings), model)
+    check_model_fits(config(part_dense, **settings, moe_dense_tp_size=1), model)
+
+
+def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path):
+    model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts=0, intermediate_size=64)
+    check_model_fits(config(tiny_checkpoint, dp_size=2), model)
+    with pytest.raises(ValueError, match="moe_a2a=torch: the model has no experts; set moe_a2a=n"):
+        check_model_fits(config(tiny_checkpoint, dp_size=2, moe_a2a="torch"), model)
+
+
+# The budget
+
+
+def test_the_budget_follows_from_settings_model_and_graphs(tiny_checkpoint: Path):
+    settings = config(
+        tiny_checkpoint, dp_size=2, attn_tp_size=4, moe_a2a="torch", max_dispatch_tokens_per_rank=50
+    )
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    graph_sizes = plan_graph_sizes(settings, max_model_len=512)
+    budget = plan_budget(settings, model, torch.bfloat16, graph_sizes)
+    assert (budget.decode_graph_size, budget.extend_graph_size) == (4, 100)
+    assert (budget.max_tokens_per_rank, budget.max_shard_tokens_per_rank) == (100, 25)
+    assert (budget.world_size, budget.ep_size, budget.max_gathered_tokens) == (8, 8, 200)
+    assert budget.a2a_max_num_tokens == 50
+    assert budget.a2a_dispatch_bytes_per_token == 2 * 48 + 8 * 3
+    assert budget.max_num_logits == 4 + 256
+
+
+def test_without_graphs_the_budget_is_the_step_alone(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, decode_graphs="off", prefill_graphs="off")
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    graph_sizes = plan_graph_sizes(settings, max_model_len=512)
+    budget = plan_budget(settings, model, torch.float32, graph_sizes)
+    assert (budget.decode_graph_tokens, budget.extend_graph_size) == (0, 0)
+    assert (budget.max_tokens_per_rank, budget.itemsize) == (100, 4)
+
+
+@pytest.mark.parametrize("moe_runner", ["grouped", "cutlass", "cutedsl"])
+def test_a_dispatch_cap_below_what_a_step_brings_stops_the_start(
+    tiny_checkpoint: Path, moe_runner: str
+):
+    settings = config(
+        tiny_checkpoint,
+        dp_size=2,
+        moe_a2a="flashinfer",
+        max_dispatch_tokens_per_rank=99,
+        moe_runner=moe_runner,
+    )
+    model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"rank=99, .* 100 .* raise .* to 100"):
+        plan_budget(settings, model, torch.float32, NO_GRAPHS)
+
+
+@pytest.mark.parametrize("moe_runner", ["grouped", "cutlass", "cutedsl"])
+@pytest.mark.parametrize("moe_a2a", ["none", "torch"])
+def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
+    tiny_checkpoint: Path, moe_a2a: str, moe_runner: str
+):
+    settings = config(
+        tiny_checkpoint,
+        dp_size=2,
+        moe_a2a=moe_a2a,
+        max_dispatch_tokens_per_rank=1,
+        moe_runner=moe_runner,
+    )
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    budget = plan_budget(settings, model, torch.float32, NO_GRAPHS)
+    assert budget.max_moe_rows == 2 * 100
+
+
+def test_a_number_of_experts_without_a_kernel_stops_the_start(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, dp_size=2, moe_a2a="flashinfer")
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=3: .* for 2 and 4"):
+        plan_budget(settings, model, torch.float32, NO_GRAPHS)

@@ -1,0 +1,313 @@
+"""A fill runs before every replay: what it dispatches and allocates is time that a GPU waits."""
+
+import dataclasses
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.graph import cuda_graph_buffer_registry as buffer_registry
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.registry_factories import (
+    CudaGraphBufferRegistry,
+    GraphSlot,
+    PaddingPolicy,
+)
+from tests.executor.graph.registry_cases import (
+    COUNT_SLOTS,
+    FullBatch,
+    bound_buffers,
+    content,
+    decode_registry,
+    fill,
+    full_batch,
+    full_decode_registry,
+    make_registry,
+    numbers,
+    prefill_registry,
+)
+
+
+@pytest.fixture(autouse=True)
+def pool() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of operations that compute, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def on_device(batch: FullBatch) -> FullBatch:
+    """Moves all but the host mirror to a device that, like a GPU, is not the host."""
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor) and field.name != "seq_lens_cpu":
+            setattr(batch, field.name, value.to("meta"))
+    return batch
+
+
+def operations_of(
+    registry: CudaGraphBufferRegistry, batch: Any, raw: int, padded: int
+) -> list[str]:
+    """Returns what a fill runs that is not the first of its kind."""
+    fill(registry, batch, raw, padded)
+    with Operations() as operations:
+        fill(registry, batch, raw, padded)
+    return sorted(operations.names)
+
+
+def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_tail():
+    """Each operation is a kernel launch on a GPU, several microseconds apiece."""
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(3)), 3, 4)
+    # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
+    of_the_device = ["_foreach_copy_"] * (3 + 1) + ["_foreach_zero_"] * (2 + 1)
+    assert names == [*of_the_device, "copy_"]  # the host mirror's head; its tail needs none
+
+
+def test_an_exact_fill_is_one_operation_per_pair_of_types():
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(8)), 8, 8)
+    assert names == ["_foreach_copy_"] * 3 + ["copy_"]
+
+
+def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
+    """The fused kernel takes one type per side; a call with two copies one by one."""
+    registry = full_decode_registry(device="meta")
+    batch = on_device(full_batch(3))
+    batch.input_ids = numbers(3, dtype=torch.int32).to("meta")
+    groups: list[set[Any]] = []
+
+    def copy(to: Any, of: Any) -> None:
+        pairs = zip(to, of, strict=True)
+        groups.append({(a.dtype, b.dtype, a.is_contiguous(), a.device) for a, b in pairs})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", copy)
+        fill(registry, batch, 3, 4)
+    assert [len(group) for group in groups] == [1] * 5  # int64, bool, int32, to int64, strided
+    assert len(set.union(*groups)) == 5
+
+
+def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
+    """Nothing is fused there, and a call costs as much as two copies."""
+    batch = full_batch(3)
+    batch.input_ids = numbers(3, dtype=torch.int32)
+    names = operations_of(full_decode_registry(), batch, 3, 4)
+    assert names == ["_foreach_copy_", "_foreach_zero_"]
+
+
+def test_an_idle_ranks_fill_copies_its_sentinels_and_counts_only():
+    registry = full_decode_registry(device="meta")
+    names = operations_of(registry, on_device(full_batch(0)), 0, 4)
+    # Sentinels and counts; tails as above. The host mirror's tail needs none.
+    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3
+
+
+def test_on_the_host_constants_need_no_operation():
+    registry = full_decode_registry()
+    assert operations_of(registry, full_batch(0), 0, 4) == ["_foreach_zero_"]
+    assert content(registry, "seq_lens")[:4] == content(registry, "seq_lens_cpu")[:4] == [1] * 4
+    counts = [content(registry, name) for name in COUNT_SLOTS]
+    assert counts == [[0], [4] * 4, [4] * 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.bfloat16, -2.5), (torch.float64, float("inf")), (torch.int16, -7), (torch.bool, True)],
+)
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_constant_is_written_whatever_its_type_and_layout(
+    dtype: torch.dtype, value: float, is_strided: bool
+):
+    registry = make_registry()
+    registry.register_slot(
+        GraphSlot(
+            "x",
+            (lambda _, most: (2, most)) if is_strided else (lambda _, most: (most, 2)),
+            dtype,
+            padding_policy=PaddingPolicy.FILL_SENTINEL,
+            pad_value=value,
+            slice_fn=(lambda buffer, n: buffer[:, :n]) if is_strided else None,
+        )
+    )
+    buffer = registry.get_slot("x").allocated()
+    for _ in range(2):
+        buffer.zero_()
+        fill(registry, SimpleNamespace(), 3, 5)
+        rows = buffer.T if is_strided else buffer
+        assert rows[3:5].tolist() == [[value] * 2] * 2
+        assert not rows[:3].any()
+        assert not rows[5:].any()
+
+
+def test_sources_of_another_type_get_a_group_of_their_own():
+    batch = full_batch(8)
+    batch.input_ids = numbers(8, dtype=torch.int32)
+    names = operations_of(full_decode_registry(device="meta"), on_device(batch), 8, 8)
+    assert names == ["_foreach_copy_"] * 4 + ["copy_"]
+
+
+def test_counts_that_touch_in_memory_are_copied_as_one_and_others_are_left_alone():
+    copied: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
+        fill(full_decode_registry(num_dp_ranks=2, device="meta"), SimpleNamespace(), 4, 4)
+    assert [tensor.numel() for tensor in copied] == [1 + 2 + 2]
+
+    registry = full_decode_registry(num_dp_ranks=2)
+    fill(registry, SimpleNamespace(), 4, 4)
+    plan = registry._plan(4, 4, 4, 4, frozenset())
+    assert [memory.nbytes for memory, _ in plan.host_constants] == [(1 + 2 + 2) * 4]
+
+    fill(registry, full_batch(3), 3, 4)
+    counts = [content(registry, name) for name in COUNT_SLOTS]
+    assert counts == [[3], [4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_counts_are_right_though_only_some_are_shared(order: tuple[int, int]):
+    """Of the decode runner's counts, a prefill runner has one, and here it may have it first."""
+    builders = [
+        lambda: full_decode_registry(share_pool=True, num_dp_ranks=2),
+        lambda: prefill_registry(share_pool=True, enable_num_token_non_padded=True),
+    ]
+    built = {i: builders[i]() for i in order}
+    fill(built[0], full_batch(3), 3, 4)
+    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 6, "padded_num_tokens": 8}
+    built[1].fill_from(full_batch(1, num_tokens=6), **sizes)
+    counts = [content(built[0], name) for name in COUNT_SLOTS]
+    assert counts == [[6], [4, 4], [4, 4]]
+
+
+def test_counts_bound_from_one_tensor_leave_its_other_rows_alone():
+    whole = torch.full((5,), -1, dtype=torch.int32)
+    source = SimpleNamespace(
+        **bound_buffers(),
+        global_num_tokens_gpu=whole[0:1],
+        global_num_tokens_for_logprob_gpu=whole[3:4],
+    )
+    registry = decode_registry(source=source, require_gathered_buffer=True)
+    fill(registry, full_batch(3), 3, 4)
+    assert whole.tolist() == [4, -1, -1, 4, -1]
+
+
+def test_host_mirrors_and_strided_tensors_of_a_device_are_copied_one_by_one():
+    """One of them in a group would send the whole group through the slow path."""
+    registry = decode_registry(device="meta", register_global_num_tokens=False)
+    batch = on_device(full_batch(3))
+    registry.get_slot("seq_lens_cpu").allocated().fill_(9)
+    copied: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.append(len(to)))
+        fill(registry, batch, 3, 4)
+    # The sentinel's tail and five heads at once; mrope_positions [:, :3] by itself.
+    assert sorted(copied) == [1, 6]
+    assert content(registry, "seq_lens_cpu")[:5] == [1, 2, 3, 1, 9]
+
+
+@pytest.mark.parametrize("raw", [250, 256])
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_fill_of_a_seen_size_makes_no_tensor(raw: int, inference: bool):
+    """Not even a view: a slice costs more than the copy that it is for."""
+    registry = full_decode_registry(max_bs=256, max_num_token=256)
+    with torch.inference_mode(inference):
+        batches = [full_batch(raw, first=first) for first in (1, 2)]
+        fill(registry, batches[0], raw, 256)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            for batch in batches * 2:
+                fill(registry, batch, raw, 256)
+    events = profile.events()
+    assert events is not None
+    names = {event.name for event in events}
+    assert "aten::copy_" in names
+    assert not names & {"aten::empty", "aten::slice", "aten::as_strided", "aten::empty_strided"}
+    assert [event.name for event in events if event.self_cpu_memory_usage] == []
+
+
+def test_a_seen_size_is_filled_in_and_out_of_inference_mode():
+    registry = full_decode_registry()
+    for first, inference in enumerate([True, False, True], start=1):
+        batch = full_batch(3, first=first)
+        with torch.inference_mode(inference):
+            fill(registry, batch, 3, 4)
+        assert content(registry, "input_ids")[:3] == [first, first + 1, first + 2]
+        assert content(registry, "seq_lens")[:4] == [first, first + 1, first + 2, 1]
+
+
+def test_what_a_steady_batchs_tensors_become_is_noticed():
+    """A fill may remember sizes of sources, never which tensors they were or what these held."""
+    registry = full_decode_registry()
+    batch = full_batch(3)
+    for _ in range(2):
+        fill(registry, batch, 3, 4)
+    batch.positions = numbers(3, first=7)  # another tensor of the same size
+    assert batch.input_ids is not None
+    batch.input_ids.add_(10)  # the same tensor, written to
+    fill(registry, batch, 3, 4)
+    assert content(registry, "positions")[:4] == [7, 8, 9, 0]
+    assert content(registry, "input_ids")[:3] == [11, 12, 13]
+
+    batch.positions = numbers(1, first=5)  # would be broadcast
+    with pytest.raises(ValueError, match=r"'positions'.*\(1,\).*\(3,\)"):
+        fill(registry, batch, 3, 4)
+    batch.positions = numbers(3)
+    batch.input_ids.resize_(1)  # the same tensor, of another size
+    with pytest.raises(ValueError, match=r"'input_ids'.*\(1,\).*\(3,\)"):
+        fill(registry, batch, 3, 4)
+    assert content(registry, "positions")[:4] == [7, 8, 9, 0]
+
+
+def test_a_second_fill_of_a_seen_size_allocates_nothing_lasting():
+    registry = full_decode_registry(max_bs=64, max_num_token=64)
+    sizes = [(raw, raw + raw % 2) for raw in range(1, 64)]
+    batches = [full_batch(raw) for raw, _ in sizes]
+
+    def step() -> None:
+        for (raw, padded), batch in zip(sizes, batches, strict=True):
+            fill(registry, batch, raw, padded)
+
+    def allocated() -> int:
+        """Returns bytes that fills have allocated and not freed: threads of others allocate too."""
+        fills = tracemalloc.Filter(True, str(Path(buffer_registry.__file__).parent / "*"))
+        traces = tracemalloc.take_snapshot().filter_traces([fills]).traces
+        return sum(trace.size for trace in traces)
+
+    step()
+    step()
+    tracemalloc.start()
+    try:
+        step()
+        before = allocated()
+        for _ in range(20):
+            step()
+        after = allocated()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2000  # 1,260 fills; one kept view each would be over 100,000
+
+
+def test_sizes_without_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(buffer_registry, "MAX_CACHED_SIZES", 4)
+    registry = decode_registry()
+    for raw in (1, 2, 3, 4, 5, 6, 7, 8, 1):
+        fill(registry, full_batch(raw), raw, raw)
+        assert content(registry, "input_ids")[:raw] == list(range(1, raw + 1))
+    assert registry._plan.cache_info().currsize == 4

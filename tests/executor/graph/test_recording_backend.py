@@ -1,0 +1,347 @@
+"""The stand-in must be as strict as a GPU: what it lets pass is what nobody checks without one."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from executor.graph.backend import ShapeKey
+from executor.model.layers.workers import WorkerPool
+from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
+
+KEY = ShapeKey(4)
+
+
+def captured(
+    run: Callable[[], None], *, key: ShapeKey = KEY, backend: RecordingBackend | None = None
+) -> RecordingBackend:
+    backend = backend or RecordingBackend()
+    with backend.session(label="test", num_captures=1):
+        backend.capture(key, run)
+    return backend
+
+
+def is_poisoned(x: torch.Tensor) -> bool:
+    if x.is_floating_point():
+        return bool(x.isnan().all())
+    return bool((x == torch.iinfo(x.dtype).max // 2).all())
+
+
+def test_a_replay_reads_what_its_inputs_hold_now():
+    x, out = torch.zeros(4), torch.zeros(4)
+    backend = captured(lambda: out.copy_(x * 2 + 1))
+
+    x.copy_(torch.arange(4.0))
+    backend.replay(KEY)
+
+    assert out.tolist() == [1, 3, 5, 7]
+
+
+def test_what_python_computes_is_frozen():
+    """Else a runner that counts on host code at replay would pass here and fail on a GPU."""
+    calls, factor, out = [], [2.0], torch.zeros(1)
+    backend = captured(lambda: (calls.append(0), out.copy_(torch.full((1,), factor[0]))))
+
+    factor[0] = 3.0
+    backend.replay(KEY)
+
+    assert len(calls) == 1
+    assert out.tolist() == [2]
+
+
+def block(
+    x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """A layer's kinds of operators: views, in place, out=, several results, fused ones."""
+    normed = F.rms_norm(x, (8,), None, 1e-6)
+    q, k, v = F.linear(normed, weight).view(len(x), 3, 8).unbind(1)
+    cache.index_copy_(0, slots, k)
+    attended = F.scaled_dot_product_attention(q[None, None], cache[None, None], v.new_ones(8, 8))
+    gates, experts = torch.topk(torch.softmax(attended[0, 0], -1), 2)
+    mixed = torch.zeros_like(x)
+    mixed.index_add_(0, slots % len(x), x.mul(gates[:, :1]).add_(experts[:, :1]))
+    chosen = torch.empty_like(x)
+    torch.index_select(mixed, 0, slots % len(x), out=chosen)
+    chosen[:, 0] = 1.0
+    return torch.cat((chosen, torch.where(x > 0, x, 0.0)), dim=1).masked_fill_(x.isnan().any(), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replays_compute_what_eager_computes_bit_for_bit(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(24, 8, generator=generator).to(dtype)
+    x, slots = torch.zeros(4, 8, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    cache, eager_cache = torch.zeros(2, 8, 8, dtype=dtype)
+    out = torch.zeros(4, 16, dtype=dtype)
+    backend = captured(lambda: out.copy_(block(x, slots, cache, weight)))
+    cache.zero_()
+
+    for _ in range(5):
+        x.copy_(torch.randn(4, 8, generator=generator))
+        slots.copy_(torch.randperm(8, generator=generator)[:4])
+        with torch.inference_mode():
+            expected = block(x, slots, eager_cache, weight)
+        backend.replay(KEY)
+
+        assert torch.equal(out, expected)
+        assert torch.equal(cache, eager_cache)
+
+
+def test_weights_in_an_opaque_layout_can_be_captured():
+    x, out = torch.randn(4, 8).bfloat16(), torch.zeros(4, 8).bfloat16()
+    weight = torch.randn(8, 8).bfloat16()
+    packed = weight.to_mkldnn()
+    linear = torch.ops.mkldnn._linear_pointwise
+    backend = captured(lambda: out.copy_(linear(x, packed, None, "none", [], "")))
+
+    x.copy_(torch.randn(4, 8))
+    backend.replay(KEY)
+
+    assert torch.equal(out, linear(x, packed, None, "none", [], ""))
+
+
+def test_a_view_changed_in_place_later_does_not_change_what_was_noted():
+    x, out = torch.arange(6.0).view(2, 3), torch.zeros(3, 2)
+
+    def run() -> None:
+        y = x * 1
+        z = y + 1
+        y.t_()
+        out.copy_(y.add_(z.t()))
+
+    backend = captured(run)
+    for _ in range(2):
+        x.add_(1)
+        backend.replay(KEY)
+
+        assert torch.equal(out, (2 * x + 1).t())
+
+
+X = torch.arange(4.0)
+IDS = torch.tensor([0, 1, 1, 3])
+
+DEPENDS_ON_VALUES: dict[str, Callable[[], Any]] = {
+    "item": lambda: X[0].item(),
+    "int": lambda: int(IDS[0]),
+    "if": lambda: 1 if X.sum() > 0 else 2,
+    "tolist": lambda: X.tolist(),
+    "numpy": lambda: X.numpy(),
+    "np.asarray": lambda: np.asarray(X),
+    "cpu": lambda: X.cpu(),
+    "equal": lambda: torch.equal(X, X),
+    "nonzero": lambda: IDS.nonzero(),
+    "where without values": lambda: torch.where(X > 1),
+    "mask as index": lambda: X[X > 1],
+    "mask as index of an assignment": lambda: X.clone().__setitem__(X > 1, 0.0),
+    "masked_select": lambda: torch.masked_select(X, X > 1),
+    "unique": lambda: IDS.unique(),
+    "bincount": lambda: torch.bincount(IDS),
+    "repeat_interleave": lambda: torch.repeat_interleave(X, IDS),
+    "a slice up to a value": lambda: X[: IDS[1]],
+}
+FROM_HOST: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "tensor of a number": lambda: torch.tensor(1.0),
+    "as_tensor": lambda: torch.as_tensor(np.ones(2)),
+    "from_numpy": lambda: torch.from_numpy(np.ones(2)),
+    "list as index": lambda: X[[0, 2]],
+    "new_tensor": lambda: X.new_tensor([1.0, 2.0]),
+    "frombuffer": lambda: torch.frombuffer(bytearray(8), dtype=torch.float32) + 1,
+}
+
+
+@pytest.mark.parametrize("what", [*DEPENDS_ON_VALUES, *FROM_HOST])
+def test_what_a_gpu_cannot_record_is_refused(what: str):
+    run = (DEPENDS_ON_VALUES | FROM_HOST)[what]
+    with pytest.raises(CannotBeCaptured, match="cannot be captured"):
+        captured(run)
+
+
+def test_a_tensor_of_the_host_is_refused():
+    seq_lens_cpu = torch.ones(4, dtype=torch.int64)
+    backend = RecordingBackend(host_tensors=[seq_lens_cpu])
+    with pytest.raises(CannotBeCaptured, match="host tensor"):
+        captured(lambda: seq_lens_cpu[:2] + 1, backend=backend)
+
+
+def test_intermediate_results_are_poisoned_once_the_session_ends():
+    """A runner that keeps one would, on a GPU, read what another size left there."""
+    x, kept = torch.ones(4), []
+    captured(lambda: kept.extend((x + 1, x.to(torch.int32) * 2, torch.empty(3), x.bool())))
+
+    assert [is_poisoned(y) for y in kept[:3]] == [True] * 3
+    assert kept[3].all()
+
+
+def test_an_intermediate_result_is_poisoned_when_another_size_is_replayed():
+    x, kept, out = torch.ones(4), [], torch.zeros(4)
+    backend = RecordingBackend()
+    with backend.session(label="test", num_captures=2):
+        backend.capture(ShapeKey(4), lambda: kept.append(x + 1))
+        backend.capture(ShapeKey(2), lambda: out[:2].copy_(x[:2]))
+    backend.replay(ShapeKey(4))
+    assert kept[0].tolist() == [2] * 4
+
+    backend.replay(ShapeKey(2))
+
+    assert is_poisoned(kept[0])
+
+
+def test_reading_memory_that_this_replay_did_not_write_yields_poison():
+    out = torch.zeros(4)
+    backend = captured(lambda: out.copy_(torch.empty(4)))
+    out.zero_()
+
+    backend.replay(KEY)
+
+    assert is_poisoned(out)
+
+
+def test_what_was_there_before_the_capture_is_never_poisoned():
+    x, out = torch.arange(8.0).view(2, 4), torch.zeros(4, 2)
+    backend = captured(lambda: out.copy_(x.t().contiguous().view(4, 2)))
+    backend.replay(KEY)
+    backend.discard()
+
+    assert torch.equal(x, torch.arange(8.0).view(2, 4))
+    assert torch.equal(out, x.t())
+
+
+def test_a_constant_that_an_operator_hands_out_is_never_poisoned():
+    constant, out = torch.ones(4), torch.zeros(4)
+    library = torch.library.Library("recording_backend_test", "DEF")
+    library.define("constant() -> Tensor")
+    library.impl("constant", lambda: constant, "CompositeExplicitAutograd")
+
+    backend = captured(lambda: out.copy_(torch.ops.recording_backend_test.constant() + 1))
+    backend.replay(KEY)
+
+    assert constant.tolist() == [1] * 4
+    assert out.tolist() == [2] * 4
+
+
+def test_a_piece_reads_what_an_earlier_piece_of_its_size_left():
+    """The pieces of a prefill hand hidden states on that only they use."""
+    x, out, handed = torch.ones(4), torch.zeros(4), []
+    backend = RecordingBackend()
+    with backend.session(label="test", num_captures=2):
+        backend.capture(ShapeKey(4, 0), lambda: handed.append(x * 2))
+        backend.capture(ShapeKey(4, 1), lambda: out.copy_(handed.pop() + 1))
+
+    for value in (3, 4):
+        x.fill_(value)
+        backend.replay(ShapeKey(4, 0))
+        backend.replay(ShapeKey(4, 1))
+        assert out.tolist() == [2 * value + 1] * 4
+
+    backend.replay(ShapeKey(4, 1))
+    backend.discard()
+    assert torch.equal(x, torch.full((4,), 4.0))
+
+
+def test_pieces_shared_among_threads_are_refused():
+    pool, x = WorkerPool(2), torch.ones(8, 4)
+
+    def run() -> None:
+        with pool.sharing(8):
+            pool.run([lambda: x[:4] + 1, lambda: x[4:] + 1])
+
+    with pytest.raises(CannotBeCaptured, match=r"2 threads.*WorkerPool\(1\)"):
+        captured(run)
+
+
+def test_a_tensor_that_another_thread_made_is_refused():
+    x, made = torch.ones(4), []
+
+    def run() -> None:
+        thread = threading.Thread(target=lambda: made.append(x + 1))
+        thread.start()
+        thread.join()
+        made.pop().add_(1)
+
+    with pytest.raises(CannotBeCaptured, match=r"shape \[4\].*thread"):
+        captured(run)
+
+
+def test_a_collective_is_repeated_if_it_is_declared_a_kernel():
+    def all_gather(out: torch.Tensor, x: torch.Tensor) -> None:
+        out.numpy()[:] = np.concatenate((x.numpy(), -x.numpy()))
+
+    backend = RecordingBackend()
+    gather = backend.kernel(all_gather)
+    x, out = torch.ones(2), torch.zeros(4)
+
+    def run() -> None:
+        gathered = torch.empty(4)
+        gather(gathered, x + 1)
+        out.copy_(gathered * 2)
+
+    captured(run, backend=backend)
+    x.fill_(5)
+    backend.replay(KEY)
+
+    assert out.tolist() == [12, 12, -12, -12]
+
+
+def test_a_region_runs_its_host_code_at_each_replay():
+    backend, seen = RecordingBackend(), []
+    x, out = torch.ones(4), torch.zeros(4)
+
+    def double_on_the_host(y: torch.Tensor, factor: int) -> torch.Tensor:
+        seen.append(y.tolist())
+        return torch.tensor(y.numpy() * factor)
+
+    region = backend.eager_region(double_on_the_host)
+
+    def run() -> None:
+        out.copy_(region(x + 1, 2) + region(x * 3, factor=5))
+
+    with backend.session(label="test", num_captures=1):
+        backend.capture_breakable(KEY, run)
+    seen.clear()
+    x.fill_(2)
+    backend.replay(KEY)
+
+    assert seen == [[3] * 4, [6] * 4]
+    assert out.tolist() == [36] * 4
+    assert backend.operators(KEY).count("region") == 2
+
+
+def test_a_region_in_a_capture_that_does_not_break_is_recorded_like_the_rest():
+    backend, x = RecordingBackend(), torch.ones(4)
+    region = backend.eager_region(lambda y: y + y[0].item())
+
+    with pytest.raises(CannotBeCaptured, match="reads values on the host"):
+        captured(lambda: region(x), backend=backend)
+
+
+def test_what_a_region_makes_beside_its_result_is_refused_in_the_recording():
+    """It would be frozen: only the result is handed on at each replay."""
+    backend, x, left = RecordingBackend(), torch.ones(4), []
+
+    def leaving(y: torch.Tensor) -> torch.Tensor:
+        left.append(y + 1)
+        return y + 2
+
+    region = backend.eager_region(leaving)
+    with backend.session(label="test", num_captures=0), pytest.raises(CannotBeCaptured):
+        backend.capture_breakable(KEY, lambda: region(x).add_(left.pop()))
+
+
+def test_a_capture_inside_a_capture_of_another_backend_is_refused():
+    outer, inner = RecordingBackend(), RecordingBackend()
+    with pytest.raises(RuntimeError, match="size 4 inside another capture"):
+        captured(lambda: captured(lambda: None, backend=inner) and None, backend=outer)
+
+
+def test_a_session_that_announced_another_number_of_captures_fails():
+    backend = RecordingBackend()
+    with (
+        pytest.raises(AssertionError, match="decode: 2 announced, 1 made"),
+        backend.session(label="decode", num_captures=2),
+    ):
+        backend.capture(KEY, lambda: None)

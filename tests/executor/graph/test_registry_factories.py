@@ -1,0 +1,310 @@
+"""Which inputs each kind of graph has, and whose storage they are in."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from executor.graph import registry_factories as registry_module
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
+from executor.graph.registry_factories import (
+    CudaGraphBufferRegistry,
+    build_eager_registry,
+)
+from tests.executor.graph.registry_cases import (
+    COUNT_SLOTS,
+    INT64,
+    P,
+    bound_buffers,
+    content,
+    decode_registry,
+    fill,
+    full_batch,
+    full_decode_registry,
+    prefill_registry,
+    token_slot,
+)
+
+
+@pytest.fixture(autouse=True)
+def pool() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+# Sharing.
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_runners_of_one_size_share_storage_whoever_comes_first(order: tuple[int, int]):
+    builders = [
+        lambda: decode_registry(share_pool=True),
+        lambda: build_eager_registry(
+            device="cpu", max_bs=8, max_num_token=32, cache_loc_dtype=INT64
+        ),
+    ]
+    built = {i: builders[i]() for i in order}
+    decode, eager = built[0], built[1]
+
+    def is_shared(name: str) -> bool:
+        return (
+            decode.get_slot(name).slice_for(1, 1).data_ptr()
+            == eager.get_slot(name).slice_for(1, 1).data_ptr()
+        )
+
+    shared = {name for name in eager.slot_names() if is_shared(name)}
+    assert shared == {"req_pool_indices", "seq_lens", "seq_lens_cpu"}  # 8 sequences each
+
+
+def test_a_registry_that_does_not_share_has_storage_of_its_own():
+    first, second = decode_registry(share_pool=False), decode_registry(share_pool=False)
+    first.get_slot("seq_lens").slice_for(8, 8).fill_(7)
+    assert content(second, "seq_lens") == [1] * 8
+
+
+def test_reset_for_capture_takes_away_what_another_runner_left():
+    busy = full_decode_registry(share_pool=True)
+    registry = full_decode_registry(share_pool=True, encoder_len_fill_value=3)
+    fill(busy, full_batch(8, first=90), 8, 8)
+    assert content(registry, "out_cache_loc")[0] == 90
+    registry.reset_for_capture()
+    for name in INDEX_SEMANTIC_BUFFERS:
+        assert not registry.get_slot(name).slice_for(8, 8).any(), name
+    assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == [1] * 8
+    assert content(registry, "encoder_lens") == [3] * 8
+    assert content(registry, "input_ids")[0] == 90  # any valid id will do
+
+
+def test_a_new_registry_sets_its_sentinels_in_storage_that_another_has_used():
+    busy = full_decode_registry(share_pool=True)
+    fill(busy, full_batch(8, first=90), 8, 8)
+    registry = full_decode_registry(share_pool=True, encoder_len_fill_value=3)
+    assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == [1] * 8
+    assert content(registry, "encoder_lens") == [3] * 8
+    assert content(registry, "out_cache_loc")[0] == 90  # see reset_for_capture
+
+
+# The factories' tables.
+
+
+ZERO, SENTINEL, COPY, ONCE = P.ZERO, P.FILL_SENTINEL, P.FOREACH_COPY, P.FILL_ONCE
+
+DECODE_TABLE = {
+    "input_ids": ("tokens", (16,), INT64, COPY),
+    "positions": ("tokens", (16,), INT64, ZERO),
+    "out_cache_loc": ("tokens", (16,), torch.int32, ZERO),
+    "req_pool_indices": ("bs", (8,), INT64, ZERO),
+    "seq_lens": ("bs", (8,), INT64, SENTINEL),
+    "seq_lens_cpu": ("bs", (8,), INT64, SENTINEL),
+    "mrope_positions": ("tokens", (3, 16), INT64, ZERO),
+    "mamba_track_indices": ("bs", (8,), INT64, ZERO),
+    "mamba_track_mask": ("bs", (8,), torch.bool, ZERO),
+    "encoder_lens": ("bs", (8,), torch.int32, ONCE),
+    "num_token_non_padded": ("none", (1,), torch.int32, COPY),
+    "global_num_tokens_gpu": ("none", (4,), torch.int32, COPY),
+    "global_num_tokens_for_logprob_gpu": ("none", (4,), torch.int32, COPY),
+}
+
+PREFILL_TABLE = {
+    "input_ids": ("tokens", (16,), INT64, ZERO),
+    "positions": ("tokens", (16,), INT64, ZERO),
+    "out_cache_loc": ("tokens", (16,), torch.int32, ZERO),
+    "mrope_positions": ("tokens", (3, 16), INT64, ZERO),
+    "input_embeds": ("tokens", (16, 6), torch.bfloat16, ZERO),
+    "mamba_track_indices": ("bs", (4,), INT64, ZERO),
+    "mamba_track_mask": ("bs", (4,), torch.bool, ZERO),
+    "mamba_track_seqlens": ("bs", (4,), torch.int32, ZERO),
+    "num_token_non_padded": ("none", (1,), torch.int32, COPY),
+}
+
+
+def table_of(registry: CudaGraphBufferRegistry) -> dict[str, Any]:
+    slots = [registry.get_slot(name) for name in registry.slot_names()]
+    return {s.name: (s.axis, tuple(s.allocated().shape), s.dtype, s.padding_policy) for s in slots}
+
+
+def test_the_decode_table():
+    registry = full_decode_registry(max_num_token=16, cache_loc_dtype=torch.int32)
+    assert table_of(registry) == DECODE_TABLE
+
+
+def test_the_prefill_table():
+    registry = prefill_registry(
+        is_multimodal=True,
+        hidden_size=6,
+        embed_dtype=torch.bfloat16,
+        enable_mamba_track=True,
+        enable_num_token_non_padded=True,
+    )
+    assert table_of(registry) == PREFILL_TABLE
+
+
+def test_the_eager_table_is_the_decode_table_at_the_prefill_ceiling_without_counts():
+    registry = build_eager_registry(
+        device="cpu",
+        max_bs=8,
+        max_num_token=16,
+        cache_loc_dtype=torch.int32,
+        enable_mamba_track=True,
+        is_encoder_decoder=True,
+    )
+    counted = COUNT_SLOTS
+    assert table_of(registry) == {k: v for k, v in DECODE_TABLE.items() if k not in counted}
+
+
+def test_slots_that_were_not_asked_for_are_not_there():
+    decode = decode_registry(register_global_num_tokens=False)
+    assert set(decode.slot_names()) == {
+        "input_ids",
+        "positions",
+        "out_cache_loc",
+        "req_pool_indices",
+        "seq_lens",
+        "seq_lens_cpu",
+        "mrope_positions",
+    }
+    assert prefill_registry().slot_names() == ["input_ids", "positions", "out_cache_loc"]
+    text_embeds = prefill_registry(is_multimodal=True, register_input_embeds=False)
+    assert "input_embeds" not in text_embeds.slot_names()
+
+
+def test_extends_count_the_rows_of_every_dp_rank_if_asked():
+    registry = prefill_registry(
+        register_global_num_tokens=True,
+        require_gathered_buffer=True,
+        require_mlp_tp_gather=True,
+        num_dp_ranks=3,
+    )
+    registry.fill_from(
+        full_batch(1, num_tokens=3), raw_bs=1, padded_bs=1, raw_num_tokens=3, padded_num_tokens=8
+    )
+    for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"):
+        assert content(registry, name) == [8] * 3
+
+
+@pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
+def test_everything_used_as_an_index_is_zeroed(build: Any):
+    registry = build(enable_mamba_track=True)
+    for name in INDEX_SEMANTIC_BUFFERS.intersection(registry.slot_names()):
+        assert registry.get_slot(name).padding_policy is ZERO, name
+
+
+@pytest.mark.parametrize(
+    ("build", "slots"), [(decode_registry, "decode_slots"), (prefill_registry, "prefill_slots")]
+)
+def test_a_factory_that_forgot_to_zero_an_index_does_not_start(
+    build: Any, slots: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(registry_module, slots, lambda **_: [token_slot("out_cache_loc")])
+    with pytest.raises(AssertionError, match="padded rows of out_cache_loc"):
+        build()
+
+
+@pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
+def test_only_the_host_mirror_is_on_the_host(build: Any):
+    registry = build(device="meta")
+    on_host = {
+        name
+        for name in registry.slot_names()
+        if registry.get_slot(name).allocated().device.type == "cpu"
+    }
+    assert on_host == {"seq_lens_cpu"}.intersection(registry.slot_names())
+
+
+@pytest.mark.parametrize("value", [0, 1, 7])
+def test_padded_sequences_have_the_length_that_the_attention_backend_asks_for(value: int):
+    registry = decode_registry(seq_len_fill_value=value)
+    fill(registry, full_batch(8, first=50), 8, 8)
+    fill(registry, full_batch(2), 2, 4)
+    expected = [1, 2, value, value, 54, 55, 56, 57]
+    assert content(registry, "seq_lens") == content(registry, "seq_lens_cpu") == expected
+
+
+def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
+    """Every padded row of a prefill graph runs, from the embedding on."""
+    registry = prefill_registry(
+        is_multimodal=True,
+        hidden_size=2,
+        embed_dtype=torch.float32,
+        enable_mamba_track=True,
+    )
+    sizes = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 16, "padded_num_tokens": 16}
+    registry.fill_from(full_batch(4, num_tokens=16), **sizes)
+    registry.get_slot("input_embeds").allocated().fill_(7)
+    sizes = {"raw_bs": 1, "padded_bs": 3, "raw_num_tokens": 5, "padded_num_tokens": 8}
+    registry.fill_from(full_batch(1, num_tokens=5), **sizes)
+    for name in registry.slot_names():
+        slot = registry.get_slot(name)
+        axis = slot.row_axis()
+        raw, padded, end = (1, 3, 4) if slot.axis == "bs" else (5, 8, 16)
+        whole = slot.allocated()
+        assert whole.narrow(axis, 0, raw).all(), name
+        assert not whole.narrow(axis, raw, padded - raw).any(), name
+        assert whole.narrow(axis, padded, end - padded).all(), name
+
+
+def test_input_embeds_is_written_by_the_model_and_only_its_tail_is_reset():
+    registry = prefill_registry(is_multimodal=True, hidden_size=2, embed_dtype=torch.float32)
+    registry.get_slot("input_embeds").slice_for(0, 16).fill_(7)
+    batch = full_batch(1, num_tokens=3)
+    batch.input_embeds = torch.ones(3, 2)
+    registry.fill_from(batch, raw_bs=1, padded_bs=1, raw_num_tokens=3, padded_num_tokens=4)
+    assert content(registry, "input_embeds")[:5] == [[7, 7], [7, 7], [7, 7], [0, 0], [7, 7]]
+
+
+def test_input_embeds_without_a_width_is_refused():
+    with pytest.raises(ValueError, match="slot 'input_embeds': hidden_size=0"):
+        prefill_registry(is_multimodal=True, embed_dtype=torch.bfloat16)
+
+
+def test_padded_encoder_lengths_keep_the_first_value():
+    registry = full_decode_registry(encoder_len_fill_value=9)
+    fill(registry, full_batch(3), 3, 4)
+    assert content(registry, "encoder_lens") == [1, 2, 3, 9, 9, 9, 9, 9]
+    fill(registry, full_batch(2, first=5), 2, 4)
+    assert content(registry, "encoder_lens") == [5, 6, 3, 9, 9, 9, 9, 9]
+
+
+# Adopting a runner's own buffers.
+
+
+def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
+    source = SimpleNamespace(
+        **(
+            bound_buffers()
+            | {"seq_lens": torch.full((8,), 6, dtype=torch.int32)}
+            | {"seq_lens_cpu": torch.full((8,), 6, dtype=torch.int32)}
+        ),
+        global_num_tokens_gpu=torch.zeros(1, dtype=torch.int32),
+        global_num_tokens_for_logprob_gpu=torch.zeros(1, dtype=torch.int32),
+    )
+    registry = decode_registry(source=source, share_pool=True)
+    for name in registry.slot_names():
+        assert registry.get_slot(name).buffer is getattr(source, name), name
+    assert registry.get_slot("seq_lens").dtype is torch.int32
+    assert registry.get_slot("seq_lens_cpu").dtype is torch.int32
+    assert source.seq_lens.tolist() == [6] * 8
+
+
+@pytest.mark.parametrize("name", ["positions", "mrope_positions", "global_num_tokens_gpu"])
+def test_a_tensor_that_the_source_lacks_is_named(name: str):
+    counts = {
+        "global_num_tokens_gpu": torch.zeros(1, dtype=torch.int32),
+        "global_num_tokens_for_logprob_gpu": torch.zeros(1, dtype=torch.int32),
+    }
+    buffers: dict[str, Any] = {**bound_buffers(), **counts}
+    buffers[name] = None
+    with pytest.raises(ValueError, match=f"slot '{name}': source has no tensor"):
+        decode_registry(source=SimpleNamespace(**buffers))
+
+
+def test_the_prefill_factory_adopts_a_source_too():
+    ids = torch.zeros(16, dtype=INT64)
+    source = SimpleNamespace(
+        input_ids=ids, positions=ids.clone(), out_cache_loc=torch.zeros(16, dtype=torch.int32)
+    )
+    assert prefill_registry(source=source).get_slot("input_ids").buffer is ids
+    with pytest.raises(ValueError, match="slot 'positions': source has no tensor"):
+        prefill_registry(source=SimpleNamespace(input_ids=ids))

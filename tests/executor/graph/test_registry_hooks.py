@@ -1,0 +1,256 @@
+"""Inputs that no attribute of a batch fills alone: computed ones, and parts of structures."""
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
+from executor.graph.registry_factories import (
+    FillContext,
+)
+from executor.graph.slots import local_num_token_non_padded
+from tests.executor.graph.registry_cases import (
+    COUNT_SLOTS,
+    P,
+    bound_buffers,
+    bs_slot,
+    content,
+    decode_registry,
+    fill,
+    full_batch,
+    full_decode_registry,
+    make_registry,
+    numbers,
+    prefill_registry,
+    vars_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def pool() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+# Hooks, computed and structured slots.
+
+
+def test_tails_are_reset_before_sources_are_asked_and_hooks_run_last_in_order():
+    seen: list[tuple[str, list[int]]] = []
+    registry = make_registry()
+
+    def source(batch: Any, context: FillContext) -> torch.Tensor:
+        seen.append(("source", content(registry, "x")[:4]))
+        return numbers(2, first=5)
+
+    def hook(name: str) -> Any:
+        def run(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
+            assert buffer is registry.get_slot(name).buffer
+            assert batch.tag == "batch"
+            assert context == FillContext(2, 4, 2, 4, "proxies")
+            seen.append((name, content(registry, "x")[:4]))
+
+        return run
+
+    registry.register_slot(bs_slot("late", post_fill=hook("late"), copy_from_fb=False))
+    registry.register_slot(
+        bs_slot("x", padding_policy=P.ZERO, source_fn=source, post_fill=hook("x"))
+    )
+    registry.get_slot("x").slice_for(8, 0).fill_(7)
+    fill(registry, SimpleNamespace(tag="batch"), 2, 4, pp_proxy_tensors="proxies")
+    assert seen == [("source", [7, 7, 0, 0]), ("late", [5, 6, 0, 0]), ("x", [5, 6, 0, 0])]
+
+
+def test_a_source_fn_replaces_the_attribute_and_fills_as_many_rows_as_it_gives():
+    registry = make_registry()
+    registry.register_slot(
+        bs_slot("x", source_fn=lambda batch, context: batch.other[: context.raw_bs + 1])
+    )
+    fill(registry, SimpleNamespace(x=numbers(2, first=90), other=numbers(8)), 2, 4)
+    assert content(registry, "x") == [1, 2, 3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("result", [None, [1, 2]])
+def test_a_source_fn_without_a_tensor_skips_the_slot(result: Any):
+    registry = make_registry()
+    registry.register_slot(bs_slot("x", source_fn=lambda batch, context: result))
+    registry.get_slot("x").slice_for(8, 0).fill_(7)
+    fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
+    assert content(registry, "x") == [7] * 8
+
+
+def test_a_source_fn_that_gives_more_rows_than_fit_is_named():
+    registry = make_registry(max_bs=8)
+    registry.register_slot(bs_slot("x", source_fn=lambda batch, context: numbers(9)))
+    with pytest.raises(ValueError, match="slot 'x': 9 rows asked for"):
+        fill(registry, SimpleNamespace(), 2, 4)
+
+
+def test_a_computed_slot_ignores_the_batchs_attribute():
+    registry = make_registry()
+    registry.register_slot(bs_slot("x", copy_from_fb=False, padding_policy=P.ZERO))
+    registry.get_slot("x").slice_for(8, 0).fill_(7)
+    fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
+    assert content(registry, "x") == [7, 7, 0, 0, 7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda **tensors: SimpleNamespace(tensors=tensors)])
+def test_pipeline_proxies_are_copied_by_key_and_an_absent_key_is_skipped(wrap: Any):
+    buffers = {"hidden": torch.full((8, 2), 7.0), "residual": torch.full((8, 2), 7.0)}
+    source = SimpleNamespace(**bound_buffers(), pp_proxy_tensors=wrap(**buffers))
+    registry = decode_registry(register_global_num_tokens=False, source=source)
+    slot = registry.get_slot("pp_proxy_tensors.hidden")
+    assert slot.buffer is buffers["hidden"]
+    assert (slot.axis, slot.dtype, slot.padding_policy) == ("none", torch.float32, P.KEEP_PAD)
+
+    sent = wrap(hidden=torch.ones(3, 2))
+    fill(registry, full_batch(3), 3, 4, pp_proxy_tensors=sent)
+    assert buffers["hidden"].tolist() == [[1, 1]] * 3 + [[7, 7]] * 5
+    assert bool((buffers["residual"] == 7).all())
+    fill(registry, full_batch(3), 3, 4)
+    assert buffers["hidden"][0].tolist() == [1, 1]
+
+
+def test_structured_fields_are_filled_from_the_batchs_path_and_never_put_back():
+    info = SimpleNamespace(column_starts=torch.zeros(8, dtype=torch.int32))
+    source = SimpleNamespace(**bound_buffers(), ngram_info=info)
+    registry = decode_registry(
+        register_global_num_tokens=False,
+        source=source,
+        structured_fields=["ngram_info.column_starts"],
+    )
+    slot = registry.get_slot("ngram_info.column_starts")
+    assert (slot.axis, slot.padding_policy) == ("none", P.KEEP_PAD)
+
+    batch = SimpleNamespace(
+        **vars_of(full_batch(2)), ngram_info=SimpleNamespace(column_starts=numbers(2))
+    )
+    fill(registry, batch, 2, 4)
+    assert info.column_starts.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
+    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    assert view.ngram_info is batch.ngram_info
+    assert "ngram_info.column_starts" not in vars(view)
+
+    batch.ngram_info = None
+    fill(registry, batch, 2, 4)
+    assert info.column_starts[:2].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("path", ["ngram_info.missing", "input_ids"])
+def test_a_structured_field_that_the_source_lacks_is_named(path: str):
+    source = SimpleNamespace(**bound_buffers())
+    with pytest.raises(ValueError, match=f"slot '{path}': need a dotted path"):
+        decode_registry(register_global_num_tokens=False, source=source, structured_fields=[path])
+
+
+# Counts.
+
+
+@pytest.mark.parametrize(
+    ("real", "padded", "size", "expected"),
+    [
+        (1018, 1024, 2, [512, 506]),
+        (1024, 1024, 2, [512, 512]),
+        (512, 1024, 2, [512, 0]),
+        (100, 1024, 4, [100, 0, 0, 0]),  # split by the padded rows, not by the real ones
+        (0, 8, 2, [0, 0]),
+        (5, 8, 1, [5]),
+    ],
+)
+def test_real_rows_are_split_as_the_padded_rows_are(
+    real: int, padded: int, size: int, expected: list[int]
+):
+    counts = [local_num_token_non_padded(real, padded, size, rank) for rank in range(size)]
+    assert counts == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ranks_real_rows_add_up_and_none_exceeds_its_share(seed: int):
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 3, 4, 8])
+    padded = size * rng.randint(1, 200)
+    real = rng.randint(0, padded)
+    counts = [local_num_token_non_padded(real, padded, size, rank) for rank in range(size)]
+    assert sum(counts) == real
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] <= padded // size
+
+
+def test_rows_that_do_not_divide_among_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"num_token_non_padded.*1023 rows.*attn_tp_size=2"):
+        local_num_token_non_padded(1018, 1023, 2, 0)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_an_attention_tp_rank_outside_its_group_is_refused(rank: int):
+    with pytest.raises(ValueError, match=f"attn_tp_rank={rank}, attn_tp_size=2"):
+        full_decode_registry(attn_tp_size=2, attn_tp_rank=rank)
+
+
+@pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
+@pytest.mark.parametrize(("rank", "expected"), [(0, 512), (1, 506)])
+def test_1018_real_rows_of_1024_on_two_ranks(build: Any, rank: int, expected: int):
+    registry = build(
+        max_bs=1024,
+        max_num_token=1024,
+        enable_num_token_non_padded=True,
+        require_gathered_buffer=True,
+        attn_tp_size=2,
+        attn_tp_rank=rank,
+    )
+    fill(registry, full_batch(1018), 1018, 1024)
+    assert content(registry, "num_token_non_padded") == [expected]
+
+
+def test_rows_that_are_not_split_are_all_this_ranks():
+    registry = full_decode_registry(require_gathered_buffer=False, attn_tp_size=2, attn_tp_rank=1)
+    fill(registry, full_batch(3), 3, 5)
+    assert content(registry, "num_token_non_padded") == [3]
+
+
+def test_an_idle_rank_after_a_busy_one_has_no_real_rows_left():
+    """The graph must not take padding for the last step's tokens, nor miss a peer's count."""
+    registry = full_decode_registry()
+    fill(registry, full_batch(8, first=50), 8, 8)
+    batch = full_batch(0)
+    fill(registry, batch, 0, 4)
+    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    for name in INDEX_SEMANTIC_BUFFERS:
+        assert not getattr(view, name).any(), name
+    assert view.seq_lens is not None
+    assert view.seq_lens.tolist() == [1] * 4
+    assert content(registry, "num_token_non_padded") == [0]
+    assert content(registry, "global_num_tokens_gpu") == [4] * 4
+
+
+def test_counts_are_written_again_though_the_sizes_are_the_same():
+    registry = full_decode_registry()
+    for _ in range(2):
+        for name in COUNT_SLOTS:
+            registry.get_slot(name).allocated().fill_(-1)
+        fill(registry, full_batch(3), 3, 4)
+        assert content(registry, "num_token_non_padded") == [3]
+        assert content(registry, "global_num_tokens_gpu") == [4] * 4
+        assert content(registry, "global_num_tokens_for_logprob_gpu") == [4] * 4
+
+
+@pytest.mark.parametrize(("gather_all", "length"), [(True, 4), (False, 1)])
+def test_every_rank_of_a_gather_runs_the_padded_size(gather_all: bool, length: int):
+    registry = full_decode_registry(require_mlp_tp_gather=gather_all)
+    fill(registry, full_batch(3), 3, 6)
+    for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"):
+        assert content(registry, name) == [6] * length
+
+
+def test_without_a_gathered_buffer_global_counts_stay_as_they_are():
+    registry = full_decode_registry(require_gathered_buffer=False)
+    fill(registry, full_batch(3), 3, 6)
+    assert content(registry, "global_num_tokens_gpu") == [0] * 4
+    view = registry.extract_buffer(
+        padded_bs=6, padded_num_tokens=6, forward_batch_template=full_batch(3)
+    )
+    assert view.global_num_tokens_gpu is not None

@@ -1,0 +1,188 @@
+"""If this fails, a draft is run beside a target, or with layers, that it was not made for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from executor.errors import CheckpointError
+from executor.model.families.config import ModelConfig
+from executor.model.families.draft_config import DraftConfig
+from executor.parallel.topology import Topology
+from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
+
+# Fields of published config.json files that no layer here implements.
+GLM_4_5_AIR: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+    "scoring_func": "absent",
+}
+DEEPSEEK_V3: dict[str, Any] = {"kv_lora_rank": 512, "q_lora_rank": 1536}
+QWEN3_NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"]}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    path = tmp_path_factory.mktemp("target")
+    save_qwen3_moe(path, "wide", rope_theta=10000.0)
+    return ModelConfig.from_dir(path)
+
+
+def read(path: Path, target: ModelConfig, kind: str, **changed: Any) -> DraftConfig:
+    save_draft(path, kind)
+    values = {**KINDS[kind].config, **changed}
+    kept = {name: value for name, value in values.items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(kept))
+    return DraftConfig.from_dir(path, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "num_layers", "num_features"),
+    [
+        ("eagle3", "eagle", 1, 3),
+        ("deepseek_names", "eagle", 1, 1),
+        ("glm_names", "eagle", 1, 1),
+        ("nextn_three_layers", "multi_layer_eagle", 3, 1),
+        ("qwen3_next_names", "eagle", 1, 1),
+        ("qwen3_next_names_two_layers", "multi_layer_eagle", 2, 1),
+        ("frozen_kv", "frozen_kv_mtp", 1, 1),
+    ],
+)
+def test_a_layout_says_how_it_is_drafted_with_and_what_it_takes(
+    tmp_path: Path,
+    target: ModelConfig,
+    kind: str,
+    algorithm: str,
+    num_layers: int,
+    num_features: int,
+):
+    config = read(tmp_path, target, kind)
+    assert (config.algorithm, config.num_layers) == (algorithm, num_layers)
+    assert config.feature_size == num_features * HIDDEN
+    assert config.gathered_size == (4 * HIDDEN if kind == "eagle3" else HIDDEN)
+
+
+def test_aux_layers_keep_their_order(tmp_path: Path, target: ModelConfig):
+    assert read(tmp_path, target, "eagle3").aux_layers == (0, 2, 1)
+
+
+def test_aux_layers_that_are_not_said_are_those_of_the_published_heads(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    path = tmp_path_factory.mktemp("deep")
+    save_qwen3_moe(path, "wide", num_hidden_layers=12)
+    deep = ModelConfig.from_dir(path)
+    assert read(tmp_path, deep, "eagle3", eagle_config="absent").aux_layers == (1, 5, 8)
+
+
+@pytest.mark.parametrize(("kind", "num_layers"), [("eagle3", 1), ("nextn_three_layers", 3)])
+def test_what_is_kept_of_a_draft_is_its_own_heads_share(
+    tmp_path: Path, target: ModelConfig, kind: str, num_layers: int
+):
+    config = read(tmp_path, target, kind)
+    shapes = [
+        config.kv_shape(4, torch.bfloat16, Topology(attn_tp_size=size, attn_tp_rank=size - 1))
+        for size in (1, 2)
+    ]
+    assert shapes[0] is not None
+    assert shapes[1] is not None
+    assert [shape.num_kv_heads for shape in shapes if shape] == [2, 1]
+    assert (shapes[0].num_layers, shapes[0].head_dim) == (num_layers, 8)
+    assert (shapes[0].block_size, shapes[0].dtype) == (4, torch.bfloat16)
+
+
+def test_a_frozen_kv_draft_keeps_nothing(tmp_path: Path, target: ModelConfig):
+    config = read(tmp_path, target, "frozen_kv")
+    assert config.kv_shape(4, torch.bfloat16) is None
+    assert config.target_kv_layer_ids == (2, 0)
+
+
+def test_a_draft_for_short_texts_reaches_as_far_as_its_target(tmp_path: Path, target: ModelConfig):
+    config = read(tmp_path, target, "eagle3", max_position_embeddings=64)
+    assert config.layers.max_position_embeddings == target.max_position_embeddings == 512
+
+
+def test_a_published_head_may_leave_out_llamas_rope_theta(tmp_path: Path, target: ModelConfig):
+    assert read(tmp_path, target, "eagle3").layers.rope_theta == 10000.0
+    assert read(tmp_path, target, "eagle3", rope_theta=5e5).layers.rope_theta == 5e5
+
+
+def test_layers_have_experts_where_their_numbers_say_so(tmp_path: Path, target: ModelConfig):
+    layers = read(tmp_path, target, "nextn_three_layers").layers
+    assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, False]
+    some = {"mlp_only_layers": [], "first_k_dense_replace": 4}
+    layers = read(tmp_path, target, "nextn_three_layers", **some).layers
+    assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, True]
+    dense = read(tmp_path, target, "nextn_three_layers", mlp_only_layers=[3, 4, 5]).layers
+    assert dense.num_experts == 0
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("eagle3", {"hidden_size": 64}, "hidden_size=64, and the target has 48"),
+    ("eagle3", {"vocab_size": 128}, "vocab_size=128, and the target has 96"),
+    ("eagle3", {"draft_vocab_size": VOCAB + 1}, "draft_vocab_size=97 of vocab_size=96"),
+    ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported; only 1"),
+    ("eagle3", {"target_hidden_size": 64}, "target_hidden_size=64 .* only 48"),
+    ("eagle3", {"norm_before_residual": True}, "norm_before_residual"),
+    ("eagle3", {"mlp_bias": True}, "mlp_bias"),
+    ("eagle3", {"hidden_act": "gelu"}, "hidden_act"),
+    ("eagle3", {"num_experts": 8, "num_experts_per_tok": 3}, "num_experts=8"),
+    ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'"),
+    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
+    (
+        "eagle3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+        r"layer_ids=\[0, 1, 3\]: need three layers of the target, from 0 to 2",
+    ),
+    (
+        "eagle3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
+        r"layer_ids=\[0, 1\]: need three",
+    ),
+    ("eagle3", {"eagle_config": "absent"}, r"layer_ids=\[1, 0, -1\], by default: need three"),
+    ("eagle3", {"architectures": ["LlamaForCausalLMEagle"]}, "LlamaForCausalLMEagle is no draft"),
+    ("deepseek_names", DEEPSEEK_V3, "multi-head latent attention"),
+    ("deepseek_names", {"num_nextn_predict_layers": 0}, "at least 1 layer"),
+    (
+        "deepseek_names",
+        {"num_nextn_predict_layers": "absent"},
+        "num_nextn_predict_layers or .* is missing",
+    ),
+    ("deepseek_names", {"intermediate_size": "absent"}, "intermediate_size is missing"),
+    ("glm_names", GLM_4_5_AIR, "partial_rotary_factor=0.5"),
+    ("glm_names", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; only 0 is"),
+    ("glm_names", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' .* only 'softmax' is"),
+    ("glm_names", {"scoring_func": "absent"}, "Glm4MoeForCausalLM routes by sigmoid"),
+    ("glm_names", {"routed_scaling_factor": 2.5}, r"routed_scaling_factor=2\.5"),
+    ("glm_names", {"n_group": 8}, "n_group=8"),
+    ("glm_names", {"num_experts_per_tok": 2}, "num_experts=8, num_experts_per_tok=2: .* 8 and 3"),
+    ("glm_names", {"n_routed_experts": 16}, "num_experts=16, num_experts_per_tok=3: .* 8 and 3"),
+    ("qwen3_next_names", QWEN3_NEXT, "Qwen3NextForCausalLM: gated attention"),
+    ("qwen3_next_names", {"shared_expert_intermediate_size": 24}, "shared_expert_intermediate"),
+    ("frozen_kv", {"head_dim": 16}, "head_dim=16: .* it must be 32"),
+    ("frozen_kv", {"num_attention_heads": 8}, "num_attention_heads=8: .* it must be 4"),
+    ("frozen_kv", {"rope_theta": 5e5}, r"rope_theta=500000\.0: .* must be 10000\.0"),
+    ("frozen_kv", {"target_kv_layer_ids": [2]}, r"target_kv_layer_ids=\[2\]: need one .* 0 to 2"),
+    ("frozen_kv", {"target_kv_layer_ids": [2, 3]}, r"target_kv_layer_ids=\[2, 3\]: need one"),
+    ("frozen_kv", {"target_kv_layer_ids": "all"}, "target_kv_layer_ids='all' is no list"),
+    ("frozen_kv", {"num_experts": 8, "num_experts_per_tok": 3}, "num_experts=8"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changed", "problem"), REFUSED, ids=lambda x: str(x)[:60])
+def test_what_does_not_fit_or_is_not_supported_is_refused_by_name(
+    tmp_path: Path, target: ModelConfig, kind: str, changed: dict[str, Any], problem: str
+):
+    with pytest.raises(CheckpointError, match=problem):
+        read(tmp_path, target, kind, **changed)
+
+
+def test_a_model_without_a_draft_says_what_it_would_need(tmp_path: Path, target: ModelConfig):
+    save_draft(tmp_path, "qwen3_next_names")
+    save_file({"model.norm.weight": torch.ones(HIDDEN)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"Qwen3MoeForCausalLM is no draft .* mtp\.fc"):
+        DraftConfig.from_dir(tmp_path, target)

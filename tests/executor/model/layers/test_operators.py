@@ -1,0 +1,161 @@
+"""If this fails, a model computes something else on a GPU than on a CPU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.operators import (
+    FlashInferOperators,
+    Operators,
+    TorchOperators,
+    cos_sin_table,
+)
+from executor.model.layers.rotary import RotaryEmbedding
+from tests.executor.support.flashinfer.cpu_flashinfer import (
+    CpuFlashInfer,
+    real_flashinfer,
+    reference,
+)
+
+HEADS, KV_HEADS, HEAD_DIM, SIZE, MAX_POSITIONS, THETA, EPS = 6, 2, 16, 48, 200, 1e4, 1e-6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return real_flashinfer(tmp_path_factory)
+
+
+@pytest.fixture
+def ops(real: Any) -> Iterator[FlashInferOps]:
+    with CpuFlashInfer(real).installed():
+        yield FlashInferOps(enable_pdl=True)
+
+
+def torch_operators(dtype: torch.dtype) -> TorchOperators:
+    return TorchOperators(RotaryEmbedding(HEAD_DIM, MAX_POSITIONS, THETA, dtype=dtype, device=CPU))
+
+
+def flashinfer_operators(ops: FlashInferOps) -> FlashInferOperators:
+    return FlashInferOperators(
+        ops, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS, theta=THETA, device=CPU
+    )
+
+
+class Inputs:
+    """Random tensors of T rows, laid as a model lays them."""
+
+    def __init__(self, num_rows: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(num_rows)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator).to(dtype)
+
+        self.x, self.residual, self.weight = (
+            random(num_rows, SIZE),
+            random(num_rows, SIZE),
+            random(SIZE),
+        )
+        self.heads = random(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        q_weight, k_weight = random(HEAD_DIM), random(HEAD_DIM)
+        self.qk_weight = torch.stack([q_weight] * HEADS + [k_weight] * KV_HEADS)
+        self.gate_up = random(num_rows, 2 * SIZE)
+        self.positions = torch.randint(0, MAX_POSITIONS, (num_rows,), generator=generator)
+
+    def through(self, operators: Operators) -> dict[str, torch.Tensor]:
+        """Returns what every operator makes of them."""
+        normed = operators.norm_heads(self.heads[:, : HEADS + KV_HEADS], self.qk_weight, HEADS, EPS)
+        rotation = operators.rotation(self.positions)
+        results = {"norm_heads": normed.clone()}
+        results["q"], results["k"] = operators.rotate(normed, HEADS, rotation)
+        results["rms_norm"] = operators.rms_norm(self.x, self.weight, EPS)
+        results["add_rms_norm"], results["sum"] = operators.add_rms_norm(
+            self.x.clone(), self.residual.clone(), self.weight, EPS
+        )
+        results["silu_and_mul"] = operators.silu_and_mul(self.gate_up)
+        return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_both_compute_the_same(num_rows: int, dtype: torch.dtype, ops: FlashInferOps) -> None:
+    inputs = Inputs(num_rows, dtype)
+    ours = inputs.through(flashinfer_operators(ops))
+    theirs = inputs.through(torch_operators(dtype))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.04
+    for name, result in theirs.items():
+        assert ours[name].shape == result.shape
+        torch.testing.assert_close(ours[name], result, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+def test_queries_without_keys_are_normalised_and_turned_alike(
+    num_rows: int, ops: FlashInferOps
+) -> None:
+    inputs = Inputs(num_rows, torch.float32)
+    results = []
+    for operators in (flashinfer_operators(ops), torch_operators(torch.float32)):
+        queries = operators.norm_heads(
+            inputs.heads[:, :HEADS], inputs.qk_weight[:HEADS], HEADS, EPS
+        )
+        rotation = operators.rotation(inputs.positions)
+        q, k = operators.rotate(queries, HEADS, rotation)
+        assert k.shape == (num_rows, 0, HEAD_DIM)
+        results.append(q)
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_inputs_that_others_still_read_are_left_alone(ops: FlashInferOps) -> None:
+    inputs, untouched = Inputs(5, torch.float32), Inputs(5, torch.float32)
+    inputs.through(flashinfer_operators(ops))
+    inputs.through(torch_operators(torch.float32))
+    for name, tensor in vars(untouched).items():
+        assert torch.equal(getattr(inputs, name), tensor), name
+
+
+def test_the_table_holds_what_the_torch_rotation_looks_up() -> None:
+    rotary = RotaryEmbedding(HEAD_DIM, 9, THETA, dtype=torch.float32, device=CPU)
+    cos, sin = rotary.at(torch.arange(9))
+    half = HEAD_DIM // 2
+    table = cos_sin_table(HEAD_DIM, 9, THETA)
+    assert table.dtype == torch.float32
+    assert torch.equal(table[:, :half], cos[:, 0, :half])
+    assert torch.equal(table[:, half:], sin[:, 0, half:])
+
+
+# The torch operators against the library's own references.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norms_and_activation_are_those_of_the_library(real: Any, dtype: torch.dtype) -> None:
+    inputs, operators = Inputs(9, dtype), torch_operators(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.04
+    x, residual, weight = inputs.x, inputs.residual, inputs.weight
+    for ours, theirs in (
+        (operators.rms_norm(x, weight, EPS), reference("rmsnorm")(x, weight)),
+        (
+            operators.add_rms_norm(x.clone(), residual.clone(), weight, EPS)[0],
+            reference("fused_add_rmsnorm")(x, residual, weight),
+        ),
+        (operators.silu_and_mul(inputs.gate_up), reference("silu_and_mul")(inputs.gate_up)),
+    ):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_the_rotation_is_that_of_the_library(real: Any) -> None:
+    inputs, operators = Inputs(9, torch.float32), torch_operators(torch.float32)
+    qk = inputs.heads[:, : HEADS + KV_HEADS]
+    q, k = operators.rotate(qk, HEADS, operators.rotation(inputs.positions))
+    expected = reference("rope_cos_sin_cache")(
+        inputs.positions,
+        qk[:, :HEADS].flatten(1),
+        qk[:, HEADS:].flatten(1),
+        HEAD_DIM,
+        cos_sin_table(HEAD_DIM, MAX_POSITIONS, THETA),
+        is_neox=True,
+    )
+    for ours, theirs in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(ours.flatten(1), theirs, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,337 @@
+"""If this fails, tokens go through the wrong experts, or with the wrong weights.
+
+Every way to run experts, through the same cases: FlashInfer's kernels as far as a stand-in computes
+what they are asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from executor.graph.backend import ShapeKey
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.linear import Linear
+from executor.model.layers.workers import WorkerPool
+from executor.model.moe import runner_grouped
+from executor.model.moe.layer import topk_softmax
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.moe.runner_small import SmallExpertsRunner
+from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.weights import load_weights
+from executor.parallel.topology import Topology
+from tests.executor.model.moe.moe_cases import (
+    CASES,
+    CPU,
+    DTYPES,
+    FF,
+    KINDS,
+    MAX_ROWS,
+    NUM_EXPERTS,
+    OPTIONS,
+    PREFIX,
+    TOLERANCES,
+    TOP_K,
+    D,
+    L,
+    Tensors,
+    assert_right,
+    authority,
+    checkpoint,
+    config,
+    new_runner,
+    routed,
+)
+from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.support.recording.recording_backend import RecordingBackend
+
+EVERY_WAY = pytest.mark.parametrize(("name", "dtype"), OPTIONS.values(), ids=OPTIONS)
+IN_A_GRAPH = ("grouped", "cutlass", "cutedsl")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return real_flashinfer(tmp_path_factory)
+
+
+@pytest.fixture
+def library(real: Any) -> Iterator[CpuFlashInfer]:
+    library = CpuFlashInfer(real)
+    with library.installed():
+        yield library
+
+
+@pytest.fixture
+def ops_of(request: pytest.FixtureRequest) -> Callable[[str], FlashInferOps | None]:
+    """Returns FlashInfer for those that need it, so that the others are tested without it too."""
+
+    def get(name: str) -> FlashInferOps | None:
+        if name not in ("cutlass", "cutedsl"):
+            return None
+        request.getfixturevalue("library")
+        return FlashInferOps(enable_pdl=True)
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+@EVERY_WAY
+def test_a_runner_equals_a_loop_over_pairs(
+    name: str, dtype: torch.dtype, case: str, ops_of: Any
+) -> None:
+    tensors, dispatched = checkpoint(dtype), CASES[case](dtype)
+    assert_right(
+        new_runner(KINDS[name], tensors, ops_of(name)).run(dispatched), tensors, dispatched
+    )
+
+
+@EVERY_WAY
+def test_a_rows_result_is_the_same_every_time(name: str, dtype: torch.dtype, ops_of: Any) -> None:
+    runner = new_runner(KINDS[name], checkpoint(dtype), ops_of(name))
+    dispatched = routed(MAX_ROWS, 0, L + 1, dtype)
+    first = runner.run(dispatched).clone()
+    assert all(torch.equal(runner.run(dispatched), first) for _ in range(3))
+
+
+@EVERY_WAY
+def test_an_expert_that_overflows_hurts_only_rows_that_chose_it(
+    name: str, dtype: torch.dtype, ops_of: Any
+) -> None:
+    tensors = checkpoint(dtype)
+    for part in ("gate", "up"):
+        tensors[f"{PREFIX}0.{part}_proj.weight"].fill_(1e25)
+    runner = new_runner(KINDS[name], tensors, ops_of(name))
+    dispatched = routed(12, 0, L, dtype)
+    dispatched.x_RD.abs_()
+    chose = (dispatched.topk_ids_RK == 0).any(dim=1)
+    assert 0 < int(chose.sum()) < 12
+    y = runner.run(dispatched)
+    assert not y[chose].isfinite().any()
+    others = replace(
+        dispatched,
+        x_RD=dispatched.x_RD[~chose],
+        topk_ids_RK=dispatched.topk_ids_RK[~chose],
+        topk_weights_RK=dispatched.topk_weights_RK[~chose],
+    )
+    assert_right(y[~chose], tensors, others)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 9, MAX_ROWS])
+@EVERY_WAY
+def test_results_go_where_the_dispatcher_has_a_place_for_them(
+    name: str, dtype: torch.dtype, num_rows: int, ops_of: Any
+) -> None:
+    tensors, dispatched = checkpoint(dtype), routed(num_rows, 0, L + 1, dtype)
+    place = torch.full((MAX_ROWS, D), torch.nan, dtype=dtype)
+    dispatched.out_RD = place[:num_rows]
+    y = new_runner(KINDS[name], tensors, ops_of(name)).run(dispatched)
+    assert_right(y, tensors, dispatched)
+    assert (y is dispatched.out_RD) is KINDS[name].takes_place
+    assert place[num_rows:].isnan().all(), "written past its rows"
+
+
+@pytest.mark.parametrize("problem", ["is for other rows", "is not dense"])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.takes_place])
+def test_a_place_that_does_not_fit_is_refused(name: str, problem: str, ops_of: Any) -> None:
+    runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
+    dispatched = routed(4, 0, L, torch.bfloat16)
+    place = torch.zeros(5, D + 8, dtype=torch.bfloat16)
+    dispatched.out_RD = place[:5, :D].clone() if "other" in problem else place[:4, :D]
+    with pytest.raises(AssertionError, match=problem):
+        runner.run(dispatched)
+
+
+# Shares of experts.
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@EVERY_WAY
+def test_executors_that_share_experts_add_up_to_all_of_them(
+    name: str, dtype: torch.dtype, ep_size: int, ops_of: Any, tmp_path: Path
+) -> None:
+    """Each of four loads its part of a checkpoint, and sees experts elsewhere as one number."""
+    num_experts = 8
+    tensors = checkpoint(dtype, num_experts)
+    save_file(tensors, tmp_path / "model.safetensors")
+    rows = routed(11, 0, num_experts + 1, dtype)
+    total = torch.zeros(11, D, dtype=torch.float64)
+    sizes = set()
+    for rank in range(4):
+        topology = Topology(dp_rank=rank, dp_size=4, ep_size=ep_size)
+        layer = KINDS[name].new(config(dtype, num_experts), ops_of(name), topology)
+        groups = layer.weight_groups(PREFIX)
+        sizes.add(sum(_numel(target) for group in groups for target in group.targets.values()))
+        load_weights(tmp_path, groups, skipped=lambda _: True)
+        local = topology.local_experts(num_experts)
+        ids = rows.topk_ids_RK - local.start
+        ids[(ids < 0) | (ids >= len(local))] = len(local)
+        total += layer.runner.run(replace(rows, topk_ids_RK=ids)).double()
+    assert sizes == {num_experts * 3 * D * FF // 4}, "every executor holds as much"
+    tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(total, authority(tensors, rows), atol=tolerance, rtol=tolerance)
+
+
+def _numel(target: Any) -> int:
+    return int(getattr(target, "target", target).numel())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_experts_that_cannot_be_shared_name_sizes_that_could(name: str, ops_of: Any) -> None:
+    model = config(torch.bfloat16, 8, moe_intermediate_size=96)
+    with pytest.raises(ValueError, match=r"moe_intermediate_size=96 .* 5 executors: use 4 or 6"):
+        KINDS[name].new(model, ops_of(name), Topology(dp_size=5, ep_size=1))
+    with pytest.raises(ValueError, match=r"ep_size=3: 8 experts do not divide .*; use 1"):
+        KINDS[name].new(model, ops_of(name), Topology(dp_size=3))
+
+
+# In graphs.
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_a_graph_of_it_follows_the_routing_of_each_replay(name: str, ops_of: Any) -> None:
+    dtype, backend, ops = torch.bfloat16, RecordingBackend(), ops_of(name)
+    if ops is not None:
+        ops.library.launch = backend.kernel
+    tensors = checkpoint(dtype)
+    runner = new_runner(KINDS[name], tensors, ops)
+    inputs = routed(8, 0, L, dtype)
+    y = torch.zeros(8, D, dtype=dtype)
+
+    def run() -> None:
+        y.copy_(runner.run(inputs))
+
+    with backend.session(label="experts", num_captures=1):
+        backend.warm_up(run)
+        backend.capture(ShapeKey(8), run)
+    for seed_rows in (8, 16, 24):
+        other = routed(seed_rows, 0, L + 1, dtype)
+        inputs.x_RD.copy_(other.x_RD[:8])
+        inputs.topk_ids_RK.copy_(other.topk_ids_RK[:8])
+        inputs.topk_weights_RK.copy_(other.topk_weights_RK[:8])
+        backend.replay(ShapeKey(8))
+        assert_right(y, tensors, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_what_a_grouped_product_leaves_in_unused_rows_reaches_nobody(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose experts are elsewhere are not written by a grouped product, and hold anything."""
+
+    def poisoned(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+            y = product(x, w, offs=offs)
+            y[int(offs[-1]) :] = torch.nan
+            return y
+
+        return run
+
+    monkeypatch.setattr(runner_grouped, "_grouped_mm", poisoned(runner_grouped._grouped_mm))
+    tensors = checkpoint(dtype)
+    runner = new_runner(KINDS["grouped"], tensors, None)
+    for case in ("some elsewhere", "all elsewhere", "one row, some elsewhere", "padding between"):
+        dispatched = CASES[case](dtype)
+        assert_right(runner.run(dispatched), tensors, dispatched)
+
+
+# On the CPU.
+
+
+def linears(tensors: Tensors) -> tuple[list[Linear], list[Linear]]:
+    def linear(weight: torch.Tensor) -> Linear:
+        made = Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
+        made.finish(weight)
+        return made
+
+    def of(expert: int, name: str) -> torch.Tensor:
+        return tensors[f"{PREFIX}{expert}.{name}_proj.weight"]
+
+    experts = range(NUM_EXPERTS)
+    w13 = [linear(torch.cat((of(expert, "gate"), of(expert, "up")))) for expert in experts]
+    return w13, [linear(of(expert, "down")) for expert in experts]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, NUM_EXPERTS + 2])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_workers_change_no_bit(case: str, dtype: torch.dtype, num_workers: int) -> None:
+    dispatched, layer = CASES[case](dtype), linears(checkpoint(dtype))
+    workers = WorkerPool(num_workers)
+    with workers.sharing(num_rows=33):
+        shared = TorchMoERunner(*layer, workers).run(dispatched)
+    assert torch.equal(shared, TorchMoERunner(*layer).run(dispatched))
+
+
+@pytest.mark.parametrize(
+    ("layer", "few"),
+    [((8, 128, 128), range(1, 129)), ((16, 256, 256), range(2, 33)), ((2, 512, 512), range(2, 9))],
+    ids=str,
+)
+def test_small_experts_hand_on_passes_that_an_expert_at_a_time_runs_faster(
+    layer: tuple[int, int, int], few: range
+) -> None:
+    num_experts, hidden_size, size = layer
+
+    class OneByOne:
+        def run(self, dispatched: Any) -> torch.Tensor:
+            handed_on.append(len(dispatched.x_RD))
+            return torch.empty(0)
+
+    def linear(in_features: int, out_features: int) -> Linear:
+        made = Linear(in_features, out_features, dtype=torch.bfloat16, device=CPU)
+        made.weight.zero_()
+        return made
+
+    handed_on: list[int] = []
+    runner = SmallExpertsRunner(
+        linear(hidden_size, 2 * num_experts * size),
+        linear(num_experts * size, hidden_size),
+        num_experts,
+        OneByOne(),
+    )
+    tried = [0, 1, 2, few.stop - 1, few.stop, 1000]
+    for num_rows in tried:
+        dispatched = routed(num_rows, 0, 2, torch.bfloat16)
+        dispatched.x_RD = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
+        runner.run(dispatched)
+    assert handed_on == [num_rows for num_rows in tried if num_rows not in few]
+
+
+# What is refused.
+
+
+def test_widths_that_a_grouped_product_cannot_take_are_refused() -> None:
+    w13, w2 = torch.zeros(2, 8, 20).bfloat16(), torch.zeros(2, 20, 4).bfloat16()
+    with pytest.raises(ValueError, match=r"D=20 in torch.bfloat16: .* multiple of 16 bytes"):
+        GroupedMMRunner(w13, w2, lambda x: x)
+
+
+@pytest.mark.parametrize("name", ["cutlass", "cutedsl"])
+def test_more_rows_than_the_budget_has_are_refused(name: str, ops_of: Any) -> None:
+    runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
+    with pytest.raises(AssertionError, match=r"41 rows; the \w+ is for 40"):
+        runner.run(routed(MAX_ROWS + 1, 0, L, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["cutlass", "cutedsl"])
+def test_another_number_of_experts_per_row_is_refused(name: str, ops_of: Any) -> None:
+    runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
+    dispatched = routed(2, 0, L, torch.bfloat16)
+    dispatched.topk_ids_RK = dispatched.topk_ids_RK[:, :2]
+    with pytest.raises(AssertionError, match=rf"2 experts; the \w+ is for {TOP_K}"):
+        runner.run(dispatched)
+
+
+# Routing.
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_picks_the_largest_first(renormalize: bool) -> None:
+    ids, weights = topk_softmax(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), 2, renormalize=renormalize)
+    assert ids.tolist() == [[1, 3]]
+    total = weights.sum().item()
+    assert (abs(total - 1.0) < 1e-6) is renormalize

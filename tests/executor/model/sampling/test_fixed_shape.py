@@ -1,0 +1,185 @@
+"""If this fails, a captured sampler draws tokens that a request's parameters forbid."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from executor.graph.backend import ShapeKey
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.sampling.fixed_shape import (
+    Filters,
+    FlashInferFilters,
+    RowParameters,
+    TorchFilters,
+    sample_rows,
+)
+from executor.model.sampling.logits import coins, draw, draw_likeliest, temper
+from tests.executor.support.flashinfer.cpu_flashinfer import (
+    CpuFlashInfer,
+    real_flashinfer,
+    reference,
+)
+from tests.executor.support.recording.recording_backend import RecordingBackend
+
+VOCAB = 50
+# temperature, top_k, top_p, min_p
+ROWS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.6, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (1.0, 0, 1.0, 1.0),
+    (2.0, 20, 0.8, 0.1),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, VOCAB + 9, 0.99, 0.0),
+    (0.0, 3, 0.5, 0.5),
+]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return real_flashinfer(tmp_path_factory)
+
+
+@pytest.fixture
+def flashinfer_filters(real: Any) -> Iterator[Filters]:
+    with CpuFlashInfer(real).installed():
+        yield FlashInferFilters(FlashInferOps(enable_pdl=True))
+
+
+def parameters(rows: list[tuple[float, int, float, float]]) -> RowParameters:
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return RowParameters(
+        temperature=torch.tensor(temperature),
+        top_k=torch.tensor(top_k),
+        top_p=torch.tensor(top_p),
+        min_p=torch.tensor(min_p),
+    )
+
+
+def random_logits(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sweep(num_coins: int) -> torch.Tensor:
+    """Coins that lie evenly in [0, 1): they count probabilities."""
+    return (torch.arange(num_coins, dtype=torch.float64) + 0.5) / num_coins
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[0] > 0], ids=str)
+def test_tokens_are_as_likely_as_the_other_sampler_makes_them(
+    row: tuple[float, int, float, float],
+) -> None:
+    num_coins = 5000
+    logits = random_logits(1).expand(num_coins, -1).contiguous()
+    row_parameters = parameters([row] * num_coins)
+    ours = sample_rows(logits, row_parameters, sweep(num_coins), TorchFilters())
+    theirs = draw_likeliest(
+        temper(logits, row_parameters.temperature),
+        row_parameters.top_k,
+        row_parameters.top_p,
+        row_parameters.min_p,
+        sweep(num_coins),
+        width=VOCAB,
+    )
+    counts = [torch.bincount(tokens, minlength=VOCAB) for tokens in (ours, theirs)]
+    assert (counts[0] - counts[1]).abs().max() <= 2  # a token's share may begin between two coins
+
+
+def test_a_row_without_filters_draws_what_the_other_sampler_draws() -> None:
+    num_rows = 500
+    logits = random_logits(num_rows)
+    coin = coins(torch.arange(num_rows), torch.full((num_rows,), 7))
+    row_parameters = parameters([(0.8, 0, 1.0, 0.05)] * num_rows)
+    ours = sample_rows(logits, row_parameters, coin, TorchFilters())
+    theirs = draw(temper(logits, row_parameters.temperature), row_parameters.min_p, coin)
+    assert torch.equal(ours, theirs)
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    logits = random_logits(40)
+    tokens = sample_rows(logits, parameters([(0.0, 4, 0.9, 0.1)] * 40), sweep(40), TorchFilters())
+    assert torch.equal(tokens, logits.argmax(dim=-1))
+
+
+def test_a_rows_token_depends_on_no_other_row_and_not_on_its_place() -> None:
+    logits, coin = random_logits(len(ROWS)), sweep(len(ROWS))
+    together = sample_rows(logits, parameters(ROWS), coin, TorchFilters())
+    for i, row in enumerate(ROWS):
+        alone = sample_rows(logits[i : i + 1], parameters([row]), coin[i : i + 1], TorchFilters())
+        assert alone == together[i]
+    order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(3))
+    shuffled = parameters([ROWS[i] for i in order.tolist()])
+    tokens = sample_rows(logits[order], shuffled, coin[order], TorchFilters())
+    assert torch.equal(tokens, together[order])
+
+
+def test_both_filters_sample_alike(flashinfer_filters: Filters) -> None:
+    rows = ROWS * 30
+    logits, coin = random_logits(len(rows)), sweep(len(rows)).flip(0).contiguous()
+    ours = sample_rows(logits, parameters(rows), coin, TorchFilters())
+    assert torch.equal(sample_rows(logits, parameters(rows), coin, flashinfer_filters), ours)
+
+
+@pytest.mark.parametrize("use_flashinfer", [False, True])
+def test_tokens_as_likely_as_the_last_one_kept_stay_too(
+    use_flashinfer: bool, flashinfer_filters: Filters
+) -> None:
+    filters = flashinfer_filters if use_flashinfer else TorchFilters()
+    probs = torch.tensor([[0.3, 0.2, 0.1, 0.2, 0.2]])
+    kept = filters.top_k(probs, torch.tensor([2], dtype=torch.int32))
+    assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
+    torch.testing.assert_close(kept.sum(), torch.tensor(1.0))
+    kept = filters.top_p(probs, torch.tensor([0.4]))
+    assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("use_flashinfer", [False, True])
+def test_top_p_of_one_keeps_every_token(use_flashinfer: bool, flashinfer_filters: Filters) -> None:
+    filters = flashinfer_filters if use_flashinfer else TorchFilters()
+    probs = torch.softmax(random_logits(3, vocab=4000) * 2, dim=-1)
+    assert torch.equal(filters.top_p(probs, torch.ones(3)), probs)
+
+
+def test_coins_at_the_ends_give_tokens_that_are_allowed() -> None:
+    logits = random_logits(3)
+    logits[:, 0] = logits[:, -1] = -torch.inf
+    for value in (0.0, 1 - 2.0**-52):
+        coin = torch.full((3,), value, dtype=torch.float64)
+        tokens = sample_rows(logits, parameters([(1.0, 0, 1.0, 0.0)] * 3), coin, TorchFilters())
+        assert torch.isfinite(logits.gather(-1, tokens[:, None])).all()
+
+
+def test_a_graph_of_it_follows_the_parameters_of_each_replay() -> None:
+    backend = RecordingBackend()
+    logits, coin, row_parameters = random_logits(len(ROWS)), sweep(len(ROWS)), parameters(ROWS)
+    tokens = torch.zeros(len(ROWS), dtype=torch.int64)
+
+    def run() -> None:
+        tokens.copy_(sample_rows(logits, row_parameters, coin, TorchFilters()))
+
+    with backend.session(label="sampling", num_captures=1):
+        backend.warm_up(run)
+        backend.capture(ShapeKey(len(ROWS)), run)
+    for seed in range(4):
+        order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(seed))
+        other = parameters([ROWS[i] for i in order.tolist()])
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(row_parameters, name).copy_(getattr(other, name))
+        logits.copy_(random_logits(len(ROWS), seed=seed + 1))
+        backend.replay(ShapeKey(len(ROWS)))
+        assert torch.equal(tokens, sample_rows(logits, other, coin, TorchFilters()))
+
+
+def test_filters_keep_what_the_library_keeps(real: Any) -> None:
+    """By its own references; the one for top_k takes one k for all rows."""
+    probs = torch.softmax(random_logits(6), dim=-1)
+    for k in (1, 3, VOCAB):
+        ours = TorchFilters().top_k(probs, torch.full((6,), k, dtype=torch.int32))
+        torch.testing.assert_close(ours, reference("top_k_renorm_probs")(probs, k))
+    top_p = torch.tensor([0.05, 0.3, 0.5, 0.9, 0.95, 0.999])
+    ours = TorchFilters().top_p(probs, top_p)
+    torch.testing.assert_close(ours, reference("top_p_renorm_probs")(probs, top_p))

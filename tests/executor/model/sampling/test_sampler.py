@@ -1,0 +1,449 @@
+"""A sampler that is off by a little answers fluently and wrongly, so each parameter is held
+against a plain version, Transformers' own where it has one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from executor.batch.read_starts import read_starts
+from executor.model.sampling.fixed_shape import TorchFilters
+from executor.model.sampling.logits import coins, draw, score
+from executor.model.sampling.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
+from tests.executor.support.steps import row_starts
+
+VOCAB_SIZE = 20
+
+
+def starts(vocab_size: int = VOCAB_SIZE, num_rows: int = 4096, **columns: Any) -> RowStarts:
+    return read_starts(row_starts(**columns), num_rows=num_rows, vocab_size=vocab_size)
+
+
+def sample_one(
+    logits: torch.Tensor, *, seq_len: int = 0, calls: int = 1, **columns: Any
+) -> list[int]:
+    """Returns the tokens of ``calls`` consecutive steps of one row with the same logits."""
+    sampler = Sampler(1, len(logits))
+    sampler.start(starts(len(logits), rows=[0], **columns))
+    rows = np.array([0])
+    return [
+        int(sampler.sample(logits[None], rows, np.array([seq_len + i]))[0]) for i in range(calls)
+    ]
+
+
+def random_logits(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
+    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 3 * PICK_WIDTH])
+@pytest.mark.parametrize(
+    ("columns", "processors"),
+    [
+        ({}, []),
+        ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_k": 200}, [TopKLogitsWarper(200)]),
+        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+        ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+        (
+            {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.1},
+            [
+                TemperatureLogitsWarper(1.5),
+                TopKLogitsWarper(12),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.1),
+            ],
+        ),
+    ],
+)
+def test_samples_follow_the_distribution_that_transformers_would_sample_from(
+    columns: dict[str, float], processors: list[LogitsProcessor], vocab_size: int
+):
+    count = 4096
+    logits = random_logits(vocab_size)
+    expected = logits[None].clone()
+    for processor in processors:
+        expected = processor(torch.zeros(1, 0, dtype=torch.long), expected)
+    sampler = Sampler(count, vocab_size)
+    columns = {"temperature": 1.0, **columns}
+    rows = np.arange(count)
+    sampler.start(
+        starts(
+            vocab_size,
+            rows=rows,
+            seed=rows,
+            **{name: [value] * count for name, value in columns.items()},
+        )
+    )
+
+    tokens = sampler.sample(logits.expand(count, -1), rows, np.full(count, 7))
+
+    assert_distributed_like(tokens, expected.softmax(-1)[0])
+
+
+def assert_distributed_like(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    """Chi-square; tokens expected fewer than 5 times are counted together."""
+    observed = torch.bincount(tokens, minlength=len(probs)).double()
+    assert observed[probs == 0].sum() == 0, "a token was sampled that should have been dropped"
+    expected = probs.double() * len(tokens)
+    is_rare = expected < 5
+    observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
+    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum().item()
+    freedom = max(len(expected) - 1, 1)
+    # Wilson and Hilferty's approximation of the 99.9 % quantile; the seeds are fixed.
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_zero_temperature_takes_the_likeliest_token():
+    logits = random_logits()
+    assert sample_one(logits) == [int(logits.argmax())]
+
+
+def test_a_tiny_temperature_does_not_overflow():
+    logits = random_logits()
+    assert sample_one(logits, temperature=[1e-38]) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("penalty", [1.7, 0.4])
+def test_repetition_penalty_equals_transformers(penalty: float):
+    logits = random_logits()
+    prompt, output = [3, 5, 5, 8], [1, 8]
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([prompt + output]), logits[None].clone())[0]
+
+    edited = edited_logits(
+        logits,
+        repetition_penalty=[penalty],
+        num_prompt_ids=[len(prompt)],
+        prompt_ids=prompt,
+        num_output_ids=[len(output)],
+        output_ids=output,
+    )
+
+    torch.testing.assert_close(edited, expected)
+
+
+def edited_logits(logits: torch.Tensor, seq_len: int = 0, **columns: Any) -> torch.Tensor:
+    sampler = Sampler(2, len(logits))
+    sampler.start(starts(len(logits), rows=[1], **columns))
+    is_suppressed = seq_len < sampler._suppressed_until[[1]]
+    return sampler._edit(logits[None].clone(), np.array([1]), is_suppressed)[0]
+
+
+def test_presence_penalty_counts_a_token_once_and_frequency_each_time():
+    logits = random_logits()
+    expected = logits.clone()
+    expected[4] -= 0.5 + 3 * 0.25
+    expected[9] -= 0.5 + 1 * 0.25
+
+    edited = edited_logits(
+        logits,
+        presence_penalty=[0.5],
+        frequency_penalty=[0.25],
+        num_prompt_ids=[2],
+        prompt_ids=[2, 4],
+        num_output_ids=[4],
+        output_ids=[4, 9, 4, 4],
+    )
+
+    torch.testing.assert_close(edited, expected)
+
+
+def test_sampled_tokens_count_as_output():
+    logits = torch.zeros(VOCAB_SIZE)
+    tokens = sample_one(logits, calls=VOCAB_SIZE, presence_penalty=[1.0])
+    assert sorted(tokens) == list(range(VOCAB_SIZE))
+
+
+def test_biases_shift_logits():
+    logits = random_logits()
+    expected = logits.clone()
+    expected[2] += 1.5
+    expected[7] -= 4
+    edited = edited_logits(logits, num_biases=[2], bias_ids=[2, 7], biases=[1.5, -4])
+    torch.testing.assert_close(edited, expected)
+
+
+def test_suppressed_ids_come_back_when_the_sequence_is_long_enough():
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[[3, 4]] = torch.tensor([9.0, 8.0])
+    tokens = sample_one(
+        logits,
+        seq_len=5,
+        calls=3,
+        suppressed_until=[7],
+        num_suppressed_ids=[1],
+        suppressed_ids=[3],
+    )
+    assert tokens == [4, 4, 3]
+
+
+def test_a_row_that_starts_again_forgets_what_it_held():
+    def columns(offset: int) -> dict[str, Any]:
+        return {
+            "repetition_penalty": [1.5],
+            "presence_penalty": [1.0],
+            "num_biases": [1],
+            "bias_ids": [offset],
+            "biases": [3.0],
+            "num_suppressed_ids": [1],
+            "suppressed_ids": [offset + 1],
+            "suppressed_until": [100],
+            "num_prompt_ids": [1],
+            "prompt_ids": [offset + 2],
+            "num_output_ids": [1],
+            "output_ids": [offset + 3],
+        }
+
+    logits, rows = random_logits()[None], np.array([0])
+    fresh, used = Sampler(1, VOCAB_SIZE), Sampler(1, VOCAB_SIZE)
+    fresh.start(starts(rows=[0], **columns(10)))
+    used.start(starts(rows=[0], scores_output=[1], num_top_logprobs=[4], **columns(0)))
+    used.sample(logits, rows, np.array([3]))
+
+    used.start(starts(rows=[0], **columns(10)))
+
+    edited = [sampler._edit(logits.clone(), rows, np.array([True])) for sampler in (used, fresh)]
+    assert torch.equal(*edited)
+    assert not used.scores_output[0]
+    assert used.num_top_logprobs[0] == 0
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(3, -1)
+    edge_coins = torch.tensor([0.0, 0.5, 1 - 2.0**-52], dtype=torch.float64)
+    assert draw(logits, torch.zeros(3), edge_coins).tolist() == [1, 3, 3]
+
+
+def test_a_preempted_row_goes_on_as_if_nothing_had_happened():
+    logits = random_logits()
+    columns: dict[str, Any] = {
+        "temperature": [1.3],
+        "frequency_penalty": [0.7],
+        "repetition_penalty": [1.2],
+        "num_prompt_ids": [2],
+        "prompt_ids": [1, 2],
+        "seed": [2**64 - 5],
+    }
+    whole = sample_one(logits, seq_len=2, calls=12, **columns)
+    first, rest = whole[:5], whole[5:]
+    resumed = sample_one(
+        logits, seq_len=7, calls=7, num_output_ids=[5], output_ids=first, **columns
+    )
+    assert resumed == rest
+
+
+def test_a_sequence_samples_alike_in_any_batch():
+    """Kinds of rows go through different code together; none may notice the others."""
+    generator = torch.Generator().manual_seed(1)
+    count, vocab_size = 40, 300
+    logits = torch.randn(count, vocab_size, generator=generator)
+    columns = {
+        "temperature": [0, 1.0, 0.7, 1.2] * 10,
+        "top_k": [0, 5, 0, 200, 0, 0, 8, 0] * 5,
+        "top_p": [1.0, 1.0, 0.8, 0.9, 1.0] * 8,
+        "min_p": [0, 0.05] * 20,
+        "presence_penalty": [0, 0, 1.0, 0, 0] * 8,
+        "seed": list(range(count)),
+        "num_biases": [0, 1] * 20,
+        "bias_ids": list(range(20)),
+        "biases": [2.0] * 20,
+        "suppressed_until": [0] * 20 + [50] * 20,
+        "num_suppressed_ids": [1] * count,
+        "suppressed_ids": list(range(count)),
+    }
+    together = Sampler(count, vocab_size)
+    rows, seq_lens = np.arange(count), np.arange(count) * 2
+    together.start(starts(vocab_size, rows=rows, **columns))
+    expected = together.sample(logits, rows, seq_lens).tolist()
+
+    alone = Sampler(count, vocab_size)
+    alone.start(starts(vocab_size, rows=rows, **columns))
+    order = torch.randperm(count, generator=generator).numpy()
+    tokens = {
+        int(row): alone.sample(logits[[row]], order[[i]], seq_lens[[row]]).item()
+        for i, row in enumerate(order)
+    }
+
+    assert [tokens[row] for row in range(count)] == expected
+    assert alone.last_tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("columns", [{}, {"top_k": 7}, {"top_p": 0.9}])
+def test_rows_of_one_kind_each_toss_their_own_coin(columns: dict[str, Any]):
+    count = 30
+    logits = random_logits().expand(count, -1)
+    rows, seq_lens = np.arange(count), np.arange(count) * 3 + 1
+    columns = {"temperature": 1.0, **columns}
+    begun = starts(rows=rows, seed=rows, **{k: [value] * count for k, value in columns.items()})
+    together, alone = Sampler(count, VOCAB_SIZE), Sampler(count, VOCAB_SIZE)
+    together.start(begun)
+    alone.start(begun)
+    tokens = together.sample(logits, rows, seq_lens).tolist()
+    assert tokens == [
+        alone.sample(logits[[row]], rows[[row]], seq_lens[[row]]).item() for row in rows
+    ]
+    assert len(set(tokens)) > 3
+
+
+def test_logits_are_left_as_they_were():
+    logits = random_logits()[None].repeat(2, 1)
+    before = logits.clone()
+    sampler = Sampler(2, VOCAB_SIZE)
+    sampler.start(
+        starts(rows=[0, 1], temperature=[1, 0], num_biases=[1, 1], bias_ids=[1, 2], biases=[3, 4])
+    )
+    sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
+    assert torch.equal(logits, before)
+
+
+def test_logits_are_left_as_they_were_when_some_of_the_rows_are_edited():
+    logits = random_logits()[None].repeat(2, 1)
+    before = logits.clone()
+    sampler = Sampler(2, VOCAB_SIZE)
+    sampler.start(
+        starts(rows=[0, 1], temperature=[1, 1], num_biases=[0, 1], bias_ids=[2], biases=[4])
+    )
+    sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
+    assert torch.equal(logits, before)
+
+
+def test_what_is_on_the_device_already_samples_like_what_is_not():
+    columns: dict[str, Any] = {
+        "temperature": [0, 1.0, 0.7, 1.2],
+        "top_k": [0, 5, 0, 200],
+        "top_p": [1.0, 0.9, 0.8, 0.7],
+        "min_p": [0, 0.1, 0, 0.05],
+        "repetition_penalty": [1, 1.3, 1, 1],
+        "presence_penalty": [0, 0, 0.5, 0],
+        "frequency_penalty": [0, 0, 0, 0.25],
+        "seed": [1, 2**64 - 1, 2**63, 4],
+    }
+    logits = torch.stack([random_logits(seed=seed) for seed in range(4)])
+    plain, staged = Sampler(6, VOCAB_SIZE), Sampler(6, VOCAB_SIZE)
+    rows, seq_lens = np.array([5, 0, 3, 2]), np.array([4, 9, 2, 7])
+    begun = starts(rows=rows, **columns)
+    packed = np.empty(4 * PARAMETER_WIDTH, dtype=np.int64)
+    begun.pack_parameters(packed)
+    plain.start(begun)
+    staged.start(begun, torch.from_numpy(rows), torch.from_numpy(packed))
+    for step in range(20):
+        expected = plain.sample(logits, rows, seq_lens + step)
+        at, positions = torch.from_numpy(rows), torch.from_numpy(seq_lens + step)
+        assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
+    assert torch.equal(staged.last_tokens, plain.last_tokens)
+    assert staged._seed[[5, 0, 3, 2]].tolist() == [1, -1, -(2**63), 4]
+    for name, state in (
+        ("temperature", staged._temperature),
+        ("top_p", staged._top_p),
+        ("min_p", staged._min_p),
+        ("repetition_penalty", staged._repetition),
+        ("presence_penalty", staged._presence),
+        ("frequency_penalty", staged._frequency),
+    ):
+        assert state[[5, 0, 3, 2]].tolist() == pytest.approx(columns[name])
+
+
+def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
+    sampler, logits, rows = Sampler(1, VOCAB_SIZE), random_logits()[None], np.array([0])
+    likeliest = int(logits.argmax())
+    sampler.start(
+        starts(
+            rows=[0],
+            suppressed_until=[5],
+            num_suppressed_ids=[1],
+            suppressed_ids=[likeliest],
+        )
+    )
+    assert sampler.sample(logits, rows, np.array([4])).item() != likeliest
+    assert sampler.sample(logits, rows, np.array([5])).item() == likeliest
+    sampler.start(starts(rows=[0]))
+    assert sampler.sample(logits, rows, np.array([0])).item() == likeliest
+
+
+def test_bfloat16_logits_sample_as_their_float32_values():
+    logits = random_logits().bfloat16()
+    columns: dict[str, Any] = {"temperature": [1.0], "top_p": [0.9], "seed": [4]}
+    assert sample_one(logits, **columns) == sample_one(logits.float(), **columns)
+
+
+def test_coins_equal_splitmix64_in_plain_integers():
+    mask = 2**64 - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    pairs = [(0, 0), (1, 0), (2**64 - 1, 5), (2**63, 100_000), (12345, 77)]
+    expected = [
+        (mix((mix((seed + gamma) & mask) + (position + 1) * gamma) & mask) >> 12) / 2**52
+        for seed, position in pairs
+    ]
+    seeds = torch.from_numpy(np.array([seed for seed, _ in pairs], np.uint64).view(np.int64))
+    positions = torch.tensor([position for _, position in pairs])
+    assert coins(seeds, positions).tolist() == expected
+
+
+def test_coins_are_uniform_over_seeds_and_over_positions():
+    count = 20_000
+    ramp, fixed = torch.arange(count), torch.full((count,), 3)
+    for uniform in (coins(ramp, fixed), coins(fixed, ramp)):
+        assert_distributed_like((uniform * 50).long(), torch.full((50,), 1 / 50))
+        neighbours = (uniform[:-1] * 7).long() * 7 + (uniform[1:] * 7).long()
+        assert_distributed_like(neighbours[::2], torch.full((49,), 1 / 49))
+
+
+def test_scores_are_log_probabilities_of_the_untouched_logits():
+    logits = torch.stack([random_logits(seed=seed) for seed in range(3)])
+    expected = logits.log_softmax(-1)
+
+    logprobs, top_ids, top_logprobs = score(logits, torch.tensor([4, 0, 7]), np.array([2, 0, 3]))
+
+    torch.testing.assert_close(logprobs, expected[[0, 1, 2], [4, 0, 7]])
+    assert top_ids.tolist() == [*expected[0].topk(2)[1], *expected[2].topk(3)[1]]
+    torch.testing.assert_close(
+        top_logprobs, torch.cat([expected[0].topk(2)[0], expected[2].topk(3)[0]])
+    )
+
+
+def test_a_row_without_any_finite_logit_still_gives_a_token_of_the_vocabulary():
+    logits = torch.full((VOCAB_SIZE,), torch.nan)
+    for columns in ({}, {"temperature": [1.0]}, {"temperature": [1.0], "top_k": [3]}):
+        [token] = sample_one(logits, **columns)
+        assert 0 <= token < VOCAB_SIZE
+
+
+def test_filters_for_all_rows_take_the_same_tokens_where_nothing_is_filtered():
+    """On a GPU all rows go through the same stages; greedy and plain random rows must not differ."""
+    logits = torch.cat([random_logits(seed=seed).view(1, -1) for seed in range(8)])
+    rows, seq_lens = np.arange(8), np.arange(3, 11)
+    columns = {"rows": rows, "temperature": [0.0, 1.0] * 4, "seed": rows}
+    tokens = []
+    for filters in (None, TorchFilters()):
+        sampler = Sampler(8, VOCAB_SIZE, filters=filters)
+        sampler.start(starts(**columns))
+        tokens.append(sampler.sample(logits, rows, seq_lens).tolist())
+    assert tokens[0] == tokens[1]
+
+
+def test_filters_for_all_rows_keep_each_row_to_its_own_top_k():
+    logits = torch.arange(VOCAB_SIZE).float().repeat(64, 1)
+    rows, top_k = np.arange(64), np.array([1, 3] * 32)
+    sampler = Sampler(64, VOCAB_SIZE, filters=TorchFilters())
+    sampler.start(starts(rows=rows, temperature=[50.0] * 64, top_k=top_k, seed=rows))
+    tokens = sampler.sample(logits, rows, rows).numpy()
+    assert (tokens >= VOCAB_SIZE - top_k).all()
+    assert set(tokens[1::2].tolist()) == {VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 1}

@@ -1,0 +1,167 @@
+"""If this fails, a broken checkpoint serves nonsense instead of an error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from executor.errors import CheckpointError
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.weights import Part, WeightGroup, load_weights
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.topology import Topology
+from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
+from tests.executor.support.serving import Rank
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+EXPERT_3 = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: Any) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("good")
+    return path, save_qwen3_moe(path, "plain")
+
+
+@pytest.fixture
+def broken(good: tuple[Path, Any], tmp_path: Path) -> Callable[..., Path]:
+    """Returns a function that copies the good checkpoint with some tensors changed."""
+
+    def copy(**changed: torch.Tensor | None) -> Path:
+        shutil.copytree(good[0], tmp_path, dirs_exist_ok=True)
+        tensors: dict[str, Any] = load_file(tmp_path / "model.safetensors") | changed
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return copy
+
+
+def load(path: Path, **options: Any) -> None:
+    load_model(path, ModelConfig.from_dir(path), **options)
+
+
+def rank_0_of(topology: Topology) -> dict[str, Any]:
+    communicator = DpCommunicator(
+        topology=topology,
+        max_tokens_per_rank=1,
+        hidden_size=48,
+        dtype=torch.float32,
+        top_k=2,
+    )
+    return {"topology": topology, "communicator": communicator}
+
+
+def test_a_missing_tensor_is_named(broken: Callable[..., Path]):
+    with pytest.raises(CheckpointError, match=f"lacks {QUERY}"):
+        load(broken(**{QUERY: None}))
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(broken: Callable[..., Path]):
+    path = broken(**{QUERY: torch.zeros(3, 5)})
+    with pytest.raises(CheckpointError, match=r"q_proj.* in .*\[3, 5\]; .* needs \[64, 48\]"):
+        load(path)
+
+
+def test_a_tensor_without_a_place_is_named(broken: Callable[..., Path]):
+    path = broken(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which this model has no place"):
+        load(path)
+
+
+def test_a_tensor_of_integers_is_refused(broken: Callable[..., Path]):
+    path = broken(**{QUERY: torch.zeros(64, 48, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match="has type I8"):
+        load(path)
+
+
+def test_a_file_that_is_no_safetensors_is_named(good: tuple[Path, Any], tmp_path: Path):
+    shutil.copytree(good[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor in sight")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has neither"):
+        load(tmp_path)
+
+
+def test_experts_of_other_ranks_are_not_read(broken: Callable[..., Path]):
+    path = broken(**{EXPERT_3: torch.zeros(1)})
+    load(path, **rank_0_of(Topology(dp_size=2)))
+    with pytest.raises(CheckpointError, match=EXPERT_3):
+        load(path)
+
+
+def test_a_rank_of_several_needs_a_communicator_of_as_many(good: tuple[Path, Any]):
+    with pytest.raises(
+        ValueError,
+        match=r"communicator is for .*dp_size=1, .* the model for .*dp_rank=1, dp_size=2",
+    ):
+        load(good[0], topology=Topology(dp_rank=1, dp_size=2))
+
+
+def test_shards_load_like_one_file(good: tuple[Path, Any], tmp_path: Path):
+    path, model = good
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in shards.items():
+        save_file({name: tensors[name] for name in members}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ids = [5, 9, 11, 80]
+    got = Rank(tmp_path).step({0: ids})[0]
+    assert (got - reference_logits(model, ids)).abs().max() < 1e-4
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"names b\.safetensors, which"):
+        load(tmp_path)
+
+
+def test_progress_counts_every_tensor_that_is_needed(good: tuple[Path, Any]):
+    seen: list[tuple[int, int]] = []
+    load(good[0], on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+    assert len(seen) == len(load_file(good[0] / "model.safetensors"))
+
+
+def test_only_the_part_that_a_target_stands_for_is_read(tmp_path: Path):
+    saved = torch.arange(24.0).view(4, 6)
+    save_file({"w": saved}, tmp_path / "model.safetensors")
+    rows, columns = torch.zeros(2, 6, dtype=torch.bfloat16), torch.zeros(4, 3)
+    load_weights(tmp_path, [WeightGroup({"w": Part(rows, 0, range(1, 3), 4)})])
+    load_weights(tmp_path, [WeightGroup({"w": Part(columns, 1, range(3, 6), 6)})])
+    assert rows.tolist() == saved[1:3].tolist()
+    assert columns.tolist() == saved[:, 3:].tolist()
+    nothing = torch.zeros(0, 6)
+    load_weights(tmp_path, [WeightGroup({"w": Part(nothing, 0, range(4, 4), 4)})])
+
+
+@pytest.mark.parametrize(("dim", "size"), [(0, 5), (1, 6)])
+def test_a_tensor_of_which_a_part_is_wanted_must_have_the_whole_shape(
+    tmp_path: Path, dim: int, size: int
+):
+    save_file({"w": torch.zeros(4, 6)}, tmp_path / "model.safetensors")
+    part = Part(torch.zeros(2, 2), dim, range(2), size)
+    with pytest.raises(CheckpointError, match=r"w in .* has shape \[4, 6\]; this model needs"):
+        load_weights(tmp_path, [WeightGroup({"w": part})])
+
+
+def test_an_executor_that_shares_attention_needs_a_communicator_for_it(good: tuple[Path, Any]):
+    with pytest.raises(ValueError, match=r"joins 1 executors, .* attn_tp_size=2"):
+        load(good[0], **rank_0_of(Topology(attn_tp_size=2)))
+
+
+def test_a_dense_mlp_that_cannot_be_split_names_the_setting_that_keeps_it_whole(tmp_path: Path):
+    save_qwen3_moe(tmp_path, "mlp_only", num_experts=3)
+    three = rank_0_of(Topology(dp_size=3))
+    with pytest.raises(ValueError, match=r"intermediate_size=40 .*, or set moe_dense_tp_size=1"):
+        load(tmp_path, **three)
+    load(tmp_path, **three, moe_dense_tp_size=1)

@@ -1,0 +1,203 @@
+"""If this fails, an executor waits for a member that will never come while its router begins anew."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from executor.build import executor as build
+from executor.config import ExecutorConfig
+from executor.errors import JoinFailed
+from executor.links import connect_all
+from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
+from tests.executor.support.ranks.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
+
+STORE = f"{HOST}:1"
+
+
+class Groups:
+    """Groups of an epoch, whose members come when a test says so."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_form = threading.Event()
+        self.is_closed = threading.Event()
+        self.num_closed = 0
+
+    def form(self, epoch: int, host: str, port: int) -> "Groups":
+        self.begun.set()
+        assert self.may_form.wait(TIMEOUT_S)
+        return self
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.is_closed.set()
+
+
+@pytest.fixture
+def groups() -> Iterator[Groups]:
+    groups = Groups()
+    yield groups
+    groups.may_form.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def test_what_forms_is_returned_and_stays_open(groups: Groups):
+    groups.may_form.set()
+    attempt = JoinAttempt(1)
+    assert attempt.form(groups.form, STORE) is groups
+    attempt.check()
+    assert not groups.is_closed.is_set()
+
+
+def test_the_groups_are_formed_at_the_address_that_prepare_gave():
+    given: list[Any] = []
+
+    def form(*place: Any) -> Groups:
+        given.append(place)
+        return Groups()
+
+    JoinAttempt(7).form(form, "[::1]:80")
+    JoinAttempt(8).form(form, "executor-0.test:81")
+    assert given == [(7, "::1", 80), (8, "executor-0.test", 81)]
+    for address in ("nowhere", ":80", "host:", "host:0", "host:65536", "host:000000080"):
+        with pytest.raises(JoinFailed, match=f"store_address='{address}': need host:port"):
+            JoinAttempt(9).form(form, address)
+    assert len(given) == 2
+
+
+def test_why_groups_did_not_form_is_told():
+    def form(epoch: int, host: str, port: int) -> Groups:
+        raise RuntimeError("rank 1 did not come")
+
+    with pytest.raises(JoinFailed, match=f"epoch 3: no group .* at {STORE}: rank 1 did not come"):
+        JoinAttempt(3).form(form, STORE)
+
+
+def test_who_waits_for_members_that_never_come_is_free_when_the_attempt_is_called_off(
+    groups: Groups, pool: ThreadPoolExecutor
+):
+    attempt = JoinAttempt(4)
+    joining = pool.submit(attempt.form, groups.form, STORE)
+    assert groups.begun.wait(TIMEOUT_S)
+    attempt.call_off("epoch 5 has begun")
+    attempt.call_off("another reason")
+    with pytest.raises(JoinFailed, match="epoch 4: epoch 5 has begun"):
+        joining.result(TIMEOUT_S)
+    assert not groups.may_form.is_set()
+
+    groups.may_form.set()
+    assert groups.is_closed.wait(TIMEOUT_S), "the others would take this executor for a member"
+
+
+def test_an_attempt_that_was_called_off_before_it_came_to_forming_forms_nothing(groups: Groups):
+    attempt = JoinAttempt(4)
+    attempt.call_off("epoch 5 has begun")
+    with pytest.raises(JoinFailed, match="epoch 5 has begun"):
+        attempt.form(groups.form, STORE)
+    assert not groups.begun.is_set()
+
+
+def test_groups_that_form_as_the_attempt_is_called_off_are_either_returned_or_closed(
+    pool: ThreadPoolExecutor,
+):
+    """Called off by several threads, at the very moment."""
+    for epoch in range(200):
+        groups, attempt = Groups(), JoinAttempt(epoch)
+        joining = pool.submit(attempt.form, groups.form, STORE)
+        assert groups.begun.wait(TIMEOUT_S)
+        ends = [pool.submit(attempt.call_off, "over") for _ in range(2)]
+        groups.may_form.set()
+        for end in ends:
+            end.result(TIMEOUT_S)
+        if joining.exception(TIMEOUT_S) is None:
+            assert groups.num_closed == 0
+        else:
+            assert groups.is_closed.wait(TIMEOUT_S)
+            assert groups.num_closed == 1
+        with pytest.raises(JoinFailed, match="over"):
+            attempt.check()
+
+
+# Real groups
+
+
+def test_an_executor_whose_peer_never_came_joins_the_next_epoch_beside_the_old_one(
+    pool: ThreadPoolExecutor,
+):
+    old, new = open_store(HOST, timeout_s=TIMEOUT_S), open_store(HOST, timeout_s=TIMEOUT_S)
+    attempt, has_begun = JoinAttempt(1), threading.Event()
+
+    def form(epoch: int, host: str, port: int) -> EpochGroups:
+        has_begun.set()
+        place = Topology(dp_size=2)
+        return join_group(host, port, epoch=epoch, topology=place, bind_host=HOST)
+
+    joining = pool.submit(attempt.form, form, f"{HOST}:{old.port}")
+    assert has_begun.wait(TIMEOUT_S)
+    attempt.call_off("epoch 2 has begun")
+    with pytest.raises(JoinFailed, match="epoch 2 has begun"):
+        joining.result(TIMEOUT_S)
+    seen = on_every_rank(new.port, 2, topologies(2, 1), lambda place, groups: groups.epoch)
+    assert seen == [2, 2]
+    del old  # ends what was left behind
+
+
+def test_groups_between_gpus_form_on_the_gpu_of_the_executor(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They form in a thread of their own, and every thread begins on the first GPU."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
+    monkeypatch.setattr(build, "join_group", lambda *place, epoch, **_: done.append(epoch))
+    config = ExecutorConfig(model=tiny_checkpoint, dp_size=2, listen=f"{HOST}:1")
+    for device in ("cuda:3", "cpu"):
+        build._form_group(config, torch.device(device))(7, HOST, 1)
+    assert done == ["cuda:3", 7, 7]
+
+
+def test_a_late_caller_of_an_epoch_that_was_called_off_is_no_member_of_the_next(
+    pool: ThreadPoolExecutor,
+):
+    """It finds who waited for it then, who closes at once, and never who waits now."""
+    store, host = HashStore(), HOST
+    attempt = JoinAttempt(1)
+
+    def connect(epoch: int, rank: int) -> Any:
+        return connect_all(PrefixStore(f"epoch-{epoch}", store), rank, 2, host, TIMEOUT_S)
+
+    old = pool.submit(attempt.form, lambda epoch, host, port: connect(1, 0), STORE)
+    store.wait(["epoch-1/0"])  # it listens
+    attempt.call_off("epoch 2 has begun")
+    with pytest.raises(JoinFailed):
+        old.result(TIMEOUT_S)
+    waiting = pool.submit(connect, 2, 0)
+    store.wait(["epoch-2/0"])
+
+    late = connect(1, 1)
+    with ExitStack() as opened:
+        opened.callback(late.close)
+        late.send(b"old")
+        with pytest.raises(ConnectionError, match="world rank 0: "):
+            late.receive()
+        assert not waiting.done()
+
+        links = [connect(2, 1), waiting.result(TIMEOUT_S)]
+        for each in links:
+            opened.callback(each.close)
+            each.send(b"new")
+        assert [each.receive() for each in links] == [[b"new", b"new"]] * 2

@@ -1,0 +1,419 @@
+"""If this fails, a group cannot form again, or a lost peer is waited for.
+
+Each rank of gloo's groups is a thread here, with connections of its own.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, distributed_c10d
+
+from executor.links import Links, connect_all
+from executor.parallel import process_groups as parallel
+from executor.parallel.process_groups import (
+    EpochGroups,
+    GlooGroup,
+    NcclGroup,
+    RankGroup,
+    join_group,
+)
+from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
+from tests.executor.support.ranks.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
+
+# What gloo says of a connection that a peer ended: when it reads, and when it writes.
+SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
+LOST = ("closed by peer", "reset by peer", "Broken pipe")
+
+
+def sums(place: Topology, groups: EpochGroups) -> list[int]:
+    """Returns sums over the world and, if there is one, over the attention-TP group."""
+    found = []
+    for group in (groups.world, groups.attn_tp):
+        if group is not None:
+            x = torch.tensor([10**place.world_rank])
+            group.all_reduce(x)
+            found.append(int(x))
+    return found
+
+
+def test_groups_form_again_under_every_epoch_in_one_process():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    for epoch, places in enumerate((topologies(2, 1), topologies(1, 2), topologies(2, 1))):
+        seen = on_every_rank(store.port, epoch, places, sums)
+        assert seen == [[11] * (1 + (places[0].attn_tp_size > 1))] * 2
+
+
+def test_an_attention_tp_group_has_the_executors_of_one_dp_rank():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), sums)
+    assert seen == [[1111, 11]] * 2 + [[1111, 1100]] * 2
+
+
+@pytest.mark.parametrize("waits_in", ["world", "attn_tp", "host"])
+def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_in: str):
+    """Also while what failed is still referred to, as by an error that is on its way."""
+    held = []
+
+    def act(place: Topology, groups: EpochGroups) -> None:
+        held.append(groups)
+        if place.world_rank == 1:
+            return
+        group: RankGroup = getattr(groups, waits_in)
+        if group is groups.attn_tp and place.dp_rank == 1:
+            return  # no executor of its DP rank has left
+        group.all_reduce(torch.zeros(3))
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), act)
+    for result in (result for result in seen if result is not None):
+        assert any(words in str(result) for words in LOST), result
+    waited = [True, False, False, False] if waits_in == "attn_tp" else [True, False, True, True]
+    assert [isinstance(result, RuntimeError) for result in seen] == waited
+    assert on_every_rank(store.port, 2, topologies(2, 2), sums)[0] == [1111, 11]
+
+
+def test_a_peer_that_never_comes_is_not_waited_for_as_long_as_one_in_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", 0.3)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor() as pool:
+        forming = pool.submit(
+            join_group, HOST, store.port, epoch=1, topology=Topology(dp_size=2), timeout_s=10_000.0
+        )
+        with pytest.raises(RuntimeError):
+            forming.result(TIMEOUT_S)
+
+
+def test_a_group_that_has_formed_waits_as_long_as_it_was_told():
+    def act(place: Topology, groups: EpochGroups) -> float:
+        timeout: timedelta = groups.host._backend[0].options._timeout
+        return timeout.total_seconds()
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
+
+
+def test_the_links_wait_for_peers_while_a_group_forms_as_long_as_the_group_does(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A peer that is lost between the two was waited for as one inside a step."""
+    waits: list[float] = []
+
+    def connect(*args: Any, form_timeout_s: float) -> Links:
+        waits.append(form_timeout_s)
+        return connect_all(*args, form_timeout_s=form_timeout_s)
+
+    def act(place: Topology, groups: EpochGroups) -> float:
+        return groups.links._timeout_s
+
+    monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", TIMEOUT_S - 1)
+    monkeypatch.setattr(parallel, "connect_all", connect)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
+    assert waits == [TIMEOUT_S - 1] * 2
+
+
+def test_a_group_that_was_left_collects_nothing():
+    def act(place: Topology, groups: EpochGroups) -> None:
+        groups.close()
+        groups.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            groups.links.send(b"x")
+        groups.world.all_reduce(torch.zeros(1))
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    for result in on_every_rank(store.port, 1, topologies(2, 1), act):
+        assert "has left the group" in str(result)
+
+
+def test_the_gate_is_opened_once_and_before_a_collective_of_either_group():
+    """What opens it may refuse, and then the collective does not begin."""
+
+    def act(place: Topology, groups: EpochGroups) -> list[object]:
+        seen: list[object] = []
+        for group in (groups.world, groups.attn_tp):
+            assert group is not None
+            x = torch.ones(1)
+            groups.gate.hold(lambda x=x: seen.append(float(x)))
+            group.all_reduce(x)
+            group.all_reduce(x)
+            seen.append(float(x))
+            groups.gate.hold(refuse)
+            with pytest.raises(ValueError, match="not this one"):
+                group.all_reduce(x)
+            assert float(x) == seen[-1]
+        return seen
+
+    def refuse() -> None:
+        raise ValueError("not this one")
+
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    seen = on_every_rank(store.port, 1, topologies(2, 2), act)
+    assert seen == [[1, 16, 1, 4]] * 4
+
+
+def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+    """Peers that did form it would else wait for this executor until their timeout."""
+    closed = []
+    host = SimpleNamespace(close=lambda: closed.append("host"))
+    monkeypatch.setattr(parallel, "_gloo_group", lambda *args: host)
+
+    def fail(*args: Any) -> NcclGroup:
+        raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(parallel, "_nccl_group", fail)
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        join_group(
+            HOST,
+            store.port,
+            epoch=1,
+            topology=Topology(dp_size=2),
+            device=torch.device("cuda", 0),
+        )
+    assert closed == ["host"]
+
+
+# NCCL, whose calls are checked against the signatures that every backend shares
+
+
+class RecordingNccl:
+    """Stands in for ProcessGroupNCCL. Takes only what gloo's binding of each method takes too."""
+
+    class Options:
+        pass
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.place = (rank, size)
+        self.options = options
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.num_waits = 0
+        self.aborted_in: list[threading.Thread] = []
+        self.is_aborted = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert hasattr(distributed_c10d.ProcessGroup, "eager_connect_single_device") or hasattr(
+            distributed_c10d.ProcessGroupGloo, "eager_connect_single_device"
+        )
+        self.calls.append(("eager_connect_single_device", (device,)))
+
+    def abort(self) -> None:
+        self.aborted_in.append(threading.current_thread())
+        self.is_aborted.set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert hasattr(distributed_c10d.ProcessGroupGloo, name), f"no process group has {name}"
+
+        def call(*args: Any) -> Any:
+            self.calls.append((name, args))
+            return SimpleNamespace(wait=self._wait)
+
+        return call
+
+    def _wait(self) -> None:
+        self.num_waits += 1
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclGroup:
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", RecordingNccl, raising=False)
+    store = PrefixStore("a", HashStore())
+    device = torch.device("cuda", 3)
+    return parallel._nccl_group(store, 1, range(2, 4), device, timedelta(seconds=7), "attn-tp-1")
+
+
+@pytest.fixture
+def backend(nccl: NcclGroup) -> RecordingNccl:
+    [backend] = nccl._backend
+    return backend
+
+
+def test_an_nccl_group_connects_before_its_first_collective(
+    nccl: NcclGroup, backend: RecordingNccl
+):
+    assert (nccl.rank, nccl.world_size) == backend.place == (1, 2)
+    assert backend.options._timeout == timedelta(seconds=7)
+    assert backend.options.global_ranks_in_group == [2, 3]
+    assert backend.calls == [("eager_connect_single_device", (torch.device("cuda", 3),))]
+
+
+COLLECTIVES: list[tuple[Callable[[RankGroup], None], str, list[Any], str]] = [
+    (lambda g: g.all_gather(OUT, IN), "_allgather_base", ["out", "in"], "AllgatherOptions"),
+    (
+        lambda g: g.reduce_scatter(IN, OUT, SCRATCH),
+        "_reduce_scatter_base",
+        ["in", "out"],
+        "ReduceScatterOptions",
+    ),
+    (lambda g: g.all_reduce(IN), "allreduce", [["in"]], "AllreduceOptions"),
+    (
+        lambda g: g.all_to_all(OUT, IN),
+        "alltoall_base",
+        ["out", "in", [], []],
+        "AllToAllOptions",
+    ),
+    (
+        lambda g: g.all_to_all(OUT, IN, [4, 0], [1, 1]),
+        "alltoall_base",
+        ["out", "in", [4, 0], [1, 1]],
+        "AllToAllOptions",
+    ),
+    (lambda g: g.broadcast(IN, 1), "broadcast", [["in"]], "BroadcastOptions"),
+]
+IN, OUT, SCRATCH = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(12)
+NAMES = {id(IN): "in", id(OUT): "out"}
+
+
+def named(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [named(item) for item in argument]
+    return NAMES.get(id(argument), argument)
+
+
+@pytest.mark.parametrize(("collect", "method", "arguments", "options"), COLLECTIVES)
+def test_nccl_collectives_run_on_the_current_stream(
+    nccl: NcclGroup,
+    backend: RecordingNccl,
+    collect: Any,
+    method: str,
+    arguments: list[Any],
+    options: str,
+):
+    backend.calls.clear()
+    collect(nccl)
+    [(called, (*given, last))] = backend.calls
+    assert (called, named(given), type(last).__name__) == (method, arguments, options)
+    assert last.asyncOp is False
+    assert backend.num_waits == 1
+    if options == "BroadcastOptions":
+        assert last.rootRank == 1
+    if options in ("ReduceScatterOptions", "AllreduceOptions"):
+        assert last.reduceOp == distributed_c10d.ReduceOp.SUM
+
+
+@pytest.mark.parametrize(("collect", "method", "arguments", "options"), COLLECTIVES)
+def test_what_nccl_is_called_with_every_backend_takes(
+    collect: Any, method: str, arguments: list[Any], options: str
+):
+    """Gloo's binding raises TypeError for arguments that ProcessGroupNCCL, too, would refuse."""
+    store = PrefixStore(method, HashStore())
+    kind = distributed_c10d.ProcessGroupGloo
+    gloo_options = kind._Options()
+    gloo_options._devices = [kind.create_device(hostname=HOST)]
+    alone = kind(store, 0, 1, gloo_options)
+    x = torch.zeros(2, 3)
+    out = torch.zeros(2, 3)
+    group = NcclGroup(0, 1, alone)
+    calls: dict[str, Callable[[], None]] = {
+        "_allgather_base": lambda: group.all_gather(out, x),
+        "_reduce_scatter_base": lambda: group.reduce_scatter(out, x, SCRATCH),
+        "allreduce": lambda: group.all_reduce(x),
+        "alltoall_base": lambda: group.all_to_all(out, x, [2], [2]),
+        "broadcast": lambda: group.broadcast(x, 0),
+    }
+    calls[method]()
+
+
+def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
+    nccl: NcclGroup, backend: RecordingNccl
+):
+    """NCCL's abort waits until captured graphs are gone, which the caller holds."""
+    nccl.close()
+    nccl.close()
+    assert backend.is_aborted.wait(TIMEOUT_S)
+    [thread] = backend.aborted_in
+    assert thread is not threading.current_thread()
+    assert thread.daemon, "the process would wait for it while it holds the graphs"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
+def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_closed():
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    is_freed = threading.Event()
+
+    def close_once_it_waits(groups: EpochGroups) -> None:
+        while not groups.host._num_pending and not is_freed.is_set():
+            time.sleep(0.001)
+        groups.close()
+
+    def wait_or_stand_still(place: Topology, groups: EpochGroups) -> None:
+        if place.world_rank == 1:
+            is_freed.wait(TIMEOUT_S)
+            return
+        closing = threading.Thread(target=close_once_it_waits, args=(groups,))
+        closing.start()
+        try:
+            groups.world.all_reduce(torch.zeros(1))
+        finally:
+            is_freed.set()
+            closing.join()
+
+    error, _ = on_every_rank(store.port, 0, topologies(2, 1), wait_or_stand_still)
+    assert isinstance(error, RuntimeError)
+    assert "Timed out" not in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
+def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_closed():
+    """Gloo fails what waits for a message when its connection ends, but not what is receiving one."""
+    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    is_freed = threading.Event()
+    received = torch.zeros(2**26, dtype=torch.uint8)
+
+    def send_slowly_or_receive(place: Topology, groups: EpochGroups) -> None:
+        if place.world_rank == 1:
+            set_pace(groups.host, len(received) / TIMEOUT_S)
+            with closing_after(is_freed.is_set, groups):
+                groups.world.broadcast(torch.ones_like(received), 1)
+        else:
+            with closing_after(lambda: bool(received[0]), groups):
+                try:
+                    groups.world.broadcast(received, 1)
+                finally:
+                    is_freed.set()
+
+    errors = on_every_rank(store.port, 0, topologies(2, 1), send_slowly_or_receive)
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert "Timed out" not in str(error)
+    assert received[0], "some of it came"
+    assert not received[-1], "not all of it came"
+
+
+def set_pace(group: GlooGroup, bytes_per_s: float) -> None:
+    """Has the kernel send so much at most through each of a group's connections."""
+    for number in group._connections._by_name.values():
+        with socket.socket(fileno=os.dup(number)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
+
+
+@contextmanager
+def closing_after(happened: Callable[[], bool], groups: EpochGroups) -> Iterator[None]:
+    """Closes the groups, in another thread, when something has happened, and at the end."""
+    has_ended = threading.Event()
+
+    def close() -> None:
+        while not happened() and not has_ended.wait(0.001):
+            pass
+        groups.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()

@@ -1,0 +1,371 @@
+"""If these fail, drafts are not what the draft model says, and speculation is slow for no reason.
+
+Every draft is worked out once more, from the text's first token on, one path at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.model.sampling.logits import invert
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.speculative.accept import DRAFT_STREAM, stream_coins
+from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step
+from executor.speculative.tree import Drafts
+from tests.executor.model.families.test_draft_models import reference
+from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.drafts.draft_cases import FILE_OF, NUM_STEPS, DraftCase, Way
+from tests.executor.support.drafts.draft_checkpoints import save_draft
+
+ROWS, LENGTHS = [3, 7], [9, 14]
+TOLERANCE = 1e-4
+TEMPERATURES = [0.0, 0.8]
+
+Path_ = tuple[int, ...]  # tokens from the root on
+# Takes a path to the log probabilities of the token after it, [V], of the draft's ids.
+Expand = Callable[[Path_], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    save_qwen3_moe(path, "wide", rope_theta=10000.0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[list[int], torch.Tensor]]:
+    """Returns tokens of each sequence, and a hidden state with each."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randint(0, 96, (length,), generator=generator).tolist(),
+            torch.randn(length, 48, generator=generator),
+        )
+        for length in LENGTHS
+    ]
+
+
+def new_case(target: Path, folder: Path, way: Way) -> tuple[DraftCase, Any]:
+    save_draft(folder, FILE_OF[way.draft])
+    return DraftCase(target, folder, way), reference(target, folder)
+
+
+def extend_batch(
+    case: DraftCase,
+    texts: Sequence[tuple[list[int], torch.Tensor]],
+    spans: Sequence[tuple[int, int]],
+    samples: Sequence[bool],
+    *,
+    carries: torch.Tensor | None = None,
+    num_more: int = 0,
+    draws: Draws | None = None,
+) -> ExtendBatch:
+    """Returns the entries ``spans`` of each text, and ``num_more`` rows behind one that samples."""
+    counts = [b - a + num_more * s for (a, b), s in zip(spans, samples, strict=True)]
+    ids, hidden = [], []
+    for (tokens, states), (a, b), count in zip(texts, spans, counts, strict=True):
+        more = count - (b - a)
+        ids += tokens[a:b] + [0] * more
+        hidden += [states[a:b], torch.full((more, states.shape[1]), 9.0)]
+    begins = [a for a, _ in spans]
+    batch = ForwardBatch.from_columns(
+        rows=ROWS,
+        num_computed=begins,
+        num_tokens=counts,
+        input_ids=torch.tensor(ids),
+        out_cache_loc=case.pool.out_cache_loc(ROWS, begins, counts),
+        layout=DpLayout.single(sum(counts)),
+    )
+    batch.hidden_states = torch.cat(hidden)
+    starts = np.cumsum(counts) - counts
+    lasts = [
+        start + b - a - 1 for start, (a, b), s in zip(starts, spans, samples, strict=True) if s
+    ]
+    at = torch.tensor(lasts, dtype=torch.int64)
+    return ExtendBatch(batch, None, torch.from_numpy(starts), at, carries, draws)
+
+
+def extend_all(case: DraftCase, topk: int, texts: Any, draws: Draws | None = None) -> Extended:
+    """Runs draft-extend over whole texts."""
+    way = Way("extend", case.way.draft, topk, case.way.is_drawn)
+    before, case.way = case.way, way
+    runner = case.build()
+    case.way = before
+    spans = [(0, length) for length in LENGTHS]
+    with torch.inference_mode():
+        extended: Extended = runner.extend(
+            extend_batch(case, texts, spans, [True, True], draws=draws)
+        )
+    return extended
+
+
+def draft_batch(case: DraftCase, **fields: Any) -> DraftBatch:
+    """Returns the texts' sequences, to draft after them."""
+    num_slots = 0 if case.way.runner == "frozen_kv" else (NUM_STEPS - 1) * case.way.topk
+    return DraftBatch(
+        step=Step((len(ROWS),), DpPaddingMode.MAX_LEN),
+        req_pool_indices=torch.tensor(ROWS),
+        seq_lens=torch.tensor(LENGTHS),
+        seq_lens_cpu=torch.tensor(LENGTHS),
+        out_cache_loc=case.pool.out_cache_loc(ROWS, LENGTHS, [num_slots] * len(ROWS)),
+        **fields,
+    )
+
+
+def drafted(case: DraftCase, batch: DraftBatch) -> Drafts:
+    with torch.inference_mode():
+        drafts: Drafts = case.build().draft(batch)
+    return drafts
+
+
+def paths_of(drafts: Drafts, sequence: int) -> list[Path_]:
+    """Returns the path to each draft."""
+    paths: list[Path_] = [()]
+    tokens = drafts.tokens[sequence].tolist()
+    parents = list(range(len(tokens)))
+    if drafts.parents is not None:
+        parents = drafts.parents[sequence].tolist()
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def best_paths(expand: Expand, ids: Sequence[int], topk: int, count: int) -> set[Path_]:
+    """Returns the paths that are verified: of all that beams come by, those likeliest."""
+    beams: list[tuple[float, Path_]] = [(0.0, ())]
+    every: list[tuple[float, Path_]] = []
+    for _ in range(NUM_STEPS):
+        level = []
+        for score, path in beams:
+            values, places = expand(path).topk(topk)
+            level += [
+                (score + value, (*path, ids[place]))
+                for value, place in zip(values.tolist(), places.tolist(), strict=True)
+            ]
+        beams = sorted(level, reverse=True)[:topk]
+        every += level
+    return {path for _, path in sorted(every, reverse=True)[:count]}
+
+
+def eagle_expand(expected: Any, ids: Sequence[int], given: torch.Tensor) -> Expand:
+    def hidden_after(path: Path_) -> torch.Tensor:
+        states = [hidden_after(path[:i])[None] for i in range(len(path))]
+        hidden: torch.Tensor = expected.hidden([*ids, *path], torch.cat([given, *states]))[-1]
+        return hidden
+
+    return lambda path: expected.logits(hidden_after(path)[None])[0].log_softmax(0)
+
+
+def frozen_expand(
+    expected: Any, case: DraftCase, row: int, length: int, token: int, given: torch.Tensor
+) -> Expand:
+    slots = case.pool.out_cache_loc([row], [0], [length - 1])
+    kept = [(case.pool.key_cache[i][slots], case.pool.value_cache[i][slots]) for i in (2, 0)]
+
+    def hidden_after(path: Path_) -> torch.Tensor:
+        before = hidden_after(path[:-1]) if path else given
+        of = path[-1] if path else token
+        hidden: torch.Tensor = expected.frozen(of, before, length - 1 + len(path), kept)
+        return hidden
+
+    return lambda path: (hidden_after(path) @ expected.target.head.T).log_softmax(0)
+
+
+def ids_of(case: DraftCase) -> list[int]:
+    """Returns the target's id of each of the draft's."""
+    if case.model.target_ids is None:
+        return list(range(case.model.vocab_size))
+    ids: list[int] = case.model.target_ids.tolist()
+    return ids
+
+
+# Random drafts are unsure, so the best nodes are seldom deep ones: also with all candidates.
+TREES = [(1, 0), (2, 0), (2, 11), (4, 0), (4, 37)]
+
+
+@pytest.mark.parametrize("draft", ["eagle", "moe"])
+@pytest.mark.parametrize(("topk", "num_draft_tokens"), TREES)
+def test_drafts_are_the_likeliest_of_whole_texts(
+    target: Path, tmp_path: Path, texts: Any, draft: str, topk: int, num_draft_tokens: int
+):
+    way = Way("draft", draft, topk, num_draft_tokens=num_draft_tokens)
+    case, expected = new_case(target, tmp_path, way)
+    extended = extend_all(case, topk, texts)
+    drafts = drafted(
+        case,
+        draft_batch(
+            case,
+            tokens=extended.tokens,
+            scores=extended.scores,
+            hidden_states=extended.hidden,
+        ),
+    )
+    for sequence, (ids, given) in enumerate(texts):
+        expand = eagle_expand(expected, ids, given)
+        values, places = expand(()).topk(topk)
+        assert extended.tokens[sequence].tolist() == [ids_of(case)[i] for i in places.tolist()]
+        torch.testing.assert_close(
+            extended.scores[sequence], values, rtol=TOLERANCE, atol=TOLERANCE
+        )
+        found = paths_of(drafts, sequence)
+        count = case.way.plan.num_draft_tokens - 1
+        assert set(found) == best_paths(expand, ids_of(case), topk, count)
+        assert len(set(found)) == len(found) == count
+
+
+@pytest.mark.parametrize(("topk", "num_draft_tokens"), TREES)
+def test_frozen_drafts_are_the_likeliest_that_the_targets_keys_allow(
+    target: Path, tmp_path: Path, texts: Any, topk: int, num_draft_tokens: int
+):
+    way = Way("frozen_kv", "frozen_kv", topk, num_draft_tokens=num_draft_tokens)
+    case, expected = new_case(target, tmp_path, way)
+    tokens = [[ids[-1]] for ids, _ in texts]
+    hidden = torch.stack([given[-1] for _, given in texts])
+    batch = draft_batch(
+        case,
+        tokens=torch.tensor(tokens),
+        scores=torch.zeros(len(ROWS), 1),
+        hidden_states=hidden,
+    )
+    drafts = drafted(case, batch)
+    count = case.way.plan.num_draft_tokens - 1
+    for sequence, (row, length) in enumerate(zip(ROWS, LENGTHS, strict=True)):
+        [token], given = tokens[sequence], hidden[sequence]
+        expand = frozen_expand(expected, case, row, length, token, given)
+        found = paths_of(drafts, sequence)
+        assert set(found) == best_paths(expand, ids_of(case), topk, count)
+
+
+@pytest.mark.parametrize("kind", ["draft", "frozen_kv"])
+def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
+    target: Path, tmp_path: Path, texts: Any, kind: str
+):
+    """With the coins of their own position and stream; the likeliest at temperature 0."""
+    way = Way(kind, "eagle" if kind == "draft" else kind, is_drawn=True)
+    case, expected = new_case(target, tmp_path, way)
+    seeds, positions = torch.tensor([11, 12]), torch.tensor(LENGTHS)
+    draws = Draws(torch.tensor(TEMPERATURES), seeds, positions)
+    if kind == "draft":
+        extended = extend_all(case, 1, texts, draws)
+        fields: dict[str, Any] = {
+            "tokens": extended.tokens,
+            "scores": extended.scores,
+            "hidden_states": extended.hidden,
+            "probs": extended.probs,
+        }
+        expands = [eagle_expand(expected, ids, given) for ids, given in texts]
+    else:
+        fields = {
+            "tokens": torch.tensor([[ids[-1]] for ids, _ in texts]),
+            "scores": torch.zeros(len(ROWS), 1),
+            "hidden_states": torch.stack([given[-1] for _, given in texts]),
+        }
+        places = zip(ROWS, LENGTHS, texts, strict=True)
+        expands = [
+            frozen_expand(expected, case, row, length, ids[-1], given[-1])
+            for row, length, (ids, given) in places
+        ]
+    drafts = drafted(case, draft_batch(case, draws=draws, **fields))
+    assert_drawn(drafts, expands, ids_of(case), draws)
+
+
+def assert_drawn(
+    drafts: Drafts, expands: Sequence[Expand], ids: Sequence[int], draws: Draws
+) -> None:
+    assert drafts.probs is not None
+    for sequence, expand in enumerate(expands):
+        path = tuple(drafts.tokens[sequence].tolist())
+        temperature = draws.temperature[sequence].item()
+        for step, token in enumerate(path):
+            logits, given = expand(path[:step]), drafts.probs[sequence, step]
+            if temperature == 0:
+                assert given.tolist() == [float(i == logits.argmax()) for i in range(len(given))]
+            else:
+                q = torch.softmax(logits / temperature, 0)
+                torch.testing.assert_close(given, q, rtol=TOLERANCE, atol=TOLERANCE)
+            position = draws.positions[sequence : sequence + 1] + step
+            coin = stream_coins(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
+            assert token == ids[int(invert(given[None], coin))]
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_layers_that_follow_one_another_are_taught_by_what_came_before(
+    target: Path, tmp_path: Path, texts: Any, is_drawn: bool
+):
+    """In two chunks of different lengths: the second goes on from the outputs of the first."""
+    case, expected = new_case(target, tmp_path, Way("multi_layer", "multi_layer", 1, is_drawn))
+    runner, cuts = case.build(), [4, 8]
+    nothing = torch.zeros(len(ROWS), NUM_STEPS - 1, 48)
+    draws = Draws(torch.tensor(TEMPERATURES), torch.tensor([5, 6]), torch.tensor(LENGTHS))
+    none = Draws(*(x[:0] for x in (draws.temperature, draws.seeds, draws.positions)))
+    with torch.inference_mode():
+        first: Extended = runner.extend(
+            extend_batch(
+                case,
+                texts,
+                [(0, cut) for cut in cuts],
+                [False, False],
+                carries=nothing,
+                draws=none if is_drawn else None,
+            )
+        )
+        assert first.tokens.shape == (0, NUM_STEPS)
+        ends = torch.tensor(cuts).cumsum(0) - 1
+        second: Extended = runner.extend(
+            extend_batch(
+                case,
+                texts,
+                [(cut, length) for cut, length in zip(cuts, LENGTHS, strict=True)],
+                [True, True],
+                carries=torch.stack([states[ends] for states in first.outputs], dim=1),
+                num_more=NUM_STEPS - 1,
+                draws=draws if is_drawn else None,
+            )
+        )
+    for sequence, (ids, given) in enumerate(texts):
+        chain = second.tokens[sequence].tolist()
+        states = given
+        for layer in range(NUM_STEPS):
+            out = expected.hidden([*ids, *chain[:layer]], states, layer)
+            logits = expected.logits(out[-1:], layer)[0]
+            assert_pick(second, sequence, layer, logits, draws if is_drawn else None)
+            states = torch.cat((torch.zeros(1, 48), out))  # the next token takes the last one's
+    assert_outputs(second, texts, cuts, expected)
+
+
+def assert_pick(
+    extended: Extended, sequence: int, layer: int, logits: torch.Tensor, draws: Draws | None
+) -> None:
+    token = extended.tokens[sequence, layer].item()
+    if draws is None:
+        logprobs = logits.log_softmax(0)
+        assert token == logprobs.argmax().item()
+        score = extended.scores[sequence, layer].item()
+        assert abs(score - logprobs.max().item()) < TOLERANCE
+        return
+    assert extended.probs is not None
+    probs = extended.probs[sequence, layer]
+    temperature = draws.temperature[sequence].item()
+    if temperature > 0:
+        q = torch.softmax(logits / temperature, 0)
+        torch.testing.assert_close(probs, q, rtol=TOLERANCE, atol=TOLERANCE)
+    position = draws.positions[sequence : sequence + 1] + layer
+    coin = stream_coins(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
+    assert token == int(invert(probs[None], coin))
+
+
+def assert_outputs(extended: Extended, texts: Any, cuts: Sequence[int], expected: Any) -> None:
+    """The outputs of the first layers are those of the text's tokens."""
+    [of_first, _], start = extended.outputs, 0
+    for (ids, given), cut in zip(texts, cuts, strict=True):
+        count = len(ids) - cut
+        out = expected.hidden(ids, given, 0)[cut:]
+        ours = of_first[start : start + count]
+        torch.testing.assert_close(ours, out, rtol=TOLERANCE, atol=TOLERANCE)
+        start += count + NUM_STEPS - 1

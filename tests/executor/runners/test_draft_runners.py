@@ -1,0 +1,336 @@
+"""If these fail, what a draft model proposes depends on padding, on a replay or on other ranks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.budget.speculation import SpeculationPlan
+from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.registry_factories import CudaGraphBufferRegistry, PaddingPolicy
+from executor.parallel.layout import DpPaddingMode
+from executor.parallel.topology import Topology
+from executor.runners.draft_graphs import layout_of
+from executor.runners.eagle_draft import EagleDraftRunner
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Step
+from tests.executor.runners.test_runners import DTYPES, assert_same
+from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.drafts.draft_cases import (
+    FILE_OF,
+    WAYS,
+    DraftCase,
+    Way,
+    eager,
+    phase_graphs_of,
+    registry_of,
+)
+from tests.executor.support.drafts.draft_checkpoints import save_draft
+from tests.executor.support.ranks.draft_runner_ranks import DraftStep, draft_on_ranks
+from tests.executor.support.ranks.ranks import run_ranks
+from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, captured
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+SIZES = (1, 2, 4, 8)
+
+NewCase = Callable[..., DraftCase]
+
+
+@pytest.fixture(autouse=True)
+def own_buffers() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns the checkpoints: targets by type, and drafts."""
+    found = {}
+    for name, dtype in DTYPES.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        save_qwen3_moe(found[name], "wide", dtype=dtype, rope_theta=10000.0)
+    for name, kind in FILE_OF.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        save_draft(found[name], kind)
+    return found
+
+
+@pytest.fixture(scope="module")
+def new_case(folders: dict[str, Path]) -> NewCase:
+    def new(way: Way, dtype: str = "float32", *, is_capturable: bool = False) -> DraftCase:
+        return DraftCase(folders[dtype], folders[way.draft], way, is_capturable=is_capturable)
+
+    return new
+
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_way
+def test_a_replay_equals_eager(new_case: NewCase, way: Way, dtype: str):
+    case = new_case(way, dtype)
+    runner = captured(case.build(SIZES, EagerBackend))
+    rng = np.random.default_rng(0)
+    for size in SIZES:
+        for count in {size, size // 2 + 1}:
+            batch = case.batch(rng, count, size)
+            assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+@every_way
+def test_a_recorded_replay_equals_eager_for_batches_it_was_not_captured_with(
+    new_case: NewCase, way: Way
+):
+    case = new_case(way, is_capturable=True)
+    runner = captured(case.build(SIZES, RecordingBackend))
+    rng = np.random.default_rng(1)
+    for size in SIZES * 2:
+        batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+@every_way
+def test_poisoned_tails_change_no_draft(new_case: NewCase, way: Way):
+    case = new_case(way)
+    runner = captured(case.build(SIZES, EagerBackend))
+    rng = np.random.default_rng(2)
+    batches = [(case.batch(rng, count, size), size) for size in SIZES for count in {1, size // 2}]
+    expected = [case.run(runner, batch) for batch, _ in batches]
+    registry_of(runner, way).poison_tails()
+    for (batch, _), unpoisoned in zip(batches, expected, strict=True):
+        assert_same(case.run(runner, batch), unpoisoned)
+
+
+@every_way
+def test_poison_does_not_reach_the_scratch_block(new_case: NewCase, way: Way):
+    """Where a sequence has no block yet, its attention reads there, and no mask hides NaN."""
+    case = new_case(way)
+    runner = captured(case.build(SIZES, EagerBackend))
+    registry_of(runner, way).poison_tails()
+    before = [cache.clone() for cache in case.caches]
+    batch = case.batch(np.random.default_rng(0), 3, 8)
+    with torch.inference_mode():
+        (runner.extend if way.is_extend else runner.draft)(batch)
+    is_finite = all(cache.isfinite().all() for cache in case.caches)
+    for cache, old in zip(case.caches, before, strict=True):
+        cache.copy_(old)
+    assert is_finite
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (way, name)
+        for way, names in {
+            Way("draft", "eagle", 2): ("positions", "out_cache_loc", "req_pool_indices", "tokens"),
+            Way("multi_layer", "multi_layer"): ("input_ids", "out_cache_loc", "last_offsets"),
+            Way("extend", "eagle", is_plain=True): ("input_ids", "positions", "last_offsets"),
+            Way("frozen_kv", "frozen_kv", 2): ("positions", "req_pool_indices", "tokens"),
+        }.items()
+        for name in names
+    ],
+    ids=str,
+)
+def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way: Way, name: str):
+    """The check of the check above: the same poison, and one slot that no longer resets it."""
+    case = new_case(way)
+    runner = captured(case.build(SIZES, EagerBackend))
+    keep_padding(registry_of(runner, way), name)
+    batch = case.batch(np.random.default_rng(0), 5, 8)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+@every_way
+def test_an_idle_rank_replays_and_drafts_nothing(new_case: NewCase, way: Way):
+    case = new_case(way, is_capturable=True)
+    idle = case.batch(np.random.default_rng(0), 0, 4)
+    for runner in (captured(case.build(SIZES, RecordingBackend)), case.build()):
+        given = idle if runner.sizes else eager(idle)
+        results = case.run(runner, given)
+        caches = [cache[BLOCK_SIZE:] for cache in case.caches]
+        drafts = results[: len(results) - len(caches)]
+        assert drafts
+        assert all(len(x) == 0 for x in drafts)
+        assert_same(results[len(drafts) :], caches)
+
+
+@every_way
+def test_a_replay_writes_to_none_of_its_inputs(new_case: NewCase, way: Way):
+    """So a warm-up, or a replay once more, does the same again."""
+    case = new_case(way, is_capturable=True)
+    runner = captured(case.build(SIZES, RecordingBackend))
+    batch = case.batch(np.random.default_rng(3), 3, 4)
+    expected = case.run(runner, batch)
+    registry = registry_of(runner, way)
+    inputs = {name: registry.get_slot(name).allocated() for name in registry.slot_names()}
+    filled = {name: x.clone() for name, x in inputs.items()}
+    phase_graphs = phase_graphs_of(runner, way)
+    replay = phase_graphs.replay
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(phase_graphs, "replay", lambda size: [replay(size) for _ in range(3)])
+        assert_same(case.run(runner, batch), expected)
+    for name, x in inputs.items():
+        assert torch.equal(x, filled[name]), name
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.is_extend], ids=str)
+def test_what_a_later_step_needs_outlives_the_next_replay(new_case: NewCase, way: Way):
+    case = new_case(way, is_capturable=True)
+    runner = captured(case.build(SIZES, RecordingBackend))
+    rng = np.random.default_rng(4)
+    first, other = case.batch(rng, 4, 4), case.batch(rng, 8, 8)
+    with torch.inference_mode():
+        kept = runner.extend(first)._replace(outputs=())
+        expected = [x.clone() for x in kept if isinstance(x, torch.Tensor)]
+        runner.extend(other)
+    assert_same([x for x in kept if isinstance(x, torch.Tensor)], expected)
+
+
+@pytest.mark.parametrize("name", ["extend-eagle", "multi_layer-multi_layer"])
+def test_graphs_of_two_widths_leave_one_another_alone(new_case: NewCase, name: str):
+    """They share the memory of inputs and results, and a server goes from either to the other."""
+    ways = [Way(*name.split("-"), is_plain=is_plain) for is_plain in (False, True)]
+    case = new_case(ways[0], is_capturable=True)
+    runner = captured(case.build(SIZES, RecordingBackend))
+    rng = np.random.default_rng(5)
+    for way in ways * 2:
+        registry_of(runner, way).poison_tails()
+        for size in (4, 8, 2):
+            case.way = way
+            batch = case.batch(rng, int(rng.integers(1, size + 1)), size)
+            assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+def test_a_width_without_graphs_is_refused_in_a_step_with_one(new_case: NewCase):
+    case = new_case(Way("extend", "eagle"))
+    runner = captured(case.build(SIZES, EagerBackend))
+    batch = case.batch(np.random.default_rng(0), 2, 2)
+    assert isinstance(batch, ExtendBatch)
+    with pytest.raises(AssertionError, match=r"captured with \[4, 1\] rows for a sequence"):
+        runner.extend(replace(batch, width=None))
+
+
+def test_a_single_draft_needs_no_pass(new_case: NewCase):
+    case = new_case(Way("draft", "eagle", 4))
+    plan = SpeculationPlan(algorithm="eagle", num_draft_steps=1, topk=4, num_draft_tokens=3)
+    runner = captured(EagleDraftRunner([], plan))
+    batch = case.batch(np.random.default_rng(0), 2, 2)
+    assert isinstance(batch, DraftBatch)
+    drafts = runner.draft(replace(batch, out_cache_loc=batch.out_cache_loc[:0]))
+    assert drafts.tokens.tolist() == batch.tokens[:, :2].tolist()
+    assert drafts.parents is not None
+    assert drafts.parents.tolist() == [[0, 0]] * 2
+    assert runner.sizes == ()
+
+
+@pytest.mark.parametrize("way", [Way("draft", "eagle", 2), Way("frozen_kv", "frozen_kv")], ids=str)
+def test_drafts_behind_the_last_position_stand_at_it(new_case: NewCase, way: Way):
+    """A row of the block table has room for them; the table of rotations has not."""
+    case = new_case(way)
+    batch = case.batch(np.random.default_rng(0), 2, None)
+    assert isinstance(batch, DraftBatch)
+    runner = case.build()
+    lens = torch.tensor([MAX_LEN - 1, MAX_LEN])
+    seen = runner._inputs(replace(batch, seq_lens=lens, seq_lens_cpu=lens)).positions
+    assert int(seen.max()) == MAX_LEN - 1
+
+
+# ---- two DP ranks
+
+
+def test_every_phase_runs_a_graphs_requests_times_its_own_width(
+    new_case: NewCase, folders: dict[str, Path]
+):
+    """Of frozen KV with topk above 1, a graph once had room for requests // topk sequences."""
+    topology = Topology(dp_rank=0, dp_size=2)
+    for way in (
+        Way("frozen_kv", "frozen_kv", 4),
+        Way("draft", "eagle", 4),
+        Way("extend", "eagle"),
+        Way("extend", "eagle", is_plain=True),
+    ):
+        case = DraftCase(folders["float32"], folders[way.draft], way, topology=topology)
+        runner = captured(case.build((4, 8), EagerBackend))
+        for counts, size in (([3, 8], 8), ([0, 4], 4), ([2, 1], None)):
+            batch = case.batch(np.random.default_rng(0), counts, size)
+            case.layouts.clear()
+            case.run(runner, batch)
+            assert case.layouts
+            for layout in case.layouts:
+                rows = [count * way.width for count in counts]
+                if size is not None:
+                    rows = [size * way.width] * 2
+                    assert layout.graph_size == size * way.width
+                assert list(layout.global_num_tokens_cpu) == rows
+
+
+def test_a_graph_for_too_few_requests_is_refused():
+    topology = Topology(dp_rank=0, dp_size=2)
+    with pytest.raises(ValueError, match="graph_size=8 is below the 32 tokens given"):
+        layout_of(Step((8, 3), DpPaddingMode.MAX_LEN, 8 // 4), 4, topology)
+
+
+RANKS_STEPS = [
+    DraftStep((3, 0), 4),
+    DraftStep((0, 2), 2),
+    DraftStep((1, 4), 4),
+    DraftStep((2, 3), None),
+    DraftStep((0, 2), None),
+    DraftStep((3, 1), None, DpPaddingMode.SUM_LEN),
+    DraftStep((2, 0), None, DpPaddingMode.SUM_LEN),
+]
+RANKS_WAYS = [
+    Way("draft", "moe", 2),
+    Way("draft", "eagle", is_drawn=True),
+    Way("extend", "moe", 2),
+    Way("extend", "moe", 2, is_plain=True),
+    Way("multi_layer", "multi_layer"),
+    Way("multi_layer", "multi_layer", is_plain=True),
+    Way("frozen_kv", "frozen_kv", 4),
+]
+
+
+@pytest.mark.parametrize("attn_tp_size", [1, 2])
+def test_two_dp_ranks_draft_what_each_would_alone(folders: dict[str, Path], attn_tp_size: int):
+    """Eagerly and in graphs, also where one of them is idle: nobody waits, nothing changes."""
+    paths = {name: str(path) for name, path in folders.items()}
+    ranks = run_ranks(
+        draft_on_ranks, 2 * attn_tp_size, paths, attn_tp_size, RANKS_WAYS, RANKS_STEPS
+    )
+    for way in RANKS_WAYS:
+        alone = DraftCase(folders["float32"], folders[way.draft], way)
+        for place, step in enumerate(RANKS_STEPS):
+            for rank, of_rank in enumerate(ranks):
+                batch = step.batch(alone, rank // attn_tp_size)
+                expected = alone.run_eagerly(batch)
+                for is_recorded in (False, True):
+                    ours = of_rank[str(way), is_recorded][place]
+                    assert_drafts(ours, expected, rank % attn_tp_size)
+
+
+def assert_drafts(ours: list[Any], expected: list[torch.Tensor], attn_tp_rank: int) -> None:
+    """Tokens are the same; log probabilities, hidden states and this executor's keys and values but
+    for the order of sums."""
+    for got, wanted in zip(ours, expected, strict=True):
+        if wanted.dtype == torch.int64:
+            assert got.tolist() == wanted.tolist()
+            continue
+        if got.shape != wanted.shape:  # keys and values of some heads
+            wanted = wanted.chunk(wanted.shape[1] // got.shape[1], dim=1)[attn_tp_rank]
+        torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-3, atol=1e-3)
+
+
+def keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
+    """Poisons a registry and makes one of its ZERO slots KEEP_PAD."""
+    slot = registry.get_slot(name)
+    assert slot.padding_policy is PaddingPolicy.ZERO
+    slot.padding_policy = PaddingPolicy.KEEP_PAD
+    registry.poison_tails({name: torch.iinfo(slot.dtype).max})

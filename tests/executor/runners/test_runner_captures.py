@@ -1,0 +1,261 @@
+"""If these fail, ranks wait for each other in different captures, or graphs hold a warm-up's state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
+from executor.budget.capture_sizes import GraphSizes
+from executor.graph.backend import ShapeKey
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.model.families.config import ModelConfig
+from executor.model.layers.attention_torch import TorchAttention
+from executor.runners.select import RunnerByLayout
+from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.runner_cases import RunnerCase, torch_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+DECODES, EXTENDS = GraphSizes(decode=(2, 4)), GraphSizes(extend=(4, 8))
+
+
+class LoggingAttention:
+    """Torch's attention, and a note of each call but ``forward``."""
+
+    is_capturable = False
+
+    def __init__(self, inner: TorchAttention, log: list[str]) -> None:
+        self._inner = inner
+        self._log = log
+        self.forward = inner.forward
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        self._log.append(f"plan {len(batch.input_ids)} rows")
+        self._inner.init_forward_metadata_out_graph(batch, kv_pool)
+
+    def init_forward_metadata_in_graph(self) -> None:
+        self._log.append("plan in graph")
+        self._inner.init_forward_metadata_in_graph()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self._log.append("restore")
+        self._inner.on_after_cuda_graph_warmup()
+
+
+class LoggingBackend:
+    """The stand-in for CUDA graphs, and a note of each call."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._inner = RecordingBackend()
+        self._log = log
+        self.eager_region = self._inner.eager_region
+        self.outlives_group = self._inner.outlives_group
+
+    def session(self, *, label: str, num_captures: int) -> AbstractContextManager[None]:
+        self._log.append(f"session {label}")
+        return self._inner.session(label=label, num_captures=num_captures)
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        self._log.append("warm up")
+        self._inner.warm_up(run)
+
+    def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        self._log.append(f"capture {key}")
+        self._inner.capture(key, run)
+
+    def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        self._log.append(f"capture {key}")
+        self._inner.capture_breakable(key, run)
+
+    def replay(self, key: ShapeKey) -> None:
+        self._log.append(f"replay {key}")
+        self._inner.replay(key)
+
+    def discard(self) -> None:
+        self._log.append("discard")
+        self._inner.discard()
+
+
+@pytest.fixture(autouse=True)
+def own_buffers() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+@pytest.fixture(scope="module")
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def case(tiny_checkpoint: Path, log: list[str]) -> RunnerCase:
+    def logging_attention(config: ModelConfig) -> LoggingAttention:
+        return LoggingAttention(torch_attention(config), log)
+
+    return RunnerCase(tiny_checkpoint, logging_attention, is_capturable=True)
+
+
+def build(
+    case: RunnerCase, log: list[str], sizes: GraphSizes, prefill_graphs: str = "breakable"
+) -> RunnerByLayout:
+    """Returns runners that have captured, and nothing else in the log."""
+    log.clear()
+    runner = case.build(sizes, lambda: LoggingBackend(log), prefill_graphs)
+    with torch.inference_mode():
+        runner.capture()
+    return runner
+
+
+def whole(size: int) -> list[str]:
+    """Captures a pass, of which planning on the device is a part."""
+    return [
+        f"plan {size} rows",
+        *("warm up", "plan in graph", "plan in graph"),
+        "restore",
+        *(f"capture size {size}", "plan in graph"),
+    ]
+
+
+def in_pieces(size: int) -> list[str]:
+    """Captures the pieces between four attention calls; attention and its plan stay outside."""
+    return [
+        f"plan {size} rows",
+        *("warm up", "plan in graph", "plan in graph"),
+        "restore",
+        f"capture size {size}",
+        *(f"capture size {size}, piece {piece}" for piece in (1, 2, 3)),
+    ]
+
+
+def test_decodes_are_captured_largest_first_each_after_two_warm_ups_and_a_restore(
+    case: RunnerCase, log: list[str]
+):
+    build(case, log, DECODES)
+    assert log == ["discard", "session decode", *whole(4), *whole(2)]
+
+
+@pytest.mark.parametrize(
+    ("prefill_graphs", "one"), [("breakable", whole), ("piecewise", in_pieces)]
+)
+def test_prefills_are_captured_largest_first_each_after_two_warm_ups_and_a_restore(
+    case: RunnerCase, log: list[str], prefill_graphs: str, one: Callable[[int], list[str]]
+):
+    build(case, log, EXTENDS, prefill_graphs)
+    assert log == ["discard", "session prefill", *one(8), *one(4)]
+
+
+def test_prefills_are_captured_before_decodes(case: RunnerCase, log: list[str]):
+    build(case, log, GraphSizes((2, 4), (4, 8)))
+    prefills = ["session prefill", *whole(8), *whole(4)]
+    decodes = ["session decode", *whole(4), *whole(2)]
+    assert log == ["discard", "discard", *prefills, *decodes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prefill_graphs", "num_tokens", "expected"),
+    [
+        (DECODES, "off", [1, 1, 1], ["plan 4 rows", "replay size 4"]),
+        (EXTENDS, "breakable", [1, 2], ["plan 4 rows", "replay size 4"]),
+        (
+            EXTENDS,
+            "piecewise",
+            [1, 2],
+            ["plan 4 rows", "plan in graph", "replay size 4"]
+            + [f"replay size 4, piece {piece}" for piece in (1, 2, 3)],
+        ),
+    ],
+    ids=["decode", "breakable", "piecewise"],
+)
+def test_a_replay_plans_on_the_host_first_and_on_the_device_only_where_no_graph_does(
+    case: RunnerCase,
+    log: list[str],
+    sizes: GraphSizes,
+    prefill_graphs: str,
+    num_tokens: list[int],
+    expected: list[str],
+):
+    runner = build(case, log, sizes, prefill_graphs)
+    has_extend = sizes is EXTENDS
+    batch = case.batch(np.random.default_rng(0), num_tokens, 4, has_extend=has_extend)
+    log.clear()
+    case.run(runner, batch)
+    assert log == expected
+
+
+class FakeGraphRunner:
+    """Notes what is asked of it, and captures nothing.
+
+    Attributes:
+        problem: What the next capture raises.
+    """
+
+    sizes = (1,)
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name = name
+        self._log = log
+        self.problem: Exception | None = None
+
+    def discard(self) -> None:
+        self._log.append(f"discard {self._name}")
+
+    def capture(self) -> None:
+        self._log.append(f"capture {self._name}")
+        if self.problem is not None:
+            problem, self.problem = self.problem, None
+            raise problem
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        raise AssertionError("nothing is run")
+
+
+BOTH = ("prefill", "decode")
+
+
+@pytest.mark.parametrize("num_joins", [1, 2, 3])
+@pytest.mark.parametrize("binds_group", [False, True])
+@pytest.mark.parametrize("names", [(), ("prefill",), ("decode",), BOTH])
+def test_graphs_are_captured_anew_for_each_group_that_they_are_bound_to(
+    names: tuple[str, ...], binds_group: bool, num_joins: int
+):
+    log: list[str] = []
+    runner = by_layout(log, names, binds_group)
+    for join in range(num_joins):
+        log.clear()
+        runner.capture()
+        if join and not binds_group:
+            assert log == []
+            continue
+        # All graphs of the old group go first, in any order, whichever runner has them.
+        discards, captures = log[: len(names)], log[len(names) :]
+        assert sorted(discards) == sorted(f"discard {name}" for name in names)
+        assert captures == [f"capture {name}" for name in names]
+
+
+@pytest.mark.parametrize("binds_group", [False, True])
+@pytest.mark.parametrize("failing", BOTH)
+def test_a_capture_that_failed_is_made_again_from_the_start(failing: str, binds_group: bool):
+    log: list[str] = []
+    runner = by_layout(log, BOTH, binds_group, failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.capture()
+    log.clear()
+    runner.capture()
+    assert sorted(log[:2]) == ["discard decode", "discard prefill"]
+    assert log[2:] == ["capture prefill", "capture decode"]
+
+
+def by_layout(
+    log: list[str], names: tuple[str, ...], binds_group: bool, failing: str | None = None
+) -> RunnerByLayout:
+    """Returns fakes of the named kinds behind one runner; the first capture of one may fail."""
+    fakes: dict[str, Any] = {name: FakeGraphRunner(name, log) for name in names}
+    if failing is not None:
+        fakes[failing].problem = RuntimeError("no memory")
+    return RunnerByLayout(FakeGraphRunner("eager", log), binds_group=binds_group, **fakes)

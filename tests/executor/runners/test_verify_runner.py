@@ -1,0 +1,203 @@
+"""If these fail, the target model answers otherwise to drafts than it would token by token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.budget.capture_sizes import GraphSizes
+from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.registry_factories import build_decode_registry
+from executor.runners.decode import DecodeRunner
+from executor.runners.dummy_batches import extend_stand_in
+from executor.runners.select import RunnerByLayout
+from executor.speculative.tree import ancestors
+from tests.executor.runners.test_runners import DTYPES, assert_same
+from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.runner_cases import (
+    DECODE_SIZES,
+    MAX_LEN,
+    NUM_ROWS,
+    RunnerCase,
+    registry_of,
+)
+
+NUM_NODES = 4
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def own_buffers() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunnerCase:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    save_qwen3_moe(path, "wide", dtype=DTYPES[request.param])
+    return RunnerCase(path)
+
+
+def tree_batch(
+    case: RunnerCase, rng: np.random.Generator, size: int, num_seqs: int
+) -> ForwardBatch:
+    """Returns random trees of drafts behind random prefixes, for a graph of ``size``."""
+    batch = case.decode_batch(rng, size, num_seqs=num_seqs, width=NUM_NODES)
+    parents = rng.integers(0, np.arange(1, NUM_NODES), (num_seqs, NUM_NODES - 1))
+    sees = ancestors(torch.from_numpy(parents), NUM_NODES)
+    roots = batch.positions.view(num_seqs, NUM_NODES)[:, :1]
+    return replace(
+        batch,
+        positions=(roots + sees.sum(dim=2) - 1).flatten(),
+        tree_mask=sees,
+        extend_prefix_lens_cpu=batch.seq_lens_cpu.numpy() - NUM_NODES,
+        extend_seq_lens_cpu=np.full(num_seqs, NUM_NODES),
+    )
+
+
+@pytest.mark.parametrize("size", DECODE_SIZES)
+def test_a_replay_of_trees_equals_eager(case: RunnerCase, size: int):
+    rng = np.random.default_rng(size)
+    runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
+    for num_seqs in {0, 1, size // 2, size}:
+        batch = tree_batch(case, rng, size, num_seqs)
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+def test_a_recorded_replay_of_trees_equals_eager(tmp_path: Path):
+    save_qwen3_moe(tmp_path, "wide")
+    case = RunnerCase(tmp_path, is_capturable=True)
+    rng = np.random.default_rng(0)
+    runner = case.decode(RecordingBackend(), NUM_NODES, has_tree=True)
+    for size in DECODE_SIZES * 2:
+        batch = tree_batch(case, rng, size, int(rng.integers(0, size + 1)))
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+@pytest.mark.parametrize("size", DECODE_SIZES)
+def test_poisoned_tails_change_no_tree(case: RunnerCase, size: int):
+    rng = np.random.default_rng(size)
+    runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
+    batches = [tree_batch(case, rng, size, num_seqs) for num_seqs in (0, 1, size // 2, size)]
+    expected = [case.run(runner, batch) for batch in batches]
+    registry_of(runner).poison_tails()
+    for batch, unpoisoned in zip(batches, expected, strict=True):
+        assert_same(case.run(runner, batch), unpoisoned)
+
+
+def test_padded_nodes_see_something(case: RunnerCase):
+    """With no key at all, kernels may divide by zero, and the scratch block would hold NaN."""
+    rng = np.random.default_rng(0)
+    runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
+    tree_mask = registry_of(runner).get_slot("tree_mask").allocated()
+    tree_mask.fill_(False)
+    batch = tree_batch(case, rng, 8, 3)
+    case.run(runner, batch)
+    assert batch.tree_mask is not None
+    assert torch.equal(tree_mask[:3], batch.tree_mask)
+    assert tree_mask[3:8].all()
+
+
+def test_a_tree_answers_as_each_of_its_paths_does(case: RunnerCase):
+    """Two drafts side by side, one of which goes on: against plain chains."""
+    rng = np.random.default_rng(0)
+    batch = tree_batch(case, rng, 1, 1)
+    sees = ancestors(torch.tensor([[0, 0, 1]]), 2)
+    root = batch.positions[:1]
+    tree = replace(batch, tree_mask=sees, positions=(root + sees.sum(dim=2) - 1).flatten())
+    logits = case.run_eagerly(tree)[0]
+    for path in ([0, 1, 3], [0, 2]):
+        row, first = int(batch.req_pool_indices[0]), int(root[0])
+        count = len(path)
+        chain = case.batch(rng, [count], None, has_extend=False)
+        lens = torch.tensor([first + count])
+        chain = replace(
+            chain,
+            input_ids=batch.input_ids[path],
+            positions=first + torch.arange(count),
+            out_cache_loc=case.pool.out_cache_loc([row], [first], [count]),
+            req_pool_indices=torch.tensor([row]),
+            seq_lens=lens,
+            seq_lens_cpu=lens,
+            extend_prefix_lens_cpu=np.array([first]),
+        )
+        tolerance = 1e-4 if case.forward_pass.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(
+            logits[path], case.run_eagerly(chain)[0], rtol=tolerance, atol=tolerance
+        )
+
+
+def test_padded_sequences_shorter_than_what_they_run_are_refused(case: RunnerCase):
+    registry = build_decode_registry(
+        device="cpu",
+        max_bs=4,
+        max_num_token=12,
+        seq_len_fill_value=2,
+        cache_loc_dtype=torch.int64,
+    )
+    with pytest.raises(AssertionError, match="a padded sequence of 2 tokens cannot run 3"):
+        DecodeRunner(case.forward_pass, registry, EagerBackend(), (1, 4), num_tokens_per_bs=3)
+
+
+def test_drafts_are_verified_by_the_graph_that_the_layout_names_and_else_eagerly(case: RunnerCase):
+    eager = case.build(GraphSizes())._eager
+    verify: Any = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
+    runner = RunnerByLayout(eager, verify=verify)
+    batch = tree_batch(case, np.random.default_rng(0), 4, 3)
+    expected = case.run_eagerly(batch)[0]
+    in_graph = batch.layout
+    with torch.inference_mode():
+        for layout in (in_graph, replace(in_graph, graph_size=None)):
+            got = runner.verify(replace(batch, layout=layout))
+            assert torch.equal(got, expected)
+            is_of_graph = got.data_ptr() == verify._logits.data_ptr()
+            assert is_of_graph == (layout.graph_size is not None)
+
+
+def test_a_prompt_that_stands_for_a_graph_ends_where_a_sequence_must(case: RunnerCase):
+    """Rows of the block table may be longer: for drafts, whose positions have no rotation."""
+    limited = replace(case.forward_pass, max_len=MAX_LEN - 5)
+    stand_in = extend_stand_in(limited, 2 * MAX_LEN)
+    assert int(stand_in.positions.max()) == MAX_LEN - 6
+    assert stand_in.seq_lens_cpu.tolist() == [59, 59, 10]
+    with pytest.raises(ValueError, match="16 rows of 59 tokens hold 944"):
+        extend_stand_in(limited, NUM_ROWS * MAX_LEN)
+
+
+def test_drafts_are_captured_last_and_everything_is_dropped_first():
+    log: list[str] = []
+
+    class Graphs:
+        sizes: tuple[int, ...] = (1,)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, batch: ForwardBatch) -> torch.Tensor:
+            raise NotImplementedError
+
+        def discard(self) -> None:
+            log.append(f"drop {self.name}")
+
+        def capture(self) -> None:
+            log.append(self.name)
+
+    runner = RunnerByLayout(
+        Graphs("eager"),
+        decode=Graphs("decode"),
+        prefill=Graphs("prefill"),
+        verify=Graphs("verify"),
+        draft_runners=[Graphs("draft"), Graphs("draft_extend")],
+    )
+    runner.capture()
+    order = ["prefill", "decode", "verify", "draft", "draft_extend"]
+    assert log == [f"drop {name}" for name in order] + order

@@ -1,0 +1,294 @@
+"""If this fails, one member that does not come keeps the others from the next epoch, or from stopping.
+
+Members never come here until a test is over: what goes on before went on without them.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from executor.build.executor import build_worker
+from executor.config import ExecutorConfig
+from executor.errors import JoinFailed, PeerLost
+from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.process_groups import EpochGroups
+from executor.parallel.rendezvous import open_store
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.fake_worker import FakeWorker, until
+from tests.executor.support.servers import (
+    HOST,
+    Client,
+    config_of,
+    error_of,
+    form_group,
+    reason_of,
+    serving,
+)
+from tests.executor.support.steps import prompt_part, step
+
+TIMEOUT_S = 60.0
+
+
+class Members:
+    """Form their groups when a test is over."""
+
+    def __init__(self) -> None:
+        self.called: list[int] = []
+        self.may_come = threading.Event()
+        self.num_closed = 0
+
+    def form(self, epoch: int, host: str, port: int) -> "Members":
+        self.called.append(epoch)
+        assert self.may_come.wait(TIMEOUT_S)
+        return self
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.fixture
+async def joining(fake: Any) -> AsyncIterator[tuple[FakeWorker, Client, Any]]:
+    """An executor in the middle of joining epoch 1, and the call that asked for it."""
+    worker, client = fake
+    members = Members()
+    worker.has_peers, worker.form_group = True, members.form
+    call = client.executor.Join(pb.JoinRequest(epoch=1))
+    waiting = asyncio.ensure_future(error_of(call))
+    await until(lambda: members.called == [1])
+    worker.form_group = None  # the next one has all its members
+    yield worker, client, (call, waiting)
+    members.may_come.set()
+    waiting.cancel()
+
+
+async def ended(waiting: asyncio.Future[tuple[str, str]]) -> tuple[str, str]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return await waiting
+
+
+async def test_who_forms_an_epoch_is_freed_by_the_prepare_of_the_next(joining: Any):
+    worker, client, (_, waiting) = joining
+    await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+    assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
+    assert worker.num_joins == 1
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_who_forms_an_epoch_is_freed_by_the_join_of_the_next(joining: Any):
+    """Only a group's first executor is asked to prepare."""
+    worker, client, (_, waiting) = joining
+    await client.join(2)
+    assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
+    assert worker.num_joins == 2
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_who_forms_an_epoch_is_freed_when_its_router_gives_up(joining: Any):
+    """As it does when another member fails, long before it has found one in its place."""
+    worker, client, (call, _) = joining
+    num_leaves = worker.num_leaves
+    call.cancel()
+    await until(lambda: worker.num_leaves > num_leaves)
+    await until(lambda: worker.servicer._joining is None)
+    assert worker.servicer._measures.joins["failed"] == 1
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_who_forms_an_epoch_stops_when_it_is_told_to(joining: Any):
+    worker, _, (_, waiting) = joining
+    async with asyncio.timeout(TIMEOUT_S):
+        await worker.servicer.stop()
+    assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: this executor was told to stop")
+
+
+async def test_who_forms_an_epoch_is_not_ready_though_it_was_in_the_one_before(fake: Any):
+    """No router may have driven it there: then no stream ends, either."""
+    worker, client = fake
+    await client.join(1)
+    assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
+    members = Members()
+    worker.has_peers, worker.form_group = True, members.form
+    waiting = asyncio.ensure_future(client.join(2))
+    await until(lambda: members.called == [2])
+    assert await client.status("readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+    members.may_come.set()
+    await waiting
+    assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_stream_that_is_not_of_the_epoch_that_forms_does_not_end_it(joining: Any):
+    worker, client, (_, waiting) = joining
+    num_leaves = worker.num_leaves
+    stray = client.executor.Step()
+    await stray.done_writing()
+    assert await stray.read() is grpc.aio.EOF
+    await until(lambda: worker.servicer._stream is None)
+    assert worker.num_leaves == num_leaves
+    assert not waiting.done()
+
+
+@pytest.mark.parametrize("way", ["prepare", "stop"])
+async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
+    fake: Any, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    """Its epoch is over: if the executor took itself for a member, it would wait for steps of it."""
+    worker, client = fake
+    has_joined, may_return = threading.Event(), threading.Event()
+
+    def join(epoch: int, store_address: str, attempt: JoinAttempt) -> None:
+        has_joined.set()
+        assert may_return.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(worker, "join", join)
+    waiting = asyncio.ensure_future(error_of(client.executor.Join(pb.JoinRequest(epoch=1))))
+    await asyncio.to_thread(has_joined.wait)
+    num_leaves = worker.num_leaves
+    if way == "prepare":
+        await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+        stopping = None
+    else:
+        stopping = asyncio.create_task(worker.servicer.stop())
+        await until(lambda: worker.servicer._is_stopping)
+    assert worker.num_leaves == num_leaves + 1
+    may_return.set()
+    assert (await ended(waiting))[0] == "JOIN_FAILED"
+    assert worker.servicer.epoch is None
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    if stopping is not None:
+        await stopping
+
+
+async def test_of_two_prepares_at_once_the_newer_ones_store_stays_open():
+    """Opening one takes a moment, in a thread: the older one may come last."""
+    worker, may_open = FakeWorker(), threading.Event()
+    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
+        num_opened = 0
+
+        def open_slowly() -> Any:
+            nonlocal num_opened
+            num_opened += 1
+            assert num_opened > 1 or may_open.wait(TIMEOUT_S)
+            return open_store(HOST)
+
+        servicer._open_store = open_slowly
+        older = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=1)))
+        await until(lambda: num_opened == 1)
+        newer = await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+        may_open.set()
+        assert await reason_of(older) == "STALE_EPOCH"
+        assert servicer._store is not None
+        assert newer.store_address == f"{HOST}:{servicer._store.port}"
+
+
+# Real workers
+
+
+@pytest.fixture
+def alone(tiny_checkpoint: Path) -> Any:
+    worker, _ = build_worker(
+        ExecutorConfig(model=tiny_checkpoint, block_size=4, max_num_seqs=4, num_kv_blocks=64)
+    )
+    return worker
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["captures", "captures-and-fails"])
+def test_a_worker_that_is_called_off_while_it_captures_leaves_and_says_why(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """The other thread leaves too, at any time: before the groups are known here, or after."""
+    closed = []
+    group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: closed.append(True))
+    attempt = JoinAttempt(3)
+    monkeypatch.setattr(
+        alone, "_form_group", lambda epoch, host, port: EpochGroups(epoch, group, None, group)
+    )
+
+    def capture() -> None:
+        attempt.call_off("epoch 4 has begun")
+        if fails:
+            raise RuntimeError("this executor has left the group")
+
+    monkeypatch.setattr(alone._runner, "capture", capture)
+    with pytest.raises(JoinFailed, match=r"^epoch 3: epoch 4 has begun$"):
+        alone.join(3, f"{HOST}:1", attempt)
+    assert closed == [True]
+    assert alone._groups is None
+    assert alone._check is None
+
+
+def test_a_worker_that_is_called_off_before_its_groups_are_known_uses_none_of_them(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The other thread had nothing to leave yet: a peer that stands still would be waited for."""
+    happened: list[str] = []
+
+    class CalledOffLate(JoinAttempt):
+        def form(self, *place: Any) -> Any:
+            groups = super().form(*place)
+            self.call_off("epoch 4 has begun")
+            alone.leave()
+            return groups
+
+    group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: happened.append("closed"))
+    member = SimpleNamespace(join=lambda groups: happened.append("used"), leave=lambda: None)
+    monkeypatch.setattr(alone, "_form_group", lambda *place: EpochGroups(3, group, None, group))
+    monkeypatch.setattr(alone, "_members", [member])
+    monkeypatch.setattr(alone._runner, "capture", lambda: happened.append("captured"))
+    with pytest.raises(JoinFailed, match=r"^epoch 3: epoch 4 has begun$"):
+        alone.join(3, f"{HOST}:1", CalledOffLate(3))
+    assert happened == ["closed"]
+
+
+def test_a_worker_that_has_left_its_group_runs_no_step(alone: Any, monkeypatch: pytest.MonkeyPatch):
+    """It was told to leave after the step had been found to be the next one."""
+    groups = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(alone, "_form_group", lambda *place: groups)
+    monkeypatch.setattr(alone, "_groups", groups)
+    alone.leave()
+    prompt = step(1, prompt_part(0, [5, 6], [1]), num_tokens=[2], num_logits=[1])
+    with pytest.raises(PeerLost, match="has left its group"):
+        alone.execute(prompt)
+    assert not alone._rows.is_live.any()
+
+
+async def joining_alone(client: Client, servicer: Any, epoch: int, address: str) -> Any:
+    """Returns a Join that has begun on this executor and on no other."""
+    call = client.executor.Join(pb.JoinRequest(epoch=epoch, store_address=address))
+    waiting = asyncio.ensure_future(error_of(call))
+    await until(lambda: servicer._joining is not None)
+    return waiting
+
+
+@pytest.mark.parametrize("comes", [0, 1])
+async def test_an_executor_whose_peer_never_comes_is_in_the_next_epoch(
+    tiny_checkpoint: Path, comes: int
+):
+    """Also if nothing else would free it: the store of the epoch that is over stays open here."""
+
+    def build(rank: int) -> Callable[[], Any]:
+        return lambda: build_worker(config_of(tiny_checkpoint, rank, 2))
+
+    async with (
+        serving(build(0)) as (first, to_first),
+        serving(build(1), dp_rank=1) as (second, to_second),
+    ):
+        clients, servicers = [to_first, to_second], [first, second]
+        old_store = open_store(HOST)
+        waiting = await joining_alone(
+            clients[comes], servicers[comes], 1, f"{HOST}:{old_store.port}"
+        )
+        await form_group(clients, 2)
+        assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
+        for servicer in servicers:
+            assert servicer.epoch == 2
+        del old_store  # ends what was left behind

@@ -1,0 +1,135 @@
+"""Real sockets on loopback: what a router meets on an executor's stream, in good order and bad."""
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from executor.errors import InvalidStep
+from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import error_details
+from tests.executor.support.fake_worker import FakeWorker, read_ids, until
+from tests.executor.support.servers import reason_of, request, serving
+
+
+async def test_steps_are_answered_in_order_and_the_stream_ends_cleanly(fake: Any):
+    _, client = fake
+    await client.join(1)
+    responses = [response async for response in client.steps(*range(1, 21))]
+    assert [response.step_id for response in responses] == list(range(1, 21))
+    assert all(response.queued_ns > 0 for response in responses)
+
+
+async def test_the_next_stream_of_an_epoch_goes_on_with_the_next_step(fake: Any):
+    _, client = fake
+    await client.join(1)
+    assert [r.step_id async for r in client.steps(1, 2)] == [1, 2]
+    assert [r.step_id async for r in client.steps(3)] == [3]
+    assert await reason_of(client.steps(3)) == "STEP_OUT_OF_ORDER"
+
+
+async def test_a_step_sent_early_starts_without_its_predecessors_answer(fake: Any):
+    worker, client = fake
+    await client.join(1)
+    worker.gate.clear()
+    call = client.executor.Step()
+    await call.write(request(1))
+    await until(lambda: worker.begun == [1])
+    await call.write(request(2))
+    worker.gate.set()
+    assert await read_ids(call, 2) == [1, 2]
+    await call.done_writing()
+
+
+async def test_health_is_answered_while_a_step_runs(fake: Any):
+    worker, client = fake
+    await client.join(1)
+    worker.gate.clear()
+    call = client.steps(1)
+    await until(lambda: worker.begun == [1])
+    assert await client.status("liveness") == health_pb2.HealthCheckResponse.SERVING
+    worker.gate.set()
+    assert await read_ids(call, 1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("step_ids", "epoch", "answered", "reason"),
+    [
+        ([2], 1, 0, "STEP_OUT_OF_ORDER"),
+        ([1, 2, 4], 1, 2, "STEP_OUT_OF_ORDER"),
+        ([1, 1], 1, 1, "STEP_OUT_OF_ORDER"),
+        ([1], 2, 0, "STALE_EPOCH"),
+        ([1], 0, 0, "STALE_EPOCH"),
+    ],
+)
+async def test_a_step_out_of_order_ends_the_stream_after_those_before_it(
+    fake: Any, step_ids: list[int], epoch: int, answered: int, reason: str
+):
+    worker, client = fake
+    await client.join(1)
+    call = client.steps(*step_ids, epoch=epoch)
+    assert await read_ids(call, answered) == step_ids[:answered]
+    assert await reason_of(call) == reason
+    assert worker.begun == step_ids[:answered]
+
+
+async def test_a_step_before_any_join_is_refused(fake: Any):
+    worker, client = fake
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    assert worker.begun == []
+
+
+async def test_a_second_stream_is_refused_and_the_first_goes_on(fake: Any):
+    _, client = fake
+    await client.join(1)
+    call = client.executor.Step()
+    await call.write(request(1))
+    assert await read_ids(call, 1) == [1]
+    assert await reason_of(client.steps(2)) == "STREAM_HELD"
+    await call.write(request(2))
+    assert await read_ids(call, 1) == [2]
+    await call.done_writing()
+
+
+async def test_a_cancelled_stream_lets_another_follow(fake: Any):
+    worker, client = fake
+    await client.join(1)
+    worker.gate.clear()
+    call = client.executor.Step()
+    await call.write(request(1))
+    await until(lambda: worker.begun == [1])
+    call.cancel()
+    worker.gate.set()
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_a_step_that_has_not_begun_when_its_stream_is_cancelled_never_does():
+    worker = FakeWorker()
+    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
+        await client.join(1)
+        worker.gate.clear()
+        call = client.executor.Step()
+        for step_id in (1, 2):
+            await call.write(request(step_id))
+        await until(lambda: worker.begun == [1] and servicer._compute._work_queue.qsize() == 1)
+        call.cancel()
+        await until(lambda: servicer._stream is None)
+        worker.gate.set()
+        await client.join(2)
+        assert worker.begun == [1]
+
+
+async def test_a_refused_step_ends_the_stream_and_the_epoch_goes_on(fake: Any):
+    worker, client = fake
+    await client.join(1)
+    worker.failure = InvalidStep("rows: has 9", field="ranks[0].sequences.rows")
+    call = client.steps(1, 2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error_details(caught.value).field == "ranks[0].sequences.rows"
+    assert worker.begun == [1]
+    worker.failure = None
+    assert [r.step_id async for r in client.steps(1)] == [1]

@@ -1,0 +1,155 @@
+"""If this fails, an executor stays in a group that is over, or does not get into the next one."""
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from executor.errors import InvalidStep, JoinFailed, StepDisagreement
+from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import error_details
+from tests.executor.support.fake_worker import FakeWorker, read_ids, until
+from tests.executor.support.servers import HOST, reason_of, request, serving
+
+
+@pytest.mark.parametrize(
+    ("step_id", "failure", "reason"),
+    [
+        (1, InvalidStep("rows: has 9"), "INVALID_STEP"),
+        (1, StepDisagreement("rank 1 was told"), "STEP_DISAGREEMENT"),
+        (2, None, "STEP_OUT_OF_ORDER"),
+    ],
+)
+async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
+    fake: Any, step_id: int, failure: Exception | None, reason: str
+):
+    """The others have begun the step and would wait for it."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    num_leaves, worker.failure = worker.num_leaves, failure
+    assert await reason_of(client.steps(step_id)) == reason
+    assert worker.num_leaves > num_leaves
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    worker.failure = None
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+@pytest.mark.parametrize("way", ["cancelled", "half-closed"])
+async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any, way: str):
+    """Also from within a step that waits for a peer: the others shall be free at once."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    num_leaves = worker.num_leaves
+    worker.gate.clear()
+    call = client.executor.Step()
+    await call.write(request(1))
+    await until(lambda: worker.begun == [1])
+    if way == "cancelled":
+        call.cancel()
+        await until(lambda: worker.num_leaves == num_leaves + 1)
+        worker.gate.set()
+    else:
+        await call.done_writing()
+        worker.gate.set()
+        assert await read_ids(call, 1) == [1]
+        await until(lambda: worker.num_leaves == num_leaves + 1)
+    assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
+    assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_the_end_of_an_old_stream_does_not_end_the_epoch_that_has_begun(fake: Any):
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    old = client.executor.Step()
+    await old.write(request(1))
+    assert await read_ids(old, 1) == [1]
+    await client.join(2)
+    num_leaves = worker.num_leaves
+    assert await reason_of(old) == "STALE_EPOCH"
+    new = client.executor.Step()
+    await new.write(request(1, epoch=2))
+    assert await read_ids(new, 1) == [1]
+    assert worker.num_leaves == num_leaves
+    assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
+    await new.done_writing()
+
+
+async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
+    """It comes from a router that has been replaced."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(2)
+    assert await reason_of(client.steps(1, epoch=1)) == "STALE_EPOCH"
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_a_failed_step_needs_a_new_join(fake: Any, caplog: pytest.LogCaptureFixture):
+    worker, client = fake
+    await client.join(1)
+    ready = health_pb2.HealthCheckResponse.SERVING
+    assert await client.status("readiness") == ready
+    worker.failure = RuntimeError("a peer is gone")
+    call = client.steps(1, 2)
+    with pytest.raises(grpc.aio.AioRpcError, match="a peer is gone") as caught:
+        await call.read()
+    assert error_details(caught.value).reason == "STEP_FAILED"
+    assert worker.num_leaves == 2, "peers would wait for this executor"  # one was the join's
+    worker.failure = None
+    assert await client.status("readiness") != ready
+    assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    await client.join(2)
+    assert await client.status("readiness") == ready
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+    assert worker.begun == [1, 1]
+
+
+async def test_a_join_ends_the_stream_of_an_older_epoch(fake: Any):
+    """A router that restarts must not wait for its predecessor's connection to be noticed."""
+    _, client = fake
+    await client.join(1)
+    call = client.executor.Step()
+    await call.write(request(1))
+    assert await read_ids(call, 1) == [1]
+    await client.join(2)
+    assert await reason_of(call) == "STALE_EPOCH"
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_epochs_only_rise(fake: Any):
+    worker, client = fake
+    prepare = client.executor.Prepare
+    assert (await prepare(pb.PrepareRequest(epoch=3))).store_address.startswith(f"{HOST}:")
+    assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
+    assert await reason_of(client.join(2)) == "STALE_EPOCH"
+    await client.join(3)
+    assert await reason_of(client.join(3)) == "STALE_EPOCH"
+    assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
+    await prepare(pb.PrepareRequest(epoch=4))
+    assert (
+        await client.executor.Describe(pb.DescribeRequest())
+    ).epoch == 4  # the next one must be above
+    assert worker.num_joins == 1
+
+
+async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):
+    worker, client = fake
+    worker.failure = JoinFailed("rank 1 did not come")
+    assert await reason_of(client.join(1)) == "JOIN_FAILED"
+    worker.failure = None
+    assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    await client.join(2)
+    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+async def test_only_the_first_executor_opens_a_store():
+    worker = FakeWorker()
+    async with serving(lambda: (worker, pb.DescribeResponse()), dp_rank=1) as (_, client):
+        assert await reason_of(client.executor.Prepare(pb.PrepareRequest(epoch=1))) == "NOT_FIRST"

@@ -1,0 +1,398 @@
+"""A small draft model behind each of the four draft runners, and random batches for them.
+
+Imports no Transformers: the processes of a group start here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.budget.speculation import SpeculationPlan
+from executor.build.runners import row_counts
+from executor.graph.backend import RunnerBackend
+from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
+from executor.graph.registry_factories import (
+    CudaGraphBufferRegistry,
+    build_draft_registry,
+)
+from executor.model.families.draft import load_draft_model
+from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import stacked_kernels
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
+from executor.runners.draft_graphs import PhaseGraphs
+from executor.runners.eagle_draft import EagleDraftRunner
+from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
+from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
+from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
+from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
+
+NUM_STEPS = 3
+FILE_OF = {  # the draft checkpoint (draft_checkpoints.py) that each runner is tested with
+    "eagle": "eagle3",
+    "moe": "glm_names",
+    "multi_layer": "nextn_three_layers",
+    "frozen_kv": "frozen_kv",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A runner, and how it drafts.
+
+    Attributes:
+        runner: "draft", "extend", "multi_layer" or "frozen_kv".
+        draft: Which of ``FILE_OF`` drafts.
+        topk: Drafts that each step goes on from.
+        is_drawn: Whether drafts are drawn.
+        num_draft_tokens: Tokens that are verified; 0 for the default.
+        is_plain: Whether it is a draft-extend behind decodes that have not drafted.
+    """
+
+    runner: str
+    draft: str
+    topk: int = 1
+    is_drawn: bool = False
+    num_draft_tokens: int = 0
+    is_plain: bool = False
+
+    def __str__(self) -> str:
+        drawn = "-drawn" if self.is_drawn else ""
+        plain = "-plain" if self.is_plain else ""
+        return f"{self.runner}-{self.draft}-topk{self.topk}{drawn}{plain}"
+
+    @property
+    def plan(self) -> SpeculationPlan:
+        algorithm = {"multi_layer": "multi_layer_eagle", "frozen_kv": "frozen_kv_mtp"}
+        return SpeculationPlan(
+            algorithm=algorithm.get(self.draft, "eagle"),
+            num_draft_steps=NUM_STEPS,
+            topk=self.topk,
+            num_draft_tokens=self.num_draft_tokens,
+        )
+
+    @property
+    def is_extend(self) -> bool:
+        """Whether its runner is a draft-extend."""
+        return self.runner in ("extend", "multi_layer")
+
+    @property
+    def width(self) -> int:
+        """Token rows of each sequence."""
+        if not self.is_extend:
+            return self.topk
+        return self.plan.num_layers if self.is_plain else self.plan.num_extend_rows
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of all graphs that the runner has."""
+        plan = self.plan
+        return (plan.num_extend_rows, plan.num_layers) if self.is_extend else (self.topk,)
+
+
+WAYS = [
+    Way("draft", "eagle"),
+    Way("draft", "eagle", is_drawn=True),
+    Way("draft", "eagle", 2),
+    Way("draft", "moe", 4),
+    Way("extend", "eagle"),
+    Way("extend", "eagle", 4),
+    Way("extend", "moe", 2),
+    Way("extend", "moe", is_drawn=True),
+    Way("extend", "eagle", is_plain=True),
+    Way("extend", "moe", 4, is_plain=True),
+    Way("extend", "moe", is_drawn=True, is_plain=True),
+    Way("multi_layer", "multi_layer"),
+    Way("multi_layer", "multi_layer", is_drawn=True),
+    Way("multi_layer", "multi_layer", is_plain=True),
+    Way("multi_layer", "multi_layer", is_drawn=True, is_plain=True),
+    Way("frozen_kv", "frozen_kv"),
+    Way("frozen_kv", "frozen_kv", is_drawn=True),
+    Way("frozen_kv", "frozen_kv", 2),
+    Way("frozen_kv", "frozen_kv", 4),
+]
+
+
+class DraftCase:
+    """A target, its draft and their KV pools, in which every row owns its blocks.
+
+    Args:
+        target: Checkpoint of the target.
+        draft: Of the draft.
+        way: What to run.
+        is_capturable: Whether layers do device work alone, as on CUDA; attention does not.
+        topology: This executor's place in its group.
+        new_attention: Makes an attention of the runners with graphs, given this case.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        way: Way,
+        *,
+        is_capturable: bool = False,
+        topology: Topology | None = None,
+        new_attention: "Callable[[DraftCase], Attention] | None" = None,
+    ) -> None:
+        self.way = way
+        self.is_capturable = is_capturable
+        self.topology = topology or Topology()
+        self.target = RunnerCase(target, is_capturable=is_capturable, topology=topology)
+        config = DraftConfig.from_dir(draft, self.target.model_config)
+        self.dtype = self.target.model_config.dtype
+        kernels = None
+        if is_capturable:
+            cpu = torch.device("cpu")
+            kernels = stacked_kernels(config.layers, dtype=self.dtype, device=cpu, ops=None)
+        self.model: Any = load_draft_model(draft, config, self.target.model, kernels=kernels)
+        shape = config.kv_shape(BLOCK_SIZE, self.dtype, self.topology)
+        self.pool = self.target.pool if shape is None else self.target.pool.sibling(shape)
+        heads = config.layers.attention_share(self.topology)
+        torch.manual_seed(2)
+        if shape is not None:
+            for cache in self.caches:
+                size = (len(cache), config.layers.num_key_value_heads, config.layers.head_dim)
+                of_all = torch.randn(size, dtype=self.dtype)
+                cache.copy_(of_all[:, heads.kv_heads.start : heads.kv_heads.stop])
+        self.num_heads = len(heads.q_heads)
+        self._new_torch_attention = partial(
+            TorchAttention,
+            self.num_heads,
+            len(heads.kv_heads),
+            config.layers.head_dim,
+            dtype=self.dtype,
+        )
+        self._new_attention = new_attention
+        self.layouts: list[DpLayout] = []  # of every pass that began
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [*self.pool.key_cache, *self.pool.value_cache]
+
+    def new_passes(self, *, has_graphs: bool = False) -> list[ForwardPass]:
+        """Returns the passes that the runner is made of."""
+
+        def new_attention() -> Attention:
+            if has_graphs and self._new_attention is not None:
+                return self._new_attention(self)
+            return self._new_torch_attention()
+
+        count = NUM_STEPS - 1 if self.way.runner == "draft" else 1
+        if self.way.runner != "multi_layer":
+            return [self._new_pass(0, new_attention()) for _ in range(count)]
+        attention = new_attention()
+        return [self._new_pass(layer, attention) for layer in range(NUM_STEPS)]
+
+    def _new_pass(self, layer: int, attention: Attention) -> ForwardPass:
+        def stages(batch: ForwardBatch) -> Any:
+            self.layouts.append(batch.layout)
+            return self.model.stages(batch, layer)
+
+        return ForwardPass(
+            stages=stages,
+            compute_logits=partial(self.model.compute_logits, layer=layer),
+            attention=attention,
+            kv_pool=self.pool,
+            num_heads=0,
+            hidden_size=self.model.hidden_size,
+            vocab_size=self.model.vocab_size,
+            dtype=self.dtype,
+            topology=self.topology,
+            require_mlp_tp_gather=self.topology.dp_size > 1,
+            max_len=MAX_LEN,
+        )
+
+    def build(
+        self,
+        sizes: Sequence[int] = (),
+        new_backend: Callable[[], RunnerBackend] | None = None,
+    ) -> Any:
+        """Returns a runner of the case's own, which has captured nothing yet.
+
+        With graphs it takes a backend for each of ``way.widths``.
+        """
+        way, plan = self.way, self.way.plan
+        passes = self.new_passes(has_graphs=new_backend is not None)
+        common: dict[str, Any] = {
+            "target_ids": self.model.target_ids,
+            "is_drawn": way.is_drawn,
+            "graphs": None,
+        }
+        if new_backend is not None:
+            graphs = {}
+            for width in way.widths:
+                registry = build_draft_registry(
+                    self._slots(width),
+                    device="cpu",
+                    max_bs=sizes[-1],
+                    width=width,
+                    **row_counts(passes[0]),
+                )
+                graphs[width] = PhaseGraphs(registry, new_backend(), sizes)
+            common["graphs"] = graphs if way.is_extend else graphs[way.width]
+        if way.runner == "draft":
+            return EagleDraftRunner(passes, plan, **common)
+        if way.runner == "frozen_kv":
+            return FrozenKvMtpRunner(passes[0], plan, **common)
+        if way.runner == "extend":
+            return EagleDraftExtendRunner(passes[0], way.topk, **common)
+        return MultiLayerDraftExtendRunner(passes, **common)
+
+    def _slots(self, width: int) -> list[Any]:
+        way = self.way
+        sizes: dict[str, Any] = {"hidden_size": self.model.hidden_size, "dtype": self.dtype}
+        if way.runner == "draft":
+            drawn = self.model.vocab_size if way.is_drawn else 0
+            return eagle_draft_slots(
+                num_steps=NUM_STEPS, topk=way.topk, drawn_vocab_size=drawn, **sizes
+            )
+        if way.runner == "frozen_kv":
+            return frozen_kv_slots(num_steps=NUM_STEPS, is_drawn=way.is_drawn, **sizes)
+        layers = NUM_STEPS if way.runner == "multi_layer" else 1
+        return draft_extend_slots(width=width, num_layers=layers, is_drawn=way.is_drawn, **sizes)
+
+    # ---- batches
+
+    def batch(
+        self,
+        rng: np.random.Generator,
+        num_requests: int | Sequence[int],
+        graph_requests: int | None,
+        padding_mode: DpPaddingMode = DpPaddingMode.MAX_LEN,
+    ) -> DraftBatch | ExtendBatch:
+        """Returns a batch of random rows, lengths, tokens and hidden states.
+
+        Args:
+            num_requests: Of each DP rank.
+            graph_requests: Sequences of the graph that runs it; None if none does.
+        """
+        counts = [num_requests] if isinstance(num_requests, int) else num_requests
+        step = Step(tuple(counts), padding_mode, graph_requests)
+        count = counts[self.topology.dp_rank]
+        rows = rng.permutation(NUM_ROWS)[:count]
+        new_batch = self._extend_batch if self.way.is_extend else self._draft_batch
+        return new_batch(rng, rows, step)
+
+    def _draft_batch(
+        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], step: Step
+    ) -> DraftBatch:
+        way, count = self.way, len(rows)
+        is_frozen = way.runner == "frozen_kv"
+        num_slots = 0 if is_frozen else (NUM_STEPS - 1) * way.topk
+        lens = rng.integers(2, MAX_LEN - num_slots + 1, count)
+        num_tokens = 1 if is_frozen else way.topk
+        return DraftBatch(
+            step=step,
+            req_pool_indices=torch.from_numpy(rows),
+            seq_lens=torch.from_numpy(lens),
+            seq_lens_cpu=torch.from_numpy(lens),
+            out_cache_loc=self.pool.out_cache_loc(rows, lens, np.full(count, num_slots)),
+            tokens=torch.from_numpy(rng.integers(0, self.target.vocab_size, (count, num_tokens))),
+            scores=-_normal(rng, (count, num_tokens)).abs().sort(dim=1).values,
+            hidden_states=_normal(rng, (count, self.model.hidden_size)).to(self.dtype),
+            probs=self._probs(rng, count) if way.is_drawn and not is_frozen else None,
+            draws=self._draws(rng, torch.from_numpy(lens)),
+        )
+
+    def _extend_batch(
+        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], step: Step
+    ) -> ExtendBatch:
+        width, count = self.way.width, len(rows)
+        layers = NUM_STEPS if self.way.runner == "multi_layer" else 1
+        starts = rng.integers(1, MAX_LEN - width + 1, count)
+        num_tokens = rng.integers(1, width - layers + 2, count)
+        batch = ForwardBatch.from_columns(
+            rows=rows,
+            num_computed=starts,
+            num_tokens=np.full(count, width),
+            input_ids=torch.from_numpy(rng.integers(0, self.target.vocab_size, count * width)),
+            out_cache_loc=self.pool.out_cache_loc(rows, starts, np.full(count, width)),
+            layout=DpLayout.of_requests(
+                step.num_requests,
+                width,
+                self.topology,
+                step.padding_mode,
+                graph_requests=step.graph_requests,
+            ),
+        )
+        size = self.model.hidden_size
+        batch.hidden_states = _normal(rng, (count * width, size)).to(self.dtype)
+        firsts = torch.arange(count) * width
+        carries = _normal(rng, (count, layers - 1, size)).to(self.dtype) if layers > 1 else None
+        return ExtendBatch(
+            batch,
+            width,
+            firsts,
+            firsts + torch.from_numpy(num_tokens - 1),
+            carries,
+            self._draws(rng, torch.from_numpy(starts + num_tokens)),
+        )
+
+    def _probs(self, rng: np.random.Generator, count: int) -> torch.Tensor:
+        return _normal(rng, (count, self.model.vocab_size)).softmax(dim=-1)
+
+    def _draws(self, rng: np.random.Generator, positions: torch.Tensor) -> Draws | None:
+        if not self.way.is_drawn:
+            return None
+        temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], len(positions)))
+        seeds = torch.from_numpy(rng.integers(0, 2**62, len(positions)))
+        return Draws(temperature.float(), seeds, positions)
+
+    # ---- runs
+
+    def run(self, runner: Any, batch: DraftBatch | ExtendBatch) -> list[torch.Tensor]:
+        """Returns what a run gives, and all keys and values after it. It leaves no trace."""
+        before = [cache.clone() for cache in self.caches]
+        with torch.inference_mode():
+            if isinstance(batch, DraftBatch):
+                results = [x.clone() for x in runner.draft(batch) if x is not None]
+            else:
+                results = self._real(runner.extend(batch), batch)
+        after = [cache[BLOCK_SIZE:].clone() for cache in self.caches]  # without the scratch block
+        for cache, old in zip(self.caches, before, strict=True):
+            cache.copy_(old)
+        return [*results, *after]
+
+    def _real(self, extended: Any, batch: ExtendBatch) -> list[torch.Tensor]:
+        outputs = [states.clone() for states in extended.outputs]
+        probs = [] if extended.probs is None else [extended.probs]
+        return [extended.tokens, extended.scores, extended.hidden, *outputs, *probs]
+
+    def run_eagerly(self, batch: DraftBatch | ExtendBatch) -> list[torch.Tensor]:
+        """Returns what ``run`` returns, without graph and padding."""
+        return self.run(self.build(), eager(batch))
+
+
+def eager(batch: DraftBatch | ExtendBatch) -> DraftBatch | ExtendBatch:
+    """Returns the batch as a step without a graph has it."""
+    if isinstance(batch, DraftBatch):
+        return replace(batch, step=replace(batch.step, graph_requests=None))
+    layout = replace(batch.batch.layout, graph_size=None)
+    return replace(batch, batch=replace(batch.batch, layout=layout))
+
+
+def phase_graphs_of(runner: Any, way: Way) -> PhaseGraphs:
+    """Returns what replays a way's batches in a runner that has graphs."""
+    graphs: PhaseGraphs
+    graphs = runner._phase._graphs[way.width]._graphs if way.is_extend else runner._graphs
+    return graphs
+
+
+def registry_of(runner: Any, way: Way) -> CudaGraphBufferRegistry:
+    """Returns their inputs."""
+    return phase_graphs_of(runner, way)._registry
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))

@@ -1,0 +1,189 @@
+"""What an executor of the attention-TP tests does. Imports no Transformers: processes start here."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.build.executor import build_worker
+from executor.config import ExecutorConfig
+from executor.model.families.config import ModelConfig
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
+from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.serving import Rank
+
+MAX_ROWS = 64
+
+# Of each DP rank, new tokens of some rows.
+Step = tuple[Mapping[int, Sequence[int]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A way to serve a checkpoint with several executors.
+
+    Attributes:
+        shape: Names the checkpoint.
+        ep_size: Parts of the experts.
+        moe_dense_tp_size: 1 or None.
+        padding_mode: Of all its steps.
+    """
+
+    shape: str
+    ep_size: int | None
+    moe_dense_tp_size: int | None
+    padding_mode: DpPaddingMode
+
+
+def serve_cases(
+    rank: int,
+    port: int,
+    paths: Mapping[str, Path],
+    sizes: tuple[int, int],
+    cases: Sequence[Case],
+    steps: Sequence[Step],
+) -> list[dict[int, Any]]:
+    """Runs the same steps in every case.
+
+    Args:
+        rank: World rank.
+        port: Of the ranks' store.
+        paths: Checkpoint of each shape.
+        sizes: DP ranks, and executors of each.
+        cases: To run.
+        steps: To run.
+
+    Returns:
+        By case, the logits of each row's tokens, as arrays.
+    """
+    dp_size, attn_tp_size = sizes
+    topology = Topology(
+        dp_rank=rank // attn_tp_size,
+        dp_size=dp_size,
+        attn_tp_rank=rank % attn_tp_size,
+        attn_tp_size=attn_tp_size,
+    )
+    groups = join_group(HOST, port, epoch=0, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S)
+    served = [
+        _serve(groups, paths[case.shape], replace(topology, ep_size=case.ep_size), case, steps)
+        for case in cases
+    ]
+    groups.close()
+    return served
+
+
+def communicators(
+    config: ModelConfig, topology: Topology, max_rows: int, gathered_size: int | None = None
+) -> tuple[DpCommunicator, AttnTpCommunicator]:
+    """Returns both of an executor, for steps of up to ``max_rows`` rows per DP rank.
+
+    ``gathered_size`` is the width of its widest rows, that of hidden states if None.
+    """
+    shard = -(-max_rows // topology.attn_tp_size)
+    return (
+        DpCommunicator(
+            topology=topology,
+            max_tokens_per_rank=shard,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            dtype=config.dtype,
+        ),
+        AttnTpCommunicator(
+            topology=topology,
+            max_shard_tokens_per_rank=shard,
+            hidden_size=config.hidden_size,
+            dtype=config.dtype,
+            max_logits_rows=max_rows,
+            vocab_slice=-(-config.vocab_size // topology.attn_tp_size),
+            gathered_size=gathered_size,
+        ),
+    )
+
+
+def _serve(
+    groups: EpochGroups, path: Path, topology: Topology, case: Case, steps: Sequence[Step]
+) -> dict[int, Any]:
+    communicator, attn_tp_communicator = communicators(
+        ModelConfig.from_dir(path), topology, MAX_ROWS
+    )
+    served = Rank(
+        path,
+        topology=topology,
+        communicator=communicator,
+        attn_tp_communicator=attn_tp_communicator,
+        moe_dense_tp_size=case.moe_dense_tp_size,
+    )
+    communicator.join(groups)
+    attn_tp_communicator.join(groups)
+    logits: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for step in steps:
+        layout = DpLayout(
+            tuple(sum(map(len, tokens.values())) for tokens in step),
+            case.padding_mode,
+            topology.dp_rank,
+            attn_tp_rank=topology.attn_tp_rank,
+            attn_tp_size=topology.attn_tp_size,
+        )
+        for row, of_row in served.step(step[topology.dp_rank], layout).items():
+            logits[row].append(of_row.clone())
+    return {row: torch.cat(parts).numpy() for row, parts in logits.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a worker did with some steps.
+
+    Attributes:
+        responses: Serialized, one per step.
+        last_tokens: What it remembers of every row, after each step.
+        output_counts: What it has counted in the end, of each row and token, for penalties.
+    """
+
+    responses: list[bytes]
+    last_tokens: list[list[int]]
+    output_counts: list[list[int]]
+
+
+def answer_steps(
+    rank: int, port: int, path: Path, settings: Mapping[str, Any], requests: Sequence[bytes]
+) -> dict[str, Answered]:
+    """Runs steps on a worker that shares a DP rank with another, as the executor builds it.
+
+    Args:
+        rank: 0 or 1.
+        port: Of the ranks' store.
+        path: Checkpoint.
+        settings: Of ``ExecutorConfig``.
+        requests: Serialized steps, of epoch 1.
+
+    Returns:
+        What it answered, and what it answered in a second run in which rank 1 sees other logits.
+    """
+    config = ExecutorConfig(model=path, attn_tp_rank=rank, attn_tp_size=2, **settings)
+    worker, _ = build_worker(config)
+    answered = {}
+    for epoch, name in enumerate(("alike", "at odds"), start=1):
+        if name == "at odds" and rank == 1:
+            run = worker._runner.run
+            worker._runner.run = lambda batch, run=run: -run(batch)  # type: ignore
+        worker.join(epoch, f"{HOST}:{port}")
+        worker._sampler.last_tokens.zero_()
+        answered[name] = Answered([], [], [])
+        for data in requests:
+            request = pb.StepRequest.FromString(data)
+            request.epoch = epoch
+            response = worker.execute(request)
+            response.epoch, response.forward_ns = 1, 0
+            answered[name].responses.append(response.SerializeToString())
+            answered[name].last_tokens.append(worker._sampler.last_tokens.tolist())
+        answered[name].output_counts.extend(worker._sampler._output_counts.tolist())
+        worker.leave()
+    return answered

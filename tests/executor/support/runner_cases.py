@@ -1,0 +1,326 @@
+"""A small random model behind the executor's runners, and random batches for them.
+
+Imports no Transformers: the processes of a group start here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
+from executor.budget.capture_sizes import GraphSizes
+from executor.build.runners import build_runners
+from executor.build.sizes import plan_budget
+from executor.config import ExecutorConfig
+from executor.graph.backend import RunnerBackend
+from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.registry_factories import (
+    CudaGraphBufferRegistry,
+    build_decode_registry,
+)
+from executor.model.families import load_model
+from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import stacked_kernels
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.moe.layer import Dispatched
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
+from executor.runners import Runner
+from executor.runners.decode import DecodeRunner
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.select import RunnerByLayout
+from tests.executor.support.ranks.attention_tp_ranks import communicators
+
+BLOCK_SIZE = 4
+NUM_ROWS = 16
+MAX_LEN = 64
+MAX_TOKENS = 64
+DECODE_SIZES = (1, 2, 4, 8, 16)
+PREFILL_SIZES = (4, 8, 16, 32, 64)
+PREFILL_GRAPHS = ("piecewise", "breakable")
+
+
+class HasGraphs(Protocol):
+    def capture(self) -> None: ...
+
+
+R = TypeVar("R", bound=HasGraphs)
+NewAttention = Callable[[ModelConfig], Attention]
+
+
+def torch_attention(config: ModelConfig) -> TorchAttention:
+    return TorchAttention(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        dtype=config.dtype,
+    )
+
+
+class RunnerCase:
+    """A model, a KV pool in which every row owns its blocks, and runners over both.
+
+    Args:
+        path: Checkpoint.
+        new_attention: Makes the attention backend, given a model with this executor's heads.
+        is_capturable: Whether layers do device work alone, as on CUDA.
+        topology: This executor's place in its group. In one of several, ``members`` must join a
+            group before the first run.
+        aux_layers: Layers whose sums are features for a draft, or none of them: the hidden states
+            are. None if there is no draft.
+        ops: FlashInfer for the layers of a capturable case; None runs PyTorch's operators.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        new_attention: NewAttention = torch_attention,
+        *,
+        is_capturable: bool = False,
+        topology: Topology | None = None,
+        aux_layers: Sequence[int] | None = None,
+        ops: FlashInferOps | None = None,
+    ) -> None:
+        topology = topology or Topology()
+        config = ModelConfig.from_dir(path)
+        self.heads = config.attention_share(topology)
+        kernels = None
+        if is_capturable:
+            cpu = torch.device("cpu")
+            kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=ops)
+        num_aux = len(aux_layers or ())
+        communicator, attn_tp_communicator = communicators(
+            config, topology, MAX_TOKENS, config.hidden_size * (1 + num_aux)
+        )
+        self.members = (communicator, attn_tp_communicator)
+        model: Any = load_model(
+            path,
+            config,
+            topology=topology,
+            communicator=communicator,
+            attn_tp_communicator=attn_tp_communicator,
+            kernels=kernels,
+            aux_layers=aux_layers or (),
+        )
+        features = None
+        if aux_layers is not None:
+            feature_size = config.hidden_size * max(num_aux, 1)
+            features = torch.zeros(MAX_TOKENS, feature_size, dtype=config.dtype)
+        blocks_per_row = MAX_LEN // BLOCK_SIZE
+        self.pool = KVPool(
+            config.kv_shape(BLOCK_SIZE, config.dtype, topology),
+            num_blocks=1 + NUM_ROWS * blocks_per_row,
+            num_rows=NUM_ROWS,
+            max_blocks_per_row=blocks_per_row,
+        )
+        shuffled = np.random.default_rng(0).permutation(np.arange(1, self.pool.num_blocks))
+        rows = range(NUM_ROWS)
+        self.pool.append_blocks(rows, [0] * NUM_ROWS, [blocks_per_row] * NUM_ROWS, shuffled)
+        self.settings = ExecutorConfig(
+            model=path,
+            dp_rank=topology.dp_rank,
+            dp_size=topology.dp_size,
+            attn_tp_rank=topology.attn_tp_rank,
+            attn_tp_size=topology.attn_tp_size,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=NUM_ROWS,
+            max_num_batched_tokens=MAX_TOKENS,
+        )
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_hidden_layers
+        self.num_experts = config.num_experts
+        self.aux_layers = aux_layers or ()
+        self.model = model
+        self.model_config = config
+        self.forward_pass = ForwardPass(
+            stages=model.stages,
+            compute_logits=model.compute_logits,
+            attention=new_attention(
+                replace(
+                    config,
+                    num_attention_heads=len(self.heads.q_heads),
+                    num_key_value_heads=len(self.heads.kv_heads),
+                )
+            ),
+            kv_pool=self.pool,
+            num_heads=len(self.heads.q_heads),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            dtype=config.dtype,
+            topology=topology,
+            require_mlp_tp_gather=topology.dp_size > 1,
+            features=features,
+        )
+        torch.manual_seed(1)
+        for cache in self.caches:
+            size = (len(cache), config.num_key_value_heads, config.head_dim)
+            at = self.heads.kv_heads
+            cache.copy_(torch.randn(size, dtype=config.dtype)[:, at.start : at.stop])
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [*self.pool.key_cache, *self.pool.value_cache]
+
+    def build(
+        self,
+        sizes: GraphSizes,
+        new_backend: Callable[[], RunnerBackend] = EagerBackend,
+        prefill_graphs: str = "breakable",
+    ) -> RunnerByLayout:
+        """Returns the executor's own runners, which have captured nothing yet."""
+        settings = replace(self.settings, prefill_graphs=prefill_graphs)
+        budget = plan_budget(settings, self.model_config, self.forward_pass.dtype, sizes)
+        return build_runners(settings, budget, self.forward_pass, sizes, new_backend)
+
+    def decode(self, backend: RunnerBackend, width: int = 1, *, has_tree: bool = False) -> Runner:
+        """Returns a runner of decodes that has captured.
+
+        Args:
+            backend: Of the runner.
+            width: Tokens of each sequence.
+            has_tree: Whether they are a tree of drafts.
+        """
+        runner = self.build(GraphSizes(decode=DECODE_SIZES), lambda: backend)
+        if width == 1:
+            return captured(runner)
+        registry = build_decode_registry(
+            device="cpu",
+            max_bs=DECODE_SIZES[-1],
+            max_num_token=DECODE_SIZES[-1] * width,
+            seq_len_fill_value=width,
+            cache_loc_dtype=torch.int64,
+            enable_num_token_non_padded=True,
+            register_global_num_tokens=False,
+            num_tree_nodes=width if has_tree else 0,
+        )
+        return captured(
+            DecodeRunner(
+                self.forward_pass, registry, backend, DECODE_SIZES, num_tokens_per_bs=width
+            )
+        )
+
+    def prefill(self, prefill_graphs: str, backend: RunnerBackend) -> Runner:
+        """Returns a runner of extends that has captured."""
+        sizes = GraphSizes(extend=PREFILL_SIZES)
+        return captured(self.build(sizes, lambda: backend, prefill_graphs))
+
+    def watch_experts(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+        """Returns a list that gets the expert ids [R, K] of each layer of each pass from now on.
+
+        A recorded pass adds them once, at its capture; each replay puts its own there.
+        """
+        seen: list[torch.Tensor] = []
+        runner = type(self.model.layers[0].mlp.experts.runner)
+        run = runner.run
+
+        def watched(self: Any, dispatched: Dispatched) -> torch.Tensor:
+            seen.append(dispatched.topk_ids_RK.clone())
+            result: torch.Tensor = run(self, dispatched)
+            return result
+
+        monkeypatch.setattr(runner, "run", watched)
+        return seen
+
+    def batch(
+        self,
+        rng: np.random.Generator,
+        num_tokens: Sequence[int],
+        graph_size: int | None,
+        *,
+        has_extend: bool,
+        global_num_tokens: Sequence[int] | None = None,
+    ) -> ForwardBatch:
+        """Returns a batch of random rows, prefix lengths and tokens.
+
+        Args:
+            num_tokens: Tokens of each sequence.
+            graph_size: Token rows of the graph that will run it; None if none will.
+            has_extend: Whether it is a step with prompt tokens.
+            global_num_tokens: Tokens of each DP rank; None if there are no others.
+        """
+        new_lens = np.asarray(num_tokens, dtype=np.int64)
+        rows = rng.permutation(NUM_ROWS)[: len(new_lens)]
+        prefix_lens = rng.integers(0, MAX_LEN - new_lens + 1)
+        total = int(new_lens.sum())
+        counts = (total,) if global_num_tokens is None else tuple(global_num_tokens)
+        topology = self.forward_pass.topology
+        layout = DpLayout(
+            counts,
+            DpPaddingMode.MAX_LEN,
+            topology.dp_rank,
+            graph_size,
+            has_extend,
+            topology.attn_tp_rank,
+            topology.attn_tp_size,
+        )
+        return ForwardBatch.from_columns(
+            rows=rows,
+            num_computed=prefix_lens,
+            num_tokens=new_lens,
+            input_ids=torch.from_numpy(rng.integers(0, self.vocab_size, total)),
+            out_cache_loc=self.pool.out_cache_loc(rows, prefix_lens, new_lens),
+            layout=layout,
+            logits_indices=None if has_extend else np.arange(total),
+        )
+
+    def decode_batch(
+        self, rng: np.random.Generator, size: int, *, num_seqs: int | None = None, width: int = 1
+    ) -> ForwardBatch:
+        """Returns a batch that a decode graph of ``size`` runs."""
+        if num_seqs is None:
+            smaller = max((s for s in DECODE_SIZES if s < size), default=0)
+            num_seqs = int(rng.integers(smaller + 1, size + 1))
+        return self.batch(rng, [width] * num_seqs, size * width, has_extend=False)
+
+    def prefill_batch(self, rng: np.random.Generator, size: int) -> ForwardBatch:
+        """Returns a batch that a prefill graph of ``size`` runs: chunks, with decodes between."""
+        total = int(rng.integers(size // 2 + 1, size + 1))
+        num_seqs = int(rng.integers(1, min(total, NUM_ROWS) + 1))
+        cuts = np.sort(rng.permutation(np.arange(1, total))[: num_seqs - 1])
+        num_tokens = np.diff(np.concatenate(([0], cuts, [total])))
+        return self.batch(rng, num_tokens.tolist(), size, has_extend=True)
+
+    def run_eagerly(self, batch: ForwardBatch) -> list[torch.Tensor]:
+        """Returns what ``run`` returns, without graph and padding."""
+        layout = replace(batch.layout, graph_size=None)
+        return self.run(self.build(GraphSizes()), replace(batch, layout=layout))
+
+    def run(self, runner: Runner, batch: ForwardBatch) -> list[torch.Tensor]:
+        """Returns the logits and all keys and values after a run, which leaves no trace.
+
+        And at the end the features of the batch's rows, if the case has any.
+        """
+        before = [cache.clone() for cache in self.caches]
+        features = self.forward_pass.features
+        if features is not None:
+            features.fill_(torch.nan)
+        with torch.inference_mode():
+            logits = runner.run(batch).clone()
+        after = [cache[BLOCK_SIZE:].clone() for cache in self.caches]  # without the scratch block
+        for cache, old in zip(self.caches, before, strict=True):
+            cache.copy_(old)
+        left = [] if features is None else [features[: len(batch.input_ids)].clone()]
+        return [logits, *after, *left]
+
+
+def registry_of(runner: Any) -> CudaGraphBufferRegistry:
+    """Returns the inputs of what ``RunnerCase.decode`` or ``prefill`` returned."""
+    if isinstance(runner, RunnerByLayout):
+        runner = runner._decode or runner._prefill
+    registry: CudaGraphBufferRegistry = runner._registry
+    return registry
+
+
+def captured(runner: R) -> R:
+    """Returns the runner once it has captured."""
+    with torch.inference_mode():
+        runner.capture()
+    return runner

@@ -1,0 +1,199 @@
+"""If these fail, answers wait for the draft model, or it drafts behind tokens that it has not seen."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from executor.errors import PeerLost
+from executor.speculative.speculator import Speculator
+from executor.worker import Worker
+from router.scheduling.speculation import DraftSettings
+from tests.executor.support.recording.copiers import SeparateMemory
+from tests.together.speculative_cell import (
+    ALWAYS,
+    DRAFTS,
+    Cell,
+    Router,
+    demo_prompts,
+    expect_plain,
+)
+from tests.together.test_speculation import cell_of, mixed_asks, settings_of
+
+PROMPT = demo_prompts(11, 1, 20)[0]
+OFF = DraftSettings(is_on=False)
+
+
+@pytest.fixture
+def cell() -> Iterator[Cell]:
+    with cell_of(draft_model=DRAFTS / "mtp") as cell:
+        yield cell
+
+
+def speculator_of(worker: Worker) -> Speculator:
+    assert worker._speculation is not None
+    return worker._speculation.speculator
+
+
+def note(monkeypatch: pytest.MonkeyPatch, events: list[str], owner: Any, *names: str) -> None:
+    """Has methods leave their names as they are called."""
+
+    def called(name: str, call: Any, *args: Any) -> Any:
+        events.append(name)
+        return call(*args)
+
+    for name in names:
+        monkeypatch.setattr(owner, name, partial(called, name, getattr(owner, name)))
+
+
+def on_its_own(worker: Worker) -> Worker:
+    """Returns a worker of the same parts whose device has memory of its own, as a GPU has."""
+    pool = worker._kv_pool
+    pool.block_table = pool.block_table_cpu.clone()
+    apart = Worker(
+        limits=worker._limits,
+        kv_pool=pool,
+        sampler=worker._sampler,
+        runner=worker._runner,
+        speculation=worker._speculation,
+        members=[],
+        form_group=None,
+        device=worker._device,
+        copier=SeparateMemory(),
+    )
+    apart.join(1, "")
+    return apart
+
+
+def run_steps(worker: Worker, cell: Cell, count: int, drafts: DraftSettings) -> list[int]:
+    """Runs a prompt and what follows it. Returns ``num_draft_tokens`` of each step."""
+    router = Router(cell, drafts)
+    router.submit(PROMPT, 16)
+    widths = []
+    cell.workers[0] = worker
+    for _ in range(count):
+        assert router.plan() is not None
+        router.commit()
+        widths.append(router.widths[-1])
+    return widths
+
+
+def test_where_the_host_computes_draft_extend_is_left_behind_the_answer(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+):
+    [worker] = cell.workers
+    cell.catches_up = False
+    events: list[str] = []
+    note(monkeypatch, events, worker._answers, "results")
+    note(monkeypatch, events, speculator_of(worker), "follow", "follow_accepted")
+    assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
+    assert events == ["results", "follow", "results", "follow_accepted", "results"]
+    assert worker.is_behind
+    worker.catch_up()
+    assert events[-1] == "follow_accepted"
+    assert not worker.is_behind
+    worker.catch_up()
+    assert events.count("follow_accepted") == 2
+
+
+def test_a_device_of_its_own_is_given_draft_extend_between_the_tokens_copy_and_the_wait(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+):
+    worker = on_its_own(cell.workers[0])
+    events: list[str] = []
+    note(monkeypatch, events, worker._sampled, "begin", "wait")
+    note(monkeypatch, events, speculator_of(worker), "follow", "follow_accepted")
+    assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
+    assert events == ["begin", "follow", "wait"] + 2 * ["begin", "follow_accepted", "wait"]
+    assert not worker.is_behind
+
+
+@pytest.mark.parametrize(("name", "topk"), [("eagle", 2), ("mtp3", 1), ("frozen_kv", 1)])
+def test_drafts_are_the_same_whoever_begins_what_a_step_has_left(name: str, topk: int):
+    """As soon as it is answered, or only the next step, two of them in flight."""
+    gained = []
+    with cell_of(max_num_seqs=4, **settings_of(name, topk)) as cell:
+        for cell.catches_up in (True, False):
+            router = Router(cell)
+            expect_plain(router, mixed_asks(300, 6))
+            gained.append(router.tokens_per_step)
+    assert gained[0] == gained[1] > 1.2
+
+
+def test_a_new_epoch_drops_what_the_last_one_has_left(cell: Cell, monkeypatch: pytest.MonkeyPatch):
+    [worker] = cell.workers
+    cell.catches_up = False
+    events: list[str] = []
+    note(monkeypatch, events, speculator_of(worker), "follow")
+    run_steps(worker, cell, 1, ALWAYS)
+    assert worker.is_behind
+    cell.join()
+    worker.catch_up()
+    assert events == []
+
+
+class Group:
+    """Groups of an epoch, as far as leaving them goes."""
+
+    def close(self) -> None:
+        pass
+
+
+def test_who_has_left_its_group_does_not_catch_up_in_it(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+):
+    [worker] = cell.workers
+    cell.catches_up = False
+    events: list[str] = []
+    router = Router(cell)
+    router.submit(PROMPT, 16)
+    monkeypatch.setattr(worker, "_groups", Group())
+    note(monkeypatch, events, speculator_of(worker), "follow")
+    router.plan()
+    assert worker.is_behind
+    worker.leave()
+    worker.catch_up()
+    assert events == []
+
+
+def test_who_leaves_its_group_while_it_catches_up_says_so(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+):
+    [worker] = cell.workers
+    cell.catches_up = False
+    router = Router(cell)
+    router.submit(PROMPT, 16)
+    monkeypatch.setattr(worker, "_groups", Group())
+    monkeypatch.setattr(speculator_of(worker), "follow", lambda *_: worker.leave())
+    router.plan()
+    with pytest.raises(PeerLost, match="left its group while it caught up behind a step"):
+        worker.catch_up()
+
+
+# ---- a router that plans no drafts
+
+
+@pytest.mark.parametrize("group", [{}, {"dp_size": 2}, {"attn_tp_size": 2}], ids=str)
+def test_without_speculative_steps_the_draft_model_runs_nothing(
+    group: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    with cell_of(**group, **settings_of("mtp", 1)) as cell:
+        events: list[str] = []
+        for worker in cell.workers:
+            note(monkeypatch, events, speculator_of(worker)._extender, "extend")
+        expect_plain(Router(cell, OFF), mixed_asks(400, 5))
+        assert events == []
+        router = Router(cell)  # another router begins an epoch, and with it from the start
+        expect_plain(router, mixed_asks(400, 5))
+        assert router.tokens_per_step > 1.2
+
+
+def test_rows_are_known_to_be_followed_or_not(cell: Cell):
+    [worker] = cell.workers
+    for drafts, is_followed in ((OFF, False), (ALWAYS, True), (OFF, False)):
+        router = Router(cell, drafts)
+        request = router.submit(PROMPT, 16)
+        router.plan()
+        router.commit()
+        assert worker._rows.is_followed[request.sequences[0].row] == is_followed

@@ -1,0 +1,452 @@
+"""Who may call a port: if a check here lets somebody through, everybody's prompts are theirs."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2_grpc
+
+from protos.transport import tokens as tokens_module
+from protos.transport.auth import with_token
+from protos.transport.errors import error_details
+from protos.transport.health import HealthServicer
+from protos.transport.port import PortSecurity, serve_health
+from protos.transport.tls import TlsFiles, channel_credentials
+from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
+from router.client import channel as client_channel
+from router.client.client import Client
+from router.executors.credentials import ExecutorSecurity
+from tests.support.certificates import Authority, replace
+
+TOKEN, SECOND, WRONG = "first-token-0123456789", "second-token-0123456789", "no-token-0123456789"
+ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
+HEALTH = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
+NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+Channel = grpc.aio.Channel
+Refused = grpc.aio.AioRpcError
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# ours\n{TOKEN}\n\n  {SECOND}  \n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _files_are_looked_at_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "RELOAD_S", 0.0)
+    monkeypatch.setattr(client_channel, "RELOAD_S", 0.0)
+
+
+def secured(authority: Authority, **settings: Any) -> PortSecurity:
+    """Mutual TLS on loopback."""
+    own = authority.issue("server", "127.0.0.1")
+    return PortSecurity(tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.ca, **settings)
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+async def echo_all(requests: AsyncIterator[bytes], context: Any) -> None:
+    async for request in requests:
+        await context.write(request)
+
+
+async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+@asynccontextmanager
+async def serving(security: PortSecurity) -> AsyncIterator[str]:
+    """Yields the address of a server that sends back what it gets."""
+    server = grpc.aio.server(interceptors=security.interceptors())
+    one = grpc.unary_unary_rpc_method_handler(echo)
+    handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
+    info = grpc.stream_stream_rpc_method_handler(reflect)
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler("test.Echo", handlers),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": one}),
+            grpc.method_handlers_generic_handler(
+                REFLECTION.split("/")[1], {"ServerReflectionInfo": info}
+            ),
+        )
+    )
+    port = security.open_port(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def calling(
+    address: str, files: TlsFiles | None = None, token: str | None = None
+) -> AsyncIterator[Channel]:
+    # A pool of its own: a connection that another channel made would tell nothing of this one.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if files is None:
+        channel = grpc.aio.insecure_channel(address, options)
+    else:
+        channel = grpc.aio.secure_channel(address, channel_credentials(files.read()), options)
+    async with channel:
+        yield channel if token is None else with_token(channel, lambda: token)
+
+
+async def ask(channel: Channel, method: str = ECHO) -> bytes:
+    return await channel.unary_unary(method)(b"hello")
+
+
+async def refusal(channel: Channel, method: str = ECHO) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await ask(channel, method)
+    return caught.value
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("token", [TOKEN, SECOND])
+async def test_any_token_of_the_file_is_taken(tokens: Path, token: str):
+    security = PortSecurity(auth_tokens=tokens)
+    async with serving(security) as address, calling(address, token=token) as channel:
+        assert await ask(channel) == b"hello"
+        call = channel.stream_stream(STREAM)()
+        await call.write(b"more")
+        assert await call.read() == b"more"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ((), "no token: send the metadata 'authorization: Bearer TOKEN'"),
+        ((("authorization", f"Bearer {WRONG}"),), "not one that is taken here"),
+        ((("authorization", f"Bearer {TOKEN}x"),), "not one that is taken here"),
+        ((("authorization", f"Bearer {TOKEN[:-1]}"),), "not one that is taken here"),
+        ((("authorization", "Bearer # ours"),), "not one that is taken here"),
+        ((("authorization", "Bearer "),), "not one that is taken here"),
+        ((("authorization", TOKEN),), "another scheme than Bearer"),
+        ((("authorization", f"Basic {TOKEN}"),), "another scheme than Bearer"),
+        ((("authorization", f"Bearer {TOKEN}"),) * 2, "more than once"),
+    ],
+)
+@pytest.mark.parametrize("method", [ECHO, STREAM, "/test.Echo/Nothing", "/no.Such/Method"])
+async def test_every_other_call_is_refused_and_told_why_but_not_what_it_sent(
+    tokens: Path, method: str, metadata: Any, problem: str
+):
+    async with serving(PortSecurity(auth_tokens=tokens)) as address, calling(address) as channel:
+        # As a stream that sends nothing: who has no token is refused before the first message.
+        call = channel.stream_stream(method)(metadata=metadata)
+        with pytest.raises(Refused) as caught:
+            async with asyncio.timeout(120):
+                await call.read()
+
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert error_details(caught.value).reason == "UNAUTHENTICATED"
+    assert problem in caught.value.details()
+    assert all(secret not in repr(caught.value) for secret in (TOKEN, SECOND, WRONG))
+
+
+@pytest.mark.parametrize(
+    ("open_services", "is_open"),
+    [
+        ("health", {HEALTH: True, REFLECTION: False}),
+        ("reflection", {HEALTH: False, REFLECTION: True}),
+        ("health,reflection", {HEALTH: True, REFLECTION: True}),
+        ("none", {HEALTH: False, REFLECTION: False}),
+    ],
+)
+async def test_health_and_reflection_are_as_open_as_they_are_set(
+    tokens: Path, open_services: str, is_open: dict[str, bool]
+):
+    security = PortSecurity(auth_tokens=tokens, open_services=open_services)
+    async with serving(security) as address, calling(address) as channel:
+        for method, answers in is_open.items():
+            if answers:
+                assert await ask(channel, method) == b"hello"
+            else:
+                refused = await refusal(channel, method)
+                assert refused.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_name_that_only_begins_like_an_open_service_is_not_open(tokens: Path):
+    async with serving(PortSecurity(auth_tokens=tokens)) as address, calling(address) as channel:
+        refused = await refusal(channel, "/grpc.health.v1.HealthAndMore/Check")
+
+        assert refused.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_token_can_be_replaced_while_calls_go_on(tokens: Path):
+    sent = tokens.with_name("sent")
+    sent.write_text(TOKEN)
+    send = SentToken(sent)
+    async with serving(PortSecurity(auth_tokens=tokens)) as address:
+        channel = with_token(grpc.aio.insecure_channel(address), send)
+        async with channel:
+            running = channel.stream_stream(STREAM)()
+            await running.write(b"1")
+            assert await running.read() == b"1"
+
+            replace(tokens, f"{TOKEN}\n{WRONG}\n".encode())
+            assert await ask(channel) == b"hello"
+            replace(sent, WRONG.encode())
+            assert await ask(channel) == b"hello"
+            replace(tokens, WRONG.encode())
+            assert await ask(channel) == b"hello"
+
+            await running.write(b"2")  # it began while its token was taken
+            assert await running.read() == b"2"
+        async with calling(address, token=TOKEN) as channel:
+            assert (await refusal(channel)).code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    "content", ["", "# none", "short", "with space in between", "ünïcödé-" * 3]
+)
+def test_a_file_that_makes_no_sense_leaves_the_tokens_as_they_were(
+    tokens: Path, content: str, caplog: pytest.LogCaptureFixture
+):
+    accepted = AcceptedTokens(tokens)
+    tokens.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert accepted.accepts(TOKEN)
+        assert not accepted.accepts(content)
+
+    with pytest.raises(ValueError, match=str(tokens)) as caught:
+        read_tokens(tokens)
+    assert not content or content not in str(caught.value)
+
+    tokens.unlink()
+    assert accepted.accepts(TOKEN)
+    tokens.write_text(WRONG)
+    assert accepted.accepts(WRONG)
+    assert not accepted.accepts(TOKEN)
+
+
+def test_tokens_are_compared_as_hashes_and_all_of_them(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that the time tells neither where a token differs nor which one it is."""
+    compared = []
+
+    def note(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    accepted = AcceptedTokens(tokens)
+    monkeypatch.setattr("hmac.compare_digest", note)
+    for token in (TOKEN, SECOND, WRONG, ""):
+        compared.clear()
+        accepted.accepts(token)
+        assert compared == [(32, 32)] * 2
+
+
+def test_whoever_checks_keeps_no_token(tokens: Path):
+    accepted = AcceptedTokens(tokens)
+
+    def reachable(thing: Any, depth: int = 6) -> str:
+        if depth == 0:
+            return ""
+        parts = [repr(thing)]
+        for value in getattr(thing, "__dict__", {}).values():
+            parts.append(reachable(value, depth - 1))
+        return "".join(parts)
+
+    shown = reachable(accepted)
+    assert "Watched" in shown
+    assert "b'" in shown  # the hashes
+    assert TOKEN not in shown
+
+
+# ---- TLS
+
+
+async def test_mutual_tls_takes_who_has_a_certificate_of_the_ca(authority: Authority):
+    client = authority.issue("client", "client.test")
+    async with serving(secured(authority)) as address, calling(address, client) as channel:
+        assert await ask(channel) == b"hello"
+
+
+@pytest.mark.parametrize("who", ["none", "of another CA", "plain text"])
+async def test_mutual_tls_refuses_everybody_else(authority: Authority, tmp_path: Path, who: str):
+    other = Authority(tmp_path / "other").issue("client", "client.test")
+    files = {
+        "none": TlsFiles(ca=authority.ca),
+        "of another CA": TlsFiles(other.cert, other.key, authority.ca),
+        "plain text": None,
+    }
+    async with serving(secured(authority)) as address, calling(address, files[who]) as channel:
+        assert (await refusal(channel)).code() in NOT_CONNECTED
+
+
+@pytest.mark.parametrize("fault", ["of another CA", "for another host"])
+async def test_a_client_refuses_a_server_that_is_not_the_one(
+    authority: Authority, tmp_path: Path, fault: str
+):
+    issuer = Authority(tmp_path / "other") if fault == "of another CA" else authority
+    own = issuer.issue("server", "127.0.0.1" if fault == "of another CA" else "else.test")
+    security = PortSecurity(tls_cert=own.cert, tls_key=own.key)
+    files = TlsFiles(ca=authority.ca)
+    async with serving(security) as address, calling(address, files) as channel:
+        assert (await refusal(channel)).code() in NOT_CONNECTED
+
+
+@pytest.mark.parametrize("method", [ECHO, STREAM, REFLECTION])
+async def test_a_certificate_of_the_ca_with_another_name_is_refused(
+    authority: Authority, method: str
+):
+    security = secured(authority, tls_client_names="router.test, spare.test")
+    async with serving(security) as address:
+        async with calling(address, authority.issue("executor", "executor.test")) as channel:
+            refused = await refusal(channel, method)
+            assert refused.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert "executor.test" in refused.details()
+            assert await ask(channel, HEALTH) == b"hello"
+        async with calling(address, authority.issue("router", "x.test", "spare.test")) as channel:
+            assert await ask(channel, method) == b"hello"
+
+
+async def test_new_connections_get_new_files_and_open_ones_go_on(
+    authority: Authority, tmp_path: Path
+):
+    client = authority.issue("client", "client.test")
+    async with (
+        serving(secured(authority)) as address,
+        calling(address, client) as channel,
+    ):
+        stream = channel.stream_stream(STREAM)()
+        await stream.write(b"1")
+        assert await stream.read() == b"1"
+        before = client.read()
+
+        successor = Authority(authority.folder)  # another CA in the same files
+        successor.issue("server", "127.0.0.1")
+        async with calling(address, successor.issue("client", "client.test")) as newer:
+            assert await ask(newer) == b"hello"
+        await stream.write(b"2")
+        assert await stream.read() == b"2"
+        assert await ask(channel) == b"hello"
+
+        old = [tmp_path / name for name in ("old.pem", "old.key", "old-ca.pem")]
+        for path, content in zip(old, (before.cert, before.key, before.ca), strict=True):
+            assert content is not None
+            path.write_bytes(content)
+        async with calling(address, TlsFiles(*old)) as outdated:
+            assert (await refusal(outdated)).code() in NOT_CONNECTED
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *itertools.product(("server.pem", "server.key", "ca.pem"), (None, b"", b"no PEM")),
+        ("server.pem", "another's"),
+        ("server.key", "another's"),
+    ],
+)
+async def test_half_of_a_new_pair_changes_nothing(
+    authority: Authority, tmp_path: Path, name: str, content: Any
+):
+    if content == "another's":
+        other = Authority(tmp_path / "other")
+        other.issue("server", "127.0.0.1")
+        content = (other.folder / name).read_bytes()
+    client = authority.issue("client", "client.test")
+    credentials = channel_credentials(client.read())
+    async with serving(secured(authority)) as address:
+        if content is None:
+            (authority.folder / name).unlink()
+        else:
+            replace(authority.folder / name, content)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+            assert await ask(channel) == b"hello"
+
+
+async def test_the_port_for_probes_has_health_alone():
+    health = HealthServicer()
+    health.set("", True)
+
+    def add_to(server: grpc.aio.Server) -> None:
+
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+
+    server, port = await serve_health("127.0.0.1:0", add_to)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            assert await channel.unary_unary(HEALTH)(b"") == b"\x08\x01"  # status: SERVING
+            assert (await refusal(channel)).code() == grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        await server.stop(None)
+
+
+# ---- the client library
+
+
+async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones(
+    authority: Authority,
+):
+    files = authority.issue("client", "client.test")
+    async with serving(secured(authority)) as address, Client(address, files) as client:
+        first = client._channels[-1]
+        stream = first.stream_stream(STREAM)()
+        await stream.write(b"1")
+        assert await stream.read() == b"1"
+
+        successor = Authority(authority.folder)
+        successor.issue("server", "127.0.0.1")
+        successor.issue("client", "client.test")
+        client._renew()
+        assert await ask(client._channels[-2]) == b"hello"
+        assert client._channels[-2] is not first
+        await stream.write(b"2")
+        assert await stream.read() == b"2"
+
+
+@pytest.mark.parametrize(
+    "target", ["router:50051", "dns:///router:50051", "ipv4:127.0.0.1:1,10.0.0.1:1"]
+)
+def test_a_client_does_not_send_a_token_off_this_machine_in_plain_text(
+    target: str, authority: Authority
+):
+    with pytest.raises(ValueError, match="the token would be sent in plain text") as caught:
+        Client(target, token=TOKEN)
+    assert TOKEN not in str(caught.value)
+    Client(target, token=TOKEN, plaintext=True)
+    Client(target, TlsFiles(ca=authority.ca), token=TOKEN)
+    for near in ("127.0.0.1:1", "dns:///localhost:1", "unix:/tmp/router", "ipv6:[::1]:1"):
+        Client(near, token=TOKEN)
+
+
+# ---- the router's way to executors
+
+
+async def test_a_group_behind_a_name_is_checked_by_that_name(authority: Authority):
+    """Its addresses are numbers that no certificate has."""
+    security = ExecutorSecurity(ca=authority.ca)
+    own = authority.issue("server", "executor.test")
+    port_security = PortSecurity(tls_cert=own.cert, tls_key=own.key)
+    async with serving(port_security) as address:
+        by_name = security.opener(("dns:executor.test:1?size=2",))
+        async with by_name.open(address, ()) as channel:
+            assert await ask(channel) == b"hello"
+        async with security.opener((address,)).open(address, ()) as channel:
+            assert (await refusal(channel)).code() in NOT_CONNECTED
