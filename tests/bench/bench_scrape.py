@@ -26,7 +26,7 @@ from router.requests.listeners import Reader, Readers
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
-from tests.router.stepper import make_shape
+from tests.router.support.stepper import make_shape
 from tests.sim.fake_executors import FakeExecutors
 
 

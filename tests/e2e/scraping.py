@@ -4,7 +4,7 @@ import asyncio
 import urllib.request
 
 from deploy.local.processes import Process
-from tests.router.test_metrics import Samples, read
+from tests.router.telemetry.test_prometheus import Samples, read
 
 TIMEOUT_S = 120.0
 

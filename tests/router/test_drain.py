@@ -16,7 +16,7 @@ from router.app import server_options
 from router.client.client import Client, Unavailable
 from router.config import RouterConfig
 from router.drain import StopSignals, drain
-from tests.router.fake_cell import FakeCell, serve
+from tests.router.support.fake_cell import FakeCell, serve
 
 LONG_S = 600.0  # longer than any test here takes
 GROUPS = (("127.0.0.1:1",),)

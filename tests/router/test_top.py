@@ -27,7 +27,7 @@ from router.client.status import (
     SpeculationStatus,
 )
 from router.top import Frame, render
-from tests.router.fake_cell import FakeCell, serve
+from tests.router.support.fake_cell import FakeCell, serve
 
 PROBLEM = (
     "Describe of executor 10.0.0.7:50061 failed: UNAVAILABLE: failed to connect to all addresses; "

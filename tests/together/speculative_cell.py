@@ -25,7 +25,7 @@ from router.requests.request import FinishReason, OutputOptions, Request, Sampli
 from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan
-from tests.router.stepper import Stepper
+from tests.router.support.stepper import Stepper
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"

@@ -1,0 +1,562 @@
+"""What callers of the API see: every token once and in order, one end, no request left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import code_pb2
+
+from protos.serving.v1 import serving_pb2 as pb
+from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import error_details
+from router.api.text.tokenizer import Tokenizer
+from router.client.status import GroupState, GroupStatus, RankStatus
+from router.errors import QueueFull
+from router.requests.request import FinishReason, Request, TokenLogprob
+from tests.router.support.fake_cell import FakeCell, byte_tokenizer, serve
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return byte_tokenizer(tmp_path)
+
+
+@asynccontextmanager
+async def connected(cell: FakeCell, tokenizer: Tokenizer | None = None) -> AsyncIterator[Any]:
+    async with (
+        serve(cell, tokenizer) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        yield serving_pb2_grpc.GenerationServiceStub(channel)
+
+
+def prompt(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), **fields)
+
+
+async def responses(call: Any) -> list[Any]:
+    """Reads what is left. Not by `async for`: gRPC allows that only from the start."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (responses(call) if hasattr(call, "read") else call)
+    return caught.value
+
+
+async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_ended():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt(request_id="mine"))
+        request = await cell.arrivals.get()
+        [sequence] = request.sequences
+        cell.give(sequence, [10, 11])
+        first = await call.read()
+        cell.give(sequence, [12])
+        second = await call.read()
+        sequence.stop_token_id, sequence.group, sequence.dp_rank = 2, 1, 3
+        cell.give(sequence, [2])
+        cell.finish(sequence, FinishReason.STOP)
+        last = await call.read()
+
+        assert await call.read() is grpc.aio.EOF
+        assert [list(m.token_ids) for m in (first, second, last)] == [[10, 11], [12], [2]]
+        assert [m.request_id for m in (first, second, last)] == ["mine"] * 3
+        assert [m.HasField("finish") for m in (first, second, last)] == [False, False, True]
+        finish = last.finish
+        assert finish.reason == pb.FINISH_REASON_STOP
+        assert (finish.stop_token_id, finish.HasField("stop_string")) == (2, False)
+        assert (finish.num_prompt_tokens, finish.num_completion_tokens) == (3, 4)
+        assert (finish.group, finish.dp_rank) == (1, 3)
+
+
+async def test_the_finish_tells_what_the_request_took():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt())
+        request = await cell.arrivals.get()
+        [sequence] = request.sequences
+        progress, arrival = sequence.progress, request.arrival_time
+        progress.start_time, progress.first_token_time = arrival + 1, arrival + 2.5
+        progress.end_time = arrival + 4
+        progress.num_cached_tokens, progress.num_preemptions = 2, 1
+        progress.num_drafts, progress.num_accepted_drafts = 9, 4
+        cell.give(sequence, [9])
+        cell.finish(sequence)
+        [last] = await responses(call)
+
+        finish = last.finish
+        assert finish.reason == pb.FINISH_REASON_LENGTH
+        times = (finish.queue_time, finish.first_token_time, finish.total_time)
+        assert [time.ToMilliseconds() for time in times] == [1000, 2500, 4000]
+        assert (finish.num_cached_tokens, finish.num_preemptions) == (2, 1)
+        assert (finish.num_drafts, finish.num_accepted_drafts) == (9, 4)
+
+
+async def test_what_came_since_the_last_wake_is_one_message():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt())
+        [sequence] = (await cell.arrivals.get()).sequences
+        for token_id in range(50):
+            cell.give(sequence, [token_id])
+        cell.finish(sequence)
+        [message] = await responses(call)
+        assert list(message.token_ids) == list(range(50))
+
+
+async def test_every_continuation_is_told_apart_and_finishes_by_itself():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt(n=3))
+        request = await cell.arrivals.get()
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        finished = []
+        for sequence in (request.sequences[1], request.sequences[0], request.sequences[2]):
+            cell.give(sequence, [sequence.index])
+            cell.give(sequence, [sequence.index])
+            cell.finish(sequence)
+        for message in await responses(call):
+            tokens[message.index] += message.token_ids
+            if message.HasField("finish"):
+                finished.append(message.index)
+        assert tokens == {0: [0, 0], 1: [1, 1], 2: [2, 2]}
+        assert sorted(finished) == [0, 1, 2]
+
+
+async def test_a_text_prompt_is_answered_in_whole_characters(tokenizer: Tokenizer):
+    cell = FakeCell()
+    async with connected(cell, tokenizer) as stub:
+        call = stub.Generate(pb.GenerateRequest(text="hi"))
+        request = await cell.arrivals.get()
+        assert request.prompt.tolist() == tokenizer.encode("hi").tolist()
+        [sequence] = request.sequences
+        pieces = []
+        for token_id in tokenizer.encode("é🚀!").tolist():
+            cell.give(sequence, [token_id])
+            pieces.append((await call.read()).text)
+        cell.give(sequence, tokenizer.encode("é").tolist()[:1])
+        cell.finish(sequence)
+        pieces += [message.text for message in await responses(call)]
+        assert pieces == ["", "é", "", "", "", "🚀", "!", "\N{REPLACEMENT CHARACTER}"]
+
+
+async def test_text_ends_before_the_stop_string_and_tokens_after_it(tokenizer: Tokenizer):
+    cell = FakeCell()
+    async with connected(cell, tokenizer) as stub:
+        stop = pb.StopConditions(stop_strings=["END"])
+        call = stub.Generate(prompt(stop=stop, output=pb.OutputOptions(text=True)))
+        [sequence] = (await cell.arrivals.get()).sequences
+        for piece in ("one E", "ND"):
+            cell.give(sequence, tokenizer.encode(piece))
+        messages = await responses(call)
+        assert "".join(message.text for message in messages) == "one "
+        assert sum(len(message.token_ids) for message in messages) == len("one END")
+        assert messages[-1].finish.stop_string == "END"
+
+
+async def test_stop_strings_alone_bring_no_text(tokenizer: Tokenizer):
+    cell = FakeCell()
+    async with connected(cell, tokenizer) as stub:
+        call = stub.Generate(prompt(stop=pb.StopConditions(stop_strings=["b"])))
+        [sequence] = (await cell.arrivals.get()).sequences
+        cell.give(sequence, tokenizer.encode("ab"))
+        [message] = await responses(call)
+        assert (message.text, message.finish.stop_string) == ("", "b")
+
+
+async def test_log_probabilities_stand_beside_their_tokens():
+    def scored(token_id: int) -> TokenLogprob:
+        top_ids, top_logprobs = np.array([token_id, 1], np.int32), np.array([-0.5, -2], np.float32)
+        return TokenLogprob(token_id, -0.5, top_ids, top_logprobs)
+
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        output = pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=2)
+        call = stub.Generate(prompt(output=output))
+        [sequence] = (await cell.arrivals.get()).sequences
+        sequence.prompt_logprobs += [scored(6), scored(7)]
+        sequence.logprobs.append(scored(10))
+        cell.give(sequence, [10])
+        first = await call.read()
+        sequence.logprobs.append(scored(11))
+        cell.give(sequence, [11])
+        cell.finish(sequence)
+        [last] = await responses(call)
+
+        assert [entry.token_id for entry in first.prompt_logprobs] == [6, 7]
+        assert [entry.token_id for entry in first.logprobs] == [10]
+        assert [entry.token_id for entry in last.logprobs] == [11]
+        assert not last.prompt_logprobs
+        assert [(top.token_id, top.logprob) for top in last.logprobs[0].top] == [
+            (11, -0.5),
+            (1, -2.0),
+        ]
+
+
+async def test_dropping_the_call_cancels_the_request():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt())
+        await cell.arrivals.get()
+        call.cancel()
+        await cell.idle()
+
+
+async def test_cancel_by_id_ends_the_call_of_whoever_started_it():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt(request_id="mine"))
+        await cell.arrivals.get()
+        await stub.Cancel(pb.CancelRequest(request_id="mine"))
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.CANCELLED
+        assert error_details(error).reason == "CANCELLED"
+
+
+async def test_cancel_of_an_unknown_id_says_so():
+    async with connected(FakeCell()) as stub:
+        error = await failure(stub.Cancel(pb.CancelRequest(request_id="gone")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert error_details(error).reason == "REQUEST_NOT_FOUND"
+        assert "'gone'" in error.details()
+
+
+async def test_the_timeout_ends_the_call_with_deadline_exceeded():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        request = prompt()
+        request.timeout.FromMilliseconds(1)
+        error = await failure(stub.Generate(request))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert error_details(error).reason == "DEADLINE_EXCEEDED"
+
+
+async def test_the_deadline_of_the_call_is_the_deadline_of_the_request():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt(), timeout=50)
+        request = await cell.arrivals.get()
+        assert request.deadline is not None
+        assert 0 < request.deadline - request.arrival_time < 51  # gRPC rounds up
+        call.cancel()
+
+
+async def test_a_call_whose_deadline_passes_leaves_nothing_behind():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        error = await failure(stub.Generate(prompt(), timeout=0.01))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await cell.idle()
+
+
+async def test_what_the_cell_refuses_reaches_the_caller_with_its_details():
+    cell = FakeCell()
+    cell.refusal = QueueFull("900 tokens wait, and 900 may: try again", retry_delay_s=2.5)
+    async with connected(cell) as stub:
+        error = await failure(stub.Generate(prompt()))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == "900 tokens wait, and 900 may: try again"
+        assert error_details(error).retry_delay_s == 2.5
+
+
+async def test_an_invalid_request_is_refused_with_its_field():
+    async with connected(FakeCell()) as stub:
+        error = await failure(stub.Generate(prompt(n=65)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error_details(error).field == "n"
+
+
+async def test_a_call_too_many_is_told_when_to_come_again():
+    cell = FakeCell(max_readers=1)
+    async with connected(cell) as stub:
+        call = stub.Generate(prompt())
+        await cell.arrivals.get()
+        error = await failure(stub.Generate(prompt()))
+        assert error_details(error).reason == "QUEUE_FULL"
+        assert error_details(error).retry_delay_s is not None
+        call.cancel()
+
+
+async def test_before_a_group_has_formed_calls_are_unavailable():
+    async with connected(FakeCell(model=None)) as stub:
+        for call in (stub.Generate(prompt()), stub.GetModel(pb.GetModelRequest())):
+            error = await failure(call)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert error_details(error).reason == "NOT_READY"
+
+
+async def test_the_model_is_described(tokenizer: Tokenizer):
+    async with connected(FakeCell(), tokenizer) as stub:
+        assert await stub.GetModel(pb.GetModelRequest()) == pb.GetModelResponse(
+            name="tiny-moe",
+            architecture="Qwen3MoeForCausalLM",
+            fingerprint="f00d",
+            vocab_size=1000,
+            max_model_len=100,
+            eos_token_ids=[2],
+            has_tokenizer=True,
+        )
+
+
+async def test_the_status_is_told_even_while_nothing_works():
+    cell = FakeCell(model=None)
+    forming = GroupStatus(group=0, state=GroupState.FORMING, problem="executor 1: no answer")
+    rank = RankStatus(dp_rank=0, address="host:1", num_running=3, prefix_hit_rate=0.5)
+    ready = GroupStatus(group=1, state=GroupState.READY, epoch=2, step=7, ranks=(rank,))
+    cell.groups = [forming, replace(ready, last_step_age_s=0.25)]
+    async with connected(cell) as stub:
+        status = await stub.GetStatus(pb.GetStatusRequest())
+        one, other = status.groups
+        assert status.version == "1.2.3"
+        assert (one.state, one.problem) == (pb.GROUP_STATE_FORMING, "executor 1: no answer")
+        assert not one.HasField("last_step_age")
+        assert (other.state, other.epoch, other.step) == (pb.GROUP_STATE_READY, 2, 7)
+        assert other.last_step_age.ToMilliseconds() == 250
+        assert (other.ranks[0].address, other.ranks[0].num_running) == ("host:1", 3)
+
+
+# GenerateMany
+
+
+@dataclass
+class Stream:
+    """The caller's end of a GenerateMany stream."""
+
+    cell: FakeCell
+    call: Any
+
+    async def start(self, tag: int, request: pb.GenerateRequest) -> Request:
+        await self.call.write(pb.GenerateManyRequest(tag=tag, start=request))
+        return await self.cell.arrivals.get()
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(pb.GenerateManyRequest(**fields))
+
+    async def read(self) -> Any:
+        return await self.call.read()
+
+
+@asynccontextmanager
+async def streaming(cell: FakeCell, tokenizer: Tokenizer | None = None) -> AsyncIterator[Stream]:
+    async with connected(cell, tokenizer) as stub:
+        yield Stream(cell, stub.GenerateMany())
+
+
+def columns(message: pb.GenerateManyResponse) -> dict[int, list[int]]:
+    tags = np.frombuffer(message.tags, "<u4").tolist()
+    num_tokens = np.frombuffer(message.num_tokens, "<i4").tolist()
+    token_ids = np.frombuffer(message.token_ids, "<i4").tolist()
+    assert sum(num_tokens) == len(token_ids)
+    return {
+        tag: [token_ids.pop(0) for _ in range(count)]
+        for tag, count in zip(tags, num_tokens, strict=True)
+    }
+
+
+async def test_plain_requests_share_the_columns_of_one_message():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        one = await stream.start(7, prompt())
+        other = await stream.start(2**32 - 1, prompt())
+        cell.give(one.sequences[0], [10, 11])
+        cell.give(other.sequences[0], [20])
+        message = await stream.read()
+        assert columns(message) == {7: [10, 11], 2**32 - 1: [20]}
+        assert not message.responses
+
+        cell.give(one.sequences[0], [12])
+        cell.finish(one.sequences[0])
+        cell.give(other.sequences[0], [21])
+        message = await stream.read()
+        assert columns(message) == {2**32 - 1: [21]}
+        [last] = message.responses
+        assert (last.tag, list(last.response.token_ids)) == (7, [12])
+        assert last.response.finish.num_completion_tokens == 3
+
+        cell.finish(other.sequences[0])
+        message = await stream.read()
+        assert [last.tag for last in message.responses] == [2**32 - 1]
+        assert not message.responses[0].response.token_ids
+        await stream.call.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(tokenizer: Tokenizer):
+    cell = FakeCell()
+    async with streaming(cell, tokenizer) as stream:
+        text = await stream.start(1, pb.GenerateRequest(text="hi"))
+        two = await stream.start(2, prompt(n=2))
+        cell.give(text.sequences[0], tokenizer.encode("ok"))
+        cell.give(two.sequences[1], [9])
+        message = await stream.read()
+        assert columns(message) == {}
+        [first, second] = message.responses
+        assert (first.tag, first.response.text) == (1, "ok")
+        assert (second.tag, second.response.index) == (2, 1)
+
+        for sequence in (*text.sequences, *two.sequences):
+            cell.finish(sequence)
+        message = await stream.read()
+        finished = [(last.tag, last.response.index) for last in message.responses]
+        assert finished == [(1, 0), (2, 0), (2, 1)]
+        await stream.call.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_refused_request_leaves_the_stream_open():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        await stream.send(tag=1, start=prompt(n=65))
+        [error] = (await stream.read()).errors
+        assert (error.tag, error.code) == (1, code_pb2.INVALID_ARGUMENT)
+        assert (error.reason, error.field) == ("INVALID_REQUEST", "n")
+
+        cell.refusal = QueueFull("full", retry_delay_s=1.5)
+        await stream.send(tag=1, start=prompt())
+        [error] = (await stream.read()).errors
+        assert (error.code, error.retry_delay.ToMilliseconds()) == (
+            code_pb2.RESOURCE_EXHAUSTED,
+            1500,
+        )
+
+        cell.refusal = None
+        request = await stream.start(1, prompt())
+        cell.finish(request.sequences[0])
+        [last] = (await stream.read()).responses
+        assert last.tag == 1
+        await stream.call.done_writing()
+
+
+async def test_more_refusals_than_may_wait_all_arrive():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        for tag in range(600):
+            await stream.send(tag=tag, start=prompt(n=65))
+        await stream.call.done_writing()
+        tags = [error.tag for message in await responses(stream.call) for error in message.errors]
+        assert tags == list(range(600))
+
+
+async def test_a_request_that_fails_is_told_under_its_tag_once():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        request = await stream.start(4, prompt(n=3))
+        cell.finish(request.sequences[0])
+        cell.cancel(request)
+        message = await stream.read()
+        assert [last.response.index for last in message.responses] == [0]
+        assert [(error.tag, error.reason) for error in message.errors] == [(4, "CANCELLED")]
+        await stream.call.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_cancelling_a_tag_is_answered_under_it():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        await stream.start(4, prompt())
+        await stream.send(tag=3, cancel=pb.CancelTag())  # nobody's; not answered
+        await stream.send(tag=4, cancel=pb.CancelTag())
+        message = await stream.read()
+        assert [(error.tag, error.code) for error in message.errors] == [(4, code_pb2.CANCELLED)]
+        await stream.call.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_timeout_holds_on_a_stream_too():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        request = prompt()
+        request.timeout.FromMilliseconds(1)
+        await stream.start(1, request)
+        [error] = (await stream.read()).errors
+        assert (error.code, error.reason) == (code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        await stream.call.done_writing()
+
+
+async def test_half_closing_lets_running_requests_finish():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        request = await stream.start(1, prompt())
+        await stream.call.done_writing()
+        cell.give(request.sequences[0], [8])
+        assert columns(await stream.read()) == {1: [8]}
+        cell.finish(request.sequences[0])
+        assert len((await stream.read()).responses) == 1
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_half_closing_an_idle_stream_ends_it():
+    async with streaming(FakeCell()) as stream:
+        await stream.call.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_dropping_the_stream_cancels_all_its_requests():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        await stream.start(1, prompt())
+        await stream.start(2, prompt(n=2))
+        stream.call.cancel()
+        await cell.idle()
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [(pb.GenerateManyRequest(tag=1, start=prompt()), "tag"), (pb.GenerateManyRequest(), "action")],
+)
+async def test_a_message_that_no_tag_can_answer_ends_the_stream(
+    message: pb.GenerateManyRequest, field: str
+):
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        await stream.start(1, prompt())
+        await stream.call.write(message)
+        error = await failure(stream.call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error_details(error).field == field
+        await cell.idle()
+    assert +cell.measures.refused == {"INVALID_REQUEST": 1}
+
+
+async def test_a_stream_to_a_router_that_shuts_down_is_refused_and_counted():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        open_before = stub.GenerateMany(iter(()))
+        assert await responses(open_before) == []
+        cell.shut_down()
+        error = await failure(stub.GenerateMany())
+        assert error_details(error).reason == "SHUTTING_DOWN"
+    assert +cell.measures.refused == {"SHUTTING_DOWN": 1}
+
+
+async def test_an_idle_stream_that_a_shutdown_ends_is_not_one_that_was_refused():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.GenerateMany()
+        while cell.readers.num_free == 8:
+            await asyncio.sleep(0)  # until the stream is open
+        cell.shut_down()
+        error = await failure(call)
+        assert error_details(error).reason == "SHUTTING_DOWN"
+    assert +cell.measures.refused == {}
+
+
+async def test_a_tag_may_be_used_again_once_its_request_has_ended():
+    cell = FakeCell()
+    async with streaming(cell) as stream:
+        for _ in range(3):
+            request = await stream.start(1, prompt())
+            cell.finish(request.sequences[0])
+            assert [last.tag for last in (await stream.read()).responses] == [1]
+        await stream.call.done_writing()

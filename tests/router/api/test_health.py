@@ -1,0 +1,136 @@
+"""Probes and load balancers act on these answers: a wrong one kills or starves a router."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos.transport.health import HealthServicer
+from router.api.health import SERVICE, Health, enable_reflection
+from router.client.client import Client, Rejected
+from tests.router.support.fake_cell import FakeCell, serve
+
+Status = health_pb2.HealthCheckResponse
+READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
+
+
+@asynccontextmanager
+async def connected(health: Health) -> AsyncIterator[Client]:
+    async with serve(FakeCell(), health=health) as target, Client(target) as client:
+        yield client
+
+
+async def test_a_new_router_is_alive_but_not_ready():
+    async with connected(Health()) as client:
+        assert await client.health("liveness")
+        assert [await client.health(name) for name in READY_NAMES] == [False] * 3
+
+
+async def test_ready_comes_and_goes_while_liveness_stays():
+    health = Health()
+    async with connected(health) as client:
+        for is_ready in (True, False, True):
+            health.set_ready(is_ready)
+            assert [await client.health(name) for name in READY_NAMES] == [is_ready] * 3
+            assert await client.health("liveness")
+
+
+async def test_a_service_that_nobody_knows_is_not_found():
+    async with connected(Health()) as client:
+        with pytest.raises(Rejected) as caught:
+            await client.health("lunch")
+        assert "'lunch' is not known here; known are '', 'liveness'" in str(caught.value)
+        assert caught.value.code is grpc.StatusCode.NOT_FOUND
+
+
+@asynccontextmanager
+async def probed(health: Health) -> AsyncIterator[Any]:
+    async with (
+        serve(FakeCell(), health=health) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def asked_for(name: str) -> health_pb2.HealthCheckRequest:
+    return health_pb2.HealthCheckRequest(service=name)
+
+
+async def test_who_watches_is_told_of_each_change():
+    health = Health()
+    async with probed(health) as stub:
+        watch = stub.Watch(asked_for("readiness"))
+        assert (await watch.read()).status == Status.NOT_SERVING
+        health.set_ready(True)
+        assert (await watch.read()).status == Status.SERVING
+        health.set_ready(True)  # no change
+        health.set_ready(False)
+        assert (await watch.read()).status == Status.NOT_SERVING
+        watch.cancel()
+
+
+async def test_a_watch_of_an_unknown_service_says_so_and_goes_on():
+    health = Health()
+    async with probed(health) as stub:
+        watch = stub.Watch(asked_for("lunch"))
+        assert (await watch.read()).status == Status.SERVICE_UNKNOWN
+        health.set_ready(True)
+        assert (await stub.Check(asked_for("readiness"))).status == Status.SERVING
+        assert not watch.done()
+        watch.cancel()
+
+
+async def test_all_names_are_listed_with_their_status():
+    async with probed(Health()) as stub:
+        statuses = (await stub.List(health_pb2.HealthListRequest())).statuses
+        assert {name: status.status for name, status in statuses.items()} == {
+            "liveness": Status.SERVING,
+            **dict.fromkeys(READY_NAMES, Status.NOT_SERVING),
+        }
+
+
+async def test_a_watcher_that_reads_nothing_holds_up_nobody():
+    """Its write never ends: with one lock for writes and changes, no status could change."""
+    servicer = HealthServicer()
+    servicer.set("", True)
+    stuck = StuckContext()
+    watching = asyncio.create_task(servicer.Watch(asked_for(""), stuck))  # type: ignore[arg-type]
+    await stuck.is_writing.wait()
+
+    servicer.set("", False)
+
+    answer = await servicer.Check(asked_for(""), StuckContext())  # type: ignore[arg-type]
+    assert answer.status == Status.NOT_SERVING
+    watching.cancel()
+
+
+class StuckContext:
+    """Of a client that takes no byte."""
+
+    def __init__(self) -> None:
+        self.is_writing = asyncio.Event()
+
+    async def write(self, message: Any) -> None:
+        self.is_writing.set()
+        await asyncio.Event().wait()
+
+
+async def test_reflection_lists_the_api():
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    enable_reflection(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        await call.done_writing()
+        names = [service.name for service in answer.list_services_response.service]
+        assert SERVICE == "lockstep.serving.v1.GenerationService"
+        assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
+    await server.stop(grace=None)

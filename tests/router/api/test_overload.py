@@ -1,0 +1,132 @@
+"""What a busy router does not do: read what it refuses, or keep what nobody fetches."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.serving.v1 import serving_pb2 as pb
+from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import MAX_MESSAGE_BYTES, error_details
+from router.api.generate_many import MAX_ENDS, ManyCall
+from router.errors import QueueFull
+from tests.router.support.fake_cell import FakeCell, serve
+
+SERVICE = "/lockstep.serving.v1.GenerationService"
+FULL = QueueFull("too much waits", retry_delay_s=1.0)
+NO_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, two bytes
+
+
+def prompt(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), **fields)
+
+
+async def outcome(target: str, method: str, *messages: bytes) -> tuple[str, str, str]:
+    """Sends bytes as they are. Returns the call's code, reason and message.
+
+    With a thread: gRPC's client for asyncio has an end of its own where it still wrote when the call
+    ended.
+    """
+
+    def call() -> tuple[str, str, str]:
+        with grpc.insecure_channel(target) as channel:
+            method_of = channel.stream_stream(f"{SERVICE}/{method}")
+            try:
+                list(method_of(iter(messages), timeout=120))
+            except grpc.RpcError as error:
+                ended: Any = error
+                return ended.code().name, error_details(ended).reason, ended.details() or ""
+        return "OK", "", ""
+
+    return await asyncio.to_thread(call)
+
+
+async def test_a_full_router_does_not_read_what_it_refuses():
+    cell = FakeCell()
+    cell.refusal = FULL
+    wrong = prompt(n=1000).SerializeToString()
+    async with serve(cell) as target:
+        code, reason, _ = await outcome(target, "Generate", wrong)
+        assert (code, reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        async with grpc.aio.insecure_channel(target) as channel:
+            start = pb.GenerateManyRequest(tag=1, start=prompt(n=1000))
+            call = serving_pb2_grpc.GenerationServiceStub(channel).GenerateMany(iter([start]))
+            [error] = [error async for message in call for error in message.errors]
+            assert (error.tag, error.reason) == (1, "QUEUE_FULL")
+            assert error.retry_delay.ToMilliseconds() == 1000
+    assert cell.measures.refused["QUEUE_FULL"] == 2
+
+
+async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
+    cell = FakeCell()
+    cell.echoes = True
+    num_sent, may_write, sent = 0, asyncio.Event(), []
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        nonlocal num_sent
+        for tag in range(4 * MAX_ENDS):
+            num_sent += 1
+            yield pb.GenerateManyRequest(tag=tag, start=prompt())
+
+    async def write(message: pb.GenerateManyResponse) -> None:
+        await may_write.wait()
+        sent.append(message)
+
+    reader = cell.readers.open()
+    running = asyncio.create_task(ManyCall(cell, None, reader).run(starts(), write))  # type: ignore[arg-type]
+    while len(reader.ended) < MAX_ENDS:
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(reader.ended) == MAX_ENDS
+    assert num_sent <= 2 * MAX_ENDS + 2  # with those in the message that cannot be written
+    may_write.set()
+    await running
+    tags = [entry.tag for message in sent for entry in message.responses]
+    assert sorted(tags) == list(range(4 * MAX_ENDS))
+
+
+@pytest.mark.parametrize(
+    ("method", "messages"),
+    [
+        ("Generate", [b"\xff\xff"]),
+        ("Generate", [NO_UTF8]),
+        ("Generate", []),
+        ("GenerateMany", [b"\xff\xff"]),
+        ("Cancel", [NO_UTF8]),
+        ("GetModel", [b"\xff\xff"]),
+        ("GetStatus", []),
+    ],
+)
+async def test_bytes_that_are_no_message_are_refused_as_such(method: str, messages: list[bytes]):
+    cell = FakeCell()
+    async with serve(cell) as target:
+        code, reason, _ = await outcome(target, method, *messages)
+        assert (code, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+        assert await outcome(target, "GetModel", b"") == ("OK", "", "")
+    assert +cell.measures.refused == {"MALFORMED_MESSAGE": 1}
+
+
+async def test_no_answer_repeats_more_of_a_request_than_a_client_takes():
+    """gRPC drops a call whose metadata is longer than 16 KiB, and with it the reason."""
+    async with serve(FakeCell()) as target:
+        long = pb.CancelRequest(request_id="\N{ROCKET}" * 100_000).SerializeToString()
+        code, reason, message = await outcome(target, "Cancel", long)
+        assert (code, reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
+        assert "(100000 characters)" in message
+        other_model = prompt(model="m" * 100_000).SerializeToString()
+        code, reason, message = await outcome(target, "Generate", other_model)
+        assert (code, reason) == ("NOT_FOUND", "MODEL_NOT_FOUND")
+        assert message.endswith("Leave the field empty to take it")
+
+
+async def test_a_message_of_any_kind_is_cut_to_what_a_client_takes():
+    cell = FakeCell()
+    cell.refusal = QueueFull("\N{ROCKET}" * MAX_MESSAGE_BYTES)
+    async with serve(cell) as target:
+        code, reason, message = await outcome(target, "Generate", prompt().SerializeToString())
+        assert (code, reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert message.endswith(f"... ({MAX_MESSAGE_BYTES} characters)")
+        assert message.startswith("\N{ROCKET}" * 100)

@@ -1,0 +1,441 @@
+"""What gateways are told by vllm.grpc.engine.VllmEngine, and how they end what they asked for."""
+
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from protos.transport.errors import error_details
+from router import config
+from router.api import vllm_engine
+from router.api.text.tokenizer import Tokenizer
+from router.api.text.tokenizer_archive import zip_tokenizer
+from router.client.status import GroupState, GroupStatus, RankStatus
+from router.config import RouterConfig
+from router.errors import QueueFull
+from router.requests.request import FinishReason, TokenLogprob
+from tests.repo.source import ROOT, imports_of, modules_of
+from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer
+from tests.router.support.vllm_calls import PROMPT, answers, connected, failure, generate
+
+MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return byte_tokenizer(tmp_path)
+
+
+def scored(token_id: int, *top_ids: int) -> TokenLogprob:
+    top_logprobs = -np.arange(1, len(top_ids) + 1, dtype=np.float32)
+    return TokenLogprob(token_id, -token_id / 8, np.array(top_ids, np.int32), top_logprobs)
+
+
+# ---- answers
+
+
+async def test_a_stream_has_each_token_once_and_then_the_end():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate())
+        [sequence] = (await cell.arrivals.get()).sequences
+        cell.give(sequence, [10, 11])
+        first = (await call.read()).chunk
+        sequence.progress.num_cached_tokens = 2
+        cell.give(sequence, [12])
+        cell.finish(sequence)
+        chunk, complete = await answers(call)
+
+        assert (list(first.token_ids), list(chunk.token_ids)) == ([10, 11], [12])
+        assert [(c.prompt_tokens, c.completion_tokens) for c in (first, chunk)] == [(3, 2), (3, 1)]
+        assert not first.HasField("output_logprobs")
+        assert complete.finish_reason == "length"
+        assert not complete.output_ids
+        assert (complete.prompt_tokens, complete.completion_tokens) == (3, 3)
+        assert complete.cached_tokens == 2
+
+
+async def test_without_a_stream_there_is_one_message_per_continuation():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(stream=False, n=2))
+        first, second = (await cell.arrivals.get()).sequences
+        for token_id in (10, 11, 12):
+            cell.give(second, [token_id])
+            cell.give(first, [token_id + 10])
+        cell.finish(second)
+        cell.give(first, [23])
+        cell.finish(first, FinishReason.STOP)
+        completes = await answers(call)
+
+        assert [(c.index, list(c.output_ids), c.finish_reason) for c in completes] == [
+            (1, [10, 11, 12], "length"),
+            (0, [20, 21, 22, 23], "stop"),
+        ]
+        assert [c.completion_tokens for c in completes] == [3, 4]
+
+
+async def test_a_stream_of_several_continuations_names_each():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(n=2))
+        first, second = (await cell.arrivals.get()).sequences
+        cell.give(second, [10])
+        cell.finish(second)
+        cell.give(first, [20])
+        cell.finish(first)
+        messages = [(type(m).__name__, m.index) for m in await answers(call)]
+
+        assert sorted(messages) == [
+            ("GenerateComplete", 0),
+            ("GenerateComplete", 1),
+            ("GenerateStreamChunk", 0),
+            ("GenerateStreamChunk", 1),
+        ]
+        for index in (0, 1):
+            assert messages.index(("GenerateStreamChunk", index)) < messages.index(
+                ("GenerateComplete", index)
+            )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(stream=stream, logprobs=2, prompt_logprobs=1))
+        [sequence] = (await cell.arrivals.get()).sequences
+        assert sequence.request.output.top_logprobs == 2
+        sequence.prompt_logprobs += [scored(6, 1, 2), scored(7, 3, 4)]
+        sequence.logprobs.append(scored(10, 10, 11))
+        cell.give(sequence, [10])
+        received = [(await call.read()).chunk] if stream else []
+        sequence.logprobs.append(scored(12, 12, 13))
+        cell.give(sequence, [12])
+        cell.finish(sequence)
+        received += await answers(call)
+
+        if stream:
+            assert not received.pop().HasField("output_logprobs")  # all have been sent
+        outputs = [message.output_logprobs for message in received]
+        assert [token_id for output in outputs for token_id in output.token_ids] == [10, 12]
+        assert [value for o in outputs for value in o.token_logprobs] == [-1.25, -1.5]
+        tops = [top for output in outputs for top in output.top_logprobs]
+        assert [list(top.token_ids) for top in tops] == [[10, 11], [12, 13]]
+        assert [list(top.values) for top in tops] == [[-1, -2], [-1, -2]]
+        [prompt] = [m.input_logprobs for m in received if m.HasField("input_logprobs")]
+        assert list(prompt.token_ids) == PROMPT
+        values = [
+            entry.value if entry.HasField("value") else None for entry in prompt.token_logprobs
+        ]
+        assert values == [None, -0.75, -0.875]
+        assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [1], [3]]
+
+
+async def test_log_probabilities_without_alternatives_have_none():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(stream=False, logprobs=0))
+        [sequence] = (await cell.arrivals.get()).sequences
+        sequence.logprobs.append(scored(10))
+        cell.give(sequence, [10])
+        cell.finish(sequence)
+        [complete] = await answers(call)
+
+        assert list(complete.output_logprobs.token_ids) == [10]
+        assert not complete.output_logprobs.top_logprobs
+
+
+async def test_what_stopped_it_is_told_but_for_the_models_own_end(tokenizer: Tokenizer):
+    cell = FakeCell()
+    async with connected(cell, tokenizer) as stub:
+        call = stub.Generate(generate(n=3, stream=False, stop=["END"], stop_token_ids=[9]))
+        by_string, by_token, by_eos = (await cell.arrivals.get()).sequences
+        cell.give(by_string, tokenizer.encode("no END"))
+        for sequence, token_id in ((by_token, 9), (by_eos, 2)):
+            sequence.stop_token_id = token_id
+            cell.give(sequence, [token_id])
+            cell.finish(sequence, FinishReason.STOP)
+        first, second, third = sorted(await answers(call), key=lambda c: c.index)
+
+        assert [c.finish_reason for c in (first, second, third)] == ["stop"] * 3
+        assert first.matched_stop_str == "END"
+        assert first.completion_tokens == len("no END")
+        assert second.matched_token_id == 9
+        assert third.WhichOneof("matched_stop") is None
+
+
+# ---- two kinds of cancellation
+
+
+async def test_abort_ends_the_request_and_its_stream_well():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(n=2))
+        request = await cell.arrivals.get()
+        first, second = request.sequences
+        cell.give(first, [10])
+        await call.read()
+        cell.finish(second)
+        assert (await call.read()).complete.index == 1
+        await stub.Abort(pb.AbortRequest(request_ids=["nobody", "mine"]))
+
+        assert not request.is_live  # before anybody has read anything
+        [complete] = await answers(call)
+        assert (complete.index, complete.finish_reason) == (0, "abort")
+        assert (complete.prompt_tokens, complete.completion_tokens) == (3, 1)
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_abort_without_a_stream_returns_the_tokens_so_far():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(stream=False))
+        other = stub.Generate(generate(request_id="other"))
+        mine, others = [await cell.arrivals.get() for _ in range(2)]
+        if mine.request_id != "mine":
+            mine, others = others, mine
+        cell.give(mine.sequences[0], [10, 11])
+        while mine.sequences[0].num_taken < len(PROMPT) + 2:
+            await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
+        await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+        [complete] = await answers(call)
+
+        assert (list(complete.output_ids), complete.finish_reason) == ([10, 11], "abort")
+        assert others.is_live
+        other.cancel()
+
+
+async def test_abort_of_nobody_is_fine():
+    async with connected(FakeCell()) as stub:
+        await stub.Abort(pb.AbortRequest(request_ids=["nobody"]))
+        await stub.Abort(pb.AbortRequest())
+
+
+async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.0)
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(request_id=""))
+        [sequence] = (await cell.arrivals.get()).sequences
+        await stub.Abort(pb.AbortRequest(request_ids=[""]))
+        for _ in range(10):
+            await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
+        assert sequence.request.is_live
+        cell.give(sequence, [10])
+        cell.finish(sequence)
+        assert [answer.index for answer in await answers(call)] == [0, 0]
+
+
+async def test_a_full_router_does_not_read_what_a_gateway_sends():
+    cell = FakeCell()
+    cell.refusal = QueueFull("too much waits", retry_delay_s=1.0)
+    async with connected(cell) as stub:
+        error = await failure(stub.Generate(generate(regex="a+")))  # which is never taken
+        assert error_details(error).reason == "QUEUE_FULL"
+    assert cell.measures.refused["QUEUE_FULL"] == 1
+
+
+async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.05)
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate())
+        [sequence] = (await cell.arrivals.get()).sequences
+        for _ in range(6):  # more than the connection takes that nobody reads from
+            cell.give(sequence, [1 << 20] * (1 << 20))
+            for _ in range(50):
+                await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
+        await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+
+        assert not cell.live
+        await cell.idle()
+        call.cancel()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reset_ends_the_request_without_abort(stream: bool):
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        call = stub.Generate(generate(stream=stream))
+        request = await cell.arrivals.get()
+        cell.give(request.sequences[0], [10])
+        call.cancel()
+        await cell.idle()
+        assert not request.is_live
+
+
+# ---- what gateways ask besides
+
+
+async def test_health_is_what_the_router_says_of_itself():
+    cell, is_ready = FakeCell(), False
+    async with connected(cell, is_ready=lambda: is_ready) as stub:
+        cell.groups = [GroupStatus(group=0, state=GroupState.FORMING, problem="nobody is there")]
+        answer = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (answer.healthy, answer.message) == (False, "nobody is there")
+        cell.groups = []
+        answer = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (answer.healthy, answer.message) == (False, "the router is shutting down")
+        is_ready = True
+        assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+
+
+async def test_the_model_is_described_once_it_is_known():
+    cell = FakeCell(model=None)
+    async with connected(cell) as stub:
+        error = await failure(stub.GetModelInfo(pb.GetModelInfoRequest()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        cell.model = MODEL
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+
+        assert info.served_model_name == "tiny-moe"
+        assert info.is_generation
+        assert (info.max_context_length, info.max_req_input_len) == (100, 99)
+        assert info.vocab_size == 1000
+        assert list(info.architectures) == ["Qwen3MoeForCausalLM"]
+        assert list(info.eos_token_ids) == [2]
+        assert info.tokenizer_path == ""
+
+
+GROUPS = [
+    GroupStatus(
+        group=0,
+        state=GroupState.READY,
+        num_waiting=3,
+        num_waiting_tokens=1001,
+        block_size=16,
+        max_num_seqs=64,
+        ranks=(
+            RankStatus(
+                dp_rank=0,
+                num_running=5,
+                num_used_blocks=30,
+                num_cached_blocks=10,
+                num_free_blocks=60,
+                prefix_hit_rate=0.5,
+            ),
+            RankStatus(dp_rank=1, num_running=1, num_used_blocks=0, num_free_blocks=100),
+        ),
+    ),
+    GroupStatus(group=1, state=GroupState.FORMING, num_waiting=2, num_waiting_tokens=40),
+]
+
+
+async def test_the_server_is_one_rank_to_gateways_since_it_balances_its_own():
+    cell = FakeCell()
+    cell.groups = GROUPS
+    async with connected(cell) as stub:
+        call = stub.Generate(generate())
+        await cell.arrivals.get()
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+        call.cancel()
+
+        assert (info.data_parallel_size, info.active_requests) == (1, 1)
+        assert (info.max_num_seqs, info.block_size) == (128, 16)
+        assert info.server_type == "lockstep"
+        assert info.uptime_seconds > 0
+
+
+async def test_loads_are_those_of_each_rank_and_what_waits_is_counted_once():
+    cell = FakeCell()
+    cell.groups = GROUPS
+    async with connected(cell) as stub:
+        answer = await stub.GetLoads(pb.GetLoadsRequest())
+
+        first, second, unformed = answer.loads
+        assert (answer.version, answer.dp_rank_count) == ("1.2.3", 3)
+        assert [load.dp_rank for load in answer.loads] == [0, 1, 2]
+        assert [load.num_running_reqs for load in answer.loads] == [5, 1, 0]
+        assert [load.num_waiting_reqs for load in answer.loads] == [2, 1, 2]
+        assert [load.num_total_reqs for load in answer.loads] == [7, 2, 2]
+        assert [load.num_waiting_uncached_tokens for load in answer.loads] == [250, 500, 40]
+        assert (first.token_usage, second.token_usage) == (0.3, 0.0)
+        assert (first.num_used_tokens, first.max_total_num_tokens) == (480, 1600)
+        assert (first.cache_hit_rate, first.max_running_requests) == (0.5, 64)
+        assert unformed.max_total_num_tokens == 0
+
+
+async def test_loads_of_one_rank_can_be_asked_for():
+    cell = FakeCell()
+    cell.groups = GROUPS
+    async with connected(cell) as stub:
+        answer = await stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
+
+        assert [load.dp_rank for load in answer.loads] == [1]
+
+
+async def test_the_tokenizer_comes_as_an_archive_in_chunks(tmp_path: Path):
+    path = tmp_path / "other-name.json"
+    path.write_bytes(np.random.default_rng(0).bytes(200_000))  # nothing that can be packed
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
+    (tmp_path / "model.safetensors").write_bytes(b"much")
+    async with connected(FakeCell(), tokenizer_file=path) as stub:
+        for _ in range(2):
+            chunks = [c async for c in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+
+            archive = b"".join(chunk.data for chunk in chunks)
+            assert len(chunks) == 4
+            assert [bool(chunk.sha256) for chunk in chunks] == [False, False, False, True]
+            assert chunks[-1].sha256 == hashlib.sha256(archive).hexdigest()
+            with zipfile.ZipFile(io.BytesIO(archive)) as file:
+                assert set(file.namelist()) == {"tokenizer.json", "tokenizer_config.json"}
+                assert file.read("tokenizer.json") == path.read_bytes()
+
+
+def test_equal_tokenizers_make_equal_archives(tmp_path: Path):
+    archives = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+        archives.append(zip_tokenizer(tmp_path / name / "tokenizer.json"))
+
+    assert archives[0] == archives[1]
+
+
+async def test_without_a_tokenizer_the_gateway_is_told_to_bring_one():
+    async with connected(FakeCell()) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match="has no tokenizer") as caught:
+            await stub.GetTokenizer(common_pb2.GetTokenizerRequest()).read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_the_router_does_not_do_is_unimplemented():
+    async with connected(FakeCell()) as stub:
+        error = await failure(stub.Embed(pb.EmbedRequest()))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# ---- without the package
+
+
+def test_only_the_service_itself_needs_the_package():
+    """So that a router starts without it; app.py imports the service where it is wanted."""
+    for path in modules_of(ROOT / "router"):
+        names = imports_of(path, in_functions=False)
+        needs_it = any(name.startswith(("smg_grpc_proto", "router.vllm_")) for name in names)
+        assert needs_it == (path.name in MESSAGE_FILES), path
+
+
+def test_wanting_the_service_without_the_package_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def settings(value: str) -> RouterConfig:
+        return RouterConfig(groups=(("127.0.0.1:1",),), vllm_engine=value)
+
+    settings("on")
+    with pytest.raises(ValueError, match="vllm_engine=yes: need one of on, off"):
+        settings("yes")
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    settings("off")
+    with pytest.raises(ValueError, match="pip install smg-grpc-proto"):
+        settings("on")

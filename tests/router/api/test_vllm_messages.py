@@ -1,0 +1,208 @@
+"""What gateways may ask of vllm.grpc.engine.VllmEngine, each field of theirs on its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from protos.transport.errors import error_details
+from router.api.text.tokenizer import Tokenizer
+from router.errors import QueueFull
+from router.requests.request import OutputOptions, Request
+from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer
+from tests.router.support.vllm_calls import PROMPT, connected, failure, generate
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return byte_tokenizer(tmp_path)
+
+
+async def arrived(message: Any, tokenizer: Tokenizer | None = None) -> Request:
+    """Returns what becomes of a request, and cancels it."""
+    cell = FakeCell()
+    async with connected(cell, tokenizer) as stub:
+        call = stub.Generate(message)
+        request = await cell.arrivals.get()
+        call.cancel()
+    return request
+
+
+async def test_what_a_gateway_leaves_out_is_what_vllm_takes_for_it():
+    request = await arrived(generate())
+
+    assert request.request_id == "mine"
+    assert request.prompt.tolist() == PROMPT
+    assert len(request.sequences) == 1
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+    assert sampling.repetition_penalty == 1
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
+    assert sampling.logit_bias == ()
+    assert request.stop.max_tokens == MODEL.max_model_len - len(PROMPT)
+    assert request.stop.stop_token_ids == MODEL.eos_token_ids
+    assert not request.stop.has_stop_strings
+    assert request.output == OutputOptions()
+
+
+@pytest.mark.parametrize(
+    ("params", "read", "value"),
+    [
+        ({"temperature": 0.0}, lambda r: r.sampling.temperature, 0),
+        ({"temperature": 0.5}, lambda r: r.sampling.temperature, 0.5),
+        ({"top_p": 0.25}, lambda r: r.sampling.top_p, 0.25),
+        ({"top_k": 7}, lambda r: r.sampling.top_k, 7),
+        ({"top_k": 2**32 - 1}, lambda r: r.sampling.top_k, 0),
+        ({"min_p": 0.125}, lambda r: r.sampling.min_p, 0.125),
+        ({"repetition_penalty": 1.5}, lambda r: r.sampling.repetition_penalty, 1.5),
+        ({"presence_penalty": -0.5}, lambda r: r.sampling.presence_penalty, -0.5),
+        ({"frequency_penalty": 0.75}, lambda r: r.sampling.frequency_penalty, 0.75),
+        ({"logit_bias": {9: 2.0}}, lambda r: r.sampling.logit_bias, ((9, 2.0),)),
+        ({"seed": 0}, lambda r: r.sampling.seed, 0),
+        ({"seed": 41}, lambda r: r.sampling.seed, 41),
+        ({"seed": -2}, lambda r: r.sampling.seed, 2**64 - 2),
+        ({"max_tokens": 11}, lambda r: r.stop.max_tokens, 11),
+        ({"min_tokens": 3}, lambda r: r.stop.min_tokens, 3),
+        ({"stop_token_ids": [8, 9]}, lambda r: r.stop.stop_token_ids, (8, 9, 2)),
+        ({"ignore_eos": True}, lambda r: r.stop.stop_token_ids, ()),
+        ({"stop": ["END"]}, lambda r: r.stop.has_stop_strings, True),
+        ({"n": 3}, lambda r: len(r.sequences), 3),
+        ({"logprobs": 0}, lambda r: (r.output.logprobs, r.output.top_logprobs), (True, 0)),
+        ({"logprobs": 4}, lambda r: (r.output.logprobs, r.output.top_logprobs), (True, 4)),
+        ({"prompt_logprobs": 0}, lambda r: r.output.prompt_logprobs, True),
+        # Of text, which the gateway makes.
+        ({"skip_special_tokens": True}, lambda r: r.output.text, False),
+        ({"include_stop_str_in_output": True}, lambda r: r.output.text, False),
+    ],
+)
+async def test_each_field_arrives(
+    params: dict[str, Any], read: Callable[[Request], Any], value: Any, tokenizer: Tokenizer
+):
+    assert read(await arrived(generate(**params), tokenizer)) == value
+
+
+async def test_without_a_seed_each_request_gets_one_of_its_own():
+    seeds = {(await arrived(generate(**params))).sampling.seed for params in ({}, {"seed": -1})}
+
+    assert len(seeds) == 2
+    assert 2**64 - 1 not in seeds
+
+
+async def test_a_text_prompt_is_encoded_here(tokenizer: Tokenizer):
+    request = await arrived(pb.GenerateRequest(text="hi"), tokenizer)
+
+    assert request.prompt.tolist() == tokenizer.encode("hi").tolist()
+    assert request.request_id
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.GenerateRequest(kv_transfer_params=pb.KvTransferParams()),
+        pb.GenerateRequest(kv_transfer_params_json="{}"),
+        pb.GenerateRequest(mm_inputs=pb.MultimodalInputs()),
+        pb.GenerateRequest(extra_mm_inputs=[pb.MultimodalInputs()]),
+        pb.GenerateRequest(media_refs=pb.MediaRefs()),
+        pb.GenerateRequest(data_parallel_rank=1),
+        pb.GenerateRequest(data_parallel_rank=-1),
+        pb.SamplingParams(json_schema="{}"),
+        pb.SamplingParams(regex="a+"),
+        pb.SamplingParams(grammar="root ::= 'a'"),
+        pb.SamplingParams(structural_tag="{}"),
+        pb.SamplingParams(json_object=True),
+        pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["a"])),
+        pb.SamplingParams(truncate_prompt_tokens=5),
+        pb.SamplingParams(logit_bias={-3: 1.0}),
+        pb.SamplingParams(logprobs=-1),
+        pb.SamplingParams(prompt_logprobs=-1),
+        # What our own API refuses too, under their names.
+        pb.SamplingParams(temperature=-1),
+        pb.SamplingParams(top_p=1.5),
+        pb.SamplingParams(min_p=float("nan")),
+        pb.SamplingParams(logit_bias={1000: 1.0}),
+        pb.SamplingParams(max_tokens=0),
+        pb.SamplingParams(stop_token_ids=[8, 1000]),
+        pb.SamplingParams(stop=["END"]),  # there is no tokenizer
+        pb.SamplingParams(n=65),
+        pb.SamplingParams(n=2**32 - 1),
+        pb.SamplingParams(logprobs=21),
+    ],
+    ids=lambda message: str(message).replace("\n", " ").strip(),
+)
+async def test_what_cannot_be_done_is_refused_by_name(message: Any):
+    [(given, _)] = message.ListFields()
+    name = given.name
+    if isinstance(message, pb.SamplingParams):
+        name = f"sampling_params.{name}"
+        message = pb.GenerateRequest(sampling_params=message)
+    message.tokenized.input_ids.extend(PROMPT)
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        error = await failure(stub.Generate(message))
+
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        details = error_details(error)
+        assert details.reason == "INVALID_REQUEST"
+        assert details.field.partition("[")[0] == name
+        assert error.details().startswith(f"{details.field}: ")
+        assert cell.arrivals.empty()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "field"),
+    [
+        (pb.GenerateRequest(), "INVALID_REQUEST", "input"),
+        (pb.GenerateRequest(text="hi"), "INVALID_REQUEST", "text"),  # there is no tokenizer
+        (
+            pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(prompt_logprobs=0)),
+            "INVALID_REQUEST",
+            "sampling_params.prompt_logprobs",
+        ),
+        (
+            pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1, 1000])),
+            "INVALID_REQUEST",
+            "tokenized.input_ids[1]",
+        ),
+        (
+            pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * 100)),
+            "PROMPT_TOO_LONG",
+            "tokenized.input_ids",
+        ),
+        (
+            pb.GenerateRequest(request_id="x" * 129, tokenized=pb.TokenizedInput(input_ids=PROMPT)),
+            "INVALID_REQUEST",
+            "request_id",
+        ),
+    ],
+)
+async def test_a_prompt_that_cannot_be_run_is_refused(message: Any, reason: str, field: str):
+    async with connected(FakeCell()) as stub:
+        error = await failure(stub.Generate(message))
+
+        details = error_details(error)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (details.reason, details.field) == (reason, field)
+
+
+async def test_rank_0_is_the_only_one_that_a_gateway_knows_of():
+    message = generate()
+    message.data_parallel_rank = 0
+
+    assert (await arrived(message)).prompt.tolist() == PROMPT
+
+
+async def test_a_full_queue_and_a_repeated_id_are_answered_as_in_our_own_api():
+    cell = FakeCell()
+    async with connected(cell) as stub:
+        first = stub.Generate(generate())
+        await cell.arrivals.get()
+        error = await failure(stub.Generate(generate()))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        cell.refusal = QueueFull("too much waits", retry_delay_s=2.0)
+        error = await failure(stub.Generate(generate(request_id="other")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error_details(error).retry_delay_s == 2.0
+        first.cancel()

@@ -1,0 +1,394 @@
+"""The client hides the wire: these tests see only what a user of the library sees."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from protos.serving.v1 import serving_pb2 as pb
+from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.errors import abort_on_error
+from router.client.client import (
+    Cancelled,
+    Client,
+    Completion,
+    Delta,
+    Many,
+    Overloaded,
+    Rejected,
+    TimedOut,
+    TokenLogprob,
+    Unavailable,
+)
+from router.client.status import (
+    GroupState,
+    GroupStatus,
+    RankStatus,
+    SpeculationState,
+    SpeculationStatus,
+)
+from router.errors import NotReady, QueueFull
+from router.requests.request import FinishReason
+from router.requests.request import TokenLogprob as EngineLogprob
+from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer, serve
+
+
+@asynccontextmanager
+async def connected(cell: FakeCell, folder: Path | None = None) -> AsyncIterator[Client]:
+    tokenizer = None if folder is None else byte_tokenizer(folder)
+    async with serve(cell, tokenizer) as target, Client(target) as client:
+        yield client
+
+
+@pytest.fixture(params=["call", "stream"])
+async def either(
+    request: pytest.FixtureRequest, cell: FakeCell, tmp_path: Path
+) -> AsyncIterator[Client | Many]:
+    """A client, and a stream of it: both complete and generate, with the same results."""
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connected(cell, tmp_path))
+        yield client if request.param == "call" else await stack.enter_async_context(client.many())
+
+
+@pytest.fixture
+def cell() -> FakeCell:
+    return FakeCell()
+
+
+async def test_a_completion_is_all_tokens_and_how_they_ended(cell: FakeCell, either: Client | Many):
+    completing = asyncio.create_task(either.complete([5, 6], max_tokens=9, request_id="mine"))
+    [sequence] = (await cell.arrivals.get()).sequences
+    cell.give(sequence, [10, 11])
+    cell.give(sequence, [12])
+    sequence.stop_token_id = 12
+    cell.finish(sequence, FinishReason.STOP)
+
+    completion = await completing
+    assert (completion.request_id, completion.token_ids) == ("mine", [10, 11, 12])
+    assert (completion.finish.reason, completion.finish.stop_token_id) == ("stop", 12)
+    assert (completion.finish.stop_string, completion.finish.num_prompt_tokens) == (None, 2)
+    assert 0 < completion.first_token_s <= completion.total_s
+
+
+async def test_a_text_prompt_is_completed_with_text(cell: FakeCell, either: Client | Many):
+    cell.echoes = True
+    completion = await either.complete("h€llo")
+    assert completion.text == "h€llo"
+    assert completion.finish.reason == "length"
+
+
+async def test_all_continuations_are_returned_by_index(cell: FakeCell, either: Client | Many):
+    completing = asyncio.create_task(either.complete_all([5], n=3))
+    request = await cell.arrivals.get()
+    for sequence in reversed(request.sequences):
+        cell.give(sequence, [sequence.index] * 2)
+        cell.finish(sequence)
+    assert [(c.index, c.token_ids) for c in await completing] == [
+        (0, [0, 0]),
+        (1, [1, 1]),
+        (2, [2, 2]),
+    ]
+
+
+async def test_deltas_come_while_the_request_runs(cell: FakeCell, either: Client | Many):
+    async with aclosing(either.generate(np.array([5, 6]), request_id="mine")) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        [sequence] = (await cell.arrivals.get()).sequences
+        cell.give(sequence, [10])
+        assert await first == Delta(request_id="mine", token_ids=[10])
+        cell.give(sequence, [11])
+        assert (await anext(deltas)).token_ids == [11]
+        cell.finish(sequence)
+        [last] = [delta async for delta in deltas]
+        assert last.finish is not None
+        assert last.finish.num_completion_tokens == 2
+
+
+async def test_log_probabilities_arrive_with_their_alternatives(
+    cell: FakeCell, either: Client | Many
+):
+    completing = asyncio.create_task(
+        either.complete([5, 6], logprobs=True, prompt_logprobs=True, top_logprobs=1)
+    )
+    [sequence] = (await cell.arrivals.get()).sequences
+    top_ids, top_logprobs = np.array([3], np.int32), np.array([-0.25], np.float32)
+    sequence.prompt_logprobs.append(EngineLogprob(6, -1.5, top_ids, top_logprobs))
+    sequence.logprobs.append(EngineLogprob(10, -0.5, top_ids, top_logprobs))
+    cell.give(sequence, [10])
+    cell.finish(sequence)
+    completion = await completing
+    assert completion.logprobs == [TokenLogprob(10, -0.5, ((3, -0.25),))]
+    assert completion.prompt_logprobs == [TokenLogprob(6, -1.5, ((3, -0.25),))]
+
+
+async def test_every_option_reaches_the_engine(cell: FakeCell, either: Client | Many):
+    cell.echoes = True
+    await either.complete_all(
+        [5],
+        request_id="mine",
+        model="tiny-moe",
+        n=2,
+        priority=4,
+        timeout_s=40,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=2,
+        logit_bias={9: 3.0},
+        seed=77,
+        max_tokens=6,
+        min_tokens=2,
+        stop_token_ids=[8],
+        stop_strings=["."],
+        ignore_eos=True,
+        text=True,
+    )
+    request = await cell.arrivals.get()
+    sampling, stop = request.sampling, request.stop
+    assert (request.request_id, len(request.sequences), request.priority) == ("mine", 2, 4)
+    assert request.deadline is not None
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0.5,
+        0.25,
+        7,
+        0.125,
+    )
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -1)
+    assert (sampling.frequency_penalty, sampling.logit_bias) == (2, ((9, 3.0),))
+    assert sampling.seed == 77
+    assert (stop.max_tokens, stop.min_tokens, stop.stop_token_ids) == (6, 2, (8,))
+    assert stop.has_stop_strings
+    assert request.output.text
+
+
+async def test_an_option_that_does_not_exist_is_a_mistake_at_once(either: Client | Many):
+    with pytest.raises(ValueError, match="temprature"):
+        await either.complete([5], temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "failure", "reason", "field"),
+    [
+        ({"n": 65}, Rejected, "INVALID_REQUEST", "n"),
+        ({"model": "other"}, Rejected, "MODEL_NOT_FOUND", "model"),
+        ({"timeout_s": 1e-3}, TimedOut, "DEADLINE_EXCEEDED", ""),
+    ],
+)
+async def test_a_failure_says_what_kind_it_is(
+    either: Client | Many, options: Any, failure: type, reason: str, field: str
+):
+    with pytest.raises(failure) as caught:
+        await either.complete([5], **options)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+async def test_an_empty_prompt_is_rejected_by_the_router(either: Client | Many):
+    with pytest.raises(Rejected, match="the prompt is empty"):
+        await either.complete([])
+
+
+async def test_an_overloaded_router_says_when_to_come_again(cell: FakeCell, either: Client | Many):
+    cell.refusal = QueueFull("full", retry_delay_s=2.5)
+    with pytest.raises(Overloaded) as caught:
+        await either.complete([5])
+    assert caught.value.retry_delay_s == 2.5
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_leaving_a_generator_cancels_its_request(cell: FakeCell, either: Client | Many):
+    async with aclosing(either.generate([5])) as deltas:
+        first = asyncio.ensure_future(anext(deltas))
+        request = await cell.arrivals.get()
+        cell.give(request.sequences[0], [10])
+        await first
+    async with asyncio.timeout(120):
+        while cell.live:
+            await asyncio.sleep(0)
+
+
+async def test_cancelling_a_task_cancels_its_request(cell: FakeCell, either: Client | Many):
+    completing = asyncio.create_task(either.complete([5]))
+    await cell.arrivals.get()
+    completing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await completing
+    async with asyncio.timeout(120):
+        while cell.live:
+            await asyncio.sleep(0)
+
+
+async def test_cancel_by_id_fails_the_one_who_waits(cell: FakeCell):
+    async with connected(cell) as client:
+        completing = asyncio.create_task(client.complete([5], request_id="mine"))
+        await cell.arrivals.get()
+        await client.cancel("mine")
+        with pytest.raises(Cancelled):
+            await completing
+        with pytest.raises(Rejected, match="'mine'"):
+            await client.cancel("mine")
+
+
+async def test_hundreds_of_requests_share_a_stream(cell: FakeCell):
+    cell.echoes = True
+    async with connected(cell) as client, client.many() as many:
+        prompts = [[index % 1000, 3] for index in range(500)]
+        completions = await asyncio.gather(*[many.complete(prompt) for prompt in prompts])
+        assert [completion.token_ids for completion in completions] == prompts
+
+
+async def test_a_burst_of_calls_is_not_dropped():
+    """gRPC by itself lets 1,000 calls wait for their handlers, and drops of those beyond."""
+    cell = FakeCell(max_readers=2500)
+    cell.echoes = True
+    async with connected(cell) as client:
+        completions = await asyncio.gather(*[client.complete([5]) for _ in range(2500)])
+        assert all(completion.token_ids == [5] for completion in completions)
+
+
+async def test_one_failure_on_a_stream_leaves_the_others_alone(cell: FakeCell):
+    cell.echoes = True
+    async with connected(cell) as client, client.many() as many:
+        results = await asyncio.gather(
+            many.complete([5]), many.complete([5], n=65), many.complete([6]), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [Completion, Rejected, Completion]
+
+
+async def test_an_exception_in_the_block_cancels_the_stream(cell: FakeCell):
+    async with connected(cell) as client:
+        many = client.many()
+
+        async def fail_inside() -> None:
+            async with many, asyncio.TaskGroup() as tasks:
+                tasks.create_task(many.complete([5]))
+                await cell.arrivals.get()
+                raise RuntimeError("mine")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await fail_inside()
+        assert [str(error) for error in caught.value.exceptions] == ["mine"]
+
+
+async def test_a_broken_stream_fails_what_runs_and_what_comes_later(cell: FakeCell):
+    async with connected(cell) as client, client.many() as many:
+        completing = asyncio.create_task(many.complete([5]))
+        await cell.arrivals.get()
+        many._streams[0]._outgoing.put_nowait(
+            pb.GenerateManyRequest(tag=99)
+        )  # breaks the stream's rules
+        with pytest.raises(Rejected) as caught:
+            await completing
+        assert caught.value.field == "action"
+        with pytest.raises(Rejected):
+            await many.complete([5])
+
+
+async def test_the_model_is_described(cell: FakeCell):
+    async with connected(cell) as client:
+        model = await client.get_model()
+        assert (model.name, model.vocab_size) == (MODEL.name, MODEL.vocab_size)
+        assert (model.eos_token_ids, model.has_tokenizer) == ((2,), False)
+
+
+async def test_the_status_comes_back_as_it_was_given(cell: FakeCell):
+    rank = RankStatus(dp_rank=0, address="host:1", num_running=3, prefix_hit_rate=0.5)
+    cell.groups = [
+        GroupStatus(group=0, state=GroupState.FORMING, problem="executor 1: no answer"),
+        GroupStatus(
+            group=1, state=GroupState.READY, epoch=2, step=7, last_step_age_s=0.25, ranks=(rank,)
+        ),
+        GroupStatus(
+            group=2,
+            state=GroupState.READY,
+            speculation=SpeculationStatus(
+                algorithm="eagle",
+                state=SpeculationState.PAUSED,
+                num_steps=9,
+                num_drafts=27,
+                num_accepted_drafts=5,
+                tokens_per_step=1.25,
+            ),
+        ),
+        GroupStatus(
+            group=3,
+            state=GroupState.READY,
+            speculation=SpeculationStatus(algorithm="eagle", state=SpeculationState.OFF),
+        ),
+    ]
+    async with connected(cell) as client:
+        assert await client.get_status() == cell.groups
+
+
+async def test_nobody_at_the_other_end_is_unavailable():
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.get_model()
+        assert caught.value.reason == ""
+
+
+class Flaky(serving_pb2_grpc.GenerationServiceServicer):
+    """Is not ready for the first calls, and counts them."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.num_calls = 0
+
+    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+        self.num_calls += 1
+        async with abort_on_error(context):
+            if self.num_calls <= self.num_failures:
+                raise NotReady("not yet")
+        return pb.GetModelResponse(name="tiny-moe")
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        self.num_calls += 1
+        async with abort_on_error(context):
+            if self.num_calls <= self.num_failures:
+                raise QueueFull("full") if request.priority else NotReady("not yet")
+        finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH)
+        await context.write(pb.GenerateResponse(token_ids=[1], finish=finish))
+
+    GenerateMany = Cancel = GetStatus = None  # type: ignore[assignment]
+
+
+@asynccontextmanager
+async def flaky(servicer: Flaky) -> AsyncIterator[Client]:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with Client(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await server.stop(grace=None)
+
+
+async def test_a_router_that_is_not_ready_yet_is_asked_again():
+    servicer = Flaky(num_failures=1)
+    async with flaky(servicer) as client:
+        assert (await client.get_model()).name == "tiny-moe"
+        assert servicer.num_calls == 2
+
+
+async def test_a_request_is_sent_again_before_its_first_answer():
+    servicer = Flaky(num_failures=1)
+    async with flaky(servicer) as client:
+        assert (await client.complete([5])).token_ids == [1]
+        assert servicer.num_calls == 2
+
+
+async def test_only_unavailable_is_sent_again():
+    servicer = Flaky(num_failures=1)
+    async with flaky(servicer) as client:
+        with pytest.raises(Overloaded):
+            await client.complete([5], priority=1)
+        assert servicer.num_calls == 1

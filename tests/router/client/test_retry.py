@@ -1,0 +1,138 @@
+"""The published retry policy: what a router refuses while it stops must end up at another one."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from router.api.health import SERVICE, Health
+from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG, Client, Unavailable
+from tests.router.support.fake_cell import MODEL, FakeCell, serve
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+class Pair:
+    """Two routers at one name, the first of which stops."""
+
+    def __init__(self) -> None:
+        model = replace(MODEL, max_model_len=1 << 20)
+        self.cells = [FakeCell(model, max_readers=64) for _ in range(2)]
+        self.healths = [Health(), Health()]
+        for cell, health in zip(self.cells, self.healths, strict=True):
+            cell.echoes = True
+            health.set_ready(True)
+
+
+@asynccontextmanager
+async def serving(pair: Pair) -> AsyncIterator[str]:
+    [one, other], [one_health, other_health] = pair.cells, pair.healths
+    async with serve(one, health=one_health) as first, serve(other, health=other_health) as second:
+        yield f"ipv4:{first},{second}"
+
+
+async def complete_some(client: Client, count: int = 20) -> None:
+    for _ in range(count):
+        assert (await client.complete([5])).token_ids == [5]
+
+
+async def test_what_one_router_refuses_another_one_takes():
+    pair = Pair()
+    async with serving(pair) as target, Client(target) as client:
+        pair.cells[0].shut_down()
+        await complete_some(client)
+        assert pair.cells[1].arrivals.qsize() == 20
+
+
+async def test_a_client_that_watches_health_asks_only_those_that_are_ready():
+    pair = Pair()
+    async with serving(pair) as target, Client(target, watches_health=True) as client:
+        async with asyncio.timeout(120):
+            while not all(cell.arrivals.qsize() for cell in pair.cells):
+                await complete_some(client, 1)
+        pair.healths[0].set_ready(False)
+        async with asyncio.timeout(120):
+            while True:  # until the client has heard of it
+                asked_before = pair.cells[0].arrivals.qsize()
+                await complete_some(client)
+                if pair.cells[0].arrivals.qsize() == asked_before:
+                    break
+        pair.healths[0].set_ready(True)
+        async with asyncio.timeout(120):
+            while pair.cells[0].arrivals.qsize() == asked_before:
+                await complete_some(client, 1)
+
+
+async def test_a_router_that_is_not_ready_still_tells_its_status_and_health():
+    pair = Pair()
+    for health in pair.healths:
+        health.set_ready(False)
+    async with serving(pair) as target, Client(target, watches_health=True) as client:
+        assert await client.get_status() == []
+        assert await client.health("liveness")
+        with pytest.raises(Unavailable):
+            await client.complete([5])
+
+
+async def test_a_prompt_larger_than_grpc_keeps_by_itself_is_sent_again():
+    pair = Pair()
+    async with serving(pair) as target, Client(target) as client:
+        pair.cells[0].shut_down()
+        prompt = [7] * 600_000  # as many bytes on the wire; gRPC would keep 256 KiB
+        for _ in range(4):
+            assert (await client.complete(prompt, max_tokens=1)).token_ids == prompt  # an echo
+
+
+async def test_a_stream_of_many_that_meets_a_stopping_router_is_opened_at_another():
+    pair = Pair()
+    async with serving(pair) as target, Client(target) as client:
+        pair.cells[0].shut_down()
+        for _ in range(6):
+            async with client.many() as many:
+                assert (await many.complete([5])).token_ids == [5]
+
+
+async def test_a_request_that_is_refused_on_a_stream_goes_to_another_router():
+    pair = Pair()
+    for cell in pair.cells:
+        cell.echoes = False
+    async with serving(pair) as target, Client(target) as client, client.many() as many:
+        running = asyncio.create_task(many.complete([5]))
+        async with asyncio.timeout(120):
+            while not any(cell.live for cell in pair.cells):
+                await asyncio.sleep(0)
+        [stopping, other] = sorted(pair.cells, key=lambda cell: not cell.live)
+        [sequence] = (await stopping.arrivals.get()).sequences
+        stopping.shut_down()
+        other.echoes = True
+
+        assert (await many.complete([6])).token_ids == [6]
+        assert other.arrivals.qsize() == 1
+        deltas = [delta async for delta in many.generate([7])]
+        assert [delta.token_ids for delta in deltas] == [[7]]
+        stopping.give(sequence, [10])
+        stopping.finish(sequence)
+        assert (await running).token_ids == [10]  # where it began
+
+
+async def test_a_request_that_nobody_takes_fails_in_the_end():
+    pair = Pair()
+    async with serving(pair) as target, Client(target) as client, client.many() as many:
+        for cell in pair.cells:
+            cell.shut_down()
+        for asking in (many.complete([5]), anext(many.generate([5]))):
+            with pytest.raises(Unavailable) as caught:
+                await asking
+            assert caught.value.reason == "SHUTTING_DOWN"
+
+
+def test_the_readme_publishes_the_policy_of_the_client_library():
+    [published] = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    assert json.loads(published) == SERVICE_CONFIG
+    assert HEALTH_CONFIG == {"healthCheckConfig": {"serviceName": SERVICE}}
+    assert json.dumps(HEALTH_CONFIG)[1:-1] in README

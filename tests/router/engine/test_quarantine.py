@@ -1,0 +1,188 @@
+"""If these fail, one request can kill executors for ever, or innocent ones are failed for it."""
+
+from typing import Any
+
+import numpy as np
+
+from router.engine.quarantine import (
+    FREE_ACQUITTALS,
+    MAX_PROOF_TOKENS,
+    PARTS,
+    PROOF_TOKENS,
+    Quarantine,
+    accuse,
+)
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
+from tests.router.support.stepper import Stepper, make_shape
+
+
+class Line:
+    """A quarantine whose sequences gain tokens when a test says so."""
+
+    def __init__(self) -> None:
+        self.quarantine = Quarantine(Admission(max_sequences=1000, max_tokens=10_000))
+        self._reader = Readers(1).open()
+        self._num_requests = 0
+
+    def submit(self, count: int, **fields: Any) -> list[Sequence]:
+        sequences = []
+        for _ in range(count):
+            self._num_requests += 1
+            request = Request(
+                request_id=f"r{self._num_requests}",
+                prompt=np.array([1, 2, 3], np.int32),
+                sampling=SamplingParams(),
+                stop=StopConditions(max_tokens=100),
+                output=OutputOptions(),
+                reader=self._reader,
+                arrival_time=float(self._num_requests),
+                **fields,
+            )
+            self.quarantine.submit(request)
+            sequences += request.sequences
+        return sequences
+
+    def take(self) -> list[Sequence]:
+        """Everybody who may begin before the next step."""
+        self.quarantine.acquit()
+        taken = []
+        while self.quarantine.peek() is not None:
+            taken.append(self.quarantine.pop())
+        return taken
+
+    def lose(self, *lost: Sequence) -> list[Sequence]:
+        """They were in the lost steps, and wait again. Returns who is guilty."""
+        guilty = accuse(lost, is_alone=len(lost) == 1)
+        for sequence in lost:
+            self.quarantine.push(sequence)
+        self.quarantine.exonerate(lost)
+        self.quarantine.share_out()
+        return guilty
+
+
+def gain(*sequences: Sequence, count: int = PROOF_TOKENS) -> None:
+    for sequence in sequences:
+        sequence.tokens = np.append(sequence.tokens, np.zeros(count, np.int32))
+
+
+def test_after_a_first_loss_an_eighth_runs_at_a_time_beside_everybody_else():
+    line = Line()
+    suspects = line.submit(16)
+    assert line.take() == suspects
+    assert line.lose(*suspects) == []
+    new = line.submit(3)
+
+    assert line.take() == [*suspects[: 16 // PARTS], *new]
+    gain(suspects[0], count=PROOF_TOKENS - 1)
+    assert line.take() == []
+    gain(suspects[0], count=1)
+    assert line.take() == [suspects[2]]
+
+
+def test_after_a_second_loss_nobody_else_begins_until_the_suspects_have_proven_themselves():
+    line = Line()
+    suspects = line.submit(16)
+    line.take()
+    line.lose(*suspects)
+    first, second = line.take()
+    line.lose(first, second)
+    new = line.submit(1)
+
+    assert line.take() == [first]
+    gain(first)
+    assert line.take() == [second]
+    gain(second)
+    assert line.take() == [*suspects[2:4], *new]
+
+
+def test_whoever_is_lost_alone_twice_is_guilty():
+    line = Line()
+    [poison] = line.submit(1)
+    line.take()
+    assert line.lose(poison) == []
+    assert line.take() == [poison]
+    assert line.lose(poison) == [poison]
+
+
+def test_ten_losses_with_others_make_nobody_guilty():
+    sequences = Line().submit(2)
+    for _ in range(10):
+        assert accuse(sequences, is_alone=False) == []
+
+
+def test_ten_losses_alone_with_many_tokens_between_them_make_nobody_guilty():
+    line = Line()
+    [one] = line.submit(1)
+    for _ in range(10):
+        assert line.take() == [one]
+        gain(one, count=MAX_PROOF_TOKENS)
+        assert line.lose(one) == []
+
+
+def test_whoever_is_lost_again_and_again_needs_ever_more_tokens_for_a_proof():
+    line = Line()
+    [poison] = line.submit(1)
+    verdicts: list[list[Sequence]] = []
+    while len(verdicts) < FREE_ACQUITTALS + 8 and not any(verdicts):
+        assert line.take() == [poison]
+        gain(poison, count=20 * PROOF_TOKENS)
+        verdicts.append(line.lose(poison))
+    assert verdicts[-1] == [poison]
+    assert len(verdicts) > FREE_ACQUITTALS + 2
+
+
+def test_a_loss_without_a_suspect_takes_its_past_from_it():
+    line = Line()
+    one, other = line.submit(2)
+    for _ in range(10):
+        line.take()
+        gain(one, other)
+        line.lose(one)
+        assert one.num_acquittals <= 1
+        line.lose(other)
+    assert one.num_acquittals == 0
+
+
+def test_a_suspect_that_is_cancelled_makes_way_for_the_next():
+    line = Line()
+    suspects = line.submit(2)
+    line.take()
+    line.lose(*suspects)
+    line.lose(*line.take())
+    [first] = line.take()
+    first.error = RuntimeError("cancelled")  # type: ignore[assignment]
+    assert line.take() == [suspects[1]]
+
+    line.lose(suspects[1])
+    line.quarantine.discard(suspects[1])
+    assert line.take() == []
+    assert len(line.quarantine) == line.quarantine.num_tokens == 0
+
+
+def test_waiting_suspects_are_counted_and_listed():
+    line = Line()
+    suspects = line.submit(9)
+    line.take()
+    line.lose(*suspects)
+    new = line.submit(1)
+    assert len(line.quarantine) == 10
+    assert line.quarantine.num_tokens == 30
+    assert set(line.quarantine) == {*suspects, *new}
+
+
+def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
+    """Else both would be bound and preempted in turn, and no step would ever run."""
+    stepper = Stepper(make_shape(rows_per_rank=1))
+    line = Quarantine(stepper.admission)
+    stepper.scheduler._admission = line
+    low = stepper.submit([1, 2, 3], priority=-5)
+    accuse(low.sequences, is_alone=False)
+    line.push(stepper.admission.pop())
+    stepper.step()
+    high = stepper.submit([4, 5, 6], priority=5)
+
+    stepper.step()
+    assert high.sequences[0].table is not None
+    assert low.sequences[0].table is None

@@ -1,0 +1,291 @@
+"""Numbers that operators act on: each is checked against what really happened in a run."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.errors import Cancelled, QueueFull
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
+from router.scheduling.counters import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
+from router.scheduling.group import GroupShape
+from router.scheduling.speculation import DraftCounts
+from router.scheduling.step import DpPaddingMode, RankResult, StepPlan
+from router.scheduling.step_builder import GraphSizes
+from tests.router.scheduling.test_speculation import speculation
+from tests.router.support.stepper import Stepper, make_shape
+from tests.sim import virtual_clock
+from tests.sim.fake_executors import FakeExecutors
+from tests.sim.fake_rank import EOS, VOCAB_SIZE
+
+DP_SIZE = 3
+SHAPE = GroupShape(
+    dp_size=DP_SIZE,
+    num_blocks=(24,) * DP_SIZE,
+    block_size=4,
+    rows_per_rank=6,
+    max_num_batched_tokens=24,
+    max_num_logits=16,
+    max_model_len=48,
+    graph_sizes=GraphSizes((1, 2, 4), (8, 16), "prefill"),
+)
+DRAFTING = replace(SHAPE, speculation=speculation())
+
+
+class RecordingExecutors(FakeExecutors):
+    """Keeps every step that it was sent."""
+
+    def __init__(self, *args: Any, **faults: Any) -> None:
+        super().__init__(*args, **faults)
+        self.sent: list[StepPlan] = []
+
+    def send(self, plan: StepPlan) -> None:
+        self.sent.append(plan)
+        super().send(plan)
+
+
+class Run:
+    """A router under load whose executors die now and then, on a virtual clock."""
+
+    def __init__(self, seed: int, loss_rate: float, shape: GroupShape) -> None:
+        self.rng = random.Random(seed)
+        self.executors = RecordingExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
+        self.cell = Cell(Readers(max_readers=100))
+        self.engine = Engine(
+            0,
+            self.executors,
+            Admission(max_sequences=200, max_tokens=10_000),
+            self.cell.readers,
+            pipeline_depth=self.rng.choice([1, 2]),
+            min_chunk_tokens=4,
+            retry_delay_s=0.1,
+            on_end=self.cell.on_end,
+        )
+        self.cell.drive([self.engine])
+        self.requests: list[Request] = []
+
+    async def run(self) -> None:
+        stepping = asyncio.create_task(self.engine.run())
+        while self.cell.model is None:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(self.client(number) for number in range(60)))
+        while self.cell.status()[0].ranks == () or self.engine.num_running:
+            await asyncio.sleep(0.1)
+        stepping.cancel()
+
+    async def client(self, number: int) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 3))
+        rng = self.rng
+        prompt = [rng.randint(1, VOCAB_SIZE - 1) for _ in range(rng.randint(1, 20))]
+        request = Request(
+            request_id=f"r{number}",
+            prompt=np.array(prompt, np.int32),
+            sampling=SamplingParams(),
+            stop=StopConditions(max_tokens=rng.randint(1, 28), stop_token_ids=(EOS,)),
+            output=OutputOptions(),
+            reader=self.cell.readers.open(),
+            arrival_time=asyncio.get_running_loop().time(),
+            priority=rng.choice([0, 0, 5]),
+        )
+        self.requests.append(request)
+        self.cell.submit(request)
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.uniform(0, 1))
+            self.cell.cancel(request)
+        while request.is_live:
+            await request.reader.wait()
+        self.cell.readers.close(request.reader)
+
+
+@pytest.fixture(
+    params=[(0.0, SHAPE), (0.03, SHAPE), (0.0, DRAFTING), (0.03, DRAFTING)],
+    ids=["steady", "losing executors", "drafting", "drafting, and losing executors"],
+)
+def finished(request: pytest.FixtureRequest) -> Run:
+    loss_rate, shape = request.param
+    run: list[Run] = []
+
+    async def main() -> None:
+        run.append(Run(7, loss_rate, shape))
+        await run[0].run()
+
+    virtual_clock.run(main())
+    return run[0]
+
+
+def test_every_sequence_has_its_times_counted_once(finished: Run):
+    totals, cell = finished.engine.measures.totals(), finished.cell
+    sequences = [request.sequences[0] for request in finished.requests]
+    started = [s for s in sequences if s.progress.start_time is not None]
+    first = [s.progress.first_token_time for s in sequences]
+    waits = [s.progress.start_time - s.request.arrival_time for s in started]
+    good = [s for s in sequences if s.error is None]
+
+    assert sum(totals.queue_s.counts) == len(started)
+    assert totals.queue_s.total == pytest.approx(sum(waits))
+    assert sum(totals.first_token_s.counts) == len([t for t in first if t is not None])
+    assert sum(cell.measures.total_s.counts) == len(good)
+    reasons = [s.error.reason if s.error else s.finish_reason.name for s in sequences]
+    assert +cell.measures.ended == Counter(reasons)
+    assert cell.measures.ended[Cancelled.reason] > 0
+
+
+def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(finished: Run):
+    """However often it was preempted, or lost its executors, in between."""
+    totals = finished.engine.measures.totals()
+    begun = [r.sequences[0] for r in finished.requests if r.sequences[0].num_output_tokens]
+    spans = {s: s.progress.end_time - s.progress.first_token_time for s in begun}
+    total_s = totals.inter_token_s.total
+
+    assert sum(totals.inter_token_s.counts) == sum(s.num_output_tokens - 1 for s in begun)
+    # One that was cancelled went on waiting after its last token.
+    most = sum(spans.values())
+    assert most - sum(spans[s] for s in begun if s.error) - 1e-6 <= total_s <= most + 1e-6
+    assert sum(spans[s] for s in begun if s.error) < most / 3
+
+
+def test_steps_and_tokens_add_up_over_epochs(finished: Run):
+    """A step that was lost with its executors was not committed, so it does not count."""
+    totals, status = finished.engine.measures.totals(), finished.cell.status()[0]
+    num_steps = sum(totals.steps.values())
+    plans = finished.executors.sent
+
+    assert totals.num_epochs == finished.executors.num_epochs
+    assert sum(totals.recovery_s.counts) == totals.num_epochs - 1
+    assert totals.losses == {"lost": totals.num_epochs - 1, "left": 0}
+    assert num_steps <= len(plans)
+    if totals.num_epochs == 1:
+        assert num_steps == len(plans) == status.step
+        expected = np.sum([plan.agreement.global_num_tokens for plan in plans], axis=0)
+        assert [rank.scheduled_tokens for rank in totals.ranks] == expected.tolist()
+        longest = sum(max(plan.agreement.global_num_tokens) for plan in plans)
+        assert {r.scheduled_tokens + r.imbalance_tokens for r in totals.ranks} == {longest}
+        rows = [
+            (plan.agreement.graph_size or 0) * (plan.agreement.num_draft_tokens or 1)
+            or max(plan.agreement.global_num_tokens)
+            if plan.agreement.padding_mode is DpPaddingMode.MAX_LEN
+            else plan.agreement.global_num_tokens[0]
+            for plan in plans
+        ]
+        assert totals.ranks[0].scheduled_tokens + totals.ranks[0].padding_tokens == sum(rows)
+        idle = [plan.agreement.global_num_tokens.count(0) for plan in plans]
+        assert sum(rank.idle_steps for rank in totals.ranks) == sum(idle)
+    else:
+        assert status.step < num_steps < len(plans)
+    sampled = sum(r.sequences[0].num_output_tokens for r in finished.requests)
+    assert totals.num_output_tokens >= sampled > 0  # tokens past a stop are dropped
+    prompts = [
+        len(r.prompt) for r in finished.requests if r.sequences[0].progress.start_time is not None
+    ]
+    assert sum(rank.prompt_tokens for rank in totals.ranks) == sum(prompts)
+
+
+def test_drafts_add_up_over_epochs(finished: Run):
+    """Of each sequence and of the group, whoever loses an executor in between."""
+    engine = finished.engine
+    totals, progress = engine.measures.totals(), [s.progress for s in sequences_of(finished)]
+    drafts, status = totals.drafts, finished.cell.status()[0].speculation
+    offered = sum(p.num_drafts for p in progress)
+    accepted = sum(p.num_accepted_drafts for p in progress)
+    num_verified = sum(n for (runner, _), n in totals.steps.items() if runner == "verify")
+    if finished.executors.shape.speculation is None:
+        assert status is None
+        assert drafts == DraftCounts()
+        assert offered == accepted == num_verified == 0
+        return
+    assert status is not None
+    assert status.algorithm == "eagle"
+    assert 0 < num_verified <= drafts.num_steps  # some are larger than any graph
+    assert 0 < accepted < offered
+    assert (drafts.num_drafts, drafts.num_accepted) == (offered, accepted)
+    assert status.num_steps <= drafts.num_steps
+    assert status.tokens_per_step is not None
+    assert 1 < status.tokens_per_step < 4
+
+
+def sequences_of(finished: Run) -> list[Sequence]:
+    return [request.sequences[0] for request in finished.requests]
+
+
+def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width():
+    shape = make_shape(graph_sizes=GraphSizes((2,)), speculation=speculation(), max_num_logits=32)
+    stepper = Stepper(shape)
+    stats = EpochStats(
+        stepper.scheduler.caches, stepper.scheduler.num_preemptions, shape.graph_sizes
+    )
+    stepper.submit([1, 2, 3], max_tokens=7)
+    for _ in range(2):
+        plan, [result] = stepper.plan(), stepper.results
+        assert plan is not None
+        stats.add(plan, result, 1.0, stepper.commit())
+    assert stats.drafts == DraftCounts(num_steps=1, num_drafts=3, num_accepted=3)
+    assert stats.num_output_tokens == 1 + 4
+    [rank] = stats.rank_counts()
+    assert (rank.scheduled_tokens, rank.padding_tokens) == (3 + 4, 2 * 4 - 4)
+    assert [(count.runner, count.size) for count in stats.graph_counts()] == [
+        ("eager", 0),
+        ("verify", 2),
+    ]
+
+
+def test_preemptions_are_counted_where_they_happen():
+    stepper = Stepper(make_shape(num_blocks=7, max_model_len=20))
+    for _ in range(2):
+        stepper.submit([1, 2, 3, 4, 5], max_tokens=15)
+    stepper.run()
+    assert stepper.scheduler.num_preemptions[0] > 0
+
+
+def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPatch):
+    times = StepTimes()
+    monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 3.0)
+    times.add_send(1.0, 2.5)
+    monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 9.0)
+    tokens = np.zeros(0, np.int32)
+    slow = RankResult(tokens, queued_ns=1_000_000_000, forward_ns=2_000_000_000)
+    times.add_answer((RankResult(tokens, forward_ns=1_500_000_000), slow), 8.0)
+
+    assert times.total() == {
+        "plan": 1.5, "encode": 0.5, "wire": 2.0, "queue": 1.0, "execute": 2.0, "commit": 1.0
+    }  # fmt: skip
+    assert tuple(times.total()) == PHASES
+
+
+def test_a_loss_forgets_what_was_sent():
+    measures = GroupMeasures()
+    measures.times.add_send(0.0, 0.0)
+    measures.end_epoch(0.0)
+    measures.times.add_send(0.0, 0.0)
+    result = (RankResult(np.zeros(0, np.int32)),)
+    measures.times.add_answer(result, 10.0)
+    with pytest.raises(IndexError):
+        measures.times.add_answer(result, 10.0)
+
+
+def test_a_group_is_lost_from_an_unplanned_loss_until_it_has_formed_again():
+    measures = GroupMeasures()
+    seen = [measures.totals().is_lost]
+    measures.begin_epoch(EpochStats(), 0.0)
+    measures.end_epoch(1.0)
+    seen.append(measures.totals().is_lost)
+    measures.begin_epoch(EpochStats(), 2.0)
+    seen.append(measures.totals().is_lost)
+    measures.end_epoch(3.0, is_planned=True)
+    seen.append(measures.totals().is_lost)
+    assert seen == [False, True, False, False]
+
+
+def test_every_reason_is_there_before_it_happens():
+    """Prometheus sees no increase in a series whose first value is 1."""
+    measures = RequestMeasures()
+    assert measures.refused[QueueFull.reason] == 0
+    assert QueueFull.reason in measures.refused
+    assert {"STOP", "LENGTH", "CANCELLED"} <= set(measures.ended)

@@ -1,0 +1,291 @@
+"""If these fail, a client gets a draft that was not accepted, or ranks disagree on a step."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from router.requests.request import OutputOptions, SamplingParams
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
+from router.scheduling.step_builder import GraphSizes
+from tests.router.scheduling.test_speculation import speculation
+from tests.router.support.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, widths
+from tests.router.support.stepper import Stepper, make_shape
+
+# ---- which steps draft, and what all ranks agree on
+
+
+def test_a_step_of_decodes_drafts_and_one_with_a_prompt_does_not() -> None:
+    world = stepper()
+    first = world.submit(PROMPT, 9)
+    assert widths([world.step(), world.step()]) == [0, 4]
+    second = world.submit([4, 5], 2)
+    mixed = world.step()
+    assert widths([mixed]) == [0]
+    assert mixed.batches[0].num_tokens is not None
+    assert mixed.batches[0].num_tokens.tolist() == [1, 2]
+    assert widths(world.run()) == [4]
+    assert_plain(first, second)
+    world.check_idle()
+
+
+def test_a_chunk_on_one_rank_keeps_all_ranks_from_drafting() -> None:
+    world = stepper(dp_size=2, max_num_batched_tokens=32)
+    for number in (1, 2):
+        world.submit([number] * 3, 20)
+    world.step()
+    world.submit([3] * 30, 2)
+    plans = [world.step(), world.step(), world.step()]
+    modes = [[batch.mode.name for batch in plan.batches] for plan in plans]
+    assert sorted(modes[0]) == ["DECODE", "EXTEND"]
+    assert widths(plans) == [0, 4, 4]
+
+
+def test_every_rank_counts_the_width_for_each_of_its_sequences() -> None:
+    world = stepper(dp_size=3, graph_sizes=GraphSizes(decode=(1, 2, 4)))
+    for number in range(5):
+        world.submit([1 + number] * 3, 20)
+    world.step()
+    world.step()
+    agreement = world.step().agreement
+    assert agreement.num_draft_tokens == 4
+    assert sorted(agreement.global_num_tokens) == [4, 8, 8]
+    assert agreement.global_num_tokens_for_logprob == agreement.global_num_tokens
+    assert agreement.global_num_tokens_for_draft == ()
+    assert agreement.graph_size == 2  # sequences
+    assert not agreement.has_extend
+
+
+def test_the_draft_model_runs_a_row_for_each_token_and_for_each_prompt_that_ends() -> None:
+    world = stepper(max_num_batched_tokens=32, dp_size=2)
+    world.submit([1] * 40, 4)
+    first, second = world.step(), world.step()
+    agreements = [first.agreement, second.agreement]
+    assert [sorted(a.global_num_tokens_for_draft) for a in agreements] == [[0, 32], [0, 8 + 1]]
+    assert [sorted(a.global_num_sampled) for a in agreements] == [[0, 0], [0, 1]]
+    frozen = stepper(speculation=speculation(extends=False))
+    frozen.submit(PROMPT)
+    assert frozen.step().agreement.global_num_tokens_for_draft == ()
+
+
+def test_a_group_without_a_draft_model_is_planned_as_ever() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(PROMPT, 6)
+    plans = world.run()
+    assert len(plans) == 6
+    assert not any(widths(plans))
+    assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
+    assert_plain(request)
+
+
+def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blocks_for_it() -> (
+    None
+):
+    world = stepper(drafts=DraftSettings(is_on=False), speculation=speculation(kv_lookahead=4))
+    request = world.submit([1] * 4, 6)
+    first = world.step()
+    assert world.table.num_blocks[0] == 1
+    plans = [first, *world.run()]
+    assert not any(widths(plans))
+    assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
+    assert all(plan.agreement.global_num_sampled == () for plan in plans)
+    assert_plain(request)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": SamplingParams(presence_penalty=0.5)},
+        {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"output": OutputOptions(logprobs=True)},
+    ],
+)
+def test_rows_that_need_more_than_a_length_gain_one_token_beside_those_that_draft(
+    fields: dict[str, object],
+) -> None:
+    world = stepper()
+    careful = world.submit([7, 8], 6, **fields)  # type: ignore[arg-type]
+    assert not any(widths([world.step(), world.step()]))  # nobody else is there: no drafts
+    free = world.submit(PROMPT, 9)
+    world.step()
+    plan = world.step()
+    assert plan.agreement.num_draft_tokens == 4
+    assert limits(plan) == [1, 4]
+    world.run()
+    assert_plain(careful, free)
+    if careful.output.logprobs:
+        assert [score.token_id for score in careful.sequences[0].logprobs] == plain(careful)
+
+
+def test_scores_go_to_their_tokens_behind_a_run_of_another_row() -> None:
+    """The place of a token among all that came is not the place of its row any more."""
+    world = stepper()
+    free = world.submit(PROMPT, 20)
+    careful = world.submit([7, 8], 9, output=OutputOptions(logprobs=True))
+    world.run(depth=2)
+    assert_plain(free, careful)
+    assert [score.token_id for score in careful.sequences[0].logprobs] == plain(careful)
+
+
+# ---- lengths that are not known yet
+
+
+def test_a_row_is_planned_from_its_upper_bound_and_what_it_did_not_gain_is_taken_back() -> None:
+    world = stepper(acceptance=0.0)
+    request = world.submit(PROMPT, 20)
+    world.step()
+    first, second = world.plan(), world.plan()
+    assert first is not None
+    assert second is not None
+    bounds = [int(plan.batches[0].num_computed_tokens[0]) for plan in (first, second)]
+    assert bounds == [3, 7]  # as if all four had been accepted
+    world.commit()
+    world.check()
+    assert world.table.num_computed[0] == 3 + 1 + 4
+    world.commit()
+    world.check()
+    assert world.table.num_computed[0] == 3 + 2
+    world.run(depth=2)
+    assert_plain(request)
+
+
+def test_the_limit_falls_to_what_is_left_and_a_row_at_its_bound_waits() -> None:
+    world = stepper(acceptance=0.0)
+    request = world.submit(PROMPT, 8)
+    world.step()
+    assert [limits(plan) for plan in (world.plan(), world.plan()) if plan] == [[4], [3]]
+    assert world.plan() is None  # 1 + 4 + 3 tokens may be all
+    world.commit()
+    plan = world.plan()
+    assert plan is not None
+    assert limits(plan) == [3]
+    world.run(depth=2)
+    assert_plain(request)
+    world.check_idle()
+
+
+def test_a_last_token_alone_is_not_worth_a_draft() -> None:
+    world = stepper()
+    request = world.submit(PROMPT, 6)
+    assert widths(world.run()) == [0, 4, 0]
+    assert_plain(request)
+
+
+def test_the_budget_of_a_speculative_step_is_its_width_for_every_row() -> None:
+    """Executors have room for it beside the budget, which bounds prompts."""
+    world = stepper(rows_per_rank=8, max_num_batched_tokens=8, max_num_logits=8)
+    requests = [world.submit([number], 20) for number in range(1, 9)]
+    plans = world.run(depth=2)
+    assert max(max(plan.agreement.global_num_tokens) for plan in plans) == 8 * 4
+    assert_plain(*requests)
+    step = next(plan.agreement for plan in plans if plan.limits is not None)
+    with pytest.raises(AssertionError, match="planned 33 tokens on a rank; the budget is 32"):
+        world.shape.check(replace(step, global_num_tokens=(33,)))
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_output_is_that_of_plain_steps_at_any_depth(depth: int, acceptance: float) -> None:
+    world = stepper(acceptance, speculation=speculation(num_reserved_tokens=9, kv_lookahead=1))
+    requests = [world.submit([n, 2 * n, 5], 5 + 6 * n) for n in (1, 2, 3, 4)]
+    plans = world.run(depth)
+    assert 4 in widths(plans)
+    assert_plain(*requests)
+    world.check_idle()
+
+
+def test_accepted_drafts_save_steps() -> None:
+    world = stepper()
+    world.submit(PROMPT, 41)
+    assert len(world.run()) == 1 + 10
+
+
+def test_a_sequence_knows_what_was_offered_to_it_and_accepted() -> None:
+    world = stepper()
+    request = world.submit(PROMPT, 9)
+    world.run()
+    progress = request.sequences[0].progress
+    assert (progress.num_drafts, progress.num_accepted_drafts) == (6, 6)
+
+    refusing = stepper(0.0)
+    request = refusing.submit(PROMPT, 4)
+    refusing.run()
+    progress = request.sequences[0].progress
+    assert (progress.num_drafts, progress.num_accepted_drafts) == (2 + 1, 0)
+
+
+def test_tokens_that_come_together_have_no_time_between_them() -> None:
+    world = stepper()
+    world.submit(PROMPT, 9)
+    for now in (1.0, 2.0, 5.0):
+        world.now = now
+        world.step()
+    gaps = world.measures.inter_token_s
+    assert sum(gaps.counts) == 8
+    assert gaps.total == 4.0
+
+
+# ---- whether drafts pay
+
+
+def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
+    sizes = {"max_model_len": 1000, "num_blocks": 300}
+    world = stepper(0.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    request = world.submit(PROMPT, 990)
+    runs = [(key, len(list(run))) for key, run in itertools.groupby(widths(world.run()))]
+    assert runs[:5] == [(0, 1), (4, PROBE_STEPS), (0, PAUSE_STEPS), (4, PROBE_STEPS), (0, 445)]
+    assert_plain(request)
+
+
+def test_a_group_whose_drafts_are_accepted_goes_on_drafting() -> None:
+    sizes = {"max_model_len": 1000, "num_blocks": 300}
+    world = stepper(1.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    world.submit(PROMPT, 990)
+    assert set(widths(world.run())[1:-1]) == {4}
+
+
+# ---- at random
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_breaks_between_any_two_calls(seed: int) -> None:
+    rng = random.Random(seed)
+    num_steps = rng.choice([1, 3])
+    width = 1 + num_steps * rng.choice([1, 2])
+    world = stepper(
+        rng.choice([0.0, 0.4, 0.8, 1.0]),
+        DraftSettings(min_tokens_per_step=1, prompt_steps_between=rng.choice([1, 2])),
+        dp_size=rng.choice([1, 2]),
+        num_blocks=rng.randint(13, 30),
+        speculation=speculation(
+            num_draft_tokens=width,
+            num_draft_steps=num_steps,
+            num_reserved_tokens=width + rng.choice([0, 5]),
+            kv_lookahead=rng.choice([0, 1]),
+        ),
+    )
+    depth = rng.choice([1, 2, 3])
+    requests = []
+    for _ in range(300):
+        action = rng.random()
+        if action < 0.1 and len(requests) < 30:
+            prompt = [rng.randint(1, 3) for _ in range(rng.randint(1, 20))]
+            stops = rng.choice([(), (0,), (0, 5, 9), tuple(range(0, 50, 7))])
+            requests.append(
+                world.submit(
+                    prompt,
+                    rng.randint(1, 28),
+                    stop_token_ids=stops,
+                    min_tokens=rng.choice([0, 1]),
+                    priority=rng.choice([0, 0, 3]),
+                )
+            )
+        elif action < 0.55 and len(world.in_flight) < depth:
+            world.plan()
+        elif world.in_flight:
+            world.commit()
+        world.check()
+    world.run(depth)
+    assert_plain(*requests)
+    world.check_idle()

@@ -1,0 +1,281 @@
+"""If these fail, drafts never run where prompts never cease, or prompts wait longer for them than said."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from router.requests.request import Request, SamplingParams
+from router.scheduling.drafting import TURN_ROWS
+from router.scheduling.sequence_table import RowStatus
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
+from router.scheduling.step import ForwardMode, StepPlan
+from tests.router.scheduling.test_speculation import speculation
+from tests.router.support.draft_stepper import assert_plain, limits, stepper
+from tests.router.support.stepper import Stepper
+
+LONG = {"max_model_len": 4000, "num_blocks": 9000, "rows_per_rank": 16}
+
+
+def turns(prompt_steps_between: int = 1, min_tokens_per_step: float = 1) -> DraftSettings:
+    return DraftSettings(
+        min_tokens_per_step=min_tokens_per_step, prompt_steps_between=prompt_steps_between
+    )
+
+
+def under_prompts(world: Stepper, num_steps: int, num_new: int = 1) -> Iterator[StepPlan]:
+    """Plans and commits steps, with new short prompts before each."""
+    for number in range(num_steps):
+        for place in range(num_new):
+            world.submit([number % 40 + 1, place + 1, 7], 1)
+        yield world.step()
+
+
+def decoding(world: Stepper, max_tokens: int = 200, count: int = TURN_ROWS) -> list[Request]:
+    """Brings sequences past their prompts: by default so many as one prompt would wait for."""
+    requests = [world.submit([1 + number, 2, 3], max_tokens) for number in range(count)]
+    while len(world.admission) or (world.table.status == RowStatus.EXTEND).any():
+        world.step()
+    return requests
+
+
+def kinds(plans: list[StepPlan]) -> str:
+    """A letter for each step: Prompts, Drafts, or neither."""
+    return "".join(
+        "P" if plan.agreement.has_extend else "D" if plan.agreement.num_draft_tokens else "-"
+        for plan in plans
+    )
+
+
+# ---- whose turn it is
+
+
+@pytest.mark.parametrize("between", [1, 2, 3])
+def test_where_prompts_never_cease_every_so_many_steps_one_drafts(between: int) -> None:
+    world = stepper(drafts=turns(between), **LONG)
+    requests = decoding(world)
+    world.step()
+    plans = list(under_prompts(world, 12))
+    assert kinds(plans) == (("P" * between + "D") * 12)[:12]
+    world.run(depth=2)
+    assert_plain(*requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_turns_go_by_the_order_in_which_steps_are_planned(depth: int) -> None:
+    world = stepper(0.5, turns(1), max_num_batched_tokens=16, **LONG)
+    decodes = decoding(world)
+    prompt = world.submit([5] * 100, 9)
+    plans = world.run(depth)
+    num_prompt_steps = sum(plan.agreement.has_extend for plan in plans)
+    assert num_prompt_steps > 5
+    assert kinds(plans)[: 2 * num_prompt_steps] == "DP" * num_prompt_steps
+    assert_plain(*decodes, prompt)
+    world.check_idle()
+
+
+def test_a_step_without_prompts_begins_the_count_anew() -> None:
+    world = stepper(drafts=turns(2), **LONG)
+    decoding(world)
+    assert kinds([world.step()]) == "D"  # nobody waits: no turn, but a step like it
+    assert kinds(list(under_prompts(world, 1))) == "P"
+    assert kinds([world.step()]) == "D"
+    assert kinds(list(under_prompts(world, 6))) == "PPDPPD"
+
+
+def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
+    world = stepper(drafts=turns(1), dp_size=2, max_num_batched_tokens=16, **LONG)
+    decoding(world)
+    world.submit([9] * 80, 1)
+    plans = [world.step() for _ in range(8)]
+    assert kinds(plans) == "DPDPDPDP"
+    for plan in plans:
+        modes = {batch.mode for batch in plan.batches}
+        if plan.agreement.has_extend:
+            assert modes == {ForwardMode.DECODE, ForwardMode.EXTEND}
+        else:
+            assert modes == {ForwardMode.DECODE}
+            assert plan.agreement.global_num_tokens == (8, 8)
+
+
+def test_who_comes_in_a_turn_is_bound_at_once_and_runs_in_the_next_step() -> None:
+    world = stepper(drafts=turns(1), **LONG)
+    decoding(world)
+    late = world.submit([8, 8, 8], 3)
+    turn = world.step()
+    assert kinds([turn]) == "D"
+    assert len(world.admission) == 0
+    [sequence] = late.sequences
+    assert world.table.status[sequence.row] == RowStatus.EXTEND
+    assert not turn.runs[sequence.row]
+    after = world.step()
+    assert kinds([after]) == "P"
+    assert after.runs[sequence.row]
+
+
+def test_a_great_number_lets_prompts_always_go_first() -> None:
+    world = stepper(drafts=turns(10**6), **LONG)
+    decoding(world)
+    assert kinds(list(under_prompts(world, 20))) == "P" * 20
+
+
+# ---- when none is taken
+
+
+def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
+    world = stepper(drafts=turns(1), **LONG)
+    penalty = SamplingParams(presence_penalty=0.5)
+    careful = [world.submit([number, 9], 200, sampling=penalty) for number in range(1, 9)]
+    world.step()
+    assert kinds(list(under_prompts(world, 6))) == "P" * 6
+    world.run()
+    assert_plain(*careful)
+
+
+def test_no_turn_is_taken_for_last_tokens() -> None:
+    world = stepper(drafts=turns(1), **LONG)
+    decoding(world, max_tokens=2, count=8)
+    assert kinds(list(under_prompts(world, 3))) == "PPP"
+
+
+def test_no_turn_is_taken_for_few_sequences_while_many_wait() -> None:
+    world = stepper(drafts=turns(1), **LONG)
+    decoding(world, count=2 * TURN_ROWS - 1)
+    assert kinds(list(under_prompts(world, 4, num_new=2))) == "PPPP"
+    world.step()  # nobody waits
+    decoding(world, count=1)
+    assert kinds(list(under_prompts(world, 4, num_new=2))) == "DPDP"
+
+
+def test_no_turn_counts_on_a_sequence_that_has_just_lost_its_place() -> None:
+    """Of two prompts that matter more, one gets the last row, and the other one of a sequence."""
+    sizes = LONG | {"rows_per_rank": TURN_ROWS + 1, "block_size": 16}
+    world = stepper(drafts=turns(1), **sizes)
+    decodes = decoding(world)
+    prompts = [world.submit([30 + number] * 3, 2, priority=9) for number in range(2)]
+    assert kinds([world.step()]) == "P"
+    assert sum(world.scheduler.num_preemptions) == 1
+    world.run(depth=2)
+    assert_plain(*decodes, *prompts)
+
+
+def test_while_drafts_do_not_pay_prompts_run_and_the_pause_ends_all_the_same() -> None:
+    world = stepper(0.0, turns(1, min_tokens_per_step=1.5), **LONG)
+    decoding(world, 3900)
+    seen = kinds(list(under_prompts(world, 2 * PROBE_STEPS + PAUSE_STEPS + 4)))
+    probe = "DP" * PROBE_STEPS
+    assert seen == probe + "P" * PAUSE_STEPS + "DPDP"
+    assert world.scheduler.gate.tokens_per_step == 1.0
+
+
+# ---- KV
+
+NUM_DECODES = 2 * TURN_ROWS  # so that turns are taken also with two prompts
+
+
+def short_of_blocks(
+    num_blocks: int, prompt_len: int, *later: int, dp_size: int = 1, num_more_rows: int = 4
+) -> tuple[Stepper, list[Request]]:
+    """Sequences that decode, for which a speculative step wants 8 slots; then others come.
+
+    Args:
+        num_blocks: Of 4 slots, of each rank.
+        prompt_len: Tokens of the prompts of those that decode.
+        later: Tokens of prompts that have come since.
+        num_more_rows: Of each rank, beside those of its NUM_DECODES sequences.
+    """
+    world = stepper(
+        drafts=turns(1),
+        num_blocks=1 + num_blocks,
+        max_model_len=60,
+        rows_per_rank=NUM_DECODES + num_more_rows,
+        max_num_batched_tokens=64,
+        speculation=speculation(num_reserved_tokens=8),
+        dp_size=dp_size,
+    )
+    for number in range(dp_size * (NUM_DECODES + num_more_rows)):  # every row has had blocks
+        world.submit([100 + number, 1], 2)
+    world.run()
+    num_decodes = dp_size * NUM_DECODES
+    requests = [world.submit([1 + number] * prompt_len, 8) for number in range(num_decodes)]
+    world.step()
+    requests += [world.submit([50 + place] * num, 2) for place, num in enumerate(later)]
+    return world, requests
+
+
+def blocks_of(world: Stepper, requests: list[Request]) -> list[int]:
+    """How many blocks each request's sequence holds; -1: it waits in the line."""
+    sequences = [request.sequences[0] for request in requests]
+    return [-1 if s.table is None else int(world.table.num_blocks[s.row]) for s in sequences]
+
+
+def finish(world: Stepper, requests: list[Request]) -> None:
+    """Runs what is left, and checks that nobody has paid for drafts."""
+    world.run(depth=2)
+    assert sum(world.scheduler.num_preemptions) == 0
+    assert_plain(*requests)
+    world.check_idle()
+
+
+NUM_SPARE = NUM_DECODES + 1  # one for each that is bound
+
+
+def test_drafts_get_blocks_that_no_prompt_needs() -> None:
+    """Those that decode hold 2 blocks each and want 2 more, and the prompt is to get 4."""
+    num_blocks = (2 + 2) * NUM_DECODES + 4 + NUM_SPARE
+    world, requests = short_of_blocks(num_blocks, 6, 12)
+    assert limits(world.step()) == [4] * NUM_DECODES
+    assert blocks_of(world, requests) == [4] * NUM_DECODES + [0]
+    assert kinds([world.step()]) == "P"
+    finish(world, requests)
+
+
+def test_where_a_block_for_that_is_missing_rows_draft_as_far_as_their_own_go() -> None:
+    """Those that decode hold 2 blocks each, the last of which has just begun, and want 1 more."""
+    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
+    world, requests = short_of_blocks(num_blocks - 1, 4, 12)
+    assert limits(world.step()) == [4] * NUM_DECODES
+    assert blocks_of(world, requests) == [2] * NUM_DECODES + [0]
+    assert kinds([world.step()]) == "P"
+    finish(world, requests)
+
+
+def test_no_turn_is_taken_where_most_rows_lack_the_blocks_for_it() -> None:
+    """Those that decode hold 2 blocks each, and 2 slots of them are left, for runs of 4."""
+    num_blocks = (2 + 2) * NUM_DECODES + 4 + NUM_SPARE
+    world, requests = short_of_blocks(num_blocks - 1, 6, 12)
+    assert kinds([world.step()]) == "P"
+    assert blocks_of(world, requests) == [2] * NUM_DECODES + [3]
+    finish(world, requests)
+
+
+@pytest.mark.parametrize(
+    ("num_more", "later", "held", "later_held"),
+    [(0, [12], 3, [0]), (0, [12, 44], 2, [0, -1]), (12 + 1, [12, 44], 3, [0, 0])],
+)
+def test_drafts_take_no_block_that_somebody_in_the_line_waits_for(
+    num_more: int, later: list[int], held: int, later_held: list[int]
+) -> None:
+    """There are blocks for drafts and for the first prompt, but the second one needs 12 more."""
+    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
+    world, requests = short_of_blocks(num_blocks + num_more, 4, *later)
+    assert limits(world.step()) == [4] * NUM_DECODES
+    assert blocks_of(world, requests) == [held] * NUM_DECODES + later_held
+    finish(world, requests)
+
+
+def test_drafts_get_blocks_while_somebody_in_the_line_waits_for_a_row() -> None:
+    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
+    world, requests = short_of_blocks(num_blocks, 4, 12, 12, num_more_rows=1)
+    assert limits(world.step()) == [4] * NUM_DECODES
+    assert blocks_of(world, requests) == [3] * NUM_DECODES + [0, -1]
+    finish(world, requests)
+
+
+@pytest.mark.parametrize(("num_more", "held"), [(0, 3), (-1, 2)])
+def test_drafts_get_blocks_on_all_ranks_or_on_none(num_more: int, held: int) -> None:
+    """Of two ranks, one has a prompt that is to get 4; the other one has blocks to spare."""
+    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE + num_more
+    world, requests = short_of_blocks(num_blocks, 4, 12, dp_size=2)
+    assert limits(world.step()) == [4] * (2 * NUM_DECODES)
+    assert blocks_of(world, requests) == [held] * (2 * NUM_DECODES) + [0]
+    finish(world, requests)

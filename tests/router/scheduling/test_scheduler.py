@@ -1,0 +1,495 @@
+"""If these fail, a client waits too long, gets a wrong token, or blocks of the KV cache leak."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from protos.transport.errors import RpcError
+from router.errors import Cancelled
+from router.requests.request import FinishReason, OutputOptions, Request
+from router.scheduling.step import DpPaddingMode, StepPlan
+from tests.router.support.stepper import Stepper, make_shape
+from tests.sim.fake_rank import EOS, expected_output
+
+
+def output_of(request: Request) -> list[list[int]]:
+    return [s.tokens[s.num_prompt_tokens : s.num_tokens].tolist() for s in request.sequences]
+
+
+def token_counts(plan: StepPlan) -> tuple[int, ...]:
+    return plan.agreement.global_num_tokens
+
+
+def assert_right(request: Request) -> None:
+    """Asserts that each continuation ended with the tokens that the fake model gives."""
+    stop = request.stop
+    for sequence, tokens in zip(request.sequences, output_of(request), strict=True):
+        assert sequence.error is None
+        assert tokens == expected_output(
+            request.prompt.tolist(), stop.max_tokens, stop.stop_token_ids, sequence.seed
+        )
+
+
+# ---- prompts
+
+
+def test_an_idle_scheduler_hands_out_no_step() -> None:
+    world = Stepper(make_shape())
+    assert world.plan() is None
+    request = world.submit([1, 2, 3])
+    world.run()
+    assert_right(request)
+    assert world.plan() is None
+    world.check_idle()
+
+
+def test_a_long_prompt_runs_in_chunks_of_the_token_budget() -> None:
+    world = Stepper(make_shape(max_num_batched_tokens=10))
+    request = world.submit(list(range(1, 28)), max_tokens=2)
+    plans = world.run()
+    assert [token_counts(plan) for plan in plans] == [(10,), (10,), (7,), (1,)]
+    assert [len(plan.sampled_rows) for plan in plans] == [0, 0, 1, 1]
+    assert_right(request)
+
+
+def test_no_step_over_the_budget_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executors would refuse it, and their epoch would end for all requests."""
+    world = Stepper(make_shape(max_num_batched_tokens=10))
+    world.submit(list(range(1, 28)))
+    monkeypatch.setattr("router.scheduling.scheduler.fill_level", lambda *counts, **limits: 11)
+    with pytest.raises(AssertionError, match="planned 11 tokens on a rank; the budget is 10"):
+        world.plan()
+
+    other = Stepper(make_shape())
+    other.submit([1, 2, 3])
+    agreement = replace(other.step().agreement, global_num_tokens_for_logprob=(17,))
+    with pytest.raises(AssertionError, match=r"planned 17 rows of logits on a rank; .* is 16"):
+        make_shape().check(agreement)
+
+
+def test_padding_is_planned_for_the_shards_of_the_groups_attention_tp() -> None:
+    modes = []
+    for attn_tp_size in (1, 2):
+        world = Stepper(make_shape(dp_size=3, attn_tp_size=attn_tp_size))
+        # Sequences go to the ranks in turn: of three on each, 3, 1 and 0 have a second token.
+        for max_tokens in (2, 2, 1, 2, 1, 1, 2, 1, 1):
+            world.submit([1, 2, 3], max_tokens, min_tokens=max_tokens)
+        world.step()
+        plan = world.step()
+        assert token_counts(plan) == (3, 1, 0)
+        modes.append(plan.agreement.padding_mode)
+    # Half of 3 x 3 rows is more than 4; of 3 x 4 rows, 6 are held.
+    assert modes == [DpPaddingMode.SUM_LEN, DpPaddingMode.MAX_LEN]
+
+
+def test_prompts_that_fit_one_step_start_together() -> None:
+    world = Stepper(make_shape())
+    for n in (1, 2, 3):
+        world.submit([n] * 6)
+    assert token_counts(world.step()) == (18,)
+
+
+def test_a_decode_never_waits_for_a_prompt() -> None:
+    world = Stepper(make_shape(max_num_batched_tokens=8))
+    world.submit([1, 2], max_tokens=10)
+    world.step()
+    world.submit(list(range(1, 31)), max_tokens=1)
+    for _ in range(4):
+        plan = world.step()
+        assert plan.batches[0].num_tokens is not None
+        assert plan.batches[0].num_tokens.tolist() == [1, 7]
+
+
+def test_ranks_with_prompts_left_carry_the_same_number_of_tokens() -> None:
+    world = Stepper(make_shape(dp_size=3, rows_per_rank=4))
+    for length in (20, 17, 12, 9, 9, 9):
+        world.submit(list(range(1, length + 1)), max_tokens=8)
+    plan = world.step()
+    assert len(set(token_counts(plan))) == 1
+    assert sum(token_counts(world.step())) < sum(token_counts(plan))
+
+
+def test_a_short_prompt_does_not_hold_up_a_long_one_below_the_floor() -> None:
+    world = Stepper(make_shape(dp_size=2), min_chunk_tokens=16)
+    world.submit([1, 2, 3])
+    world.submit(list(range(1, 31)))
+    assert sorted(token_counts(world.step())) == [3, 16]
+
+
+def test_a_rank_is_chosen_only_when_it_can_run_the_sequence() -> None:
+    """Bound on arrival, a sequence would wait behind its rank's queue while another idles."""
+    world = Stepper(make_shape(dp_size=2, rows_per_rank=1))
+    running = [world.submit([1, 2, 3], max_tokens=n) for n in (2, 20)]
+    late = world.submit([4, 5, 6], max_tokens=2)
+    world.step()
+    assert [r.sequences[0].dp_rank for r in running] == [0, 1]
+    assert world.admission.peek() is late.sequences[0]
+    world.step()
+    assert running[0].sequences[0].is_ended
+    world.step()
+    assert (late.sequences[0].table, late.sequences[0].dp_rank) == (world.table, 0)
+
+
+def test_every_rank_takes_part_in_a_step_that_one_has_work_for() -> None:
+    world = Stepper(make_shape(dp_size=3))
+    world.submit([1, 2, 3])
+    plan = world.step()
+    assert token_counts(plan) == (3, 0, 0)
+    assert len(plan.batches) == 3
+
+
+# ---- the prefix cache
+
+
+def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
+    world = Stepper(make_shape())
+    prompt = list(range(1, 15))
+    world.submit(prompt)
+    world.run()
+    again = world.submit([*prompt[:10], 49, 48])
+    plan = world.plan()
+    assert plan is not None
+    assert plan.batches[0].num_computed_tokens.tolist() == [8]
+    assert again.sequences[0].progress.num_cached_tokens == 8
+    world.commit()
+    world.run()
+    assert_right(again)
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_all_the_same() -> None:
+    """Without it there would be no logits to sample from."""
+    world = Stepper(make_shape())
+    prompt = list(range(1, 13))
+    world.submit(prompt)
+    world.run()
+    again = world.submit(prompt)
+    assert token_counts(world.step()) == (4,)
+    world.run()
+    assert_right(again)
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_of_the_one_before() -> None:
+    world = Stepper(make_shape())
+    first = world.submit([1, 2, 3, 4, 5], max_tokens=12)
+    world.run()
+    world.submit([1, 2, 3, 4, 5, *output_of(first)[0], 7, 8])
+    assert world.step().batches[0].num_computed_tokens.tolist() == [16]
+
+
+def test_a_sequence_goes_to_the_rank_that_has_its_prefix() -> None:
+    world = Stepper(make_shape(dp_size=3))
+    prompts = [[rank] * 12 for rank in (1, 2, 3)]
+    first = [world.submit(prompt, max_tokens=1) for prompt in prompts]
+    world.run()
+    ranks = [request.sequences[0].dp_rank for request in first]
+    assert sorted(ranks) == [0, 1, 2]
+    again = [world.submit(prompt, max_tokens=1) for prompt in reversed(prompts)]
+    world.run()
+    assert [request.sequences[0].dp_rank for request in again] == ranks[::-1]
+
+
+def test_continuations_share_the_blocks_of_their_prompt() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(list(range(1, 18)), max_tokens=6, n=3)
+    assert token_counts(world.step()) == (17,)  # the first alone runs it
+    world.plan()
+    rows = [sequence.row for sequence in request.sequences]
+    shared = world.table.block_table[rows, :4]
+    assert (shared == shared[0]).all()
+    assert world.scheduler.caches[0].pool.num_used == 4 + 3
+    world.check()
+    world.commit()
+    world.run()
+    assert_right(request)
+    world.check_idle()
+
+
+def test_prompt_logprobs_are_computed_past_the_prefix_cache() -> None:
+    world = Stepper(make_shape())
+    prompt = list(range(1, 14))
+    world.submit(prompt)
+    world.run()
+    scored = world.submit(prompt, output=OutputOptions(prompt_logprobs=True), max_tokens=3)
+    plan = world.step()
+    assert token_counts(plan) == (13,)
+    assert plan.agreement.global_num_tokens_for_logprob == (13,)
+    world.run()
+    assert [t.token_id for t in scored.sequences[0].prompt_logprobs] == prompt[1:]
+
+
+def test_a_step_never_scores_more_prompt_tokens_than_the_logits_budget() -> None:
+    world = Stepper(make_shape(max_num_logits=9))
+    prompt = list(range(1, 31))
+    scored = world.submit(prompt, output=OutputOptions(prompt_logprobs=True), max_tokens=5)
+    world.submit([40, 41], max_tokens=12)
+    plans = world.run(depth=2)
+    assert max(max(plan.agreement.global_num_tokens_for_logprob) for plan in plans) <= 9
+    assert [t.token_id for t in scored.sequences[0].prompt_logprobs] == prompt[1:]
+    assert_right(scored)
+
+
+# ---- ends
+
+
+def test_a_stop_token_ends_a_sequence_and_is_named() -> None:
+    world = Stepper(make_shape())
+    tokens = expected_output([1, 2, 3], 10, ())
+    request = world.submit([1, 2, 3], max_tokens=10, stop_token_ids=(tokens[4],))
+    world.run()
+    [sequence] = request.sequences
+    assert (sequence.finish_reason, sequence.stop_token_id) == (FinishReason.STOP, tokens[4])
+    assert_right(request)
+
+
+def test_no_stop_token_ends_a_sequence_before_min_tokens() -> None:
+    world = Stepper(make_shape())
+    stops = tuple(expected_output([1, 2, 3], 10, ())[:3])
+    request = world.submit([1, 2, 3], max_tokens=3, min_tokens=3, stop_token_ids=stops)
+    world.run()
+    assert len(output_of(request)[0]) == 3
+
+
+def test_more_stop_tokens_than_the_table_has_columns_for_all_count() -> None:
+    world = Stepper(make_shape())
+    tokens = expected_output([1, 2, 3], 20, ())
+    others = range(100, 110)
+    request = world.submit([1, 2, 3], max_tokens=20, stop_token_ids=(*others, tokens[5]))
+    world.run()
+    assert_right(request)
+    assert request.sequences[0].stop_token_id == tokens[5]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
+def test_no_step_is_spent_past_the_length_limit(depth: int, max_tokens: int) -> None:
+    world = Stepper(make_shape())
+    request = world.submit([1, 2, 3], max_tokens=max_tokens)
+    plans = world.run(depth)
+    assert len(plans) == max_tokens
+    assert request.sequences[0].finish_reason is FinishReason.LENGTH
+    assert_right(request)
+
+
+def test_a_row_stops_at_more_stop_tokens_than_any_row_before_it_had() -> None:
+    world = Stepper(make_shape())
+    world.submit([4, 5], max_tokens=3, stop_token_ids=(1000,))
+    world.run()
+    tokens = expected_output([1, 2, 3], 10, ())
+    request = world.submit([1, 2, 3], max_tokens=10, stop_token_ids=(1000, 1001, tokens[4]))
+    world.run()
+    assert request.sequences[0].finish_reason is FinishReason.STOP
+    assert output_of(request) == [tokens[:5]]
+
+
+def test_a_sequence_may_fill_the_context_to_the_last_token() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(list(range(1, 41)), max_tokens=8)
+    world.run(depth=2)
+    assert request.sequences[0].num_tokens == 48
+    assert_right(request)
+    world.check_idle()
+
+
+def test_the_token_of_a_step_sent_before_a_stop_was_seen_is_dropped() -> None:
+    world = Stepper(make_shape())
+    tokens = expected_output([1, 2, 3], 10, ())
+    request = world.submit([1, 2, 3], max_tokens=10, stop_token_ids=(tokens[2],))
+    for _ in range(3):
+        world.plan()
+    world.plan()
+    assert world.in_flight[-1].batches[0].token_ids is None
+    for _ in range(3):
+        world.commit()
+    assert request.sequences[0].is_ended
+    assert world.scheduler.caches[0].pool.num_used > 0  # the fourth step still writes there
+    world.check()
+    world.commit()
+    assert output_of(request) == [tokens[:3]]
+    world.check_idle()
+
+
+def test_a_cancelled_sequence_frees_its_blocks_when_no_step_runs_it() -> None:
+    world = Stepper(make_shape())
+    request = world.submit(list(range(1, 10)), max_tokens=20)
+    world.plan()
+    world.plan()
+    world.scheduler.fail(request.sequences[0], Cancelled("not needed any more"))
+    assert world.ended == request.sequences
+    for _ in range(2):
+        assert world.scheduler.caches[0].pool.num_used > 0
+        assert world.plan() is None
+        world.commit()
+    world.check_idle()
+
+
+def test_the_reader_is_woken_when_there_are_tokens_and_not_before() -> None:
+    world = Stepper(make_shape(max_num_batched_tokens=8))
+    world.submit(list(range(1, 11)), max_tokens=2)
+    news = world.reader._news
+    world.step()
+    assert not news.is_set()
+    world.step()
+    assert news.is_set()
+
+
+def test_times_are_those_of_the_first_binding_and_the_first_token() -> None:
+    world = Stepper(make_shape(max_num_batched_tokens=8))
+    request = world.submit(list(range(1, 11)), max_tokens=3)
+    for world.now in (1.0, 2.0, 3.0, 4.0):
+        world.step()
+    progress = request.sequences[0].progress
+    assert (progress.start_time, progress.first_token_time) == (1.0, 2.0)
+
+
+# ---- preemption
+
+
+def full_world() -> Stepper:
+    """10 blocks of 4 tokens: two sequences of 20 tokens fill it."""
+    return Stepper(make_shape(num_blocks=11, max_model_len=40))
+
+
+def test_the_youngest_sequence_gives_way_and_continues_where_it_was() -> None:
+    world = full_world()
+    old, young = (world.submit([n] * 12, max_tokens=20) for n in (1, 2))
+    world.run(depth=2)
+    assert [r.sequences[0].progress.num_preemptions for r in (old, young)] == [0, 1]
+    assert_right(old)
+    assert_right(young)
+    world.check_idle()
+
+
+def test_priority_counts_before_age_when_somebody_must_give_way() -> None:
+    world = full_world()
+    old, young = (world.submit([n] * 12, max_tokens=20, priority=n) for n in (1, 2))
+    world.run(depth=2)
+    assert old.sequences[0].progress.num_preemptions == 1
+    assert young.sequences[0].progress.num_preemptions == 0
+    assert_right(old)
+    assert_right(young)
+
+
+def test_a_more_important_request_takes_the_place_of_a_running_one() -> None:
+    world = Stepper(make_shape(rows_per_rank=1))
+    low = world.submit([1, 2, 3], max_tokens=20)
+    world.step()
+    high = world.submit([4, 5, 6], max_tokens=5, priority=1)
+    world.run(depth=2)
+    assert world.ended == [high.sequences[0], low.sequences[0]]
+    assert_right(low)
+    assert_right(high)
+    assert low.sequences[0].progress.num_preemptions == 1
+
+
+def test_an_equally_important_request_waits() -> None:
+    world = Stepper(make_shape(rows_per_rank=1))
+    first = world.submit([1, 2, 3], max_tokens=20)
+    world.step()
+    world.submit([4, 5, 6], max_tokens=5)
+    world.run()
+    assert first.sequences[0].progress.num_preemptions == 0
+
+
+def test_a_reader_gets_each_token_once_across_a_preemption() -> None:
+    world = full_world()
+    requests = [world.submit([n] * 12, max_tokens=20) for n in (1, 2)]
+    got: list[list[int]] = [[], []]
+    for _ in range(100):
+        if world.plan() is None:
+            break
+        world.commit()
+        for tokens, request in zip(got, requests, strict=True):
+            tokens += request.sequences[0].take_tokens().tolist()
+    assert got == [output_of(request)[0] for request in requests]
+
+
+def test_a_group_that_is_lost_leaves_its_sequences_waiting_with_their_tokens() -> None:
+    world = Stepper(make_shape())
+    requests = [world.submit([n] * 6, max_tokens=9) for n in (1, 2)]
+    for _ in range(3):
+        world.step()
+    world.plan()
+    sequences = world.scheduler.abandon()
+    assert sequences == [request.sequences[0] for request in requests]
+    assert [sequence.num_output_tokens for sequence in sequences] == [3, 3]
+    assert world.admission.num_tokens == 18
+
+    after = Stepper(make_shape())
+    for sequence in sequences:
+        after.admission.push(sequence)
+    after.run(depth=2)
+    for request in requests:
+        assert_right(request)
+
+
+# ---- everything at once
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_invariants_hold_after_every_call(seed: int) -> None:
+    """A world in which every step collides: few rows, few blocks, few different tokens."""
+    rng = random.Random(seed)
+    shape = make_shape(
+        dp_size=rng.randint(1, 3),
+        num_blocks=rng.randint(9, 20),
+        rows_per_rank=rng.randint(1, 5),
+        max_num_batched_tokens=rng.choice([5, 8, 30]),
+        max_num_logits=rng.choice([5, 12]),
+        max_model_len=32,
+    )
+    world = Stepper(shape, min_chunk_tokens=rng.choice([1, 6]))
+    depth = rng.randint(1, 3)
+    requests: list[Request] = []
+    for _ in range(250):
+        match rng.choice(["submit", "plan", "plan", "commit", "commit", "cancel"]):
+            case "submit" if len(requests) < 40:
+                prompt = rng.choices([1, 2], k=rng.randint(1, 16))
+                requests.append(
+                    world.submit(
+                        prompt,
+                        max_tokens=rng.randint(1, 16),
+                        n=rng.choice([1, 1, 2]),
+                        priority=rng.choice([0, 0, 1]),
+                        stop_token_ids=rng.choice([(), (EOS,), (EOS, 3, 5, 7, 11, 13)]),
+                        output=OutputOptions(
+                            logprobs=rng.random() < 0.3, prompt_logprobs=rng.random() < 0.3
+                        ),
+                    )
+                )
+            case "plan" if len(world.in_flight) < depth:
+                world.plan()
+            case "commit" if world.in_flight:
+                world.commit()
+            case "cancel" if rng.random() < 0.1 and requests:
+                cancel(world, rng.choice(requests))
+        world.check()
+    world.run(depth)
+    world.check_idle()
+    for request in requests:
+        assert not request.is_live
+        if all(sequence.error is None for sequence in request.sequences):
+            assert_right(request)
+            check_logprobs(request)
+
+
+def cancel(world: Stepper, request: Request) -> None:
+    error: RpcError = Cancelled("the client left")
+    for sequence in request.sequences:
+        if sequence.is_ended:
+            continue
+        if sequence.table is not None:
+            world.scheduler.fail(sequence, error)
+        else:
+            world.admission.discard(sequence)
+            sequence.error = error
+
+
+def check_logprobs(request: Request) -> None:
+    for sequence, tokens in zip(request.sequences, output_of(request), strict=True):
+        scored = [entry.token_id for entry in sequence.logprobs]
+        assert scored == (tokens if request.output.logprobs else [])
+        wants_prompt = request.output.prompt_logprobs and sequence.index == 0
+        prompt = [entry.token_id for entry in sequence.prompt_logprobs]
+        assert np.array_equal(prompt, request.prompt[1:] if wants_prompt else [])

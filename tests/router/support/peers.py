@@ -1,0 +1,190 @@
+"""Executors behind real ports that answer as a test says, and the client that drives them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+
+from protos.executor.v1 import executor_pb2 as pb
+from protos.transport.errors import RpcError
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
+from router.scheduling.step import StepPlan
+from tests.router.support.stepper import Stepper, make_shape
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+FORM_TIMEOUT_S = 120.0
+NEVER_LATE = StepDeadline(factor=20, min_s=120, max_s=120)
+
+
+class Peer:
+    """An executor behind a real port: keeps the bytes of its steps, and answers when it may.
+
+    Attributes:
+        steps: The StepRequests that came, as they came.
+        prepared, joined: Epochs of these calls.
+        may_answer: Holds its answers back while it is not set.
+        on_describe, on_join: Awaited before Describe or Join is answered.
+        instance_id: Of its process.
+        shift: What is added to the epoch and the step of its answers.
+        num_streams: Step streams that are open.
+        spare_bytes: Stand behind the tokens of its answers.
+        dies: Set by a test to end the Step stream with an error.
+        last_word: What that error is; None is one without a reason.
+    """
+
+    def __init__(self, dp_rank: int, attn_tp_rank: int, dp_size: int, attn_tp_size: int) -> None:
+        self.place = (dp_rank, attn_tp_rank)
+        self.steps: list[bytes] = []
+        self.prepared: list[int] = []
+        self.joined: list[int] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.dies = asyncio.Event()
+        self.last_word: RpcError | None = None
+        self.on_describe: Callable[[], Awaitable[object]] = nothing
+        self.on_join: Callable[[], Awaitable[object]] = nothing
+        self.instance_id = "first"
+        self.shift = (0, 0)
+        self.num_streams = 0
+        self.spare_bytes = b""
+        self._sizes = (dp_size, attn_tp_size)
+
+    async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        try:
+            await self.on_describe()
+        except RpcError as error:
+            await context.abort(error.code, str(error), error.trailing_metadata)
+        (dp_rank, attn_tp_rank), (dp_size, attn_tp_size) = self.place, self._sizes
+        return pb.DescribeResponse(
+            instance_id=self.instance_id,
+            coordinates=pb.Coordinates(
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                attn_tp_rank=attn_tp_rank,
+                attn_tp_size=attn_tp_size,
+            ),
+            model=pb.ModelInfo(vocab_size=50, max_model_len=48, block_size=4),
+            num_kv_blocks=40,
+            num_rows=8,
+            budget=pb.TokenBudget(max_num_batched_tokens=32, max_num_seqs=8, max_num_logits=16),
+        )
+
+    async def prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
+        self.prepared.append(request.epoch)
+        return pb.PrepareResponse(store_address="127.0.0.1:1")
+
+    async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
+        self.joined.append(request.epoch)
+        try:
+            await self.on_join()
+        except RpcError as error:
+            await context.abort(error.code, str(error), error.trailing_metadata)
+        return pb.JoinResponse()
+
+    async def step(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Answers a token for each sequence: 10 * dp_rank + attn_tp_rank."""
+        self.num_streams += 1
+        answering = asyncio.create_task(self._answer(requests, context))
+        dying = asyncio.create_task(self.dies.wait())
+        try:
+            await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.num_streams -= 1
+            answering.cancel()
+            dying.cancel()
+        if self.dies.is_set():
+            if self.last_word is not None:
+                error = self.last_word
+                await context.abort(error.code, str(error), error.trailing_metadata)
+            await context.abort(grpc.StatusCode.INTERNAL, "its attention failed")
+
+    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        dp_rank, attn_tp_rank = self.place
+        async for data in requests:
+            self.steps.append(data)
+            request = pb.StepRequest.FromString(data)
+            num_sampled = sum(request.ranks[0].sequences.samples)
+            tokens = np.full(num_sampled, 10 * dp_rank + attn_tp_rank, dtype="<i4").tobytes()
+            tokens += self.spare_bytes
+            await self.may_answer.wait()
+            result = pb.RankResult(dp_rank=request.ranks[0].dp_rank, next_token_ids=tokens)
+            await context.write(
+                pb.StepResponse(
+                    epoch=request.epoch + self.shift[0],
+                    step_id=request.step_id + self.shift[1],
+                    ranks=[result],
+                )
+            )
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service. Steps come as bytes, so that a test sees what travelled."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Describe": unary(
+                    self.describe,
+                    request_deserializer=pb.DescribeRequest.FromString,
+                    response_serializer=pb.DescribeResponse.SerializeToString,
+                ),
+                "Prepare": unary(
+                    self.prepare,
+                    request_deserializer=pb.PrepareRequest.FromString,
+                    response_serializer=pb.PrepareResponse.SerializeToString,
+                ),
+                "Join": unary(
+                    self.join,
+                    request_deserializer=pb.JoinRequest.FromString,
+                    response_serializer=pb.JoinResponse.SerializeToString,
+                ),
+                "Step": grpc.stream_stream_rpc_method_handler(
+                    self.step, response_serializer=pb.StepResponse.SerializeToString
+                ),
+            },
+        )
+
+
+async def nothing() -> None:
+    pass
+
+
+Peers = dict[tuple[int, int], Peer]
+
+
+@asynccontextmanager
+async def run_group(
+    dp_size: int, attn_tp_size: int, deadline: StepDeadline | None = None
+) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
+    """Peers of every place, by place, and a client that was given their addresses backwards."""
+    peers, addresses = {}, []
+    async with AsyncExitStack() as stack:
+        for place in np.ndindex(dp_size, attn_tp_size):
+            peers[place] = Peer(*place, dp_size, attn_tp_size)
+            server = grpc.aio.server()
+            server.add_generic_rpc_handlers((peers[place].handlers(),))
+            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+        group = ExecutorGroup(
+            find_addresses(addresses[::-1]),
+            "moe",
+            form_timeout_s=FORM_TIMEOUT_S,
+            deadline=deadline or NEVER_LATE,
+        )
+        stack.push_async_callback(group.close)
+        yield group, peers
+
+
+def plan_step(dp_size: int) -> StepPlan:
+    """A step in which every DP rank runs a prompt of its own."""
+    world = Stepper(make_shape(dp_size=dp_size))
+    for first in range(dp_size):
+        world.submit([1 + first, 2, 3, 4, 5])
+    plan = world.plan()
+    assert plan is not None
+    return plan

@@ -1,0 +1,71 @@
+"""Calls of vllm.grpc.engine.VllmEngine on a fake cell, as a gateway makes them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from protos.transport.requests import RequestReader
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.text.tokenizer import Tokenizer
+from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
+from tests.router.support.fake_cell import FakeCell
+
+PROMPT = [5, 6, 7]
+
+
+@asynccontextmanager
+async def connected(
+    cell: FakeCell,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_file: Path | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> AsyncIterator[Any]:
+    generation = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    server = grpc.aio.server(
+        interceptors=[RequestReader(generation.checks(), cell.measures.add_refusal)],
+        options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
+    )
+    servicer = VllmEngineServicer(
+        generation,
+        cell,  # type: ignore[arg-type]
+        tokenizer_file,
+        "1.2.3",
+        is_ready=is_ready,
+    )
+    add_vllm_engine(server, servicer)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        await cell.idle()  # whatever the test did, no call may leave anything behind
+    finally:
+        await server.stop(grace=None)
+
+
+def generate(*, stream: bool = True, request_id: str = "mine", **params: Any) -> Any:
+    return pb.GenerateRequest(
+        request_id=request_id,
+        tokenized=pb.TokenizedInput(input_ids=PROMPT),
+        sampling_params=pb.SamplingParams(**params),
+        stream=stream,
+    )
+
+
+async def answers(call: Any) -> list[Any]:
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(getattr(message, message.WhichOneof("response")))
+    return messages
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (answers(call) if hasattr(call, "read") else call)
+    return caught.value

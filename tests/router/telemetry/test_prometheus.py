@@ -1,0 +1,256 @@
+"""A dashboard is only as right as the numbers behind it, and a scrape must never hold up a step."""
+
+import asyncio
+import math
+import random
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.telemetry.metrics import Family, Histogram, serve_metrics, split_address
+from router import app
+from router.api.generate import GenerationServicer
+from router.api.health import Health
+from router.config import RouterConfig
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.errors import InvalidRequest, QueueFull
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
+from router.telemetry.prometheus import collector, families, take_snapshot
+from tests.router.scheduling.test_speculation import speculation
+from tests.router.support.fake_cell import FakeCell, serve
+from tests.router.support.running_cell import complete, running
+from tests.router.support.stepper import make_shape
+from tests.sim.fake_executors import FakeExecutors
+
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+def read(text: str) -> Samples:
+    """Returns every sample by name and label values, labels in the order of their names."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[
+                tuple(value for _, value in sorted(sample.labels.items()))
+            ] = sample.value
+    return samples
+
+
+async def scrape(port: int) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    return await asyncio.to_thread(get)
+
+
+async def test_a_scrape_says_what_happened():
+    async with running() as cell:
+        port = serve_metrics("127.0.0.1:0", collector(cell, "1.2"))
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        first = await complete(cell, "a", prompt, max_tokens=6)
+        again = await complete(cell, "b", prompt, max_tokens=6)
+        cell.measures.refused[QueueFull.reason] += 2
+        samples = read(await scrape(port.number))
+        await asyncio.to_thread(port.close)
+
+    rank = str(first.sequences[0].dp_rank)
+    assert samples["lockstep_router_info"] == {("fake", "1.2"): 1}
+    assert samples["lockstep_router_ready"][()] == 1
+    assert samples["lockstep_router_refused_requests_total"]["QUEUE_FULL",] == 2
+    assert samples["lockstep_router_refused_requests_total"][InvalidRequest.reason,] == 0
+    assert samples["lockstep_router_ended_sequences_total"]["LENGTH",] == 2
+    assert samples["lockstep_router_time_to_first_token_seconds_count"]["0",] == 2
+    assert samples["lockstep_router_inter_token_seconds_count"]["0",] == 10
+    assert samples["lockstep_router_request_seconds_count"][()] == 2
+    assert samples["lockstep_router_output_tokens_total"]["0",] == 12
+    assert again.sequences[0].dp_rank == first.sequences[0].dp_rank
+    assert samples["lockstep_router_prompt_tokens_total"]["0", rank] == 18
+    assert samples["lockstep_router_prefix_hit_tokens_total"]["0", rank] == 8
+    # 9 tokens of the prompt, then 1 of it, then all but the last of 6 tokens, twice.
+    assert samples["lockstep_router_scheduled_tokens_total"]["0", rank] == 9 + 1 + 2 * 5
+    steps = samples["lockstep_router_steps_total"]
+    assert steps == {("0", "not_captured", "eager"): 12}
+    other = "1" if rank == "0" else "0"
+    assert samples["lockstep_router_idle_steps_total"] == {("0", rank): 0, ("0", other): 12}
+    assert samples["lockstep_router_imbalance_tokens_total"]["0", other] == 20
+    blocks = samples["lockstep_router_kv_blocks"]
+    assert blocks["0", rank, "used"] == 0
+    assert blocks["0", rank, "cached"] > 0
+    assert samples["lockstep_router_kv_usage_ratio"]["0",] == 0
+    assert samples["lockstep_router_epochs_total"]["0",] == 1
+    assert samples["lockstep_router_step_seconds_total"]["0", "plan"] > 0
+    assert samples["process_resident_memory_bytes"][()] > 1e6
+
+
+async def test_a_scrape_says_what_came_of_drafts():
+    async with running(sizes={"speculation": speculation()}, acceptance=1.0) as cell:
+        port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+        before = read(await scrape(port.number))
+        await complete(cell, "a", [1, 2, 3], max_tokens=9)
+        samples = read(await scrape(port.number))
+        await asyncio.to_thread(port.close)
+
+    # One token of the prompt, then four twice: three drafts in each are right.
+    assert samples["lockstep_router_speculative_steps_total"]["0",] == 2
+    assert samples["lockstep_router_drafts_total"]["0",] == 6
+    assert samples["lockstep_router_accepted_drafts_total"]["0",] == 6
+    assert samples["lockstep_router_tokens_per_draft_step"]["0",] == 4
+    assert samples["lockstep_router_drafts_paused"]["0",] == 0
+    assert samples["lockstep_router_output_tokens_total"]["0",] == 9
+    assert samples["lockstep_router_inter_token_seconds_count"]["0",] == 8
+    assert before["lockstep_router_drafts_total"]["0",] == 0
+    assert "lockstep_router_tokens_per_draft_step" not in before
+
+
+async def test_a_group_without_a_draft_model_says_nothing_of_whether_drafts_pay():
+    async with running() as cell:
+        families_now = families(take_snapshot(cell, "1"))
+        series = {family.name: family.series for family in families_now}
+    assert series["lockstep_router_drafts_total"] == [(("0",), 0)]
+    assert series["lockstep_router_drafts_paused"] == []
+
+
+async def test_a_router_without_a_group_answers_too():
+    """That is when somebody will look."""
+    cell = Cell(Readers(max_readers=2))
+    engine = Engine(
+        0,
+        FakeExecutors(make_shape(), random.Random(0)),
+        Admission(max_sequences=4, max_tokens=100),
+        cell.readers,
+        pipeline_depth=1,
+        min_chunk_tokens=1,
+        retry_delay_s=0.1,
+        on_end=cell.on_end,
+    )
+    cell.drive([engine])
+    port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+    samples = read(await scrape(port.number))
+    await asyncio.to_thread(port.close)
+
+    assert samples["lockstep_router_ready"][()] == 0
+    assert samples["lockstep_router_group_ready"] == {("0",): 0}
+    assert "lockstep_router_kv_usage_ratio" not in samples
+
+
+async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch: pytest.MonkeyPatch):
+    """So that Prometheus says that the router is down, instead of showing its last numbers."""
+    monkeypatch.setattr("router.telemetry.prometheus.SNAPSHOT_TIMEOUT_S", 0.05)
+    async with running() as cell:
+        port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+        with ThreadPoolExecutor(1) as threads:
+            scraping = threads.submit(_status_of, port.number)
+            assert scraping.result() == 500  # until then, the loop's thread stands still
+        await asyncio.to_thread(port.close)
+
+
+def _status_of(port: int) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def test_labels_name_things_that_there_are_few_of():
+    """Each value of each label is a series that Prometheus keeps for weeks."""
+    async with running(dp_size=3) as cell:
+        for number in range(5):
+            await complete(cell, f"name-of-request-{number}", [number + 1, 2], max_tokens=2)
+        before = _num_series(cell)
+        for number in range(20):
+            await complete(cell, f"other-{number}", [number + 1, 2, 3], max_tokens=3)
+        assert _num_series(cell) == before
+
+
+def _num_series(cell: Cell) -> int:
+    return sum(len(list(family.series)) for family in families(take_snapshot(cell, "1")))
+
+
+def test_a_histogram_counts_as_prometheus_does():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(value)
+    histogram.observe(2.0, 3)
+    family = Family("lockstep_x_seconds", "histogram", "h", (), [((), histogram)])
+    samples = {(s.name, s.labels.get("le")): s.value for s in family.to_metric().samples}
+
+    assert samples == {
+        ("lockstep_x_seconds_bucket", "1.0"): 2,
+        ("lockstep_x_seconds_bucket", "2.0"): 6,
+        ("lockstep_x_seconds_bucket", "+Inf"): 7,
+        ("lockstep_x_seconds_count", None): 7,
+        ("lockstep_x_seconds_sum", None): 16.0,
+    }
+    assert math.isfinite(histogram.total)
+
+
+def test_a_copy_of_a_histogram_stays_as_it_was():
+    histogram = Histogram((1.0,))
+    copied = histogram.copy()
+    histogram.observe(0.5)
+    assert (copied.counts, copied.total) == ([0, 0], 0.0)
+
+
+@pytest.mark.parametrize("address", ["9090", "host:", ":9090", "host:70000", "http://host:1"])
+def test_an_address_that_is_none_is_refused_with_an_example(address: str):
+    with pytest.raises(ValueError, match=r"metrics_listen=.*need host:port, such as"):
+        split_address(address)
+
+
+def test_an_address_that_is_taken_is_named():
+    port = serve_metrics("127.0.0.1:0", lambda: ())
+    with pytest.raises(OSError, match=f"metrics_listen=127.0.0.1:{port.number}: .*free it"):
+        serve_metrics(f"127.0.0.1:{port.number}", lambda: ())
+    port.close()
+
+
+async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
+    cell = FakeCell(max_readers=1)
+    async with serve(cell) as target, grpc.aio.insecure_channel(target) as channel:
+        stub = serving_pb2_grpc.GenerationServiceStub(channel)
+        no_prompt = serving_pb2.GenerateRequest()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Generate(no_prompt).read()
+        assert cell.measures.refused["INVALID_REQUEST"] == 1
+
+        stream = stub.GenerateMany()
+        await stream.write(serving_pb2.GenerateManyRequest(tag=1, start=no_prompt))
+        assert (await stream.read()).errors[0].reason == "INVALID_REQUEST"
+        assert cell.measures.refused["INVALID_REQUEST"] == 2
+
+        with pytest.raises(grpc.aio.AioRpcError):  # the stream has the only reader
+            await stub.Generate(no_prompt).read()
+        assert cell.measures.refused["QUEUE_FULL"] == 1
+        stream.cancel()
+    assert +cell.measures.ended == {}
+
+
+async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: Path):
+    (tmp_path / "tokens").write_text("right-token-0123456789\n")
+    config = RouterConfig(
+        groups=(("127.0.0.1:1",),), listen="127.0.0.1:0", auth_tokens=tmp_path / "tokens"
+    )
+    cell, right = Cell(Readers(4)), ("authorization", "Bearer right-token-0123456789")
+    servicer = GenerationServicer(cell, None, "1")
+    with structlog.testing.capture_logs() as lines:
+        server = await app.start_server(config, cell, servicer, Health(), [])
+    [address] = [line["address"] for line in lines if line["event"] == "listening"]
+    async with grpc.aio.insecure_channel(address) as channel:
+        method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
+        for data, metadata in ((b"", []), (b"\xff", [right])):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method(data, metadata=metadata).read()
+    await server.stop(None)
+    assert +cell.measures.refused == {"UNAUTHENTICATED": 1, "MALFORMED_MESSAGE": 1}
