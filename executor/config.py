@@ -56,7 +56,7 @@ class ExecutorConfig(PortSecurity):
         decode_graph_sizes: Numbers of sequences to capture, multiples of ``attn_tp_size``; None is
             1, 2, 4, 8, then by 8 and more to ``max_num_seqs``, rounded up to such.
         prefill_graphs: How steps with prompt tokens replay graphs, if they do. On a CPU breakable
-            takes as long as eager, piecewise up to 3 % longer (tests/bench/bench_runners.py); on a
+            takes as long as eager, piecewise up to 3 % longer (tests/bench/executor/bench_runners.py); on a
             GPU nobody has measured yet (tests/gpu).
         prefill_graph_sizes: Numbers of tokens to capture, likewise; None is by 4, then coarser, to
             ``max_num_batched_tokens``.

@@ -12,7 +12,7 @@ the executors of its DP rank must. All of them see all, hence all refuse the sam
 
 An executor has begun long before its first collective, for which the others wait anyway, so that
 finish finds their messages there. They take no collective of their own, which would cost as much as
-any other (tests/bench/bench_collectives.py).
+any other (tests/bench/executor/bench_collectives.py).
 """
 
 import hashlib

@@ -39,7 +39,7 @@ NAMES = {
 }
 
 # The model misses a problem now and then (deploy/demo_model/README.md), but none of these, under
-# Hugging Face transformers: tests/e2e/test_demo.py. So a wrong answer is the server's fault.
+# Hugging Face transformers: tests/e2e/serving/test_demo.py. So a wrong answer is the server's fault.
 NUM_REQUESTS = 300
 SEED = 1
 

@@ -190,7 +190,7 @@ class _Slot:
     Attributes:
         last_use: Behind all work that reads the slot's last step.
         views: Views by the lengths of their columns: they cost more than what is written
-            through them (tests/bench/bench_staging.py), and lengths repeat.
+            through them (tests/bench/executor/bench_staging.py), and lengths repeat.
     """
 
     host: torch.Tensor

@@ -10,7 +10,7 @@ all of them before each replay, and hands out a batch whose tensors are slices o
     )
 
 Slicing costs more than copying at these sizes, so the slices of each set of sizes are made once
-(tests/bench/bench_registry.py). Not thread-safe; a forward pass has one thread.
+(tests/bench/executor/bench_registry.py). Not thread-safe; a forward pass has one thread.
 """
 
 import copy

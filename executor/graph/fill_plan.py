@@ -3,7 +3,7 @@
 Made once per set of sizes, because making views costs more than all copies of a decode step. All
 that follows from the sizes alone (sentinels, counts) becomes a constant here. On CUDA that is a
 tensor, which a fill copies along with the batch: no kernel of its own. In host memory it is bytes,
-which are written without PyTorch: 0.1 us instead of a copy's 0.3 (tests/bench/bench_registry.py).
+which are written without PyTorch: 0.1 us instead of a copy's 0.3 (tests/bench/executor/bench_registry.py).
 """
 
 from collections import defaultdict

@@ -22,7 +22,7 @@ nobody out; what it costs those who wait is its time. And since prompts run in a
 `prompt_steps_between` of the steps that follow, they never starve.
 
 The price is the time to the first token. With 2 steps between it is half of what it is with 1, for
-most of the gain (`tests/bench/bench_draft_turns.py`), hence the default.
+most of the gain (`tests/bench/router/bench_draft_turns.py`), hence the default.
 """
 
 from itertools import chain

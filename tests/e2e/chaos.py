@@ -20,7 +20,7 @@ from deploy.local.launch import LocalStack
 from router.client.client import Client, Many, Options
 from router.client.status import GroupState, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS
-from tests.e2e.logs import records
+from tests.e2e.support.logs import records
 
 # A hung executor is noticed after three seconds, and another group takes over after two more.
 ROUTER_ARGS = ("--step-timeout-s", "3", "--min-step-deadline-s", "2", "--failover-after-s", "2")

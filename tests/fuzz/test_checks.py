@@ -1,6 +1,6 @@
 """What the network can bring is read or refused, and nothing else comes of it.
 
-The same messages as in tests/e2e/test_fuzz.py, without processes around the checks: more of them
+The same messages as in tests/e2e/serving/test_fuzz.py, without processes around the checks: more of them
 in less time.
 """
 

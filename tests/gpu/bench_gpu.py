@@ -17,10 +17,10 @@ import torch
 
 from executor.graph.backend import RunnerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from tests.bench.quiet import quiet
-from tests.gpu.cases import PREFILL_RUNNERS, Case, largest_error
-from tests.gpu.machine import Machine, open_machine, why_not
-from tests.gpu.measure import (
+from tests.bench.support.quiet import quiet
+from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
+from tests.gpu.support.machine import Machine, open_machine, why_not
+from tests.gpu.support.measure import (
     GIB,
     copy_bandwidth,
     count_experts,
@@ -32,9 +32,9 @@ from tests.gpu.measure import (
     seconds,
     step_bytes,
 )
-from tests.gpu.results import Table, publish
-from tests.gpu.shapes import COMPARED_LAYERS, CONTEXT, LARGE, LARGE_MODEL
-from tests.gpu.weights import fill_transformers, flat_weights
+from tests.gpu.support.results import Table, publish
+from tests.gpu.support.shapes import COMPARED_LAYERS, CONTEXT, LARGE, LARGE_MODEL
+from tests.gpu.support.weights import fill_transformers, flat_weights
 
 DECODES = ("Decode steps", ("sequences", "layers", "experts hit", "eager ms", "captured ms"))
 LIMIT = (

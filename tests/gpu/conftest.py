@@ -7,8 +7,8 @@ import pytest
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
-from tests.gpu import results
-from tests.gpu.machine import Machine, open_machine, why_not
+from tests.gpu.support import results
+from tests.gpu.support.machine import Machine, open_machine, why_not
 
 HERE = Path(__file__).parent
 _outcomes = results.Outcomes()

@@ -23,8 +23,8 @@ from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from tests.executor.support.flashinfer.cpu_all_to_all import run_threads
-from tests.gpu.cases import largest_error
-from tests.gpu.machine import IS_STAND_IN, Machine
+from tests.gpu.support.cases import largest_error
+from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 T = TypeVar("T")
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, expert ids, weights

@@ -15,9 +15,9 @@ from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
-from tests.gpu.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
-from tests.gpu.machine import IS_STAND_IN, Machine
-from tests.gpu.shapes import SMALL_MODELS, VERIFY_WIDTH, Sizes
+from tests.gpu.support.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
+from tests.gpu.support.machine import IS_STAND_IN, Machine
+from tests.gpu.support.shapes import SMALL_MODELS, VERIFY_WIDTH, Sizes
 
 ATOL, RTOL = 2e-2, 2**-5  # weights of keys are rounded before they are summed
 

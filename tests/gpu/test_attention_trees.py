@@ -12,9 +12,9 @@ from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.parallel.layout import DpLayout
-from tests.gpu.cases import CPU, flashinfer_attention, torch_attention
-from tests.gpu.machine import Machine
-from tests.gpu.shapes import SMALL_MODELS, VERIFY_WIDTH
+from tests.gpu.support.cases import CPU, flashinfer_attention, torch_attention
+from tests.gpu.support.machine import Machine
+from tests.gpu.support.shapes import SMALL_MODELS, VERIFY_WIDTH
 from tests.gpu.test_attention import ATOL, LONG, RTOL, SIZES, Twins, batch_of
 
 WIDTHS = [1, VERIFY_WIDTH, 9]

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.gpu.bench_gpu import MEASUREMENTS, CannotMeasure
-from tests.gpu.machine import Machine
-from tests.gpu.results import publish
+from tests.gpu.support.machine import Machine
+from tests.gpu.support.results import publish
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS)

@@ -27,8 +27,8 @@ from executor.model.sampling.fixed_shape import (
     TorchFilters,
     sample_rows,
 )
-from tests.gpu.cases import largest_error, skip_without_cutedsl
-from tests.gpu.machine import IS_STAND_IN, Machine
+from tests.gpu.support.cases import largest_error, skip_without_cutedsl
+from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 CPU = torch.device("cpu")
 THETA, EPS = 1e6, 1e-6

@@ -15,7 +15,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families.kernels import cpu_kernels
 from tests.executor.support.recording.lazy_attention import LazyAttention
-from tests.gpu.cases import (
+from tests.gpu.support.cases import (
     CPU,
     OTHER_KERNELS,
     PREFILL_RUNNERS,
@@ -31,9 +31,9 @@ from tests.gpu.cases import (
     skip_without_cutedsl,
     torch_attention,
 )
-from tests.gpu.machine import IS_STAND_IN, Machine
-from tests.gpu.shapes import SMALL, SMALL_MODELS, VERIFY_WIDTH
-from tests.gpu.weights import decided_weights
+from tests.gpu.support.machine import IS_STAND_IN, Machine
+from tests.gpu.support.shapes import SMALL, SMALL_MODELS, VERIFY_WIDTH
+from tests.gpu.support.weights import decided_weights
 
 MIB = 1 << 20
 NUM_RECAPTURES = 1 if IS_STAND_IN else 4

@@ -14,7 +14,7 @@ from executor.model.sampling.fixed_shape import (
     sample_rows,
 )
 from executor.model.sampling.logits import coins
-from tests.gpu.machine import IS_STAND_IN, Machine
+from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 NUM_ROWS = 8 if IS_STAND_IN else 64
 VOCABULARIES = (64,) if IS_STAND_IN else (1000, 151936)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.machine import IS_STAND_IN, Machine
+from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 KV_CACHE_BYTES = 128 << 20
 READY_TIMEOUT_S = 600.0  # FlashInfer may have to compile kernels first

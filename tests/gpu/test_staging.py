@@ -12,7 +12,7 @@ import torch
 
 from executor.batch.staging import ReadBack, StagingBuffer, StepInputs, to_device
 from tests.executor.support.recording.copiers import read
-from tests.gpu.machine import Machine
+from tests.gpu.support.machine import Machine
 
 CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
 PROMPT, ANSWER = ([byte + 3 for byte in text] for text in (b"\n17+25=", b"42\n"))

@@ -12,9 +12,9 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
-from tests.gpu import machine
 from tests.gpu.bench_gpu import DECODES, LIMIT, PREFILLS, REGISTRY, TRANSFORMERS
-from tests.gpu.results import CHECKS_TABLE, GROUPS, MACHINE_TABLE, replace_rows
+from tests.gpu.support import machine
+from tests.gpu.support.results import CHECKS_TABLE, GROUPS, MACHINE_TABLE, replace_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/gpu/RESULTS.md"

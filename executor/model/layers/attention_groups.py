@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 # Most new tokens of a sequence that goes into a group. A verify pass has 2 to 16. One by one, 32
 # sequences of 4 take a fifth to a third longer, and of 16 about as long: with more queries a sequence
-# fills a call by itself, and need not be padded (tests/bench/bench_attention_widths.py).
+# fills a call by itself, and need not be padded (tests/bench/executor/bench_attention_widths.py).
 MAX_GROUPED_WIDTH = 16
 
 _FEW_BLOCKS = 8  # up to this, padding costs less than another group

@@ -1,7 +1,7 @@
 """A matrix product whose weight is laid out once, at load, for the device that runs it.
 
 On the CPU, oneDNN can reorder a weight into the order its kernels read; decode then streams it at
-the speed of memory, about twice that of ``F.linear`` (``tests/bench/bench_cpu_model.py``). The two
+the speed of memory, about twice that of ``F.linear`` (``tests/bench/executor/bench_cpu_model.py``). The two
 operators are private to PyTorch, which uses them itself to freeze compiled models, so they are
 tried at load, and ``F.linear`` runs where they are missing or refuse.
 """

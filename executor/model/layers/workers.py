@@ -5,7 +5,7 @@ operators of a tenth of a millisecond, and if waiting threads sleep (OMP_WAIT_PO
 ranks on shared cores need) each pays for waking them. Here a layer is split once, and an operator
 runs on the core that called it: decode on two threads takes 60 % of the time then. If waiting
 threads spin, a pool of one is faster: OpenMP's threads are there at once, and these would compete
-with them for the cores (``tests/bench/bench_cpu_model.py``).
+with them for the cores (``tests/bench/executor/bench_cpu_model.py``).
 
 Operators release the GIL. A piece computes the same whatever thread runs it, so results do not
 depend on the number of threads.

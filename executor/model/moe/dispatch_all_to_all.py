@@ -6,7 +6,7 @@
     t2 ▶ rank 1                rows, by rank     and its peers' rows after these, by rank
 
 Counts go ahead of the rows, because a rank must know how much it receives. On the CPU that costs a
-third of a small exchange (``tests/bench/bench_dispatch.py``). Sending as many rows as a peer could
+third of a small exchange (``tests/bench/executor/bench_dispatch.py``). Sending as many rows as a peer could
 need would spare it, and would be the all-gather.
 
 Results travel back along the same way. A token's results are summed in order of rank in float32 and

@@ -6,7 +6,7 @@ that a row did not choose count nothing:
 
     x [R, D] ──▶ gates and ups of all [R, 2·L·F] ──▶ silu, times routing weights [R, L·F] ──▶ [R, D]
 
-Measured on one core with AVX-512 (``tests/bench/bench_moe_runners.py``), against an expert at a
+Measured on one core with AVX-512 (``tests/bench/executor/bench_moe_runners.py``), against an expert at a
 time: with D = F = 128, 8 experts and 2 per row in bfloat16, 1 row takes 0.8 of the time, 8 rows
 0.25, 32 rows 0.4, 128 rows 0.9 and 512 rows 1.6. Dimensions as in ``layer.py``.
 """

@@ -3,7 +3,7 @@
 One expert at a time, because oneDNN's packed weights outweigh what a call per expert costs: PyTorch's
 grouped product, which reads plain weights in one call, takes 1.1 to 2.1 times as long with experts of
 D = 1024 and F = 512, at 1 to 512 rows, and batched products of padded rows 1.2 to 13 times
-(``tests/bench/bench_moe_runners.py``). Small experts are another matter: ``runner_small.py``.
+(``tests/bench/executor/bench_moe_runners.py``). Small experts are another matter: ``runner_small.py``.
 
 Dimensions as in ``layer.py``.
 """

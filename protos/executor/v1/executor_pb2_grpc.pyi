@@ -19,7 +19,7 @@ what a step says. A group is formed, and formed again after any failure, in the 
 Integers that come once per sequence or per token travel as columns: little-endian int32
 in `bytes`, written [B] for one entry per sequence of the batch. At 256 sequences such a
 column costs about 1 us to read, a message per sequence 300 times that
-(tests/bench/bench_wire.py). A column of another type says so.
+(tests/bench/router/bench_wire.py). A column of another type says so.
 
 Errors carry a google.rpc.ErrorInfo with domain "lockstep" and one of the reasons below. Every
 method may also end with UNAVAILABLE: NOT_LOADED while the model loads, SHUTTING_DOWN when the

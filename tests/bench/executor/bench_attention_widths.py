@@ -1,0 +1,173 @@
+"""Times attention of a few new tokens per sequence on the CPU, in one process, in turns.
+
+    python -m tests.bench.executor.bench_attention_widths [--threads 1] [--rounds 20] [--widths 1,2,4,8,16]
+
+B sequences of 20 to 500 tokens, of which the last Q are new, with the demo model's heads and layers:
+
+    together    in groups, as the executor runs them
+    one by one  each sequence by itself, as prompts run
+    plan        what the host prepares, once for all layers
+
+The numbers are microseconds of the fastest round, of one layer but for ``plan``, and ``together`` as a
+ratio to that of Q = 1 and to ``one by one``. One thread is timed in CPU seconds. With ``--require R``
+it exits with 1 if 32 sequences of 4 tokens take more than R times as long as of one.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool, KVShape
+from executor.model.layers import attention_torch
+from executor.model.layers.attention_torch import TorchAttention
+from executor.parallel.layout import DpLayout
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model
+SHORTEST, LONGEST = 20, 500
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SECONDS = 0.02  # shorter rounds are repeated
+
+
+class Case:
+    """Random sequences of one width.
+
+    Args:
+        num_sequences: B.
+        width: Q.
+        dtype: Of queries, keys and values.
+        num_threads: Of the attention's worker pool.
+    """
+
+    def __init__(
+        self, num_sequences: int, width: int, dtype: torch.dtype, num_threads: int
+    ) -> None:
+        lens = np.linspace(SHORTEST, LONGEST, num_sequences).astype(np.int64)
+        lens = np.random.default_rng(0).permutation(lens)
+        shape = KVShape(
+            num_layers=NUM_LAYERS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+        )
+        columns = -(-LONGEST // BLOCK_SIZE)
+        self.pool = KVPool(
+            shape,
+            num_blocks=1 + num_sequences * columns,
+            num_rows=num_sequences,
+            max_blocks_per_row=64,
+        )
+        rows = np.arange(num_sequences)
+        counts = -(-lens // BLOCK_SIZE)
+        blocks = np.random.default_rng(1).permutation(np.arange(1, self.pool.num_blocks))
+        self.pool.append_blocks(rows, 0 * rows, counts, blocks[: counts.sum()])
+        for cache in (*self.pool.key_cache, *self.pool.value_cache):
+            cache.normal_()
+        new_lens = np.full(num_sequences, width)
+        total = num_sequences * width
+        self.batch = ForwardBatch.from_columns(
+            rows=rows,
+            num_computed=lens - width,
+            num_tokens=new_lens,
+            input_ids=torch.zeros(total, dtype=torch.int64),
+            out_cache_loc=self.pool.out_cache_loc(rows, lens - width, new_lens),
+            layout=DpLayout.single(total),
+        )
+        size = (total, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        self.q, self.k, self.v = torch.split_with_sizes(
+            torch.randn(size, dtype=dtype), (HEADS, KV_HEADS, KV_HEADS), dim=1
+        )
+        new = partial(
+            TorchAttention, HEADS, KV_HEADS, HEAD_DIM, dtype=dtype, num_workers=num_threads
+        )
+        self.together, self.one_by_one = new(), new()
+
+    def plan(self, attention: TorchAttention) -> None:
+        attention.init_forward_metadata_out_graph(self.batch, self.pool)
+
+    def run(self, attention: TorchAttention) -> None:
+        for layer_id in range(NUM_LAYERS):
+            attention.forward(self.q, self.k, self.v, layer_id)
+
+
+def fastest(
+    calls: dict[tuple[int, str], Callable[[], None]], rounds: int, clock: Callable[[], float]
+) -> dict[tuple[int, str], float]:
+    """Returns the microseconds of each call's fastest round."""
+
+    def once(call: Callable[[], None], repeats: int) -> float:
+        started = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - started) / repeats * 1e6
+
+    repeats = {key: max(1, int(SECONDS * 1e6 / once(call, 1))) for key, call in calls.items()}
+    times = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for key, call in calls.items():
+            times[key] = min(times[key], once(call, repeats[key]))
+    return times
+
+
+@torch.inference_mode()
+def measure(
+    num_sequences: int, dtype: torch.dtype, widths: list[int], options: argparse.Namespace
+) -> dict[int, float]:
+    """Prints a table, and returns the time of each width as a ratio to that of the first."""
+    calls: dict[tuple[int, str], Callable[[], None]] = {}
+    for width in widths:
+        case = Case(num_sequences, width, dtype, options.threads)
+        case.plan(case.together)
+        with patch.object(attention_torch, "MAX_GROUPED_WIDTH", 1):
+            case.plan(case.one_by_one)
+        calls[width, "together"] = partial(case.run, case.together)
+        calls[width, "one by one"] = partial(case.run, case.one_by_one)
+        calls[width, "plan"] = partial(case.plan, case.together)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    times = fastest(calls, options.rounds, clock)
+    first = times[widths[0], "together"]
+    ratios = {width: times[width, "together"] / first for width in widths}
+    for width in widths:
+        together, alone = times[width, "together"], times[width, "one by one"]
+        print(
+            f"  B {num_sequences:3}  Q {width:3}  together {together / NUM_LAYERS:7.0f}  "
+            f"one by one {alone / NUM_LAYERS:7.0f}  plan {times[width, 'plan']:6.0f}  "
+            f"to Q = {widths[0]}: {ratios[width]:5.2f}  to one by one: {together / alone:5.2f}",
+            flush=True,
+        )
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--sequences", default="1,8,32")
+    parser.add_argument("--widths", default="1,2,4,8,16")
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--require", type=float)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    widths = [int(width) for width in options.widths.split(",")]
+    missed = []
+    for name in options.dtypes.split(","):
+        print(f"{name}, {options.threads} threads", flush=True)
+        for num_sequences in map(int, options.sequences.split(",")):
+            ratios = measure(num_sequences, DTYPES[name], widths, options)
+            ratio = ratios.get(4, 0.0) if num_sequences == 32 else 0.0
+            if options.require is not None and ratio > options.require:
+                missed.append(f"{name}: {ratio:.2f}")
+    if missed:
+        sys.exit(f"32 sequences of 4 tokens take too long: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

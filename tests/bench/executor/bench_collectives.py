@@ -1,0 +1,227 @@
+"""Times what keeps two executors in step: the check of each step, and the collectives of a pass.
+
+    python -m tests.bench.executor.bench_collectives [--batches 1,8] [--steps 600]
+
+Two processes of one thread each run the demo model as executors do, over gloo on loopback. Decode
+steps take turns, so that all kinds meet the same neighbours: without a check, with the check that
+the first collective finishes, and with one that is awaited before the forward pass, as on a GPU
+without graphs. Each kind is shown by its lower quartile, since a neighbour that takes a core makes
+both ranks wait. CPU time, of all threads of a rank, leaves such waits out, and with them what a rank
+waits for the other. Neither router nor gRPC takes part, so a step here is shorter than any that a
+client sees.
+
+Below, single collectives on rows of the same model, by themselves, and first the check: the time from
+the call to its result.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from executor.build.executor import build_worker
+from executor.config import ExecutorConfig
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.topology import Topology
+from executor.step_check import StepCheck
+from protos.executor.v1 import executor_pb2 as pb
+from tests.bench.support.quiet import quiet
+from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.steps import row_starts, sequences, step
+
+DEMO_MODEL = Path("deploy/demo_model")
+CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
+BLOCK_SIZE = 64
+PROMPT_LEN = 16
+HIDDEN_SIZE = 128  # of the demo model
+ROUNDS = 400
+CHECKS = ("none", "held", "awaited")  # what finishes it: nothing, the first collective, the worker
+
+
+def decode(
+    rank: int, port: int, batch_size: int, num_steps: int
+) -> dict[tuple[str, str], list[float]]:
+    """Returns the seconds of decode steps, by clock and by how they were checked."""
+    quiet()
+    worker, _ = build_worker(
+        ExecutorConfig(
+            model=DEMO_MODEL,
+            dp_rank=rank,
+            dp_size=2,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=batch_size,
+            num_kv_blocks=1 + batch_size * (1024 // BLOCK_SIZE),
+            num_threads=1,
+            listen=f"{HOST}:0",
+        )
+    )
+    worker.join(1, f"{HOST}:{port}")
+    check = worker._check
+    assert check is not None
+    seconds: dict[tuple[str, str], list[float]] = {
+        (clock, kind): [] for clock in CLOCKS for kind in CHECKS
+    }
+    worker.execute(prompts(rank, batch_size))
+    for number in range(num_steps):
+        kind = CHECKS[number % len(CHECKS)]
+        worker._check = None if kind == "none" else check
+        check.holds_collectives = kind == "held"
+        request = decodes(rank, batch_size, number)
+        started = {clock: now() for clock, now in CLOCKS.items()}
+        worker.execute(request)
+        for clock, now in CLOCKS.items():
+            seconds[clock, kind].append(now() - started[clock])
+    worker.leave()
+    return seconds
+
+
+def prompts(rank: int, batch_size: int) -> pb.StepRequest:
+    rows = range(batch_size)
+    part = pb.RankStep(
+        dp_rank=rank,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=rows),
+        sequences=sequences(
+            rows=rows,
+            num_tokens=[PROMPT_LEN] * batch_size,
+            num_computed_tokens=[0] * batch_size,
+            token_ids=[3 + i % 200 for i in range(PROMPT_LEN * batch_size)],
+            num_new_blocks=[1] * batch_size,
+            new_block_ids=[1 + row for row in rows],
+        ),
+    )
+    counts = [PROMPT_LEN * batch_size] * 2
+    return step(1, part, num_tokens=counts, num_logits=[batch_size] * 2)
+
+
+def decodes(rank: int, batch_size: int, number: int) -> pb.StepRequest:
+    """Returns the step that adds token ``number`` to every row."""
+    computed = PROMPT_LEN + number
+    num_blocks = computed // BLOCK_SIZE
+    is_new = computed % BLOCK_SIZE == 0
+    rows = range(batch_size)
+    part = pb.RankStep(
+        dp_rank=rank,
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(
+            rows=rows,
+            num_computed_tokens=[computed] * batch_size,
+            num_new_blocks=[1] * batch_size if is_new else [],
+            new_block_ids=[1 + num_blocks * batch_size + row for row in rows] if is_new else [],
+        ),
+    )
+    return step(2 + number, part, num_tokens=[batch_size] * 2)
+
+
+def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
+    """Returns the seconds of each collective of ``num_rows`` rows a rank."""
+    seconds: dict[str, float] = {}
+    dp = Topology(dp_rank=rank, dp_size=2)
+    groups = join_group(HOST, port, epoch=1, topology=dp, bind_host=HOST)
+    communicator = DpCommunicator(
+        topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
+    )
+    communicator.join(groups)
+    check = StepCheck(groups)
+    x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+
+    def exchange() -> None:
+        check.begin(b"12345 global_num_tokens", bytes, str)
+        check.finish()
+
+    timed: list[tuple[str, Callable[[], object]]] = [("check", exchange)]
+    for mode in DpPaddingMode:
+        layout = DpLayout((num_rows, num_rows), mode, rank)
+        timed.append((f"gather {mode.name}", lambda o=layout: communicator.gather(x, o)))
+        timed.append((f"scatter_sum {mode.name}", lambda o=layout: communicator.scatter_sum(y, o)))
+    measure(seconds, timed)
+    groups.close()
+    seconds |= inside_a_dp_rank(rank, port, num_rows)
+    return seconds
+
+
+def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
+    tp = Topology(attn_tp_rank=rank, attn_tp_size=2)
+    groups: EpochGroups = join_group(HOST, port, epoch=2, topology=tp, bind_host=HOST)
+    attn_tp = AttnTpCommunicator(
+        topology=tp,
+        max_shard_tokens_per_rank=num_rows,
+        hidden_size=HIDDEN_SIZE,
+        dtype=torch.bfloat16,
+        max_logits_rows=num_rows,
+        vocab_slice=132,
+    )
+    attn_tp.join(groups)
+    layout = DpLayout((2 * num_rows,), DpPaddingMode.MAX_LEN, 0, None, False, rank, 2)
+    x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
+    logits = torch.zeros(num_rows, 132, dtype=torch.bfloat16)
+    tokens = torch.zeros(num_rows, dtype=torch.int64)
+    seconds: dict[str, float] = {}
+    measure(
+        seconds,
+        [
+            ("attn_tp gather", lambda: attn_tp.gather(x, layout)),
+            ("attn_tp scatter_sum", lambda: attn_tp.scatter_sum(y, layout)),
+            ("attn_tp gather_logits", lambda: attn_tp.gather_logits(logits)),
+            ("attn_tp agree", lambda: attn_tp.agree(tokens)),
+        ],
+    )
+    groups.close()
+    return seconds
+
+
+def measure(seconds: dict[str, float], timed: list[tuple[str, Callable[[], object]]]) -> None:
+    """Fills in what each takes. The calls take turns, as they would in a pass."""
+    columns: dict[str, list[float]] = {name: [] for name, _ in timed}
+    for _ in range(ROUNDS):
+        for name, call in timed:
+            started_s = time.perf_counter()
+            call()
+            columns[name].append(time.perf_counter() - started_s)
+    seconds |= {name: quartile(column) for name, column in columns.items()}
+
+
+def quartile(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=4)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--steps", type=int, default=600, help="at most 1000")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    print(
+        f"{'decode step':<12} {'unchecked us':>13} {'checked us':>11} {'share':>7} "
+        f"{'awaited first us':>17} {'share':>7}"
+    )
+    for batch_size in map(int, options.batches.split(",")):
+        by_rank = run_ranks(decode, 2, batch_size, options.steps)
+        for clock in CLOCKS:
+            none, held, awaited = (
+                max(quartile(seconds[clock, kind]) for seconds in by_rank) for kind in CHECKS
+            )
+            print(
+                f"{f'B={batch_size} {clock}':<12} {none * 1e6:13.0f} {held * 1e6:11.0f} "
+                f"{held / none - 1:7.1%} {awaited * 1e6:17.0f} {awaited / none - 1:7.1%}",
+                flush=True,
+            )
+    for num_rows in map(int, options.batches.split(",")):
+        print(f"\n{'rows a rank: ' + str(num_rows):<24} {'us':>7}")
+        by_rank = run_ranks(collectives, 2, num_rows)
+        for name in by_rank[0]:
+            slowest = max(seconds[name] for seconds in by_rank)
+            print(f"{name:<24} {slowest * 1e6:7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

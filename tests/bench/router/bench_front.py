@@ -1,0 +1,222 @@
+"""Times the public API: Generate, a stream per request, against GenerateMany, one for all.
+
+    python -m tests.bench.router.bench_front [--streams 64,256] [--step-ms 20] [--tokens 100]
+
+The real frontend, cell, engine and scheduler run in this process; executors are a timer in it,
+one step of all sequences every `step-ms`. Clients are one other process, on a few channels. So a
+Generate stream gets one message per token, 1 / step-ms times a second, and GenerateMany one
+message per step with the tokens of all.
+
+CPU is what this process used, engine and timer included, per token that the clients got; messages
+and tokens per second are what they got of what was offered (streams / step-ms). Where less came
+than was offered, this process was busy all the time.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+import uvloop
+
+from protos.serving.v1 import serving_pb2 as pb
+from protos.serving.v1.serving_pb2_grpc import (
+    GenerationServiceStub,
+    add_GenerationServiceServicer_to_server,
+)
+from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
+from router.scheduling.group import GroupInfo, GroupShape
+from router.scheduling.model import ServedModel
+from router.scheduling.step import RankResult, StepPlan, StepResult
+from tests.bench.support.quiet import quiet
+
+PROMPT_LEN = 8
+MAX_MODEL_LEN = 2048
+NUM_CHANNELS = 4
+
+
+class TimerExecutors:
+    """One rank whose steps take their time and give token 1. Implements engine.Executors."""
+
+    def __init__(self, step_s: float, num_rows: int) -> None:
+        self._step_s = step_s
+        self._num_rows = num_rows
+        self._end = 0.0
+        self._in_flight: deque[tuple[float, StepPlan]] = deque()
+
+    async def form(self) -> GroupInfo:
+        model = ServedModel(
+            name="timer",
+            architecture="Timer",
+            fingerprint="",
+            vocab_size=1000,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(),
+        )
+        shape = GroupShape(
+            dp_size=1,
+            num_blocks=(1 + self._num_rows * MAX_MODEL_LEN // 16,),
+            block_size=16,
+            rows_per_rank=self._num_rows,
+            max_num_batched_tokens=8192,
+            max_num_logits=2 * self._num_rows,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        return GroupInfo(epoch=1, model=model, shape=shape, addresses=("timer",))
+
+    def send(self, plan: StepPlan) -> None:
+        now = asyncio.get_running_loop().time()
+        self._end = max(self._end, now) + self._step_s
+        self._in_flight.append((self._end, plan))
+
+    async def receive(self) -> StepResult:
+        end, plan = self._in_flight.popleft()
+        await asyncio.sleep(max(0.0, end - asyncio.get_running_loop().time()))
+        return (RankResult(np.ones(len(plan.sampled_rows), dtype=np.int32)),)
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
+    """Serves one run of the clients and prints its line."""
+    cell = Cell(Readers(num_streams + 1))
+    engine = Engine(
+        0,
+        TimerExecutors(step_ms / 1e3, num_streams),
+        Admission(max_sequences=num_streams, max_tokens=10**9),
+        cell.readers,
+        pipeline_depth=2,
+        min_chunk_tokens=512,
+        retry_delay_s=1.0,
+        on_end=cell.on_end,
+    )
+    cell.drive([engine])
+    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
+    add_GenerationServiceServicer_to_server(GenerationServicer(cell, None, "bench"), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    running = asyncio.create_task(engine.run())
+    client = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *(
+            "-m",
+            "tests.bench.router.bench_front",
+            f"--client=127.0.0.1:{port}",
+            f"--method={method}",
+        ),
+        *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    await client.stdout.readline()  # it has got its first token
+    cpu_s, started = time.process_time(), time.perf_counter()
+    line = await client.stdout.readline()
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - started
+    await client.wait()
+    running.cancel()
+    await server.stop(grace=None)
+    if not line:
+        raise RuntimeError("the client process failed; its error is above")
+    got = json.loads(line)
+    print(
+        f"{method:<14}{num_streams:>8}{num_streams / step_ms * 1e3:>10.0f}"
+        f"{got['tokens'] / wall_s:>10.0f}{got['messages'] / wall_s:>12.0f}"
+        f"{cpu_s / got['tokens'] * 1e6:>12.1f}{cpu_s / got['messages'] * 1e6:>12.1f}"
+        f"{cpu_s / wall_s:>8.2f}",
+        flush=True,
+    )
+
+
+# ---- the client process
+
+
+class Counts:
+    """What came; says so when the first token did."""
+
+    def __init__(self) -> None:
+        self.messages = self.tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        if self.messages == 0:
+            print("first", flush=True)
+        self.messages += 1
+        self.tokens += num_tokens
+
+
+def make_message(number: int, num_tokens: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1 + number % 900] * PROMPT_LEN),
+        stop=pb.StopConditions(max_tokens=num_tokens),
+    )
+
+
+async def run_client(address: str, method: str, num_streams: int, num_tokens: int) -> None:
+    channels = [
+        grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        for _ in range(NUM_CHANNELS)
+    ]
+    stubs = [GenerationServiceStub(channel) for channel in channels]
+    counts = Counts()
+    messages = [make_message(number, num_tokens) for number in range(num_streams)]
+
+    async def generate(number: int) -> None:
+        async for response in stubs[number % NUM_CHANNELS].Generate(messages[number]):
+            counts.add(len(response.token_ids))
+
+    async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
+        for tag, message in enumerate(messages):
+            yield pb.GenerateManyRequest(tag=tag, start=message)
+
+    if method == "Generate":
+        await asyncio.gather(*(generate(number) for number in range(num_streams)))
+    else:
+        async for response in stubs[0].GenerateMany(starts()):
+            in_finishes = sum(len(r.response.token_ids) for r in response.responses)
+            counts.add(len(response.token_ids) // 4 + in_finishes)
+    print(json.dumps({"messages": counts.messages, "tokens": counts.tokens}), flush=True)
+    for channel in channels:
+        await channel.close()
+
+
+async def run(streams: list[int], num_tokens: int, step_ms: float) -> None:
+    print(f"public API, a step every {step_ms:g} ms, {num_tokens} tokens per stream")
+    print(
+        f"{'':<14}{'streams':>8}{'offered':>10}{'tokens/s':>10}{'messages/s':>12}"
+        f"{'CPU us/tok':>12}{'CPU us/msg':>12}{'cores':>8}"
+    )
+    for num_streams in streams:
+        for method in ("Generate", "GenerateMany"):
+            await measure(method, num_streams, num_tokens, step_ms)
+
+
+def main() -> None:
+    quiet()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--streams", default="64,256")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    streams = [int(number) for number in options.streams.split(",")]
+    if options.client:
+        uvloop.run(run_client(options.client, options.method, streams[0], options.tokens))
+    else:
+        uvloop.run(run(streams, options.tokens, options.step_ms))
+
+
+if __name__ == "__main__":
+    main()

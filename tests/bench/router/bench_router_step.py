@@ -1,0 +1,234 @@
+"""Times the router's own work per step, in one process and without transport.
+
+    python -m tests.bench.router.bench_router_step [--ranks 16] [--rows 256] [--output 512] [--profile]
+
+Every row decodes: 16 ranks of 256 sequences, blocks of 16 tokens, prompts of 128 random tokens and
+outputs of 512, all at different places. So in each step about 8 sequences finish, 8 others are
+bound and prefilled, and 256 rows get a block. With `--output 16384` hardly any finishes: what is
+left is the work for rows that only go on. At 512, the pool is as full as after hours of serving:
+each block that is acquired evicts a cached one, and each full block is named for the prefix cache.
+Two steps are in flight. One columnar reader takes all tokens of each step into one
+GenerateManyResponse.
+
+    plan     Admission.submit, Scheduler.schedule
+    encode   encode_step, to bytes for each rank
+    decode   FromString and decode_result, for each rank
+    commit   Scheduler.commit
+    readers  take_columns, the message and SerializeToString
+    count    EpochStats.add, StepTimes.add_send and add_answer: what metrics take from each step
+
+Making requests and the executors' answers is not counted. The garbage collector is off, as a
+collection would hit one phase at random. Times are CPU times of the one thread: what neighbours on
+the same cores take is not in them, though what they do to the caches is.
+"""
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from protos.executor.v1 import executor_pb2 as pb
+from protos.serving.v1 import serving_pb2
+from router.executors.step_codec import decode_result, encode_step
+from router.requests.listeners import Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.waiting_queue import Admission
+from router.scheduling.counters import EpochStats, StepTimes
+from router.scheduling.group import GroupShape
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import RankBatch, RankResult, StepPlan
+
+BLOCK_SIZE = 16
+PROMPT_LEN = 128
+T = TypeVar("T")
+
+VOCAB_SIZE = 150_000
+DEPTH = 2
+MAX_WARM_UP = 1024  # steps; of outputs of 512, every first one is gone and the pool is full
+PHASES = ("plan", "encode", "decode", "commit", "readers", "count")
+
+
+class Bench:
+    """A scheduler under constant load, and what its executors would answer.
+
+    Attributes:
+        times: [steps, phases] seconds.
+        num_events: [steps] sequences that ended.
+    """
+
+    def __init__(self, num_ranks: int, rows_per_rank: int, output_len: int = 512) -> None:
+        self.rng = np.random.default_rng(0)
+        self.output_len = output_len
+        blocks_per_row = (PROMPT_LEN + output_len) // BLOCK_SIZE
+        self.shape = GroupShape(
+            dp_size=num_ranks,
+            num_blocks=(1 + rows_per_rank * blocks_per_row,) * num_ranks,
+            block_size=BLOCK_SIZE,
+            rows_per_rank=rows_per_rank,
+            max_num_batched_tokens=8192,
+            max_num_logits=2 * rows_per_rank,
+            max_model_len=PROMPT_LEN + output_len,
+        )
+        num_rows = num_ranks * rows_per_rank
+        readers = Readers(max_readers=16)
+        self.reader = readers.open()
+        self.admission = Admission(max_sequences=num_rows, max_tokens=num_rows * PROMPT_LEN)
+        self.scheduler = Scheduler(
+            self.shape,
+            self.admission,
+            readers,
+            min_chunk_tokens=512,
+            clock=time.monotonic,
+            on_end=self._on_end,
+        )
+        self.stats = EpochStats(self.scheduler.caches, self.scheduler.num_preemptions)
+        self.step_times = StepTimes()
+        self.in_flight: deque[tuple[StepPlan, list[bytes]]] = deque()
+        self.times: list[list[float]] = []
+        self.num_events: list[int] = []
+        self._ended: list[Sequence] = []
+        self._num_requests = 0
+        self._new = [
+            self._make_request(int(left)) for left in self.rng.integers(1, output_len, num_rows)
+        ]
+
+    def step(self) -> None:
+        """Plans and sends a step, and takes the one before it."""
+        times: list[float] = []
+        new, self._new = self._new, []
+        started = time.thread_time()
+        for request in new:
+            self.admission.submit(request)
+        planned = self.scheduler.schedule()
+        times.append(time.thread_time() - started)
+        assert planned is not None
+        self._exchange(planned, times)
+
+    def _exchange(self, plan: StepPlan, times: list[float]) -> None:
+        step_id = len(self.times) + 1
+        self._timed(times, lambda: _encode(plan, step_id))
+        self.in_flight.append((plan, self._answer(plan, step_id)))
+        if len(self.in_flight) < DEPTH:
+            return
+
+        plan, answers = self.in_flight.popleft()
+        result = self._timed(times, lambda: _decode(answers, plan.batches))
+        self._timed(times, lambda: self.scheduler.commit(plan, result))
+        self._timed(times, self._read)
+        self._timed(times, lambda: self._count(plan, result))
+        self.times.append(times)
+        self.num_events.append(len(self._ended))
+        self.reader.ended.clear()
+        self._new = [self._make_request(self.output_len) for _ in self._ended]
+        self._ended.clear()
+
+    def _count(self, plan: StepPlan, result: tuple[RankResult, ...]) -> None:
+        now = time.perf_counter()
+        self.step_times.add_send(now, now)
+        self.stats.add(plan, result, now)
+        self.step_times.add_answer(result, now)
+
+    def _timed(self, times: list[float], work: Callable[[], T]) -> T:
+        started = time.thread_time()
+        result = work()
+        times.append(time.thread_time() - started)
+        return result
+
+    def _read(self) -> bytes:
+        self.reader.wake()
+        columns = self.scheduler.table.take_columns(self.reader.index)
+        return serving_pb2.GenerateManyResponse(
+            tags=columns.tags.tobytes(),
+            num_tokens=columns.num_tokens.tobytes(),
+            token_ids=columns.token_ids.tobytes(),
+        ).SerializeToString()
+
+    def _answer(self, plan: StepPlan, step_id: int) -> list[bytes]:
+        answers = []
+        for rank, batch in enumerate(plan.batches):
+            num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
+            tokens = self.rng.integers(1, VOCAB_SIZE, num_sampled, dtype=np.int32)
+            part = pb.RankResult(dp_rank=rank, next_token_ids=tokens.tobytes())
+            response = pb.StepResponse(epoch=1, step_id=step_id, ranks=[part])
+            answers.append(response.SerializeToString())
+        return answers
+
+    def _make_request(self, num_output_tokens: int) -> Request:
+        self._num_requests += 1
+        return Request(
+            request_id=str(self._num_requests),
+            prompt=self.rng.integers(1, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32),
+            sampling=SamplingParams(temperature=0.7, seed=self._num_requests),
+            stop=StopConditions(max_tokens=num_output_tokens, stop_token_ids=(0,)),
+            output=OutputOptions(),
+            reader=self.reader,
+            arrival_time=0.0,
+            tag=self._num_requests,
+            is_columnar=True,
+        )
+
+    def _on_end(self, sequence: Sequence) -> None:
+        self._ended.append(sequence)
+        sequence.request.reader.ended.append(sequence)
+        sequence.request.reader.wake()
+
+
+def _encode(plan: StepPlan, step_id: int) -> list[bytes]:
+    return encode_step(plan, 1, step_id)
+
+
+def _decode(answers: list[bytes], batches: tuple[RankBatch, ...]) -> tuple[RankResult, ...]:
+    return tuple(
+        decode_result(pb.StepResponse.FromString(answer), batch, rank)
+        for rank, (answer, batch) in enumerate(zip(answers, batches, strict=True))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--output", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+
+    bench = Bench(options.ranks, options.rows, options.output)
+    for _ in range(min(2 * options.output, MAX_WARM_UP)):
+        bench.step()
+    bench.times.clear()
+    bench.num_events.clear()
+    gc.collect()
+    gc.disable()
+    profile = cProfile.Profile()
+    if options.profile:
+        profile.enable()
+    for _ in range(options.steps):
+        bench.step()
+    if options.profile:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+    times = np.array(bench.times) * 1e6
+    times = np.column_stack((times, times.sum(axis=1)))
+    num_cached = sum(cache.pool.num_cached for cache in bench.scheduler.caches)
+    num_free = sum(cache.pool.num_free for cache in bench.scheduler.caches)
+    print(
+        f"router work per step: {options.ranks} ranks x {options.rows} sequences; "
+        f"{np.mean(bench.num_events):.1f} end per step; {num_cached} blocks cached, {num_free} free"
+    )
+    print(f"{'us':<10}{'median':>10}{'min':>10}{'p90':>10}")
+    for name, column in zip((*PHASES, "total"), times.T, strict=True):
+        print(
+            f"{name:<10}{np.median(column):>10.1f}{column.min():>10.1f}{np.percentile(column, 90):>10.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

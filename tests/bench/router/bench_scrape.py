@@ -1,0 +1,106 @@
+"""Times a scrape of a busy router's metrics, and what it takes from the event loop.
+
+    python -m tests.bench.router.bench_scrape [--ranks 16] [--scrapes 300]
+
+A group has stepped for a while, on fake executors, and stands still when it is measured. `snapshot`
+is the part of a scrape that runs on the event loop, between two steps; `text` is the rest, in a
+thread; `scrape` is all of it, over HTTP on loopback. CPU times are of the one thread: what
+neighbours on the same cores take is not in them.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+from prometheus_client import generate_latest
+
+from protos.telemetry.metrics import new_registry, serve_metrics
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.requests.listeners import Reader, Readers
+from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.waiting_queue import Admission
+from router.telemetry.prometheus import collector, families, take_snapshot
+from tests.router.support.stepper import make_shape
+from tests.sim.fake_executors import FakeExecutors
+
+
+async def run(num_ranks: int, num_scrapes: int) -> None:
+    cell = Cell(Readers(max_readers=4))
+    shape = make_shape(dp_size=num_ranks, num_blocks=4000, max_model_len=12000)
+    engine = Engine(
+        0,
+        FakeExecutors(shape, random.Random(0), step_s=0.02),
+        Admission(max_sequences=1000, max_tokens=1_000_000),
+        cell.readers,
+        pipeline_depth=2,
+        min_chunk_tokens=1,
+        retry_delay_s=0.1,
+        on_end=cell.on_end,
+    )
+    cell.drive([engine])
+    stepping = asyncio.create_task(engine.run())
+    while cell.model is None:
+        await asyncio.sleep(0.01)
+    reader = cell.readers.open()
+    for number in range(2 * num_ranks):
+        cell.submit(_request(str(number), reader))
+    await asyncio.sleep(1.0)
+    stepping.cancel()
+    port = serve_metrics("127.0.0.1:0", collector(cell, "bench"))
+    url = f"http://127.0.0.1:{port.number}/metrics"
+
+    def scrape() -> tuple[float, int]:
+        started = time.perf_counter()
+        with urllib.request.urlopen(url) as answer:
+            text = answer.read()
+        return time.perf_counter() - started, text.count(b"\n")
+
+    scrapes = [await asyncio.to_thread(scrape) for _ in range(num_scrapes)]
+    snapshots = [_cpu_s(lambda: take_snapshot(cell, "bench")) for _ in range(num_scrapes)]
+    now = take_snapshot(cell, "bench")
+    registry = new_registry(lambda: families(now))
+    texts = [_cpu_s(lambda: generate_latest(registry)) for _ in range(num_scrapes)]
+    await asyncio.to_thread(port.close)
+    print(f"{num_ranks} ranks, {scrapes[-1][1]} lines; ms: median and min of {num_scrapes}")
+    for name, times in (
+        ("scrape, wall", [seconds for seconds, _ in scrapes]),
+        ("snapshot on the loop, CPU", snapshots),
+        ("text from it, CPU", texts),
+    ):
+        print(f"{name:<28}{statistics.median(times) * 1e3:>8.3f}{min(times) * 1e3:>8.3f}")
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
+def _request(request_id: str, reader: Reader) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt=np.arange(1, 9, dtype=np.int32),
+        sampling=SamplingParams(),
+        stop=StopConditions(max_tokens=11_000),
+        output=OutputOptions(),
+        reader=reader,
+        arrival_time=asyncio.get_running_loop().time(),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--scrapes", type=int, default=300)
+    options = parser.parse_args()
+    asyncio.run(run(options.ranks, options.scrapes))
+
+
+if __name__ == "__main__":
+    main()

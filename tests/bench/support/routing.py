@@ -1,0 +1,77 @@
+"""A router without a public API in front of one simulated executor, in this process."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from router.engine.engine import Engine
+from router.engine.engines import Cell
+from router.executors.discovery import find_addresses
+from router.executors.group import ExecutorGroup
+from router.executors.step_deadline import StepDeadline
+from router.requests.listeners import Readers
+from router.requests.waiting_queue import Admission
+
+
+class ExecutorProcess:
+    """A simulated executor; see simulated_executor.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.address = address
+        self._process = process
+
+    async def report(self) -> str:
+        """Returns the line that it prints when its stream ends."""
+        assert self._process.stdout is not None
+        return (await self._process.stdout.readline()).decode()
+
+
+@asynccontextmanager
+async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[ExecutorProcess]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.bench.support.simulated_executor"),
+        *(f"--step-ms={step_ms}", f"--rows={num_rows}"),
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+    )
+    try:
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        yield ExecutorProcess(process, address)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def running_cell(address: str, depth: int) -> AsyncIterator[Cell]:
+    """A cell whose one group has formed and steps."""
+    group = ExecutorGroup(
+        find_addresses([address]),
+        "simulated",
+        form_timeout_s=30,
+        deadline=StepDeadline(factor=20, min_s=30, max_s=30),
+    )
+    cell = Cell(Readers(max_readers=4096))
+    engine = Engine(
+        0,
+        group,
+        Admission(max_sequences=100_000, max_tokens=100_000_000),
+        cell.readers,
+        pipeline_depth=depth,
+        min_chunk_tokens=512,
+        retry_delay_s=0.1,
+        on_end=cell.on_end,
+    )
+    cell.drive([engine])
+    running = asyncio.create_task(engine.run())
+    try:
+        while not cell.is_ready:
+            await asyncio.sleep(0.01)
+        yield cell
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await group.close()

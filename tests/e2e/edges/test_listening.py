@@ -1,0 +1,31 @@
+"""What is open to others by default: nothing. The kernel is asked, not the settings."""
+
+import ipaddress
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local.demo import ask, draw_requests
+from deploy.local.launch import LocalStack
+from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.support.listening import listening_at
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+async def test_no_process_of_a_stack_listens_off_loopback(tmp_path: Path):
+    """A group of two: its rendezvous store and gloo's ports are open while it runs."""
+    async with LocalStack(
+        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=("--vllm-engine", "on")
+    ) as stack:
+        async with stack.client() as client:
+            [request] = draw_requests(1, 1)
+            assert (await ask(client, request)).is_right
+        open_ports = [listening_at(p.pid) for p in (stack.router, *stack.executors)]
+
+    assert [len(ports) > 0 for ports in open_ports] == [True] * 3
+    assert len(open_ports[1]) >= 3  # gRPC's, the store's, gloo's
+    for ports in open_ports:
+        hosts = {host for host, _ in ports}
+        assert all(ipaddress.ip_address(host).is_loopback for host in hosts), ports

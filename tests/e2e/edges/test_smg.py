@@ -1,0 +1,391 @@
+"""OpenAI's HTTP API, by a real `smg` in front of the router: what its users get is right."""
+
+import asyncio
+import http.client
+import importlib.util
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+from deploy.local.demo import idle_group, token_ids
+from deploy.local.demo_tasks import Problem, problems, rev, solved_lines
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.ports import held_port
+from deploy.local.processes import Process
+from router.client.client import Client
+from tests.e2e.support.scraping import scrape
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("smg") is None,
+    reason="the package smg is not in the environment; there is none for this platform",
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENDLESS_TOKENS = 900  # more than any of these tests has the patience for
+NUM_READ = 4  # lines of a stream, before its reader goes away
+
+
+class Gateway:
+    """A running smg, called as its users call it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def ask(self, path: str, **fields: Any) -> dict[str, Any]:
+        """Returns the answer to a request that wants no stream."""
+        status, answer = await asyncio.to_thread(self._post, path, fields)
+        assert status == 200, answer
+        return answer
+
+    async def refusal(self, path: str, **fields: Any) -> tuple[int, str]:
+        status, answer = await asyncio.to_thread(self._post, path, fields)
+        return status, answer["error"]["message"]
+
+    async def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """Returns all events of a stream, its usage in the last."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return await asyncio.to_thread(self._read_stream, path, fields | options)
+
+    async def answers(self, path: str, is_streamed: bool, **fields: Any) -> dict[int, str]:
+        """Returns the text of each choice, however it comes."""
+        texts: dict[int, str] = {}
+        if is_streamed:
+            events = await self.stream(path, **fields)
+        else:
+            events = [await self.ask(path, **fields)]
+        for event in events:
+            for choice in event["choices"]:
+                part = choice.get("delta") or choice.get("message") or choice
+                text = part.get("text") or part.get("content") or ""
+                texts[choice["index"]] = texts.get(choice["index"], "") + text
+        return texts
+
+    def connect(self, path: str, fields: dict[str, Any]) -> http.client.HTTPConnection:
+        """Sends a request and returns the connection; nothing is read yet."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = {"model": DEMO_MODEL.name, "temperature": 0} | fields
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def _post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        connection = self.connect(path, fields)
+        try:
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def _read_stream(self, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+        connection = self.connect(path, fields)
+        try:
+            lines = connection.getresponse().read().decode().split("\n\n")
+        finally:
+            connection.close()
+        *events, done = [line.removeprefix("data: ") for line in lines if line.strip()]
+        assert done == "[DONE]", done
+        return [json.loads(event) for event in events]
+
+
+@asynccontextmanager
+async def started(address: str, log_path: Path, *args: str) -> AsyncIterator[Gateway]:
+    """Runs the README's command, on free ports, until the end of the block."""
+    with held_port() as port, held_port() as prometheus_port:
+        command = [
+            *("-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)),
+            *("--worker-urls", f"grpc://{address}", "--policy", "round_robin"),
+            *("--history-backend", "none", "--health-check-interval-secs", "5"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)),
+            *("--log-level", "warn", *args),
+        ]
+        process = Process("smg", command, log_path=log_path, env={})
+        try:
+            gateway = Gateway(port)
+            async with asyncio.timeout(120):
+                while not await _answers(gateway):
+                    assert not process.has_ended, process.log_tail
+                    await asyncio.sleep(0.05)
+            yield gateway
+        finally:
+            await process.kill()
+
+
+async def _answers(gateway: Gateway) -> bool:
+    try:
+        await gateway.ask(COMPLETIONS, prompt="\n1+1=", max_tokens=4)
+    except (OSError, AssertionError):  # it does not listen yet, or has not found the router
+        return False
+    return True
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def gateway(
+    stack: LocalStack, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Gateway]:
+    """Without a copy of the model: it asks the router for the tokenizer."""
+    log_path = tmp_path_factory.mktemp("smg") / "smg.log"
+    async with started(stack.address, log_path) as gateway:
+        yield gateway
+
+
+@pytest.fixture(autouse=True)
+async def _leaves_nothing_behind(client: Client) -> AsyncIterator[None]:
+    yield
+    async with asyncio.timeout(120):
+        group = await idle_group(client)
+    assert group.num_waiting == 0
+
+
+def fields_of(path: str, problem: Problem) -> dict[str, Any]:
+    """The demo model's chat template puts the newline before what a user says."""
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": problem.prompt.removeprefix("\n")}]}
+    return {"prompt": problem.prompt}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_many_problems_at_once_are_solved(gateway: Gateway, path: str, is_streamed: bool):
+    asked = list(problems(11, 12))
+    answers = await asyncio.gather(
+        *[
+            gateway.answers(path, is_streamed, max_tokens=16, **fields_of(path, problem))
+            for problem in asked
+        ]
+    )
+
+    assert answers == [{0: problem.answer} for problem in asked]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_every_choice_is_answered(gateway: Gateway, path: str, is_streamed: bool):
+    problem = rev("lockstep")
+    fields = fields_of(path, problem)
+
+    answers = await gateway.answers(path, is_streamed, n=2, max_tokens=16, **fields)
+
+    assert answers == {0: problem.answer, 1: problem.answer}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_stop_string_ends_the_text_and_the_work(gateway: Gateway, path: str):
+    fields = fields_of(path, rev("abacus")) | {"stop": ["cab"], "ignore_eos": True}
+    whole = await gateway.ask(path, max_tokens=ENDLESS_TOKENS, **fields)
+    *_, last, usage = await gateway.stream(path, max_tokens=ENDLESS_TOKENS, **fields)
+
+    choice = whole["choices"][0]
+    assert (choice.get("text") or choice["message"]["content"]) == "su"
+    assert [c["finish_reason"] for c in (choice, last["choices"][0])] == ["stop", "stop"]
+    assert [u["usage"]["completion_tokens"] for u in (whole, usage)] == [len("sucab")] * 2
+    assert await gateway.answers(path, True, max_tokens=ENDLESS_TOKENS, **fields) == {0: "su"}
+
+
+async def test_log_probabilities_are_those_of_our_own_api(gateway: Gateway, client: Client):
+    ours = await client.complete("\n17+25=", max_tokens=16, logprobs=True, top_logprobs=2)
+    fields = {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 16}
+    fields |= {"logprobs": True, "top_logprobs": 2}
+    whole = await gateway.ask(CHAT, **fields)
+    events = await gateway.stream(CHAT, **fields)
+
+    streamed = [
+        entry
+        for event in events
+        for choice in event["choices"]
+        for entry in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    for entries in (whole["choices"][0]["logprobs"]["content"], streamed):
+        assert [entry["token"] for entry in entries] == ["4", "2"]
+        # smg leaves out the token that ended the answer.
+        expected = [entry.logprob for entry in ours.logprobs[:2]]
+        assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+        for entry, own in zip(entries, ours.logprobs, strict=False):
+            top = [top["logprob"] for top in entry["top_logprobs"]]
+            assert top == pytest.approx([logprob for _, logprob in own.top], abs=1e-3)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_asking_completions_for_log_probabilities_changes_no_answer(
+    gateway: Gateway, is_streamed: bool
+):
+    """smg passes the wish on, and leaves out what comes of it."""
+    fields = {"prompt": "\n17+25=", "max_tokens": 16, "logprobs": 2, "n": 2}
+    answers = await gateway.answers(COMPLETIONS, is_streamed, **fields)
+
+    assert answers == {0: "42", 1: "42"}
+
+
+async def test_a_prompt_of_token_ids_is_answered_at_smgs_own_path(gateway: Gateway):
+    prompt = token_ids("\n17+25=")
+    sampling = {"temperature": 0, "max_new_tokens": 16}
+    [answer] = await gateway.ask("/generate", input_ids=prompt, sampling_params=sampling)
+
+    assert answer["text"] == "42"
+    assert answer["output_ids"] == token_ids("42\n")
+    assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_from_several_choices_frees_all_their_blocks(
+    stack: LocalStack, gateway: Gateway, client: Client, is_streamed: bool
+):
+    await leave_in_the_middle(stack, gateway, CHAT, is_streamed, n=3)
+
+    async with asyncio.timeout(120):
+        group = await idle_group(client)
+    assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
+
+
+async def test_a_seed_makes_sampling_repeatable(gateway: Gateway):
+    fields = {"prompt": "\nrev ", "max_tokens": 24, "temperature": 1.5, "ignore_eos": True}
+    texts = [
+        await gateway.answers(COMPLETIONS, False, seed=seed, n=2, **fields) for seed in (7, 7, 8)
+    ]
+
+    assert texts[0] == texts[1]
+    assert len({text for answers in texts for text in answers.values()}) == 4
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_the_usage_counts_what_came_from_the_prefix_cache(
+    gateway: Gateway, is_streamed: bool
+):
+    prompt = solved_lines(12 + is_streamed, 200) + "\n17+25="
+    usages = []
+    for _ in range(2):
+        if is_streamed:
+            answer = (await gateway.stream(COMPLETIONS, prompt=prompt, max_tokens=16))[-1]
+        else:
+            answer = await gateway.ask(COMPLETIONS, prompt=prompt, max_tokens=16)
+        usages.append(answer["usage"])
+
+    assert [usage["prompt_tokens"] for usage in usages] == [len(prompt)] * 2
+    assert [usage["completion_tokens"] for usage in usages] == [len("42\n")] * 2
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] < 16  # a block at most, of another's prompt
+    assert cached[1] in range(len(prompt) - 32, len(prompt))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_frees_its_blocks(
+    stack: LocalStack, gateway: Gateway, client: Client, path: str, is_streamed: bool
+):
+    """smg tells the router by Abort if the answer was a stream, else by a reset of the call."""
+    await leave_in_the_middle(stack, gateway, path, is_streamed, n=1)
+
+    async with asyncio.timeout(120):
+        group = await idle_group(client)
+    assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
+
+
+async def leave_in_the_middle(
+    stack: LocalStack, gateway: Gateway, path: str, is_streamed: bool, *, n: int
+) -> None:
+    """Asks for endless answers, goes away when there are some tokens, and waits until that is known.
+
+    The executors stand still until it has gone, so that no answer has run out by then. smg hears of it
+    from the next tokens that it sends.
+    """
+    num_cancelled = await num_sequences_cancelled(stack)
+    async with stack.client() as client:
+        connection = await start_endless(client, gateway, path, is_streamed, n=n)
+        while not await is_paused_in_the_middle(stack, client):
+            connection.close()
+            connection = await start_endless(client, gateway, path, is_streamed, n=n)
+    assert connection.sock is not None
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    for executor in stack.executors:
+        executor.resume()
+    async with asyncio.timeout(120):
+        while await num_sequences_cancelled(stack) < num_cancelled + n:
+            await asyncio.sleep(0.01)
+
+
+async def start_endless(
+    client: Client, gateway: Gateway, path: str, is_streamed: bool, *, n: int
+) -> http.client.HTTPConnection:
+    """Returns the connection of a request that has some tokens."""
+    num_tokens = await tokens_run(client)
+    fields = fields_of(path, rev("abacus")) | {"n": n}
+    fields |= {"max_tokens": ENDLESS_TOKENS, "ignore_eos": True, "stream": is_streamed}
+    connection = await asyncio.to_thread(gateway.connect, path, fields)
+    if is_streamed:
+        await asyncio.to_thread(_read_lines, connection)
+    async with asyncio.timeout(120):
+        while await tokens_run(client) == num_tokens:
+            await asyncio.sleep(0.001)
+    return connection
+
+
+async def is_paused_in_the_middle(stack: LocalStack, client: Client) -> bool:
+    """Pauses the executors. Lets them go on, and returns False, if nothing runs any more."""
+    for executor in stack.executors:
+        executor.pause()
+    [group] = await client.get_status()
+    if any(rank.num_running for rank in group.ranks):
+        return True
+    for executor in stack.executors:
+        executor.resume()
+    return False
+
+
+async def num_sequences_cancelled(stack: LocalStack) -> float:
+    ended: float = (await scrape(stack.router))["lockstep_router_ended_sequences_total"][
+        "CANCELLED",
+    ]
+    return ended
+
+
+def _read_lines(connection: http.client.HTTPConnection) -> None:
+    assert connection.sock is not None
+    with connection.sock.makefile("rb") as lines:
+        for _ in range(NUM_READ):
+            lines.readline()
+
+
+async def tokens_run(client: Client) -> int:
+    [group] = await client.get_status()
+    return sum(rank.total_tokens for rank in group.ranks)
+
+
+async def test_the_loads_are_those_of_the_executors(stack: LocalStack, client: Client):
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        answer = await stub.GetLoads(vllm_engine_pb2.GetLoadsRequest())
+    [group] = await client.get_status()
+
+    for load, rank in zip(answer.loads, group.ranks, strict=True):
+        num_blocks = rank.num_cached_blocks + rank.num_free_blocks
+        assert load.max_total_num_tokens == num_blocks * 16
+        assert load.max_running_requests == 64
+        assert load.token_usage == 0.0
+
+
+async def test_what_cannot_be_done_is_refused_by_name(gateway: Gateway):
+    status, message = await gateway.refusal(
+        CHAT,
+        messages=[{"role": "user", "content": "17+25="}],
+        response_format={"type": "json_object"},
+    )
+
+    assert status == 400
+    assert "sampling_params.json_schema" in message
+
+
+async def test_a_gateway_that_has_the_model_needs_no_tokenizer_of_ours(
+    stack: LocalStack, tmp_path: Path
+):
+    args: Sequence[str] = ("--model-path", str(DEMO_MODEL))
+    async with started(stack.address, tmp_path / "smg.log", *args) as gateway:
+        answers = await gateway.answers(CHAT, False, **fields_of(CHAT, rev("abacus")))
+
+    assert answers == {0: "sucaba"}

@@ -1,0 +1,274 @@
+"""Probes of real processes: green while there is work, however long it takes; red when one hangs.
+
+The prefill lasts 3 s in the gate. The run of 30 s:
+
+    LOCKSTEP_TEST_PREFILL_S=30 pytest tests/e2e/recovery/test_health_e2e.py -k prefill -s
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.local.demo import idle_group, token_ids
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from router.api.health import SERVICE
+from router.client.client import Client, GroupStatus, Unavailable
+from router.client.status import GroupState
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.support.logs import logged, records
+
+PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
+MAX_PROMPT_TOKENS = 32_000
+ROUTER_NAMES = ("liveness", "readiness", "", SERVICE)
+EXECUTOR_NAMES = ("liveness", "readiness")
+STATUS = health_pb2.HealthCheckResponse
+LONG_TOKENS = 150
+
+
+# ---- a long prefill
+
+
+def long_context_model(folder: Path) -> Path:
+    """Copies the demo model, and lets it take prompts that it was never trained on."""
+    model = folder / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = MAX_PROMPT_TOKENS + 16
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+class Probes:
+    """Asks for health as a kubelet does, one name after the other, and counts the answers."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self._asked = [(stack.address, name) for name in ROUTER_NAMES]
+        self._asked += [(stack.executor_addresses[0], name) for name in EXECUTOR_NAMES]
+        self.answers: Counter[tuple[str, str, int]] = Counter()
+
+    async def run(self) -> None:
+        """Probes until cancelled; whatever is cancelled with it was not answered."""
+        async with (
+            grpc.aio.insecure_channel(self._asked[0][0]) as router,
+            grpc.aio.insecure_channel(self._asked[-1][0]) as executor,
+        ):
+            stubs = {
+                self._asked[0][0]: health_pb2_grpc.HealthStub(router),
+                self._asked[-1][0]: health_pb2_grpc.HealthStub(executor),
+            }
+            while True:
+                for address, name in self._asked:
+                    request = health_pb2.HealthCheckRequest(service=name)
+                    answer = await stubs[address].Check(request)
+                    self.answers[address, name, answer.status] += 1
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def probing(stack: LocalStack) -> AsyncIterator[Counter[tuple[str, str, int]]]:
+    """Probes during the block. Yields the answers, by address, name and status."""
+    probes = Probes(stack)
+    task = asyncio.create_task(probes.run())
+    try:
+        yield probes.answers
+        assert not task.done(), "a probe failed"
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def prefill_s(client: Client, num_tokens: int) -> float:
+    """Returns how long a prompt's one step took. No two prompts share a prefix."""
+    prompt = [3 + (num_tokens + place * place) % 256 for place in range(num_tokens)]
+    completion = await client.complete(prompt, max_tokens=1, ignore_eos=True)
+    return completion.first_token_s
+
+
+async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
+    size = str(MAX_PROMPT_TOKENS + 16)
+    executor_args = (
+        *("--dtype", "float32", "--max-model-len", size, "--max-num-batched-tokens", size),
+        *("--num-kv-blocks", "2100", "--prefill-graphs", "off", "--max-num-seqs", "4"),
+    )
+    stack = LocalStack(
+        long_context_model(tmp_path),
+        dp_size=1,
+        executor_args=executor_args,
+        router_args=PATIENT,
+        log_dir=tmp_path,
+    )
+    async with stack, stack.client() as client:
+        num_tokens, seconds, answers = 2000, 0.0, Counter[tuple[str, str, int]]()
+        while seconds < PREFILL_S or min(answers.values()) < 3:
+            assert num_tokens < MAX_PROMPT_TOKENS, (seconds, answers)
+            if seconds:  # attention grows with the square, the rest does not
+                growth = min(max(1.1 * (PREFILL_S / seconds) ** 0.5, 1.1), 4.0)
+                num_tokens = min(int(num_tokens * growth), MAX_PROMPT_TOKENS)
+            async with probing(stack) as answers:
+                seconds = await prefill_s(client, num_tokens)
+        print(f"{num_tokens} tokens in a step of {seconds:.1f} s: {sum(answers.values())} probes")
+        [group] = await client.get_status()
+        assert (group.epoch, group.problem) == (1, "")
+        assert {status for _, _, status in answers} == {STATUS.SERVING}
+        asked = {(address, name) for address, name, _ in answers}
+        assert len(asked) == len(ROUTER_NAMES) + len(EXECUTOR_NAMES)
+
+
+# ---- an executor that hangs, and one that is told to stop
+
+
+STEP_TIMEOUT_S = 6
+
+
+@asynccontextmanager
+async def pair(log_dir: Path, *router_args: str) -> AsyncIterator[LocalStack]:
+    """A router and two executors."""
+    stack = LocalStack(
+        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=router_args, log_dir=log_dir
+    )
+    async with stack:
+        yield stack
+
+
+@asynccontextmanager
+async def long_streams(client: Client) -> AsyncIterator[None]:
+    """Has a stream on each rank, one after another until the end of the block; checks them all."""
+    prompts = [token_ids(text) for text in ("\n17+25=", "\nrev lockstep=")]
+    expected = [await client.complete(prompt, **OPTIONS) for prompt in prompts]
+    begun, is_over = [asyncio.Event() for _ in prompts], asyncio.Event()
+    streams = [
+        asyncio.create_task(answers_to(client, prompt, event, is_over))
+        for prompt, event in zip(prompts, begun, strict=True)
+    ]
+    await asyncio.gather(*[event.wait() for event in begun])
+    yield
+    is_over.set()
+    for answers, completion in zip(await asyncio.gather(*streams), expected, strict=True):
+        assert answers == [completion.token_ids] * len(answers)
+
+
+OPTIONS: Any = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
+
+
+async def answers_to(
+    client: Client, prompt: list[int], begun: asyncio.Event, is_over: asyncio.Event
+) -> list[list[int]]:
+    answers = []
+    while not is_over.is_set():
+        ids: list[int] = []
+        async for delta in client.generate(prompt, **OPTIONS):
+            ids += delta.token_ids
+            begun.set()
+        answers.append(ids)
+    return answers
+
+
+@asynccontextmanager
+async def watched(stack: LocalStack, name: str) -> AsyncIterator[Any]:
+    """Yields a Watch of one of the router's names."""
+    async with grpc.aio.insecure_channel(stack.address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=name)
+        )
+        yield call
+        call.cancel()
+
+
+async def until_status(watch: Any, status: int) -> None:
+    while (await watch.read()).status != status:
+        pass
+
+
+async def group_whose_problem_names(client: Client, what: str) -> GroupStatus:
+    while what not in (group := (await client.get_status())[0]).problem:
+        await asyncio.sleep(0.05)
+    return group
+
+
+async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Path):
+    overdue = (
+        "--step-timeout-s",
+        f"{STEP_TIMEOUT_S}",
+        "--min-step-deadline-s",
+        f"{STEP_TIMEOUT_S}",
+    )
+    async with (
+        asyncio.timeout(240),
+        pair(tmp_path, *overdue) as stack,
+        stack.client() as client,
+        watched(stack, "readiness") as watch,
+        long_streams(client),
+    ):
+        named = f"executor {stack.executor_addresses[1]} (dp_rank 1, attn_tp_rank 0)"
+        await until_status(watch, STATUS.SERVING)
+        stack.executors[1].pause()
+        try:
+            group = await group_whose_problem_names(client, named)
+            await until_status(watch, STATUS.NOT_SERVING)
+            assert group.state is GroupState.FORMING
+            assert not await client.health("readiness")
+            assert await client.health("liveness")
+            *_, lost = await logged(stack.router, "group_lost")
+        finally:
+            stack.executors[1].resume()
+        assert named in lost["problem"]
+        assert f"within {STEP_TIMEOUT_S} s" in lost["problem"]
+        await until_status(watch, STATUS.SERVING)
+
+
+async def test_an_executor_that_is_told_to_stop_says_so_and_nothing_is_lost(tmp_path: Path):
+    async with pair(tmp_path, *PATIENT) as stack, stack.client() as client:
+        async with asyncio.timeout(240), long_streams(client):
+            exit_code = await stack.replace_executor(1)
+        assert exit_code == 0
+        await logged(stack.router, "group_ready", 2)
+        [left] = records(stack.router.log_path, "group_left")
+        assert stack.executor_addresses[1] in left["problem"]
+        assert records(stack.router.log_path, "group_lost") == []
+        assert (await idle_group(client)).problem == ""
+
+
+async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_path: Path):
+    begun, ids = asyncio.Event(), []
+
+    async def stream(client: Client) -> None:
+        async for delta in client.generate(token_ids("\n17+25="), max_tokens=900, ignore_eos=True):
+            ids.extend(delta.token_ids)
+            begun.set()
+
+    stopping = ("--shutdown-delay-s", "600", "--shutdown-grace-s", "600")
+    async with (
+        asyncio.timeout(240),
+        pair(tmp_path, *PATIENT, *stopping) as stack,
+        stack.client() as client,
+    ):
+        streaming = asyncio.create_task(stream(client))
+        await begun.wait()
+        for executor in stack.executors:
+            executor.pause()  # so that the stream cannot end by itself
+        try:
+            os.kill(stack.router.pid, signal.SIGTERM)
+            await stack.router.event("draining")
+            assert not streaming.done()
+            os.kill(stack.router.pid, signal.SIGTERM)
+            with pytest.raises(Unavailable) as caught:
+                await streaming
+            assert await stack.router.exited() == 0
+        finally:
+            for executor in stack.executors:
+                executor.resume()
+        assert caught.value.reason == "SHUTTING_DOWN"
+        [drained] = records(stack.router.log_path, "drained")
+        assert (drained["cut_requests"], drained["cut_calls"]) == (1, 0)
+        assert 0 < len(ids) < 900

@@ -1,0 +1,98 @@
+"""A request whose step kills executors is failed, or it would take the service down for ever."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from deploy.local.demo import idle_group, token_ids
+from deploy.local.launch import LocalStack
+from deploy.local.processes import Process
+from executor.__main__ import STUCK
+from router.client.client import CallFailed, Client, Options, Prompt
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.support.logs import logged, records
+from tests.e2e.support.poisoned_executor import POISON, SNARE
+
+POISON_PROMPT = token_ids(f"\n{POISON}=")
+SNARE_PROMPT = token_ids(f"\n{SNARE}=")
+GREEDY: Options = {"max_tokens": 80, "ignore_eos": True}
+
+
+class PoisonedStack(LocalStack):
+    """Its executors die of the poison."""
+
+    def _start_process(self, name: str, args: Sequence[str]) -> Process:
+        modules = {"executor": "tests.e2e.support.poisoned_executor"}
+        return super()._start_process(name, [modules.get(arg, arg) for arg in args])
+
+
+@asynccontextmanager
+async def supervised(
+    log_dir: Path, executor_args: Sequence[str] = (), router_args: Sequence[str] = PATIENT
+) -> AsyncIterator[tuple[PoisonedStack, Client]]:
+    stack = PoisonedStack(
+        dp_size=2,
+        executor_args=(*EXECUTOR_ARGS, *executor_args),
+        router_args=router_args,
+        log_dir=log_dir,
+    )
+    async with stack, stack.client() as client, asyncio.timeout(400):
+        supervising = asyncio.create_task(stack.supervise_executors())
+        try:
+            yield stack, client
+        finally:
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
+
+
+async def failure_of(client: Client, prompt: Prompt = POISON_PROMPT) -> CallFailed:
+    with pytest.raises(CallFailed) as caught:
+        await client.complete(prompt, **{**GREEDY, "request_id": "poison"})
+    return caught.value
+
+
+async def test_a_request_that_kills_an_executor_twice_is_not_tried_a_third_time(tmp_path: Path):
+    async with supervised(tmp_path) as (stack, client):
+        failure = await failure_of(client)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILED")
+        await logged(stack.router, "request_failed")
+        assert len(records(stack.router.log_path, "group_lost")) == 2
+        assert (await client.complete("\n17+25=", max_tokens=8)).text.strip() == "42"
+        assert len(await logged(stack.router, "group_ready", 3)) == 3
+        assert len(records(stack.router.log_path, "group_lost")) == 2
+        assert (await idle_group(client)).num_waiting == 0
+    assert stack.left_running == []
+
+
+async def test_those_that_run_beside_it_are_answered_as_if_it_were_not_there(tmp_path: Path):
+    prompts = [token_ids(f"\n{number}+{number}=") for number in range(10, 16)]
+    async with supervised(tmp_path) as (stack, client):
+        expected = [(await client.complete(p, **GREEDY)).token_ids for p in prompts]
+        asking = [asyncio.create_task(client.complete(p, **GREEDY)) for p in prompts]
+        failure = await failure_of(client)
+        assert failure.code is grpc.StatusCode.INTERNAL
+        assert [answer.token_ids for answer in await asyncio.gather(*asking)] == expected
+        [failed] = await logged(stack.router, "request_failed")
+        assert failed["request_id"] == "poison"
+        assert len(records(stack.router.log_path, "group_lost")) <= 8
+
+
+async def test_an_executor_whose_step_never_ends_is_started_again(tmp_path: Path):
+    """Its event loop turns, so that nobody but itself can know that it is of no use any more."""
+    executor_args = ("--peer-timeout-s", "8")
+    router_args = ("--step-timeout-s", "3", "--min-step-deadline-s", "2")
+    async with supervised(tmp_path, executor_args, router_args) as (stack, client):
+        first = set(stack.executors)
+        failure = await failure_of(client, SNARE_PROMPT)
+        assert failure.code is grpc.StatusCode.INTERNAL
+        assert (await client.complete("\n17+25=", max_tokens=8)).text.strip() == "42"
+        ended = [process for process in first if process.has_ended]
+        assert ended
+        assert [await process.exited() for process in ended] == [STUCK] * len(ended)
+        # Unless the router stood still for so long that a peer noticed first, and said so.
+        lost = await logged(stack.router, "group_lost", 2)
+        assert any("answer other calls" in record["problem"] for record in lost)

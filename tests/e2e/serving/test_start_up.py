@@ -1,0 +1,214 @@
+"""A wrong set-up must say what is wrong: if not, an operator searches for it in the dark."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.processes import ROOT, Process, ProcessEnded
+from router.client.client import Client, GroupStatus
+from tests.e2e.support.logs import records
+
+BAD_CONFIGURATION = 2
+
+
+def broken_checkpoint(folder: Path, fault: str) -> Path:
+    model = folder / "model"
+    if fault == "no config":
+        model.mkdir()
+        return model
+    shutil.copytree(DEMO_MODEL, model)
+    if fault == "unknown architecture":
+        config = json.loads((model / "config.json").read_text())
+        config["architectures"] = ["NoSuchModel"]
+        (model / "config.json").write_text(json.dumps(config))
+    elif fault == "truncated weights":
+        weights = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    elif fault == "no weights":
+        (model / "model.safetensors").unlink()
+    return model
+
+
+def start_executor(model: Path, folder: Path) -> Process:
+    args = ("-m", "executor", "--model", str(model), "--listen", "127.0.0.1:0")
+    return Process("executor", args, log_path=folder / "executor.log", env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("no config", "config.json"),
+        ("unknown architecture", "NoSuchModel"),
+        ("truncated weights", "model.safetensors"),
+        ("no weights", "safetensors"),
+    ],
+)
+async def test_an_executor_with_a_bad_checkpoint_says_so_in_a_line_and_exits(
+    tmp_path: Path, fault: str, named: str
+):
+    executor = start_executor(broken_checkpoint(tmp_path, fault), tmp_path)
+
+    exit_code = await executor.exited()
+
+    log = executor.log_path.read_text()
+    assert "Traceback" not in log
+    written = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    errors = [record for record in written if record["level"] not in ("info", "debug")]
+    assert [error["event"] for error in errors] == ["cannot_start"]
+    assert named in errors[0]["problem"]
+    assert exit_code == BAD_CONFIGURATION
+
+
+async def test_a_stack_that_cannot_start_shows_why_and_leaves_nothing_running(tmp_path: Path):
+    stack = LocalStack(broken_checkpoint(tmp_path, "unknown architecture"), dp_size=2)
+
+    with pytest.raises(ProcessEnded, match="NoSuchModel"):
+        async with stack:
+            pass
+
+    assert stack.left_running == []
+
+
+async def group_with_problem(client: Client, word: str) -> GroupStatus:
+    """Returns the group's status when its problem names the word."""
+    while True:
+        [group] = await client.get_status()
+        if word in group.problem:
+            return group
+
+
+async def test_executors_that_differ_are_named_with_the_field_and_both_values(tmp_path: Path):
+    stack = LocalStack(
+        dp_size=2,
+        rank_args={1: ("--block-size", "32")},
+        log_dir=tmp_path,
+        waits_for_ready=False,
+    )
+    async with stack, stack.client() as client, asyncio.timeout(240):
+        group = await group_with_problem(client, "block_size")
+
+        for address in stack.executor_addresses:
+            assert address in group.problem
+        assert "block_size=16" in group.problem
+        assert "block_size=32" in group.problem
+        assert not await client.health("readiness")
+        assert await client.health("liveness")
+
+
+async def test_the_routers_help_comes_without_importing_torch():
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-X", "importtime", "-m", "router", "--help"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, imports = await process.communicate()
+
+    imported = {line.rpartition(b"|")[2].strip().decode() for line in imports.splitlines()}
+    assert process.returncode == 0
+    assert b"--group" in output
+    assert "router.config" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "transformers")}
+
+
+async def test_the_router_serves_without_importing_torch(stack: LocalStack):
+    maps = Path(f"/proc/{stack.router.pid}/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+
+    assert "libtorch" not in maps.read_text()
+    assert "libtorch" in Path(f"/proc/{stack.executors[0].pid}/maps").read_text()
+
+
+async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
+        *("--log-dir", str(tmp_path)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    await process.stdout.readuntil(b"Ctrl-C stops it.")
+
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+
+    assert process.returncode == 0
+    for name in ("router", "executor-0", "executor-1"):
+        assert records(tmp_path / f"{name}.log", "stopped")
+
+
+def child_of(pid: int, *args: str) -> int:
+    """Returns the child of a process that was given these arguments."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    given = " ".join(args)
+    [child] = [
+        int(child)
+        for child in children
+        if given in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    ]
+    return child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
+async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path: Path):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
+        *("--log-dir", str(tmp_path)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(240):
+            await process.stdout.readuntil(b"Ctrl-C stops it.")
+            os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
+            await process.stdout.readuntil(b"executor-1 ended with exit code -9")
+            while len(records(tmp_path / "router.log", "group_ready")) < 2:
+                await asyncio.sleep(0.05)
+            child_of(process.pid, "--dp-rank 1")
+    finally:
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 0
+
+
+ORPHAN_MAKER = """
+import asyncio, json, sys
+from pathlib import Path
+from deploy.local.processes import Process
+
+async def main():
+    args = ("-m", "router", "--listen", "127.0.0.1:0", "--group", "127.0.0.1:1")
+    router = Process("router", args, log_path=Path(sys.argv[1]), env={})
+    await router.event("listening")
+    print(json.dumps({"event": "started", "pid": router.pid}), flush=True)
+    await router.exited()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is noticed on Linux only")
+async def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path):
+    args = ("-c", ORPHAN_MAKER, str(tmp_path / "router.log"))
+    parent = Process("parent", args, log_path=tmp_path / "parent.log", env={})
+    child_pid = (await parent.event("started"))["pid"]
+    handle = os.pidfd_open(child_pid)
+    has_ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(handle, has_ended.set)
+    try:
+        await parent.kill()
+        async with asyncio.timeout(120):
+            await has_ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(handle)
+        os.close(handle)

@@ -1,0 +1,36 @@
+"""``python -m tests.e2e.support.poisoned_executor``: an executor that dies or hangs in certain prompts.
+
+Takes the flags of ``python -m executor`` and is one, but for steps that compute the tokens of
+`POISON` or of `SNARE` one after another. The first end the process in the middle of the step, the
+others never end, as with a bug in a kernel or in the driver.
+"""
+
+import os
+import signal
+import threading
+
+import numpy as np
+
+from deploy.local.demo import token_ids
+from executor.__main__ import main
+from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
+
+POISON, SNARE = "@poison@", "@snare@"
+_POISON_BYTES, _SNARE_BYTES = (
+    np.array(token_ids(text), dtype="<i4").tobytes() for text in (POISON, SNARE)
+)
+_execute = Worker.execute
+
+
+def _execute_or_die(worker: Worker, request: pb.StepRequest) -> pb.StepResponse:
+    if any(_POISON_BYTES in rank.sequences.token_ids for rank in request.ranks):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if any(_SNARE_BYTES in rank.sequences.token_ids for rank in request.ranks):
+        threading.Event().wait()
+    return _execute(worker, request)
+
+
+if __name__ == "__main__":
+    Worker.execute = _execute_or_die  # type: ignore[method-assign, assignment]
+    main()
