@@ -20,7 +20,7 @@ import click
 import grpc
 
 from protos.transport.errors import ErrorDetails
-from router.client.client import CallFailed, Client, TimedOut, TlsFiles
+from router.client import CallFailed, Client, TimedOut, TlsFiles
 from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 
 HOME, CLEAR_REST, CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"

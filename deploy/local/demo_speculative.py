@@ -16,10 +16,10 @@ from statistics import mean, median
 
 from deploy.local.demo_tasks import STOP_ID, Problem, rev, sort
 from deploy.local.launch import DEMO_MODEL, LocalStack
-from router.client.client import Client, Options
+from router.client import Client, Options
 from router.client.status import GroupStatus
 
-FOLDER = Path(__file__).parent / "demo_drafts"
+FOLDER = Path(__file__).parents[1] / "demo_drafts"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
 DEFAULT_DRAFTS = "frozen_kv"
 

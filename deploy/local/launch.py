@@ -25,10 +25,10 @@ from deploy.local.ports import held_port
 from deploy.local.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
 from router.api.health import READINESS
+from router.client import CallFailed, Client, TlsFiles
 from router.client.channel import Connector
-from router.client.client import CallFailed, Client, TlsFiles
 
-DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
 
 

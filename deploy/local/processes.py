@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NUM_LAST_LINES = 12  # of a log that an error shows
 
 

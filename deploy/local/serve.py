@@ -27,7 +27,7 @@ With grpcurl:
 From Python:
 
   import asyncio
-  from router.client.client import Client
+  from router.client import Client
 
   async def main():
       async with Client("{address}") as client:

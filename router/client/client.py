@@ -28,24 +28,15 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from protos.transport.tls import TlsFiles
 from router.client.channel import Connector, Credentials, Option
 from router.client.many import Many
 from router.client.messages import (
-    CallFailed,
-    Cancelled,
     Collector,
     Completion,
     Delta,
-    Finish,
     ModelInfo,
     Options,
-    Overloaded,
     Prompt,
-    Rejected,
-    TimedOut,
-    TokenLogprob,
-    Unavailable,
     failure_of_call,
     to_delta,
     to_group,
@@ -53,26 +44,6 @@ from router.client.messages import (
     to_request,
 )
 from router.client.status import GroupStatus
-
-__all__ = [
-    "CallFailed",
-    "Cancelled",
-    "Client",
-    "Completion",
-    "Delta",
-    "Finish",
-    "GroupStatus",
-    "Many",
-    "ModelInfo",
-    "Options",
-    "Overloaded",
-    "Prompt",
-    "Rejected",
-    "TimedOut",
-    "TlsFiles",
-    "TokenLogprob",
-    "Unavailable",
-]
 
 _SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 # The published policy, for clients in any language: README.md has it as JSON.

@@ -1,4 +1,4 @@
-"""Runs every benchmark of this folder, one after another, each in a process of its own.
+"""Benchmarks of this folder, run one after another, each in a process of its own.
 
     python -m tests.bench [NAME ...]
 
@@ -12,12 +12,19 @@ from pathlib import Path
 
 
 def main() -> None:
-    names = sys.argv[1:] or sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    folder = Path(__file__).parent
+    modules = {
+        path.stem: ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in sorted(folder.rglob("bench_*.py"))
+    }
+    names = sys.argv[1:] or list(modules)
     environment = {"GRPC_VERBOSITY": "ERROR", **os.environ}
     failed = []
     for name in names:
         print(f"==== {name}", flush=True)
-        done = subprocess.run([sys.executable, "-m", f"tests.bench.{name}"], env=environment)
+        done = subprocess.run(
+            [sys.executable, "-m", f"tests.bench.{modules[name]}"], env=environment
+        )
         if done.returncode:
             failed.append(name)
         print(flush=True)

@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.demo import SEED, ask, draw_requests
 from deploy.local.processes import Process
-from router.client.client import Client
+from router.client import Client
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import Cluster, Pod
 from tests.deploy.rendering import (

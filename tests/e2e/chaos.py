@@ -17,7 +17,7 @@ from pathlib import Path
 from deploy.local.demo import token_ids
 from deploy.local.demo_tasks import solved_lines
 from deploy.local.launch import LocalStack
-from router.client.client import Client, Many, Options
+from router.client import Client, Many, Options
 from router.client.status import GroupState, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.logs import records

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from deploy.local.launch import LocalStack
-from router.client.client import Client
+from router.client import Client
 
 # In float32 the answers do not depend on who else is in the batch. The KV pool is small enough
 # for blocks to be evicted, and a long prompt takes several steps.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos").glob("*/v1/*.proto"))
 
 # buf and protoc's plugins are programs beside the Python that runs this, active or not.

@@ -13,7 +13,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.health import Health
 from router.app import server_options
-from router.client.client import Client, Unavailable
+from router.client import Client, Unavailable
 from router.config import RouterConfig
 from router.drain import StopSignals, drain
 from tests.router.support.fake_cell import FakeCell, serve

@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from router import top
 from router.api.generate import GenerationServicer
 from router.api.health import Health
-from router.client.client import Client
+from router.client import Client
 from router.client.status import (
     GraphCount,
     GroupState,

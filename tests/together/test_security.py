@@ -19,8 +19,8 @@ from protos.transport.health import HealthServicer
 from protos.transport.port import PortSecurity, serve_health
 from protos.transport.tls import TlsFiles, channel_credentials
 from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
+from router.client import Client
 from router.client import channel as client_channel
-from router.client.client import Client
 from router.executors.credentials import ExecutorSecurity
 from tests.support.certificates import Authority, replace
 

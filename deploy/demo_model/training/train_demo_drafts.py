@@ -32,7 +32,7 @@ from deploy.local.demo_tasks import STOP_ID
 
 logger = logging.getLogger("train_demo_drafts")
 
-DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
+DEMO_MODEL = Path(__file__).resolve().parents[1]
 TOKENS_PER_STEP = 1536
 ROW_LENS = (96, 96, 512)
 LOG_EVERY, CHECK_EVERY = 50, 150

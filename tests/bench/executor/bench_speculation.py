@@ -39,7 +39,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.quiet import quiet
 from tests.executor.support.steps import row_starts, sequences
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
 LONG_ANSWER = 8  # characters
 MAX_MODEL_LEN = 128

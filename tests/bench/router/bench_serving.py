@@ -16,7 +16,7 @@ import random
 import time
 
 from deploy.local.launch import LocalStack
-from router.client.client import Client
+from router.client import Client
 from tests.bench.support.quiet import quiet
 
 PROMPT_LEN = 16

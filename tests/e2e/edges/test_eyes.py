@@ -14,7 +14,7 @@ from deploy.local.demo import idle_group
 from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from router.client.client import Client
+from router.client import Client
 from tests.deploy.test_prometheus import EXPOSED
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged

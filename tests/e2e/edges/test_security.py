@@ -18,7 +18,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.auth import with_token
 from protos.transport.health import SERVICE_NAME as HEALTH
 from protos.transport.tls import TlsFiles, channel_credentials
-from router.client.client import Client, Many, Rejected, Unavailable
+from router.client import Client, Many, Rejected, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.support.certificates import Authority, replace
 

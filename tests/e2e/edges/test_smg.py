@@ -20,7 +20,7 @@ from deploy.local.demo_tasks import Problem, problems, rev, solved_lines
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.ports import held_port
 from deploy.local.processes import Process
-from router.client.client import Client
+from router.client import Client
 from tests.e2e.support.scraping import scrape
 
 pytestmark = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.local.demo import idle_group, token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
-from router.client.client import Client, GroupStatus, Unavailable
+from router.client import Client, GroupStatus, Unavailable
 from router.client.status import GroupState
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records

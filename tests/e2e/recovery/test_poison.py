@@ -12,7 +12,7 @@ from deploy.local.demo import idle_group, token_ids
 from deploy.local.launch import LocalStack
 from deploy.local.processes import Process
 from executor.__main__ import STUCK
-from router.client.client import CallFailed, Client, Options, Prompt
+from router.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records
 from tests.e2e.support.poisoned_executor import POISON, SNARE

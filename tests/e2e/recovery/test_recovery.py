@@ -5,7 +5,7 @@ from pathlib import Path
 
 from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
 from deploy.local.launch import LocalStack
-from router.client.client import Client
+from router.client import Client
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 LONG_TOKENS = 300

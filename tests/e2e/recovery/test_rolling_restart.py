@@ -17,7 +17,7 @@ from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
-from router.client.client import Client, Many
+from router.client import Client, Many
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.envoy import envoy_before
 

@@ -24,7 +24,7 @@ from deploy.local.demo import (
     token_ids,
 )
 from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines
-from router.client.client import Cancelled, Client, Delta, Rejected, TimedOut
+from router.client import Cancelled, Client, Delta, Rejected, TimedOut
 
 ENDLESS_TOKENS = 600  # takes far longer than any cancel or timeout of these tests
 

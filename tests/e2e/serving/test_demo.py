@@ -24,7 +24,7 @@ from deploy.local.demo import (
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
-from router.client.client import Finish
+from router.client import Finish
 
 BATCH_SIZE = 50
 PAD_ID, EOS_ID, STOP_ID = 0, 2, 13

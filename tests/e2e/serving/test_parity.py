@@ -16,7 +16,7 @@ import pytest_asyncio
 import torch
 
 from deploy.local.launch import LocalStack
-from router.client.client import Client, Completion
+from router.client import Client, Completion
 from tests.e2e.conftest import PATIENT
 from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
 from deploy.local.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
 from deploy.local.launch import LocalStack
-from router.client.client import Client
+from router.client import Client
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 NUM_REQUESTS = 40

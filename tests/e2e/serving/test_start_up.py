@@ -13,7 +13,7 @@ import pytest
 
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import ROOT, Process, ProcessEnded
-from router.client.client import Client, GroupStatus
+from router.client import Client, GroupStatus
 from tests.e2e.support.logs import records
 
 BAD_CONFIGURATION = 2

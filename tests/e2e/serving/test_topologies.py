@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from deploy.local.demo import OPTIONS, SEED, draw_requests, idle_group, text_of, token_ids
 from deploy.local.launch import LocalStack
-from router.client.client import Client, Completion
+from router.client import Client, Completion
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 NUM_REQUESTS = 44

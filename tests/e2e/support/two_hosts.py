@@ -17,7 +17,7 @@ from pathlib import Path
 from deploy.local.demo import SEED, ask_all, draw_requests, idle_group, token_ids
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import Process
-from router.client.client import Client, Options
+from router.client import Client, Options
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.hosts import Hosts
 

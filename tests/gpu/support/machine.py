@@ -125,7 +125,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.results: Path | None = Path(__file__).with_name("RESULTS.md")
+        self.results: Path | None = Path(__file__).parents[1] / "RESULTS.md"
         self._capability = torch.cuda.get_device_capability(self.device)
         self._resources = CaptureResources(CudaDevice(self.device))
         self._backends: list[CUDAGraphBackend] = []

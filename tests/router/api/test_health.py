@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.transport.health import HealthServicer
 from router.api.health import SERVICE, Health, enable_reflection
-from router.client.client import Client, Rejected
+from router.client import Client, Rejected
 from tests.router.support.fake_cell import FakeCell, serve
 
 Status = health_pb2.HealthCheckResponse

@@ -13,7 +13,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import abort_on_error
-from router.client.client import (
+from router.client import (
     Cancelled,
     Client,
     Completion,

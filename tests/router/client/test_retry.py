@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from router.api.health import SERVICE, Health
-from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG, Client, Unavailable
+from router.client import HEALTH_CONFIG, SERVICE_CONFIG, Client, Unavailable
 from tests.router.support.fake_cell import MODEL, FakeCell, serve
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[3] / "README.md").read_text()
 
 
 class Pair:

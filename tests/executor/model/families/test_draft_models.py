@@ -28,7 +28,7 @@ from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.serving import Rank
 
-DEMO = Path(__file__).parent.parent.parent / "deploy"
+DEMO = Path(__file__).parents[4] / "deploy"
 DEMO_DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
 OWN_KV = [kind for kind in KINDS if kind != "frozen_kv"]
 TOLERANCE = 1e-5  # of the largest value
