@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from router.api.health import SERVICE, Health
-from router.client import HEALTH_CONFIG, SERVICE_CONFIG, Client, Unavailable
+from router.client import Client, Unavailable
+from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG
 from tests.router.support.fake_cell import MODEL, FakeCell, serve
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
