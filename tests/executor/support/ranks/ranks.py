@@ -1,8 +1,10 @@
-"""Runs a function in one process per rank, and brings back what each returned."""
+"""Ranks of a test: one process each, forked off a server that has imported PyTorch once."""
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from executor.parallel.rendezvous import open_store
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
+PRELOADED = ["torch", "pytest", "executor.build.executor", __name__]
 
 
 def be_patient() -> None:
@@ -23,13 +26,21 @@ def be_patient() -> None:
     parallel.FORM_TIMEOUT_S = links.HELLO_TIMEOUT_S = TIMEOUT_S
 
 
+@functools.cache
+def fork_server() -> ForkServerContext:
+    """Returns what forks ranks, the same for all tests of a run; no rank outlives its call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Returns ``function(rank, store_port, *args)`` of every rank.
 
     The function must be importable by name. It runs on one thread: ranks that each spin on
     every core make each other wait.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     ends, processes = [], []
     for rank in range(world_size):
