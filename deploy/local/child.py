@@ -12,13 +12,17 @@ import sys
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h; it stays set across exec
 
 
-def main() -> None:
-    """Ties this process to its parent and replaces it."""
-    parent_pid = int(sys.argv[1])
+def die_with_parent(parent_pid: int) -> None:
+    """Ties this process to its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it ended before we were tied to it
             sys.exit(1)
+
+
+def main() -> None:
+    """Becomes ``python ARGS``."""
+    die_with_parent(int(sys.argv[1]))
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 

@@ -1,12 +1,13 @@
 """One whole stack for all tests of this folder, as real processes with the demo model."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
 from deploy.local.launch import LocalStack
 from router.client import Client
+from tests.e2e.support.fork_server import fork_server
 
 # In float32 the answers do not depend on who else is in the batch. The KV pool is small enough
 # for blocks to be evicted, and a long prompt takes several steps.
@@ -21,8 +22,15 @@ EXECUTOR_ARGS = (
 PATIENT = ("--step-timeout-s", "120", "--min-step-deadline-s", "120")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of this folder's tests are forked, unless a test says otherwise."""
+    with fork_server(tmp_path_factory.mktemp("forks")):
+        yield
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+async def stack(tmp_path_factory: pytest.TempPathFactory, forks: None) -> AsyncIterator[LocalStack]:
     """A router and two executors. Tests leave it as they found it: ready, and idle."""
     log_dir = tmp_path_factory.mktemp("stack")
     async with LocalStack(
