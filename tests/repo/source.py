@@ -40,6 +40,12 @@ def statements(node: ast.AST, *, in_functions: bool) -> Iterator[ast.AST]:
         yield from statements(child, in_functions=in_functions)
 
 
+def is_ours(name: str) -> bool:
+    """Whether a dotted name begins with a module of this repository: a host's may look like one."""
+    start = ROOT.joinpath(*name.split(".")[:2])
+    return start.is_dir() or start.with_suffix(".py").is_file()
+
+
 def imports_of(path: Path, *, in_functions: bool = True) -> set[str]:
     """Full names of all that a file imports, "package.module.name" included.
 
@@ -54,7 +60,7 @@ def imports_of(path: Path, *, in_functions: bool = True) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.partition(":")[0]
-            if MODULE_NAME.fullmatch(name):
+            if MODULE_NAME.fullmatch(name) and is_ours(name):
                 names.add(name)
     return names
 

@@ -81,6 +81,33 @@ def test_neither_side_knows_the_other(package: str, foreign: set[str]) -> None:
         assert not tops & foreign, f"{path} imports {tops & foreign}"
 
 
+@pytest.mark.parametrize(
+    ("folder", "foreign"),
+    [
+        (
+            "router",
+            {"executor", "torch", "deploy", "tests.executor", "tests.together", "tests.e2e"},
+        ),
+        ("sim", {"executor", "torch", "deploy", "tests.executor", "tests.together", "tests.e2e"}),
+        (
+            "executor",
+            {"router", "deploy", "tests.router", "tests.sim", "tests.together", "tests.e2e"},
+        ),
+        (
+            "support",
+            {"executor", "router", "deploy", "tests.executor", "tests.router", "tests.e2e"},
+        ),
+    ],
+)
+def test_the_tests_of_either_side_run_without_the_other(folder: str, foreign: set[str]) -> None:
+    """Tests of both stand in tests/together and tests/e2e."""
+    for path in modules_of(ROOT / "tests" / folder):
+        for name in imports_of(path) - {"deploy.local.ports.held_port"}:
+            top, _, rest = name.partition(".")
+            package = f"{top}.{rest.partition('.')[0]}" if top == "tests" else top
+            assert package not in foreign, f"{path} imports {name}"
+
+
 def test_flashinfer_is_imported_only_where_it_is_used() -> None:
     """The package must import, and its tests run, on a machine without it."""
     for path in modules_of(ROOT / "executor"):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +25,9 @@ from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan
 from tests.router.support.stepper import Stepper
+from tests.support.paths import DEMO_MODEL as MODEL
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
-MODEL, DRAFTS = DEPLOY / "demo_model", DEPLOY / "demo_drafts"
 ALWAYS = DraftSettings(min_tokens_per_step=1.0)
 NEWLINE = ord("\n") + 3
 

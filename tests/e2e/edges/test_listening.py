@@ -9,7 +9,7 @@ import pytest
 from deploy.local.demo import ask, draw_requests
 from deploy.local.launch import LocalStack
 from tests.e2e.conftest import EXECUTOR_ARGS
-from tests.e2e.support.listening import listening_at
+from tests.support.listening import listening_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.local.demo_speculative import FOLDER
-from deploy.local.launch import DEMO_MODEL
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
@@ -19,6 +17,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import PortSecurity
 from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
+from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
 NUM_SEQS, NUM_TOKENS, NUM_LOGITS = 4, 32, 9
 BLOCK_SIZE, BLOCKS_PER_ROW = 4, 8
@@ -275,7 +274,7 @@ OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
 DRAFTING_OTHERWISE: dict[
     str, tuple[Any, dict[str, Any], str]
 ] = {  # and what the agreement calls it
-    "draft_model": (FOLDER / "mtp", {}, "draft_fingerprint"),
+    "draft_model": (DEMO_DRAFTS / "mtp", {}, "draft_fingerprint"),
     "num_draft_steps": (2, {}, "num_draft_steps"),
     "draft_topk": (2, {}, "topk"),
     "num_draft_tokens": (5, {"draft_topk": 2}, "num_draft_tokens"),
@@ -330,7 +329,7 @@ def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
 @pytest.mark.parametrize("name", DRAFTING_OTHERWISE)
 def test_members_that_draft_otherwise_do_not_agree(name: str):
     value, both, key = DRAFTING_OTHERWISE[name]
-    both = {"moe_a2a": "none", "draft_model": FOLDER / "eagle"} | both
+    both = {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle"} | both
     one = member_agreement(DEMO_MODEL, **both)
     other = member_agreement(DEMO_MODEL, **both | {name: value})
     assert one[key] != other[key]

@@ -9,7 +9,8 @@ from executor.build import drafts as build_drafts
 from executor.build import kv as build_kv
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from tests.together.speculative_cell import DRAFTS, MODEL
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
+from tests.support.paths import DEMO_MODEL as MODEL
 
 SETTINGS: dict[str, Any] = {
     "model": MODEL,

@@ -27,7 +27,8 @@ from executor.model.sampling.sampler import RowStarts, Sampler
 from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.forward_pass import ForwardPass
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
-from tests.together.speculative_cell import DRAFTS, MODEL
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
+from tests.support.paths import DEMO_MODEL as MODEL
 
 SETTINGS: dict[str, Any] = {
     "model": MODEL,

@@ -10,7 +10,6 @@ import pytest
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
-from router.scheduling.planner import agree
 
 NUM_CASES = 400  # for each of the seeds
 PADDING = None
@@ -113,35 +112,6 @@ def test_the_gathered_buffer_holds_each_real_row_once_and_no_executor_overlaps_a
         assert sorted(buffer) == list(range(layouts[0].global_dp_buffer_len)), layouts[0]
         expected = [(dp_rank, i) for dp_rank, count in enumerate(counts) for i in range(count)]
         assert [buffer[place] for place in sorted(buffer) if buffer[place]] == expected, layouts[0]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_all_executors_derive_the_same_geometry_from_one_agreement_of_the_router(seed: int):
-    rng = random.Random(200 + seed)
-    for _ in range(NUM_CASES):
-        counts, attn_tp_size, _, _ = draw_step(rng)
-        counts = (counts[0] + 1, *counts[1:])  # an idle system takes no step
-        has_extend = rng.random() < 0.5
-        sizes = tuple(attn_tp_size * size for size in (1, 2, 4, 8))
-        agreement = agree(
-            counts,
-            counts,
-            has_extend=has_extend,
-            num_sequences=counts,
-            attn_tp_size=attn_tp_size,
-            decode_graph_sizes=rng.choice([(), sizes]),
-            extend_graph_sizes=rng.choice([(), sizes]),
-        )
-        mode = DpPaddingMode[agreement.padding_mode.name]
-        layouts = layouts_of(counts, mode, attn_tp_size, agreement.graph_size)
-        for layout in layouts:
-            assert layout.offsets == layouts[0].offsets
-            assert layout.global_shard_num_rows == layouts[0].global_shard_num_rows
-            assert layout.global_shard_num_tokens == layouts[0].global_shard_num_tokens
-            assert layout.global_dp_buffer_len == layouts[0].global_dp_buffer_len
-            assert layout.runtime_max_tokens_per_rank == layouts[0].runtime_max_tokens_per_rank
-            assert layout.global_padded_num_tokens == layouts[0].global_padded_num_tokens
-        assert all(count % attn_tp_size == 0 for count in layouts[0].global_padded_num_tokens)
 
 
 @pytest.mark.parametrize("seed", range(5))

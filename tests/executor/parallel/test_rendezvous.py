@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from executor.__main__ import _keep_in
 from executor.config import ExecutorConfig
 from executor.parallel.rendezvous import open_store
-from tests.e2e.support.listening import listening_at
+from tests.support.listening import listening_at
 
 
 def addresses_at(port: int) -> set[str]:
