@@ -1,42 +1,45 @@
-"""``python -m router.top HOST:PORT``: a live picture of every group and rank of a router.
+"""Terminal view of a router: ``python -m router.top HOST:PORT``.
 
-Plain text and ANSI colours. On a terminal it is drawn anew each second, at the terminal's size;
-anywhere else one frame is printed. The picture comes from GetStatus alone. A router that is gone or
-stuck is said to be, and the picture is back when it is.
+Every group and rank as GetStatus has them: on a terminal drawn anew each second, anywhere else
+printed once. A router that is gone or stuck is reported as such until it answers again.
 """
 
 import asyncio
-import os
+import io
 import shutil
 import signal
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
+from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import ErrorDetails
 from router.client import CallFailed, Client, TimedOut, TlsFiles
-from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 
-HOME, CLEAR_REST, CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
-# Without a cursor, and long lines cut by a terminal that is narrower than the picture.
-BEGIN, END = "\x1b[?25l\x1b[?7l", "\x1b[?25h\x1b[?7h"
-RESET, BOLD, DIM, RED, GREEN, YELLOW = (f"\x1b[{code}m" for code in (0, 1, 2, 31, 32, 33))
-MIN_WIDTH = 40
 ANSWER_S = 5.0  # a router that takes longer is stuck, and an old picture would hide it
+MIN_WIDTH = 40  # a narrower terminal cuts what is drawn for this width
+BARS_WIDTH = 60  # a narrower table has numbers only
 MAX_BAR = 24
 FULL, PART, EMPTY = "█", "▒", "·"
-ASCII = str.maketrans({FULL: "#", PART: "+", EMPTY: "."})
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What GetStatus said at one moment.
+    """GetStatus' answer at one moment.
 
     Attributes:
         time: In seconds, of any steady clock.
@@ -44,232 +47,210 @@ class Frame:
     """
 
     time: float
-    groups: Sequence[GroupStatus]
+    groups: Sequence[pb.GroupStatus]
 
 
-def render(now: Frame, width: int, *, before: Frame | None = None, colours: bool = False) -> str:
-    """Returns the picture: lines of at most `width` characters, colours not counted.
+class Bar:
+    """Bar of at most two shares of its width, from the left; a share above 0 shows."""
+
+    def __init__(self, *shares: float) -> None:
+        self._shares = shares
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        characters = "#+." if options.ascii_only else FULL + PART + EMPTY
+        width, bar = min(MAX_BAR, options.max_width), ""
+        for character, share in zip(characters, self._shares, strict=False):
+            num_cells = max(round(width * share), 1 if share > 0 else 0)
+            bar += character * min(num_cells, width - len(bar))
+        yield Segment(bar.ljust(width, characters[-1]))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(4, options.max_width), min(MAX_BAR, options.max_width))
+
+
+class Fitted:
+    """As much of a picture as a terminal has room for, and how much that leaves out."""
+
+    def __init__(self, picture: RenderableType) -> None:
+        self._picture = picture
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=max(MIN_WIDTH, options.max_width), height=None)
+        lines = console.render_lines(self._picture, wide)
+        num_shown = len(lines)
+        if num_shown > options.size.height:
+            num_shown = options.size.height - 1
+            note = f"… {len(lines) - num_shown} more lines: make the window taller"
+            lines = [*lines[:num_shown], [Segment(note)]]
+        for line in lines:
+            yield from (*line, Segment.line())
+
+
+def picture(now: Frame, before: Frame | None = None) -> Group:
+    """Returns what is drawn of a frame.
 
     Args:
-        now: What to draw.
-        width: Of the terminal; below MIN_WIDTH the picture is as wide as that.
-        before: An earlier frame, for what takes two: tokens and steps per second.
-        colours: Whether to use ANSI colours.
+        now: The frame.
+        before: An earlier one, for what takes two: steps and tokens per second.
     """
-    width = max(width, MIN_WIDTH)
-    lines: list[str] = []
+    parts: list[RenderableType] = []
     for group in now.groups:
-        lines += _group_lines(group, width, _Rates.between(before, now, group), colours)
-        lines.append("")
-    if not now.groups:
-        lines.append("the router has no groups")
-    return "\n".join(lines).rstrip("\n") + "\n"
+        parts += [*_group(group, _rates(group, now, before)), ""]
+    return Group(*parts[:-1] or ["the router has no groups"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """Per second, between two frames of one epoch; None where there are no two."""
-
-    steps: float | None = None
-    tokens: float | None = None
-
-    @classmethod
-    def between(cls, before: Frame | None, now: Frame, group: GroupStatus) -> "_Rates":
-        old = next((g for g in before.groups if g.group == group.group), None) if before else None
-        if before is None or old is None or old.epoch != group.epoch or now.time <= before.time:
-            return cls()
-        seconds = now.time - before.time
-        tokens = _total_tokens(group) - _total_tokens(old)
-        return cls((group.step - old.step) / seconds, tokens / seconds)
+def _rates(group: pb.GroupStatus, now: Frame, before: Frame | None) -> list[str]:
+    """Returns what a group did per second, if the frames are of one epoch."""
+    old = next((g for g in before.groups if g.group == group.group), None) if before else None
+    if before is None or old is None or old.epoch != group.epoch or now.time <= before.time:
+        return []
+    tokens, old_tokens = (sum(rank.total_tokens for rank in g.ranks) for g in (group, old))
+    seconds = now.time - before.time
+    return [
+        f"{(group.step - old.step) / seconds:,.0f} steps/s",
+        f"{(tokens - old_tokens) / seconds:,.0f} tokens/s",
+    ]
 
 
-def _total_tokens(group: GroupStatus) -> int:
-    return sum(rank.total_tokens for rank in group.ranks)
-
-
-def _group_lines(group: GroupStatus, width: int, rates: _Rates, colours: bool) -> list[str]:
-    is_ready = group.state is GroupState.READY
-    paint = _painter(colours)
-    parts = [f"epoch {group.epoch}", f"step {group.step:,}"]
-    if rates.steps is not None and rates.tokens is not None:
-        parts += [f"{rates.steps:,.0f} steps/s", f"{rates.tokens:,.0f} tokens/s"]
-    if group.last_step_age_s is not None:
-        parts.append(f"last step {_seconds(group.last_step_age_s)} ago")
-    title = f"group {group.group} "
-    state = f"{group.state.name:<8}"
-    rest = _cut(" ".join(["", *_join_with_dots(parts)]), width - len(title) - len(state))
-    lines = [paint(title, BOLD) + paint(state, GREEN if is_ready else RED) + rest]
-    if group.problem:
+def _group(group: pb.GroupStatus, rates: Sequence[str]) -> Iterator[RenderableType]:
+    is_ready = group.state == pb.GROUP_STATE_READY
+    facts = [f"epoch {group.epoch}", f"step {group.step:,}", *rates]
+    if group.HasField("last_step_age"):
+        facts.append(f"last step {_duration(group.last_step_age)} ago")
+    state = ("READY   ", "green") if is_ready else ("FORMING ", "red")
+    yield _line((f"group {group.group} ", "bold"), state, " " + ", ".join(facts))
+    if group.problem:  # whole: an operator must read it
         problem = "".join(c if c.isprintable() else " " for c in group.problem)
-        wrapped = textwrap.wrap(problem, width, initial_indent="  ", subsequent_indent="  ")
-        lines += [paint(line, YELLOW) for line in wrapped]  # whole: an operator must read it
-    lines.append(_cut(_queue(group, min(MAX_BAR, width // 4)), width))
-    if group.ranks:
-        lines += _rank_lines(group.ranks, width, paint)
-    elif is_ready:
-        lines.append("  no ranks")
-    if group.speculation is not None:
-        lines.append(paint(_cut("  drafts: " + _drafts(group.speculation), width), DIM))
-    if group.graphs:
-        lines.append(paint(_cut("  steps by what ran them: " + _graphs(group), width), DIM))
-    return lines
-
-
-def _queue(group: GroupStatus, bar: int) -> str:
-    """Returns what waits, as a share of all live sequences."""
-    num_waiting = group.num_waiting
-    num_live = num_waiting + sum(rank.num_running for rank in group.ranks)
-    return (
-        f"  waiting {_bar(bar, num_waiting / max(1, num_live))} "
-        f"{num_waiting:,} of {num_live:,} sequences, {group.num_waiting_tokens:,} tokens"
+        yield Padding(Text(problem, "yellow"), (0, 0, 0, 2))
+    num_live = group.num_waiting + sum(rank.num_running for rank in group.ranks)
+    waiting = Table.grid(Column(width=9), Column(), Column(no_wrap=True), padding=(0, 1, 0, 0))
+    waiting.add_row(
+        "  waiting",
+        Bar(group.num_waiting / max(1, num_live)),
+        f"{group.num_waiting:,} of {num_live:,} sequences, {group.num_waiting_tokens:,} tokens",
     )
+    yield waiting
+    if group.ranks:
+        yield _RankTable(group.ranks)
+    elif is_ready:
+        yield "  no ranks"
+    if group.HasField("speculation"):
+        yield _line(("  drafts: " + _drafts(group.speculation), "dim"))
+    if group.graphs:
+        yield _line(("  steps by what ran them: " + _graphs(group.graphs), "dim"))
 
 
-def _rank_lines(
-    ranks: Sequence[RankStatus], width: int, paint: Callable[[str, str], str]
-) -> list[str]:
-    """Returns a table: its numbers take 51 columns, two bars share what is left."""
-    bar = min(MAX_BAR, (width - 51) // 2)
-    most_tokens = max(1, *(rank.last_step_tokens for rank in ranks))
-    if bar < 4:
-        header, bar = "rank  run tokens   kv%     step", 0
-    else:
-        tokens, kv = "tokens in the last step", "KV used, cached"
-        if bar < len(tokens) - 7:
-            tokens, kv = "tokens", "KV"
-        header = f"rank  run  {tokens:<{bar + 7}} {kv:<{bar + 5}}     step  prefix preempted"
-    lines = [paint(_cut(header, width), DIM)]
-    for rank in ranks:
-        num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
-        used = rank.num_used_blocks / max(1, num_blocks)
-        cached = rank.num_cached_blocks / max(1, num_blocks)
-        tokens, step = f"{rank.last_step_tokens:>6,}", _seconds(rank.last_step_s)
-        if bar:
-            line = (
-                f"{rank.dp_rank:>4} {rank.num_running:>4}  "
-                f"{_bar(bar, rank.last_step_tokens / most_tokens)} {tokens}"
-                f" {_bar(bar, used, cached)} {used:>4.0%} {step:>8}"
-                f" {rank.prefix_hit_rate:>7.0%} {rank.num_preemptions:>9,}"
-            )
-        else:
-            line = f"{rank.dp_rank:>4} {rank.num_running:>4} {tokens} {used:>5.0%} {step:>8}"
-        lines.append(_cut(line, width))
-    return lines
+class _RankTable:
+    """Ranks of a group; a narrow table has no bars, and only the last step."""
+
+    def __init__(self, ranks: Sequence[pb.RankStatus]) -> None:
+        self._ranks = ranks
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        has_bars = options.max_width >= BARS_WIDTH
+        headers = ["rank", "run", "tokens", "kv%", "step"]
+        if has_bars:
+            headers = ["rank", "run", "tokens in the last step", "", "KV used, cached", ""]
+            headers += ["step", "prefix", "preempted"]
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+        for header in headers:
+            is_bar = " " in header  # these give way to the numbers
+            title = Text(header, no_wrap=True, overflow="ellipsis")
+            table.add_column(title, justify="left" if is_bar else "right", no_wrap=not is_bar)
+        most_tokens = max(1, *(rank.last_step_tokens for rank in self._ranks))
+        for rank in self._ranks:
+            num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
+            used = rank.num_used_blocks / max(1, num_blocks)
+            cached = rank.num_cached_blocks / max(1, num_blocks)
+            cells: list[RenderableType] = [str(rank.dp_rank), str(rank.num_running)]
+            cells += [Bar(rank.last_step_tokens / most_tokens)] * has_bars
+            cells += [f"{rank.last_step_tokens:,}"]
+            cells += [Bar(used, cached)] * has_bars
+            cells += [f"{used:.0%}", _duration(rank.last_step_time)]
+            cells += [f"{rank.prefix_hit_rate:.0%}", f"{rank.num_preemptions:,}"] * has_bars
+            table.add_row(*cells)
+        yield table
 
 
-def _graphs(group: GroupStatus) -> str:
+def _line(*parts: str | tuple[str, str]) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+def _graphs(graphs: Sequence[pb.GraphCount]) -> str:
     """Returns the steps by runner and, of those without a graph, by reason."""
-    counts: dict[str, int] = {}
-    for count in group.graphs:
-        name = f"{count.runner} ({count.miss})" if count.miss else count.runner
-        counts[name] = counts.get(name, 0) + count.num_steps
+    counts: Counter[str] = Counter()
+    for count in graphs:
+        counts[f"{count.runner} ({count.miss})" if count.miss else count.runner] += count.num_steps
     return ", ".join(f"{name} {number:,}" for name, number in counts.items())
 
 
-def _drafts(status: SpeculationStatus) -> str:
-    """Returns whether the group drafts, and what comes of it."""
-    parts = [status.algorithm, status.state.name.lower()]
-    if status.tokens_per_step is not None:
+def _drafts(status: pb.SpeculationStatus) -> str:
+    """Returns whether a group drafts, and what comes of it."""
+    state = pb.SpeculationState.Name(status.state).removeprefix("SPECULATION_STATE_").lower()
+    parts = [status.algorithm, state]
+    if status.HasField("tokens_per_step"):
         accepted = status.num_accepted_drafts / max(1, status.num_drafts)
         parts += [f"{status.tokens_per_step:.2f} tokens per step", f"{accepted:.0%} accepted"]
     return ", ".join(part for part in parts if part)
 
 
-def _bar(width: int, full: float, part: float = 0.0) -> str:
-    """Returns a bar of two shares of its width; whatever is not nothing shows."""
-    num_full = _cells(width, full)
-    num_part = min(width - num_full, _cells(width, part))
-    return FULL * num_full + PART * num_part + EMPTY * (width - num_full - num_part)
-
-
-def _cells(width: int, share: float) -> int:
-    return min(width, max(round(width * share), 1 if share > 0 else 0))
-
-
-def _seconds(seconds: float) -> str:
+def _duration(duration: Duration) -> str:
     """Returns a duration in at most 8 characters."""
+    seconds = duration.ToNanoseconds() / 1e9
     if seconds == 0:
         return "-"
-    if seconds < 0.1:
-        return f"{seconds * 1e3:.1f} ms"
     if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
+        return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
     return f"{seconds:.1f} s" if seconds < 1000 else f"{seconds / 3600:.1f} h"
 
 
-def _join_with_dots(parts: Sequence[str]) -> list[str]:
-    return [part + " ·" for part in parts[:-1]] + list(parts[-1:])
+def new_console(*, once: bool) -> Console:
+    """Returns the console on standard output; one that is drawn on once counts as no terminal."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # a terminal without "…" gets "?"
+    if once or not out.isatty() or Console().is_dumb_terminal:
+        return Console(force_terminal=False, width=shutil.get_terminal_size((100, 24)).columns)
+    return Console(force_terminal=True)
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
-def _painter(colours: bool) -> Callable[[str, str], str]:
-    return (lambda text, code: code + text + RESET) if colours else (lambda text, code: text)
-
-
-async def watch(client: Client, address: str, interval_s: float, *, once: bool) -> None:
-    """Draws until interrupted, or once.
+async def watch(client: Client, address: str, interval_s: float, console: Console) -> None:
+    """Draws until interrupted; once where the console is no terminal.
 
     Args:
         client: Of the router, not opened yet.
         address: The router's, to be shown.
         interval_s: Between two pictures.
-        once: Whether to draw one alone.
+        console: Where to draw.
 
     Raises:
         CallFailed: The router does not answer, and never has.
     """
-    before: Frame | None = None
     async with client:
-        while True:
-            try:
-                frame = Frame(time.monotonic(), await _ask(client))
-                text = render(frame, _size().columns, before=before, colours=not once)
-                before = frame
-            except CallFailed as error:
-                if before is None:
-                    raise
-                text = f"{address} does not answer: {error}\n"
-            if once:
-                _write(text)
-                return
-            lines = f"{address}   {time.strftime('%H:%M:%S')}   Ctrl-C ends\n\n" + text
-            shown = _fit(lines.splitlines(), _size().lines - 1)
-            # Each line clears what an earlier, longer one left; no flicker, unlike a clear screen.
-            _write(HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in shown) + CLEAR_REST)
-            await asyncio.sleep(interval_s)
+        before = await _ask(client)
+        if not console.is_terminal:
+            console.print(picture(before), crop=False)
+            return
+        drawn: RenderableType = picture(before)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                title = Text(f"{address}   {time.strftime('%H:%M:%S')}   Ctrl-C ends\n")
+                live.update(Fitted(Group(title, drawn)), refresh=True)
+                await asyncio.sleep(interval_s)
+                try:
+                    now = await _ask(client)
+                    drawn, before = picture(now, before), now
+                except CallFailed as error:
+                    drawn = Text(f"{address} does not answer: {error}")
 
 
-async def _ask(client: Client) -> list[GroupStatus]:
+async def _ask(client: Client) -> Frame:
     try:
         async with asyncio.timeout(ANSWER_S):
-            return await client.get_status()
+            return Frame(time.monotonic(), await client.get_status())
     except TimeoutError as error:
         problem = f"no answer for {ANSWER_S:g} s"
         raise TimedOut(grpc.StatusCode.DEADLINE_EXCEEDED, problem, ErrorDetails()) from error
-
-
-def _fit(lines: Sequence[str], height: int) -> list[str]:
-    """Returns what a terminal has room for, and says how much that leaves out."""
-    if len(lines) <= height:
-        return list(lines)
-    shown = max(0, height - 1)
-    return [*lines[:shown], f"… {len(lines) - shown} more lines: make the window taller"]
-
-
-def _size() -> os.terminal_size:
-    return shutil.get_terminal_size((100, 24))
-
-
-def _write(text: str) -> None:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        text = text.translate(ASCII).replace("·", "|").replace("…", ">")
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 @click.command()
@@ -291,7 +272,7 @@ def main(
     token: Path | None,
     plaintext: bool,
 ) -> None:
-    """Shows what every group and rank of the router at HOST:PORT is doing."""
+    """Shows every group and rank of the router at HOST:PORT."""
     if ca is None and (cert or key):
         raise click.UsageError("--cert and --key go with --ca: without TLS nobody sees them")
     try:
@@ -301,21 +282,13 @@ def main(
         raise click.UsageError(str(error)) from error
     if interval_s <= 0:
         raise click.UsageError(f"interval_s={interval_s}: need more than 0 seconds")
-    once = once or not sys.stdout.isatty()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it, too, restores the terminal
     try:
-        if not once:
-            signal.signal(
-                signal.SIGTERM, signal.default_int_handler
-            )  # it, too, gives the cursor back
-            _write(BEGIN)
-        asyncio.run(watch(client, address, interval_s, once=once))
+        asyncio.run(watch(client, address, interval_s, new_console(once=once)))
     except KeyboardInterrupt:
         pass
     except CallFailed as error:
         raise click.ClickException(f"{address} does not answer: {error}") from error
-    finally:
-        if not once:
-            _write(END)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from deploy.local import demo_speculative, flags
 from deploy.local.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
 from deploy.local.launch import DEMO_MODEL, LocalStack, num_cores
 from deploy.local.processes import ProcessEnded
-from router.client import CallFailed, Client, Finish, Many, Options, Prompt
-from router.client.status import GroupStatus
+from router.client import CallFailed, Client, Finish, GroupStatus, Many, Options, Prompt
 
 NUM_SHOWN = 6  # requests that the terminal shows token by token
 NUM_CONTEXTS = 12  # each opens many prompts, so that its KV blocks are used again

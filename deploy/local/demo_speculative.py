@@ -16,8 +16,7 @@ from statistics import mean, median
 
 from deploy.local.demo_tasks import STOP_ID, Problem, rev, sort
 from deploy.local.launch import DEMO_MODEL, LocalStack
-from router.client import Client, Options
-from router.client.status import GroupStatus
+from router.client import Client, GroupStatus, Options
 
 FOLDER = Path(__file__).parents[1] / "demo_drafts"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
@@ -76,7 +75,7 @@ async def take_turn(client: Client, problems: Sequence[Problem]) -> Turn:
 def print_drafts(group: GroupStatus) -> None:
     """Prints what came of a group's drafts, if it drafts."""
     drafts = group.speculation
-    if drafts is None or drafts.tokens_per_step is None:
+    if not drafts.HasField("tokens_per_step"):
         return
     print(
         f"\nDrafts ({drafts.algorithm}): {drafts.num_accepted_drafts} of {drafts.num_drafts} "

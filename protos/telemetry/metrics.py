@@ -7,12 +7,16 @@ reads them and makes Prometheus' text of them, in a thread of its own.
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client import CollectorRegistry
+    from prometheus_client import Metric as ExposedMetric
+
+T = TypeVar("T")
+Labels = tuple[str, ...]
 
 # Seconds. Waits of people and of services, and whole answers.
 LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -74,6 +78,9 @@ class Histogram:
         return buckets
 
 
+Values = float | Histogram | Mapping[str, float] | Mapping[tuple[str, str], float] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One metric and all of its series.
@@ -92,7 +99,7 @@ class Family:
     labels: tuple[str, ...]
     series: Iterable[tuple[tuple[str, ...], "float | Histogram"]]
 
-    def to_metric(self) -> "Metric":
+    def to_metric(self) -> "ExposedMetric":
         """Returns it in the form that prometheus-client writes."""
         from prometheus_client import core
 
@@ -107,6 +114,48 @@ class Family:
         for labels, value in self.series:
             family.add_metric(labels, value)
         return family  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[T]):
+    """Row of a table of metrics.
+
+    Attributes:
+        name: Without the program's prefix; a counter's ends in "_total".
+        kind: "gauge", "counter" or "histogram".
+        labels: Names of labels beside those of the table's subjects.
+        values: A subject's value, or its values by those of `labels`; None for no series.
+        help: What it tells, for people.
+    """
+
+    name: str
+    kind: str
+    labels: Labels
+    values: Callable[[T], Values]
+    help: str
+
+
+def families_of(
+    table: Iterable[Metric[T]], prefix: str, names: Labels, subjects: Sequence[tuple[Labels, T]]
+) -> Iterator[Family]:
+    """Yields each metric of a table, also those that have no series yet.
+
+    Args:
+        table: The metrics.
+        prefix: Of their names.
+        names: Of the subjects' labels.
+        subjects: Label values and subject.
+    """
+    for metric in table:
+        series: list[tuple[Labels, float | Histogram]] = []
+        for labels, subject in subjects:
+            values = metric.values(subject)
+            if isinstance(values, Mapping):
+                for more, value in values.items():
+                    series.append((labels + ((more,) if isinstance(more, str) else more), value))
+            elif values is not None:
+                series.append((labels, values))
+        yield Family(prefix + metric.name, metric.kind, metric.help, names + metric.labels, series)
 
 
 class Port:
@@ -182,11 +231,11 @@ class _Collector:
     def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
         self._collect = collect
 
-    def describe(self) -> Iterable["Metric"]:
+    def describe(self) -> Iterable["ExposedMetric"]:
         """Returns nothing: what there is, is known only when it is collected."""
         return ()
 
-    def collect(self) -> Iterable["Metric"]:
+    def collect(self) -> Iterable["ExposedMetric"]:
         for number, family in enumerate(self._collect()):
             yield family.to_metric()
             if number % BREATH_FAMILIES == 0:

@@ -9,7 +9,7 @@ import grpc
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from router.api.generate_many import ManyCall
-from router.api.responses import group_message, model_response, take_response
+from router.api.responses import model_response, take_response
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request, served
 from router.engine.engines import Cell
@@ -94,8 +94,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(
         self, request: serving_pb2.GetStatusRequest, context: Context
     ) -> serving_pb2.GetStatusResponse:
-        groups = [group_message(status) for status in self._cell.status()]
-        return serving_pb2.GetStatusResponse(groups=groups, version=self._version)
+        return serving_pb2.GetStatusResponse(groups=self._cell.status(), version=self._version)
 
     async def run(
         self,

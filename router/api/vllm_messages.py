@@ -11,7 +11,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
-from router.client.status import GroupStatus
 from router.errors import InvalidRequest
 from router.scheduling.model import ServedModel
 
@@ -192,7 +191,7 @@ def model_info(model: ServedModel) -> Message:
     )
 
 
-def server_info(groups: list[GroupStatus], num_live: int, uptime_s: float) -> Message:
+def server_info(groups: list[serving_pb2.GroupStatus], num_live: int, uptime_s: float) -> Message:
     return pb.GetServerInfoResponse(
         active_requests=num_live,
         uptime_seconds=uptime_s,
@@ -203,7 +202,7 @@ def server_info(groups: list[GroupStatus], num_live: int, uptime_s: float) -> Me
     )
 
 
-def loads(groups: list[GroupStatus]) -> list[Message]:
+def loads(groups: list[serving_pb2.GroupStatus]) -> list[Message]:
     """Returns the load of every DP rank, numbered on from group to group.
 
     What waits in a group waits for any of its ranks, so each is given an equal share. A group
@@ -227,7 +226,7 @@ def loads(groups: list[GroupStatus]) -> list[Message]:
     return entries
 
 
-def _fill_load(load: Message, group: GroupStatus, place: int) -> None:
+def _fill_load(load: Message, group: serving_pb2.GroupStatus, place: int) -> None:
     rank = group.ranks[place]
     num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
     usage = rank.num_used_blocks / num_blocks if num_blocks else 0.0

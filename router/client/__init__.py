@@ -3,6 +3,7 @@
 It imports nothing else of the router.
 """
 
+from protos.serving.v1.serving_pb2 import GROUP_STATE_FORMING, GROUP_STATE_READY, GroupStatus
 from protos.transport.tls import TlsFiles
 from router.client.client import Client
 from router.client.many import Many
@@ -21,9 +22,10 @@ from router.client.messages import (
     TokenLogprob,
     Unavailable,
 )
-from router.client.status import GroupStatus
 
 __all__ = [
+    "GROUP_STATE_FORMING",
+    "GROUP_STATE_READY",
     "CallFailed",
     "Cancelled",
     "Client",

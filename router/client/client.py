@@ -39,11 +39,9 @@ from router.client.messages import (
     Prompt,
     failure_of_call,
     to_delta,
-    to_group,
     to_model,
     to_request,
 )
-from router.client.status import GroupStatus
 
 _SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 # The published policy, for clients in any language: README.md has it as JSON.
@@ -213,12 +211,12 @@ class Client:
         with _typed_failures():
             return to_model(await self._stub.GetModel(serving_pb2.GetModelRequest()))
 
-    async def get_status(self) -> list[GroupStatus]:
+    async def get_status(self) -> list[serving_pb2.GroupStatus]:
         """Returns what every group is doing, by number."""
         self._renew()
         with _typed_failures():
             response = await self._operator_stub.GetStatus(serving_pb2.GetStatusRequest())
-        return [to_group(group) for group in response.groups]
+        return list(response.groups)
 
     async def health(self, service: str = "") -> bool:
         """Returns whether a service of grpc.health.v1 is SERVING.

@@ -9,14 +9,6 @@ import grpc
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import ErrorDetails, error_details
-from router.client.status import (
-    GraphCount,
-    GroupState,
-    GroupStatus,
-    RankStatus,
-    SpeculationState,
-    SpeculationStatus,
-)
 
 Prompt = str | Iterable[int]  # text, or token ids
 
@@ -190,15 +182,6 @@ _REASONS: dict[int, Literal["stop", "length"]] = {
     serving_pb2.FINISH_REASON_STOP: "stop",
     serving_pb2.FINISH_REASON_LENGTH: "length",
 }
-_STATES = {
-    serving_pb2.GROUP_STATE_FORMING: GroupState.FORMING,
-    serving_pb2.GROUP_STATE_READY: GroupState.READY,
-}
-_SPECULATION_STATES = {
-    serving_pb2.SPECULATION_STATE_DRAFTING: SpeculationState.DRAFTING,
-    serving_pb2.SPECULATION_STATE_PAUSED: SpeculationState.PAUSED,
-    serving_pb2.SPECULATION_STATE_OFF: SpeculationState.OFF,
-}
 _PARTS = {  # of a GenerateRequest, and the options that go there
     "sampling": serving_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
     "stop": serving_pb2.StopConditions.DESCRIPTOR.fields_by_name,
@@ -257,28 +240,6 @@ def to_model(message: serving_pb2.GetModelResponse) -> ModelInfo:
         max_model_len=message.max_model_len,
         eos_token_ids=tuple(message.eos_token_ids),
         has_tokenizer=message.has_tokenizer,
-    )
-
-
-def to_group(message: serving_pb2.GroupStatus) -> GroupStatus:
-    age_s = message.last_step_age.ToNanoseconds() / 1e9
-    return GroupStatus(
-        group=message.group,
-        state=_STATES[message.state],
-        problem=message.problem,
-        epoch=message.epoch,
-        step=message.step,
-        last_step_age_s=age_s if message.HasField("last_step_age") else None,
-        num_waiting=message.num_waiting,
-        num_waiting_tokens=message.num_waiting_tokens,
-        ranks=tuple(map(_rank, message.ranks)),
-        graphs=tuple(
-            GraphCount(count.runner, count.size, count.miss, count.num_steps)
-            for count in message.graphs
-        ),
-        speculation=(
-            _speculation(message.speculation) if message.HasField("speculation") else None
-        ),
     )
 
 
@@ -363,32 +324,4 @@ def _finish(message: serving_pb2.Finish) -> Finish:
         dp_rank=message.dp_rank,
         num_drafts=message.num_drafts,
         num_accepted_drafts=message.num_accepted_drafts,
-    )
-
-
-def _speculation(message: serving_pb2.SpeculationStatus) -> SpeculationStatus:
-    is_known = message.HasField("tokens_per_step")
-    return SpeculationStatus(
-        algorithm=message.algorithm,
-        state=_SPECULATION_STATES[message.state],
-        num_steps=message.num_steps,
-        num_drafts=message.num_drafts,
-        num_accepted_drafts=message.num_accepted_drafts,
-        tokens_per_step=message.tokens_per_step if is_known else None,
-    )
-
-
-def _rank(message: serving_pb2.RankStatus) -> RankStatus:
-    return RankStatus(
-        dp_rank=message.dp_rank,
-        address=message.address,
-        num_running=message.num_running,
-        last_step_tokens=message.last_step_tokens,
-        last_step_s=message.last_step_time.ToNanoseconds() / 1e9,
-        total_tokens=message.total_tokens,
-        num_used_blocks=message.num_used_blocks,
-        num_cached_blocks=message.num_cached_blocks,
-        num_free_blocks=message.num_free_blocks,
-        prefix_hit_rate=message.prefix_hit_rate,
-        num_preemptions=message.num_preemptions,
     )

@@ -13,9 +13,10 @@ from typing import Protocol
 
 import structlog
 
+from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
-from router.client.status import GroupState, GroupStatus, RankStatus, SpeculationStatus
 from router.engine.quarantine import Quarantine, accuse
+from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.requests.listeners import Reader, Readers
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
@@ -237,64 +238,13 @@ class Engine:
         table = self._scheduler.table
         return sum(table.num_bound(rank) for rank in range(self._info.shape.dp_size))
 
-    def status(self) -> GroupStatus:
-        now, stats = self._clock(), self._stats
-        shape = None if self._info is None else self._info.shape
-        return GroupStatus(
-            group=self.group,
-            state=GroupState.READY if self.is_ready else GroupState.FORMING,
-            problem=self._problem,
-            epoch=0 if self._info is None else self._info.epoch,
-            step=stats.num_steps,
-            last_step_age_s=None if stats.last_time is None else now - stats.last_time,
-            num_waiting=len(self._line),
-            num_waiting_tokens=self._line.num_tokens,
-            ranks=tuple(self._rank_statuses()),
-            graphs=stats.graph_counts(),
-            block_size=0 if shape is None else shape.block_size,
-            max_num_seqs=0 if shape is None else shape.rows_per_rank,
-            speculation=self._speculation_status(),
-        )
-
-    def _speculation_status(self) -> SpeculationStatus | None:
-        """What comes of drafts; None while there is no group, or it has no draft model."""
-        scheduler, info, drafts = self._scheduler, self._info, self._stats.drafts
-        if scheduler is None or info is None or info.shape.speculation is None:
-            return None
-        gate = scheduler.gate
-        return SpeculationStatus(
-            algorithm=info.shape.speculation.algorithm,
-            state=gate.state,
-            num_steps=drafts.num_steps,
-            num_drafts=drafts.num_drafts,
-            num_accepted_drafts=drafts.num_accepted,
-            tokens_per_step=gate.tokens_per_step,
-        )
-
-    def _rank_statuses(self) -> list[RankStatus]:
-        info, scheduler, stats = self._info, self._scheduler, self._stats
-        if info is None or scheduler is None:
-            return []
-        num_ranks = info.shape.dp_size
-        last_tokens = stats.last_tokens or (0,) * num_ranks
-        last_step_s = stats.last_step_s or [0.0] * num_ranks
-        total_tokens = stats.total_tokens
-        return [
-            RankStatus(
-                dp_rank=rank,
-                address=info.addresses[rank],
-                num_running=scheduler.table.num_bound(rank),
-                last_step_tokens=last_tokens[rank],
-                last_step_s=last_step_s[rank],
-                total_tokens=total_tokens[rank],
-                num_used_blocks=cache.pool.num_used,
-                num_cached_blocks=cache.pool.num_cached,
-                num_free_blocks=cache.pool.num_free,
-                prefix_hit_rate=cache.hit_rate,
-                num_preemptions=scheduler.num_preemptions[rank],
-            )
-            for rank, cache in enumerate(scheduler.caches)
-        ]
+    def status(self) -> pb.GroupStatus:
+        """Returns the group's part of GetStatus' answer."""
+        status = epoch_status(self._stats, self._info, self._scheduler, self._clock())
+        status.group, status.problem = self.group, self._problem
+        status.state = pb.GROUP_STATE_READY if self.is_ready else pb.GROUP_STATE_FORMING
+        status.num_waiting, status.num_waiting_tokens = len(self._line), self._line.num_tokens
+        return status
 
     # ---- epochs
 

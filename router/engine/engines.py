@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 import structlog
 
+from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
-from router.client.status import GroupStatus
 from router.engine.engine import Engine
 from router.errors import (
     Cancelled,
@@ -197,7 +197,7 @@ class Cell:
             np.concatenate([part.token_ids for part in parts]),
         )
 
-    def status(self) -> list[GroupStatus]:
+    def status(self) -> list[pb.GroupStatus]:
         return [engine.status() for engine in self._engines]
 
     def totals(self) -> list[GroupTotals]:

@@ -16,7 +16,6 @@ import numpy as np
 from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
 from protos.transport.auth import Unauthenticated
 from protos.transport.requests import MalformedMessage
-from router.client.status import GraphCount
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -203,8 +202,8 @@ class EpochStats:
             )
         ]
 
-    def graph_counts(self) -> tuple[GraphCount, ...]:
-        """Returns the steps by what ran them, runner by runner, sizes ascending."""
+    def graph_counts(self) -> dict[tuple[str, int, str], int]:
+        """Returns the steps by what ran them: runner, size, and why there was no graph; sorted."""
         self._fold()
         counts: Counter[tuple[str, int, str]] = Counter()
         for (has_extend, drafts, size, miss), num_steps in self._num_steps.items():
@@ -214,7 +213,7 @@ class EpochStats:
                 runner = "verify" if drafts else "decode"
                 runner = self._graph_sizes.extend_runner if has_extend else runner
                 counts[runner, size, ""] += num_steps
-        return tuple(GraphCount(*key, num_steps) for key, num_steps in sorted(counts.items()))
+        return dict(sorted(counts.items()))
 
 
 class StepTimes:
@@ -370,8 +369,8 @@ class GroupMeasures:
 
     def _all_steps(self) -> Counter[tuple[str, str]]:
         steps = self._steps.copy()
-        for count in self._current.graph_counts():
-            steps[count.runner, count.miss] += count.num_steps
+        for (runner, _, miss), num_steps in self._current.graph_counts().items():
+            steps[runner, miss] += num_steps
         return steps
 
 

@@ -7,8 +7,7 @@ tries again. One gate stands for all DP ranks, as a step is speculative on all o
 """
 
 from dataclasses import dataclass
-
-from router.client.status import SpeculationState
+from enum import Enum, auto
 
 FORGET = 1 / 64  # what a step takes off the weight of every one before it
 PROBE_STEPS = 16  # steps with drafts before they are judged, at first and after each pause
@@ -107,6 +106,12 @@ class DraftSettings:
     prompt_steps_between: int = 2
 
 
+class GateState(Enum):
+    DRAFTING = auto()  # steps without prompts are speculative, and come in turn
+    PAUSED = auto()  # too few drafts were accepted to pay; they will be tried again
+    OFF = auto()  # the router was told not to
+
+
 class DraftGate:
     """Decides step by step whether to draft.
 
@@ -124,7 +129,7 @@ class DraftGate:
 
     def __init__(self, settings: DraftSettings) -> None:
         self.settings = settings
-        self.state = SpeculationState.DRAFTING if settings.is_on else SpeculationState.OFF
+        self.state = GateState.DRAFTING if settings.is_on else GateState.OFF
         self._num_paused = 0  # steps of this pause
         self._num_measured = 0  # steps behind the sums
         self._num_rows = 0.0  # sums over steps, old ones weighing less and less
@@ -132,22 +137,22 @@ class DraftGate:
 
     def wants_drafts(self) -> bool:
         """Whether the step that is planned now drafts. Call it once for each that could."""
-        if self.state is SpeculationState.PAUSED:
+        if self.state is GateState.PAUSED:
             self._num_paused += 1
             if self._num_paused > PAUSE_STEPS:
-                self.state, self._num_measured = SpeculationState.DRAFTING, 0
+                self.state, self._num_measured = GateState.DRAFTING, 0
                 self._num_rows = self._num_tokens = 0.0
-        return self.state is SpeculationState.DRAFTING
+        return self.state is GateState.DRAFTING
 
     def add(self, num_rows: int, num_tokens: int) -> None:
         """Takes what a speculative step gave: tokens gained by all of its rows, at least one each."""
         self._num_measured += 1
         self._num_rows += num_rows - FORGET * self._num_rows
         self._num_tokens += num_tokens - FORGET * self._num_tokens
-        if self.state is SpeculationState.DRAFTING and self._num_measured >= PROBE_STEPS:
+        if self.state is GateState.DRAFTING and self._num_measured >= PROBE_STEPS:
             mean = self._num_tokens / self._num_rows
             if mean < self.settings.min_tokens_per_step:
-                self.state, self._num_paused = SpeculationState.PAUSED, 0
+                self.state, self._num_paused = GateState.PAUSED, 0
 
     @property
     def tokens_per_step(self) -> float | None:

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 from deploy.local.processes import ROOT
 from executor import metrics as executor_metrics
 from executor.measures import Measures
+from protos.serving.v1 import serving_pb2
 from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram
-from router.client.status import GroupState, GroupStatus
 from router.scheduling.counters import GroupMeasures
 from router.telemetry import prometheus as router_metrics
 
@@ -50,7 +50,7 @@ def router_families() -> list[Family]:
         refused={},
         ended={},
         total_s=Histogram(LATENCY_BOUNDS),
-        groups=[GroupStatus(group=0, state=GroupState.READY)],
+        groups=[serving_pb2.GroupStatus()],
         totals=[GroupMeasures().totals()],
     )
     return list(router_metrics.families(snapshot))

@@ -17,8 +17,7 @@ from pathlib import Path
 from deploy.local.demo import token_ids
 from deploy.local.demo_tasks import solved_lines
 from deploy.local.launch import LocalStack
-from router.client import Client, Many, Options
-from router.client.status import GroupState, GroupStatus
+from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.logs import records
 
@@ -164,7 +163,7 @@ async def _supervised(stack: LocalStack) -> AsyncIterator[None]:
 
 async def _groups_ready(client: Client) -> None:
     async with asyncio.timeout(120):
-        while any(g.state is not GroupState.READY for g in await client.get_status()):
+        while any(g.state != GROUP_STATE_READY for g in await client.get_status()):
             await asyncio.sleep(0.05)
 
 
@@ -188,7 +187,7 @@ async def _idle_groups(client: Client) -> list[GroupStatus]:
 
 def _is_idle(group: GroupStatus) -> bool:
     is_used = any(rank.num_running or rank.num_used_blocks for rank in group.ranks)
-    return group.state is GroupState.READY and not group.num_waiting and not is_used
+    return group.state == GROUP_STATE_READY and not group.num_waiting and not is_used
 
 
 def _recoveries_s(log_dir: Path) -> list[float]:

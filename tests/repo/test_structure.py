@@ -37,7 +37,7 @@ LAYERS = {
 
 # Packages that may name a generated message; the others have dataclasses, arrays and tensors.
 MESSAGE_USERS = {
-    "router": {"app", "api", "client", "executors"},
+    "router": {"app", "api", "client", "engine", "executors", "telemetry", "top"},
     "executor": {"build", "worker", "server", "batch"},
 }
 
@@ -106,6 +106,14 @@ def test_the_tests_of_either_side_run_without_the_other(folder: str, foreign: se
             top, _, rest = name.partition(".")
             package = f"{top}.{rest.partition('.')[0]}" if top == "tests" else top
             assert package not in foreign, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", MESSAGE_USERS)
+def test_generated_messages_are_named_only_at_the_edges(package: str) -> None:
+    for path in modules_of(ROOT / package):
+        if layer_name(module_name(path), package) not in MESSAGE_USERS[package]:
+            generated = {name for name in imports_of(path) if "_pb2" in name}
+            assert not generated, f"{path} imports {generated}"
 
 
 def test_flashinfer_is_imported_only_where_it_is_used() -> None:

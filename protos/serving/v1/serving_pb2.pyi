@@ -970,6 +970,8 @@ class GroupStatus(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     GRAPHS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its number."""
     state: Global___GroupState.ValueType
@@ -984,6 +986,10 @@ class GroupStatus(_message.Message):
     """Sequences not bound to a rank."""
     num_waiting_tokens: _builtins.int
     """Prompt tokens of those sequences."""
+    block_size: _builtins.int
+    """Tokens per KV block. 0 before the first forming."""
+    max_num_seqs: _builtins.int
+    """Sequences that each rank runs at most. 0 before the first forming."""
     @_builtins.property
     def last_step_age(self) -> _duration_pb2.Duration:
         """Since the last commit. Absent before the first."""
@@ -1014,10 +1020,12 @@ class GroupStatus(_message.Message):
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
         graphs: _abc.Iterable[Global___GraphCount] | None = ...,
         speculation: Global___SpeculationStatus | None = ...,
+        block_size: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_age", b"last_step_age", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "graphs", b"graphs", "group", b"group", "last_step_age", b"last_step_age", "max_num_seqs", b"max_num_seqs", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "problem", b"problem", "ranks", b"ranks", "speculation", b"speculation", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,8 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.local.demo import idle_group, token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
-from router.client import Client, GroupStatus, Unavailable
-from router.client.status import GroupState
+from router.client import GROUP_STATE_FORMING, Client, GroupStatus, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records
 
@@ -216,7 +215,7 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
         try:
             group = await group_whose_problem_names(client, named)
             await until_status(watch, STATUS.NOT_SERVING)
-            assert group.state is GroupState.FORMING
+            assert group.state == GROUP_STATE_FORMING
             assert not await client.health("readiness")
             assert await client.health("liveness")
             *_, lost = await logged(stack.router, "group_lost")

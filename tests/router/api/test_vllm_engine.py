@@ -11,12 +11,12 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from protos.serving.v1 import serving_pb2
 from protos.transport.errors import error_details
 from router import config
 from router.api import vllm_engine
 from router.api.text.tokenizer import Tokenizer
 from router.api.text.tokenizer_archive import zip_tokenizer
-from router.client.status import GroupState, GroupStatus, RankStatus
 from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
@@ -280,7 +280,11 @@ async def test_a_reset_ends_the_request_without_abort(stream: bool):
 async def test_health_is_what_the_router_says_of_itself():
     cell, is_ready = FakeCell(), False
     async with connected(cell, is_ready=lambda: is_ready) as stub:
-        cell.groups = [GroupStatus(group=0, state=GroupState.FORMING, problem="nobody is there")]
+        cell.groups = [
+            serving_pb2.GroupStatus(
+                group=0, state=serving_pb2.GROUP_STATE_FORMING, problem="nobody is there"
+            )
+        ]
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "nobody is there")
         cell.groups = []
@@ -308,15 +312,15 @@ async def test_the_model_is_described_once_it_is_known():
 
 
 GROUPS = [
-    GroupStatus(
+    serving_pb2.GroupStatus(
         group=0,
-        state=GroupState.READY,
+        state=serving_pb2.GROUP_STATE_READY,
         num_waiting=3,
         num_waiting_tokens=1001,
         block_size=16,
         max_num_seqs=64,
         ranks=(
-            RankStatus(
+            serving_pb2.RankStatus(
                 dp_rank=0,
                 num_running=5,
                 num_used_blocks=30,
@@ -324,10 +328,14 @@ GROUPS = [
                 num_free_blocks=60,
                 prefix_hit_rate=0.5,
             ),
-            RankStatus(dp_rank=1, num_running=1, num_used_blocks=0, num_free_blocks=100),
+            serving_pb2.RankStatus(
+                dp_rank=1, num_running=1, num_used_blocks=0, num_free_blocks=100
+            ),
         ),
     ),
-    GroupStatus(group=1, state=GroupState.FORMING, num_waiting=2, num_waiting_tokens=40),
+    serving_pb2.GroupStatus(
+        group=1, state=serving_pb2.GROUP_STATE_FORMING, num_waiting=2, num_waiting_tokens=40
+    ),
 ]
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from router.client.status import SpeculationState
 from router.config import RouterConfig
 from router.scheduling.speculation import (
     PAUSE_STEPS,
@@ -13,6 +12,7 @@ from router.scheduling.speculation import (
     DraftCounts,
     DraftGate,
     DraftSettings,
+    GateState,
     Speculation,
 )
 
@@ -37,7 +37,7 @@ def pause(gate: DraftGate) -> None:
     for _ in range(PROBE_STEPS):
         assert gate.wants_drafts()
         gate.add(8, 8)
-    assert gate.state is SpeculationState.PAUSED
+    assert gate.state is GateState.PAUSED
 
 
 # ---- what a group can draft
@@ -97,7 +97,7 @@ def test_a_step_counts_for_as_many_rows_as_it_has() -> None:
         gate.add(100, 100)
     assert gate.tokens_per_step is not None
     assert 1 < gate.tokens_per_step < 1.1
-    assert gate.state is SpeculationState.PAUSED
+    assert gate.state is GateState.PAUSED
 
 
 def test_traffic_that_changes_is_noticed() -> None:
@@ -105,7 +105,7 @@ def test_traffic_that_changes_is_noticed() -> None:
     for _ in range(1000):
         gate.add(8, 32)
     steps = 0
-    while gate.state is SpeculationState.DRAFTING:
+    while gate.state is GateState.DRAFTING:
         gate.add(8, 8)
         steps += 1
     assert 50 < steps < 250  # not at once, and not after as many as there were
@@ -145,7 +145,7 @@ def test_an_operator_who_says_off_is_obeyed() -> None:
     gate = gate_of(is_on=False)
     assert not any(gate.wants_drafts() for _ in range(2 * PAUSE_STEPS))
     gate.add(8, 32)
-    assert gate.state is SpeculationState.OFF
+    assert gate.state is GateState.OFF
 
 
 @pytest.mark.parametrize("seed", range(10))

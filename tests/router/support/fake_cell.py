@@ -10,13 +10,12 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from protos.serving.v1 import serving_pb2_grpc
+from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError
 from protos.transport.requests import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
 from router.api.text.tokenizer import Tokenizer
-from router.client.status import GroupStatus
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.requests.listeners import Reader, Readers
 from router.requests.request import Columns, FinishReason, Request, Sequence
@@ -49,7 +48,7 @@ class FakeCell:
         self.arrivals: asyncio.Queue[Request] = asyncio.Queue()
         self.refusal: RpcError | None = None
         self.echoes = False
-        self.groups: list[GroupStatus] = []
+        self.groups: list[serving_pb2.GroupStatus] = []
         self.is_shutting_down = False
         self.measures = RequestMeasures()
         self._max_readers = max_readers
@@ -109,7 +108,7 @@ class FakeCell:
             np.concatenate([np.zeros(0, np.int32), *[token_ids for _, token_ids in taken]]),
         )
 
-    def status(self) -> list[GroupStatus]:
+    def status(self) -> list[serving_pb2.GroupStatus]:
         return self.groups
 
     def give(self, sequence: Sequence, token_ids: Iterable[int]) -> None:

@@ -1,0 +1,79 @@
+"""GetStatus' message of one group, from the numbers of its engine."""
+
+from google.protobuf.duration_pb2 import Duration
+
+from protos.serving.v1 import serving_pb2 as pb
+from router.scheduling.counters import EpochStats
+from router.scheduling.group import GroupInfo
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.speculation import GateState
+
+_STATES = {
+    GateState.DRAFTING: pb.SPECULATION_STATE_DRAFTING,
+    GateState.PAUSED: pb.SPECULATION_STATE_PAUSED,
+    GateState.OFF: pb.SPECULATION_STATE_OFF,
+}
+
+
+def epoch_status(
+    stats: EpochStats, info: GroupInfo | None, scheduler: Scheduler | None, now: float
+) -> pb.GroupStatus:
+    """Returns what is known of a group's epoch, and of its ranks while it is formed.
+
+    Args:
+        stats: Of the epoch; while the group forms, of none.
+        info: None before the first forming.
+        scheduler: None while the group forms.
+        now: On the clock of `stats`.
+    """
+    status = pb.GroupStatus(
+        step=stats.num_steps,
+        last_step_age=None if stats.last_time is None else duration(now - stats.last_time),
+        graphs=[
+            pb.GraphCount(runner=runner, size=size, miss=miss, num_steps=num_steps)
+            for (runner, size, miss), num_steps in stats.graph_counts().items()
+        ],
+    )
+    if info is not None:
+        status.epoch, status.block_size = info.epoch, info.shape.block_size
+        status.max_num_seqs = info.shape.rows_per_rank
+    if info is not None and scheduler is not None:
+        status.ranks.extend(_ranks(stats, info, scheduler))
+        if info.shape.speculation is not None:
+            status.speculation.CopyFrom(
+                pb.SpeculationStatus(
+                    algorithm=info.shape.speculation.algorithm,
+                    state=_STATES[scheduler.gate.state],
+                    num_steps=stats.drafts.num_steps,
+                    num_drafts=stats.drafts.num_drafts,
+                    num_accepted_drafts=stats.drafts.num_accepted,
+                    tokens_per_step=scheduler.gate.tokens_per_step,
+                )
+            )
+    return status
+
+
+def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.RankStatus]:
+    step_s, total_tokens = stats.last_step_s, stats.total_tokens
+    return [
+        pb.RankStatus(
+            dp_rank=rank,
+            address=info.addresses[rank],
+            num_running=scheduler.table.num_bound(rank),
+            last_step_tokens=stats.last_tokens[rank] if stats.last_tokens else 0,
+            last_step_time=duration(step_s[rank]) if step_s else None,
+            total_tokens=total_tokens[rank],
+            num_used_blocks=cache.pool.num_used,
+            num_cached_blocks=cache.pool.num_cached,
+            num_free_blocks=cache.pool.num_free,
+            prefix_hit_rate=cache.hit_rate,
+            num_preemptions=scheduler.num_preemptions[rank],
+        )
+        for rank, cache in enumerate(scheduler.caches)
+    ]
+
+
+def duration(seconds: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
