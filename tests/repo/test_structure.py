@@ -38,7 +38,16 @@ LAYERS = {
 # Packages that may name a generated message; the others have dataclasses, arrays and tensors.
 MESSAGE_USERS = {
     "router": {"app", "api", "client", "engine", "executors", "telemetry", "top"},
-    "executor": {"build", "worker", "server", "batch"},
+    "executor": {
+        "answers",
+        "batch",
+        "build",
+        "served",
+        "server",
+        "step_stream",
+        "step_told",
+        "worker",
+    },
 }
 
 
