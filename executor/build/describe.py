@@ -1,7 +1,10 @@
-"""What an executor says of itself: the answer to Describe."""
+"""Description of an executor: its answer to Describe, and the fingerprint of its checkpoint."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +12,6 @@ import torch
 from executor.batch.limits import StepLimits
 from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
-from executor.build.fingerprint import fingerprint
 from executor.build.plan import Blueprint
 from protos.executor.v1 import executor_pb2 as pb
 
@@ -108,3 +110,22 @@ def _agreement(
             **asdict(blueprint.speculation),
         }
     return {name: str(value) for name, value in agreement.items()}
+
+
+def fingerprint(model: Path) -> str:
+    """Returns SHA-256 (hex) over the configuration and every tensor's name, shape and data type.
+
+    How tensors are spread over files does not matter. Values are not read, so a fine-tuned copy
+    has its original's fingerprint.
+
+    Args:
+        model: Folder of a Hugging Face checkpoint that loads.
+    """
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for path in model.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        tensors |= {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps([config, tensors], sort_keys=True).encode()).hexdigest()

@@ -26,7 +26,7 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.measures import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
-from executor.model.layers.lm_head import vocab_slice
+from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher
 from executor.model.sampling.sampler import Sampler

@@ -1,22 +1,27 @@
-"""What the settings and the checkpoints come to: everything that is decided before a weight is read."""
+"""Plan of an executor: every size that settings and checkpoints' configurations decide.
+
+It says what each executor holds, captures and can take. What does not fit is refused here, before a
+weight is read.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
-from executor.budget.capture_sizes import GraphSizes
-from executor.budget.speculation import SpeculationPlan
-from executor.budget.token_budget import TokenBudget
-from executor.build.sizes import (
-    check_model_fits,
-    plan_budget,
-    plan_graph_sizes,
-    plan_speculation,
-    splits_dense,
+from executor.budget.capture_sizes import (
+    GraphSizes,
+    capture_alignment,
+    decode_capture_sizes,
+    prefill_capture_sizes,
 )
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import TokenBudget, validate_cutedsl_a2a_token_budget
 from executor.config import ExecutorConfig, resolve_max_model_len
 from executor.model.families.config import ModelConfig
 from executor.model.families.draft_config import DraftConfig
+from executor.parallel.topology import divisors, require_gathered_buffer
+
+DEFAULT_DRAFT_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,3 +92,156 @@ class Blueprint:
         """Blocks that hold what a step writes behind a row's own; 0 without a draft model."""
         plan = self.speculation
         return 0 if plan is None else -(-plan.num_spilled_tokens // self.config.block_size)
+
+
+def splits_dense(config: ExecutorConfig, model: ModelConfig) -> bool:
+    """Whether the model has dense MLPs that are split over the group."""
+    is_moe = [model.is_moe_layer(layer_id) for layer_id in range(model.num_hidden_layers)]
+    return config.moe_dense_tp_size is None and not all(is_moe)
+
+
+def check_model_fits(config: ExecutorConfig, model: ModelConfig) -> None:
+    """Checks that heads, experts and dense MLPs divide among the executors.
+
+    Raises:
+        ValueError: Names the setting, the model's size that it does not fit, and what would.
+    """
+    model.attention_share(config.topology)  # checks itself
+    world_size, num_parts = config.world_size, config.topology.num_expert_parts
+    if model.num_experts:
+        num_experts, width = model.num_experts, model.moe_intermediate_size
+        fitting = [
+            size
+            for size in divisors(world_size)
+            if num_experts % size == 0 and width % (world_size // size) == 0
+        ]
+        if num_parts not in fitting:
+            problem = f"num_experts={num_experts} does not divide by it"
+            if num_experts % num_parts == 0:
+                problem = (
+                    f"moe_intermediate_size={width} does not divide among the "
+                    f"{config.topology.moe_tp_size} executors that share each expert"
+                )
+            raise ValueError(
+                f"ep_size={num_parts}: {problem}; {_use(fitting, 'ep_size', world_size)}"
+            )
+    elif config.moe_a2a != "none":
+        raise ValueError(f"moe_a2a={config.moe_a2a}: the model has no experts; set moe_a2a=none")
+    if splits_dense(config, model) and model.intermediate_size % world_size:
+        raise ValueError(
+            f"moe_dense_tp_size is not set, but intermediate_size={model.intermediate_size} of the "
+            f"dense MLPs does not divide among {world_size} executors: set moe_dense_tp_size=1"
+        )
+
+
+def plan_graph_sizes(
+    config: ExecutorConfig, max_model_len: int, *, has_split_dense: bool = False
+) -> GraphSizes:
+    """Returns what to capture, which is also what Describe tells the router to plan with.
+
+    Args:
+        config: The settings.
+        max_model_len: Tokens of one sequence.
+        has_split_dense: From ``splits_dense``.
+
+    Raises:
+        ValueError: The operator listed sizes of which none is left.
+    """
+    alignment = 1
+    if require_gathered_buffer(
+        config.topology, gathers_experts=config.gathers_experts, splits_dense=has_split_dense
+    ):
+        alignment = capture_alignment(config.attn_tp_size)
+    decode: tuple[int, ...] = ()
+    extend: tuple[int, ...] = ()
+    if config.decode_graphs == "on":
+        decode = decode_capture_sizes(
+            config.max_num_seqs, alignment=alignment, listed=config.decode_graph_sizes
+        )
+    if config.prefill_graphs != "off":
+        held, listed = config.num_rows * max_model_len, config.prefill_graph_sizes
+        most = min(config.max_num_batched_tokens, held)
+        extend = prefill_capture_sizes(most, alignment=alignment, listed=listed)
+        if listed is not None and extend[-1] > held:
+            raise ValueError(
+                f"prefill_graph_sizes has {extend[-1]}: {config.num_rows} sequences of "
+                f"{max_model_len} tokens make {held} at most, so no step is larger"
+            )
+        extend = tuple(size for size in extend if size <= held)  # alignment may bring one above
+    return GraphSizes(decode, extend)
+
+
+def plan_speculation(config: ExecutorConfig, draft: DraftConfig) -> SpeculationPlan:
+    """Returns how a draft model drafts.
+
+    Raises:
+        ValueError: The settings do not fit it. Says which to set, and to what.
+    """
+    steps = config.num_draft_steps
+    if draft.num_layers > 1:  # a layer drafts one token
+        steps = draft.num_layers if steps is None else steps
+        if steps > draft.num_layers:
+            raise ValueError(
+                f"num_draft_steps={steps}: the draft model has a layer for each of "
+                f"{draft.num_layers} drafts; set at most that"
+            )
+    return SpeculationPlan(
+        algorithm=draft.algorithm,
+        num_draft_steps=DEFAULT_DRAFT_STEPS if steps is None else steps,
+        topk=config.draft_topk,
+        num_draft_tokens=config.num_draft_tokens or 0,
+    )
+
+
+def plan_budget(
+    config: ExecutorConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    graph_sizes: GraphSizes,
+    speculation: SpeculationPlan | None = None,
+) -> TokenBudget:
+    """Returns what every buffer is sized by.
+
+    Args:
+        config: The settings.
+        model: Sizes.
+        dtype: Type of the hidden states.
+        graph_sizes: What is captured.
+        speculation: How a draft model drafts; None without.
+
+    Raises:
+        ValueError: The settings do not fit one another. Says which to set, and to what.
+    """
+    budget = TokenBudget(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_logits=config.num_logits,
+        num_tokens_per_bs=1 if speculation is None else speculation.num_rows_per_sequence,
+        draft_lookahead=0 if speculation is None else speculation.kv_lookahead,
+        decode_graph_size=max(graph_sizes.decode, default=0),
+        extend_graph_size=max(graph_sizes.extend, default=0),
+        dp_size=config.dp_size,
+        attn_tp_size=config.attn_tp_size,
+        ep_size=config.topology.num_expert_parts,
+        hidden_size=model.hidden_size,
+        itemsize=dtype.itemsize,
+        top_k=model.num_experts_per_tok,
+        vocab_size=model.vocab_size,
+        moe_a2a=config.moe_a2a,
+        max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
+    )
+    if config.moe_runner == "cutedsl" and config.moe_a2a == "flashinfer":
+        validate_cutedsl_a2a_token_budget(
+            max_dispatch_tokens_per_rank=budget.a2a_max_num_tokens,
+            max_tokens_per_rank=budget.max_tokens_per_rank,
+            dp_size=budget.dp_size,
+            attn_tp_size=budget.attn_tp_size,
+            ep_size=budget.ep_size,
+        )
+    return budget
+
+
+def _use(sizes: list[int], setting: str, world_size: int) -> str:
+    if not sizes:
+        return f"no {setting} of {world_size} executors does"
+    return f"use {setting} {' or '.join(str(size) for size in sizes)}"

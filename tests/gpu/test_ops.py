@@ -13,8 +13,12 @@ import torch
 
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
-from executor.model.layers.operators import FlashInferOperators, Operators, TorchOperators
-from executor.model.layers.rotary import RotaryEmbedding
+from executor.model.layers.operators import (
+    FlashInferOperators,
+    Operators,
+    RotaryEmbedding,
+    TorchOperators,
+)
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace

@@ -10,11 +10,9 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
 from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, cpu_kernels
-from executor.model.families.peers import Peers
+from executor.model.families.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import Stages
-from executor.model.layers.embedding import Embedding
-from executor.model.layers.lm_head import LMHead
+from executor.model.layers.vocab import Embedding, LMHead
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.layer import Dispatcher
 from executor.model.weights import OnProgress, WeightGroup, load_weights

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels
-from executor.model.families.peers import Peers
+from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.attention import AttentionCall
 from executor.model.layers.linear import Linear
-from executor.model.layers.norm import RMSNorm
+from executor.model.layers.operators import RMSNorm
 from executor.model.moe.layer import MoELayer
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import DpLayout

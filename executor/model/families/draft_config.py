@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from executor.batch.kv_pool import KVShape
-from executor.model.families.config import ModelConfig
-from executor.model.families.config_fields import Fields
+from executor.model.families.config import Fields, ModelConfig
 from executor.model.weights import tensor_names
 from executor.parallel.topology import Topology
 

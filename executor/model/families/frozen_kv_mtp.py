@@ -21,7 +21,7 @@ from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import Kernels
 from executor.model.families.mtp import Combine
 from executor.model.layers.attention import Stages
-from executor.model.layers.norm import RMSNorm
+from executor.model.layers.operators import RMSNorm
 from executor.model.weights import WeightGroup
 
 

@@ -1,8 +1,13 @@
-"""Which implementation of each part a model is built from, by device.
+"""Kernels and peers of a model: the implementation of each part by device, and the other executors.
 
 CPU     PyTorch, experts packed one by one, small ones side by side
 CUDA    FlashInfer's norms, rotation and activation where it is installed, PyTorch's elsewhere;
         experts as PyTorch's grouped products, or as FlashInfer's kernels, CUTLASS or CuTe-DSL
+
+peer          reaches                     for
+dispatcher    the whole group             routed experts
+communicator  the whole group             dense MLPs that are split over it
+attn_tp       executors of the DP rank    attention heads, logits
 """
 
 from collections.abc import Callable
@@ -14,14 +19,20 @@ import torch
 
 from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.operators import FlashInferOperators, Operators, TorchOperators
-from executor.model.layers.rotary import RotaryEmbedding
+from executor.model.layers.operators import (
+    FlashInferOperators,
+    Operators,
+    RotaryEmbedding,
+    TorchOperators,
+)
 from executor.model.layers.workers import WorkerPool
 from executor.model.moe.experts import Experts, ExpertShare, PackedExperts, StackedExperts
-from executor.model.moe.layer import MoERunner
+from executor.model.moe.layer import Dispatcher, MoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.topology import Topology
 
 
@@ -160,3 +171,28 @@ def _cutedsl(ops: FlashInferOps, max_num_rows: int, top_k: int) -> dict[str, Any
 
 
 _FLASHINFER_EXPERTS = {"cutlass": _cutlass, "cutedsl": _cutedsl}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """This executor's place, and its ways to the others. Groups come and go behind them.
+
+    Attributes:
+        topology: Which share of the model this executor has.
+        communicator: Gathers and sums rows over the group.
+        attn_tp: Gathers and sums rows over the executors of this DP rank.
+        dispatcher: Takes rows to their experts; shared by all layers.
+        moe_dense_tp_size: 1 runs dense MLPs whole on each executor; None splits them over the
+            group.
+    """
+
+    topology: Topology
+    communicator: DpCommunicator
+    attn_tp: AttnTpCommunicator
+    dispatcher: Dispatcher
+    moe_dense_tp_size: int | None = None
+
+    @property
+    def splits_dense(self) -> bool:
+        """Whether dense MLPs are split over the group."""
+        return self.moe_dense_tp_size is None and self.topology.world_size > 1

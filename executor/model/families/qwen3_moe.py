@@ -20,12 +20,10 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.families.config import ModelConfig
 from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
-from executor.model.families.kernels import Kernels
-from executor.model.families.peers import Peers
+from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.attention import Stages
-from executor.model.layers.embedding import Embedding
-from executor.model.layers.lm_head import LMHead, vocab_slice
-from executor.model.layers.norm import RMSNorm
+from executor.model.layers.operators import RMSNorm
+from executor.model.layers.vocab import Embedding, LMHead, vocab_slice
 from executor.model.weights import WeightGroup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")

@@ -72,7 +72,7 @@ class MaskBuffers:
     """Where a captured graph reads which keys each query sees. Nothing here writes them.
 
     Attributes:
-        bits: uint8 on the device, a bit for each query and key, as ``tree_bits.py`` lays them.
+        bits: uint8 on the device, a bit for each query and key, as ``attention_tables.py`` lays them.
         indptr: int32 [B + 1] on the device, first byte of each sequence. To be written after
             planning, which leaves something else there.
     """

@@ -1,7 +1,7 @@
 """Grouped-query attention by FlashInfer: on CUDA, whole in a captured graph.
 
-    planning   host: offsets (paging.py), pages looked up on the device, FlashInfer's schedule
-    in graph   slots of this pass's keys, as int32; the tree mask, as bits (tree_bits.py)
+    planning   host: offsets (attention_tables.py), pages looked up on the device, FlashInfer's schedule
+    in graph   slots of this pass's keys, as int32; the tree mask, as bits (attention_tables.py)
     forward    keys and values to their slots, then attention over pages
 
 A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
@@ -29,9 +29,15 @@ from executor.model.flashinfer.paged import (
     paged_decode,
     paged_prefill,
 )
+from executor.model.layers.attention_tables import (
+    Int32Array,
+    PagePlan,
+    TreeBits,
+    flat_mask,
+    look_up_pages,
+    plan_pages,
+)
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from executor.model.layers.paging import Int32Array, PagePlan, look_up_pages, plan_pages
-from executor.model.layers.tree_bits import TreeBits, flat_mask
 
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
 

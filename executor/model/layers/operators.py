@@ -1,4 +1,4 @@
-"""The small operators between a model's matrix products, for any device.
+"""Operators between a model's matrix products: norms, rotation and activation, for any device.
 
 A model is given one object with these methods, so that it is written once. ``TorchOperators`` runs
 anywhere and is what ``FlashInferOperators`` must match.
@@ -12,7 +12,50 @@ import torch
 import torch.nn.functional as F
 
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.rotary import RotaryEmbedding
+
+
+class RotaryEmbedding:
+    """Turns pairs (x[i], x[i + head_dim / 2]) by an angle that grows with the position.
+
+    With the sine's sign folded into its table, a rotation is ``x * cos + roll(x) * sin``, where
+    roll swaps the halves: three operations.
+
+    Args:
+        head_dim: Width of a head, even.
+        max_positions: Positions from 0 to below this can be asked for.
+        theta: Base of the angles.
+        dtype: Type of the tensors to turn.
+        device: Where they live.
+
+    Source: Su et al. 2021, equation 34; Transformers, apply_rotary_pos_emb.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_positions: int,
+        theta: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.half = head_dim // 2
+        cos, sin = cos_sin_table(head_dim, max_positions, theta).chunk(2, dim=-1)
+        self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cosines and signed sines [T, 1, head_dim] for int64 positions [T].
+
+        Looked up once per forward pass, for all layers.
+        """
+        cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotate(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Returns x [T, heads, head_dim] turned by what ``at`` returned."""
+        cos, sin = cos_sin
+        return torch.addcmul(x * cos, x.roll(self.half, -1), sin)
 
 
 class Operators(Protocol):
@@ -196,3 +239,34 @@ def cos_sin_table(head_dim: int, max_positions: int, theta: float) -> torch.Tens
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, 1.0 / theta**exponents)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class RMSNorm:
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+
+    Attributes:
+        weight: [size].
+
+    Source: Zhang and Sennrich 2019, equation 4; Transformers, Qwen3MoeRMSNorm.forward.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        operators: Operators,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.eps = eps
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self._operators = operators
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the shape and dtype of x [T, size]; the mean is taken in float32."""
+        return self._operators.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the norm of x + residual, and x + residual. May overwrite both, [T, size]."""
+        return self._operators.add_rms_norm(x, residual, self.weight, self.eps)

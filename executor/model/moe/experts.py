@@ -14,8 +14,7 @@ import torch
 from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
 from executor.model.moe.layer import MoERunner
-from executor.model.moe.runner_small import SmallExpertsRunner, are_small
-from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.topology import Topology, share_of
 

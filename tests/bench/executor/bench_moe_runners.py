@@ -28,8 +28,7 @@ from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_small import SmallExpertsRunner, are_small
-from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32, 128, 512)

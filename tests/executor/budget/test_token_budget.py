@@ -25,7 +25,7 @@ from executor.budget.token_budget import (
     validate_cutedsl_a2a_token_budget,
 )
 from executor.errors import InvalidStep
-from executor.model.layers.lm_head import vocab_slice
+from executor.model.layers.vocab import vocab_slice
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode

@@ -7,7 +7,7 @@ import pytest
 
 from executor.budget.capture_sizes import GraphSizes
 from executor.build.executor import build_worker
-from executor.build.sizes import plan_graph_sizes
+from executor.build.plan import plan_graph_sizes
 from executor.config import ExecutorConfig
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb

@@ -15,8 +15,8 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
+from executor.build.plan import plan_budget
 from executor.build.runners import build_runners
-from executor.build.sizes import plan_budget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend

@@ -19,8 +19,7 @@ from executor.graph.registry_factories import (
     build_prefill_registry,
 )
 from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, stacked_kernels
-from executor.model.families.peers import Peers
+from executor.model.families.kernels import Kernels, Peers, stacked_kernels
 from executor.model.families.qwen3_moe import Qwen3MoeForCausalLM
 from executor.model.flashinfer.cutedsl import why_not
 from executor.model.flashinfer.operators import FlashInferOps

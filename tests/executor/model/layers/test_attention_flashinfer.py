@@ -18,9 +18,9 @@ from executor.graph.registry_factories import (
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention, AttentionCall, Stages
 from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_tables import look_up_pages, plan_pages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from executor.model.layers.paging import look_up_pages, plan_pages
 from executor.parallel.layout import DpLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.eager import EagerRunner

@@ -10,10 +10,10 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.operators import (
     FlashInferOperators,
     Operators,
+    RotaryEmbedding,
     TorchOperators,
     cos_sin_table,
 )
-from executor.model.layers.rotary import RotaryEmbedding
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
     real_flashinfer,

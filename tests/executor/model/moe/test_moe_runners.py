@@ -20,8 +20,7 @@ from executor.model.layers.workers import WorkerPool
 from executor.model.moe import runner_grouped
 from executor.model.moe.layer import topk_softmax
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_small import SmallExpertsRunner
-from executor.model.moe.runner_torch import TorchMoERunner
+from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner
 from executor.model.weights import load_weights
 from executor.parallel.topology import Topology
 from tests.executor.model.moe.moe_cases import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executor.budget.capture_sizes import GraphSizes
-from executor.build.sizes import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
+from executor.build.plan import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
 from tests.executor.support.checkpoints import save_qwen3_moe

@@ -1,4 +1,4 @@
-"""Logits over a vocabulary that the executors of one DP rank share.
+"""Vocabulary layers: the embedding, and the head, which the executors of one DP rank share.
 
     attn_tp 0   [L, D] ─▶ [L, Vp]  ─┐
     attn_tp 1   [L, D] ─▶ [L, Vp]  ─┴─ gathered ─▶ [L, 2 * Vp], cut to [L, V]
@@ -8,12 +8,30 @@ nobody reads. Every executor ends up with the same bits, so that they cannot sam
 """
 
 import torch
+import torch.nn.functional as F
 
 from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.topology import Topology
+
+
+class Embedding:
+    """Looks up a row per token.
+
+    Attributes:
+        weight: [num_embeddings, width].
+    """
+
+    def __init__(
+        self, num_embeddings: int, width: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight = torch.empty(num_embeddings, width, dtype=dtype, device=device)
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [T, width] for int64 ids [T]."""
+        return F.embedding(input_ids, self.weight)
 
 
 class LMHead:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.model.layers.paging import look_up_pages, plan_pages
+from executor.model.layers.attention_tables import look_up_pages, plan_pages
 
 BLOCK_SIZE, BLOCKS_PER_ROW, NUM_ROWS = 4, 12, 9
 MAX_LEN = BLOCKS_PER_ROW * BLOCK_SIZE
