@@ -63,10 +63,10 @@ class ExecutorConfig(PortSecurity):
         moe_a2a: How tokens reach their experts in steps in which no rank extends: ``none`` gathers
             all of them on every executor; ``torch`` and ``flashinfer`` send each to the executors
             of its experts alone, which takes ``ep_size`` of all executors.
-        moe_a2a_extend: The same for the other steps: ``all-to-all`` only with ``torch``.
+        moe_a2a_extend: The same for the other steps: ``all-to-all`` is what ``moe_a2a`` says.
         max_dispatch_tokens_per_rank: Tokens that one EP rank can send in FlashInfer's all-to-all,
-            whose workspace it sizes; None is what a step may bring, at least A2A_DEFAULT_TOKENS.
-            Nothing else uses it.
+            whose workspace it sizes; None is what a step may bring that does not gather, and at least
+            A2A_DEFAULT_TOKENS if that has prompts. Nothing else uses it.
         moe_runner: What runs the experts on CUDA: PyTorch's grouped products, FlashInfer's fused
             CUTLASS kernels, or those that it writes in CuTe's DSL.
         draft_model: Folder of a draft model for speculative decoding, which may be ``model`` itself
@@ -183,10 +183,10 @@ class ExecutorConfig(PortSecurity):
                 f"moe_dense_tp_size={self.moe_dense_tp_size}: need 1, to hold dense MLPs whole on "
                 f"every executor, or nothing, to split them over the group"
             )
-        if self.moe_a2a_extend == "all-to-all" and self.moe_a2a != "torch":
+        if self.moe_a2a_extend == "all-to-all" and self.moe_a2a == "none":
             raise ValueError(
-                f"moe_a2a_extend=all-to-all with moe_a2a={self.moe_a2a}: only moe_a2a=torch can "
-                f"send what prompts bring; set that, or moe_a2a_extend=all-gather"
+                "moe_a2a_extend=all-to-all with moe_a2a=none: there is no all-to-all; set moe_a2a to "
+                "torch or flashinfer, or moe_a2a_extend=all-gather"
             )
         if self.moe_a2a != "none" and self.topology.num_expert_parts != self.world_size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The most that a step may carry, and every size that follows from it: one object, made at start.
+"""Token budget: the most that a step may carry, and every size that follows from it.
 
     limits of a step ─┐            / attn_tp_size                * executors
     graph sizes ──────┴▶ rows of a DP rank ─▶ rows of an executor ─▶ gathered rows ─▶ experts
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-A2A_DEFAULT_TOKENS = 4096  # per EP rank, unless a step can bring more
+A2A_DEFAULT_TOKENS = 4096  # per EP rank where prompts go by all-to-all, unless a step brings more
 A2A_MAX_EP_SIZE = 64  # kMaxRanks of its kernels
 A2A_TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # SWITCH_TOP_K of its kernels
 FLOAT32_BYTES = 4
@@ -46,8 +46,7 @@ class TokenBudget:
         itemsize: Bytes of an element of them.
         top_k: Experts per token.
         vocab_size: Width of logits.
-        moe_a2a: How tokens reach their experts where no rank extends: ``none`` (an all-gather),
-            ``torch`` or ``flashinfer``.
+        a2a_extends: Whether steps in which a rank extends reach experts by all-to-all, too.
         quantized_dispatch: ``nvfp4`` or ``mxfp8`` if the all-to-all may send hidden states so.
         max_dispatch_tokens_per_rank: Tokens that one EP rank can send in FlashInfer's all-to-all;
             None derives it.
@@ -70,7 +69,7 @@ class TokenBudget:
     itemsize: int = FLOAT32_BYTES
     top_k: int = 0
     vocab_size: int = 1
-    moe_a2a: str = "none"
+    a2a_extends: bool = False
     quantized_dispatch: str | None = None
     max_dispatch_tokens_per_rank: int | None = None
 
@@ -87,20 +86,6 @@ class TokenBudget:
         _check_least(1, vocab_size=self.vocab_size, **{size: getattr(self, size) for size in sizes})
         graph_sizes = ("decode_graph_size", "extend_graph_size")
         _check_least(0, top_k=self.top_k, **{size: getattr(self, size) for size in graph_sizes})
-        if self.moe_a2a == "none":
-            return
-        if self.ep_size != self.world_size:
-            raise ValueError(
-                f"moe_a2a={self.moe_a2a} with ep_size={self.ep_size}: every executor of an "
-                f"all-to-all is an EP rank, so set ep_size={self.world_size} or moe_a2a=none"
-            )
-        if self.moe_a2a == "flashinfer":  # the others have no workspace
-            check_flashinfer_a2a(self.ep_size, self.top_k)
-            validate_a2a_token_budget(
-                max_dispatch_tokens_per_rank=self.a2a_max_num_tokens,
-                max_tokens_per_rank=self.max_tokens_per_rank,
-                attn_tp_size=self.attn_tp_size,
-            )
 
     @property
     def world_size(self) -> int:
@@ -123,6 +108,14 @@ class TokenBudget:
     def max_tokens_per_rank(self) -> int:
         """Rows of a DP rank in any step, padding included: a multiple of ``attn_tp_size``."""
         return _round_up(max(self.row_bounds.values()), self.attn_tp_size)
+
+    @cached_property
+    def max_decode_tokens_per_rank(self) -> int:
+        """The same where no rank extends, verify and draft-extend included."""
+        width = max(self.num_tokens_per_bs, 1 + self.draft_lookahead)
+        return _round_up(
+            max(self.max_num_seqs * width, self.decode_graph_tokens), self.attn_tp_size
+        )
 
     @cached_property
     def max_shard_tokens_per_rank(self) -> int:
@@ -148,14 +141,37 @@ class TokenBudget:
         return dispatch_bytes_per_token(self.hidden_size, self.top_k, itemsize=self.itemsize)
 
     @cached_property
+    def a2a_least_tokens(self) -> int:
+        """Tokens that a step may bring an EP rank to send by all-to-all."""
+        extends = self.a2a_extends
+        rows = self.max_tokens_per_rank if extends else self.max_decode_tokens_per_rank
+        return rows // self.attn_tp_size
+
+    @cached_property
     def a2a_max_num_tokens(self) -> int:
         """Tokens that one EP rank can send in FlashInfer's all-to-all.
 
         Never times ``ep_size``: the workspace already has a place per source for as many.
+
+        Raises:
+            ValueError: ``max_dispatch_tokens_per_rank`` is below what a step may bring.
         """
-        if self.max_dispatch_tokens_per_rank is not None:
-            return self.max_dispatch_tokens_per_rank
-        return max(self.max_tokens_per_rank, A2A_DEFAULT_TOKENS)
+        cap, least = self.max_dispatch_tokens_per_rank, self.a2a_least_tokens
+        if cap is None:
+            return max(least, A2A_DEFAULT_TOKENS) if self.a2a_extends else least
+        if cap < least:
+            others = "max_num_batched_tokens, max_num_seqs" if self.a2a_extends else "max_num_seqs"
+            raise ValueError(
+                f"max_dispatch_tokens_per_rank={cap}, but a step may bring {least} tokens to an EP "
+                f"rank (attn_tp_size={self.attn_tp_size} of them share a DP rank's): raise "
+                f"max_dispatch_tokens_per_rank to {least}, or lower {others} or the graph sizes"
+            )
+        return cap
+
+    @cached_property
+    def a2a_received_tokens(self) -> int:
+        """Rows that an EP rank's experts see: a place for every token that any rank could send."""
+        return self.a2a_max_num_tokens * self.ep_size
 
     @cached_property
     def a2a_dispatch_bytes_per_token(self) -> int:
@@ -178,27 +194,6 @@ class TokenBudget:
             dispatch_payload_size_per_token=self.a2a_dispatch_bytes_per_token,
             combine_payload_size_per_token=self.a2a_combine_bytes_per_token,
         )
-
-    @cached_property
-    def cutedsl_all_gather_tokens(self) -> int:
-        """Rows that CuteDSL's wrapper must hold where experts get their rows by all-gather."""
-        return self.max_gathered_tokens
-
-    @cached_property
-    def cutedsl_all_to_all_tokens(self) -> int:
-        """Rows that CuteDSL's wrapper must hold where experts get theirs by all-to-all."""
-        return self.a2a_max_num_tokens * self.ep_size
-
-    @cached_property
-    def max_moe_rows(self) -> int:
-        """Rows that the experts of a layer see in one pass, whichever way they come.
-
-        By FlashInfer's all-to-all they are as many as its workspace has places, one for every token
-        that any rank could send; otherwise as many as all executors have together.
-        """
-        if self.moe_a2a == "flashinfer":
-            return max(self.max_gathered_tokens, self.cutedsl_all_to_all_tokens)
-        return self.max_gathered_tokens
 
     @property
     def row_bounds(self) -> dict[str, int]:
@@ -329,102 +324,6 @@ def check_flashinfer_a2a(ep_size: int, top_k: int) -> None:
         raise ValueError(
             f"num_experts_per_tok={top_k}: moe_a2a=flashinfer has no kernel for it (the nearest "
             f"are for {_nearest(A2A_TOP_KS, top_k)}); use moe_a2a=none or torch"
-        )
-
-
-def validate_a2a_token_budget(
-    *, max_dispatch_tokens_per_rank: int, max_tokens_per_rank: int, attn_tp_size: int
-) -> None:
-    """Checks that an EP rank can send all that a step may bring it.
-
-    Args:
-        max_dispatch_tokens_per_rank: Tokens that one EP rank can send.
-        max_tokens_per_rank: Rows of a DP rank in any step.
-        attn_tp_size: EP ranks that share them.
-
-    Raises:
-        ValueError: It cannot. Says to what to raise the setting.
-    """
-    _check_least(1, max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank)
-    needed = -(-max_tokens_per_rank // attn_tp_size)
-    if max_dispatch_tokens_per_rank < needed:
-        raise ValueError(
-            f"max_dispatch_tokens_per_rank={max_dispatch_tokens_per_rank}, but a step may bring "
-            f"{needed} tokens to an EP rank ({max_tokens_per_rank} per DP rank, attn_tp_size="
-            f"{attn_tp_size}): raise max_dispatch_tokens_per_rank to {needed}, or lower "
-            f"max_num_batched_tokens, max_num_seqs or the graph sizes"
-        )
-
-
-def cutedsl_moe_max_num_tokens(
-    *,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    num_tokens_per_bs: int = 1,
-    decode_graph_size: int = 0,
-    extend_graph_size: int = 0,
-    alignment: int = 1,
-) -> int:
-    """Returns the most rows that a DP rank brings to the experts in any step.
-
-    Args:
-        max_num_batched_tokens: Tokens of a step with prompts.
-        max_num_seqs: Sequences of a step.
-        num_tokens_per_bs: Tokens of each sequence where no rank extends.
-        decode_graph_size: Sequences of the largest decode graph, 0 without.
-        extend_graph_size: Tokens of the largest prefill graph, 0 without.
-        alignment: What the rows of a DP rank are a multiple of.
-
-    Raises:
-        ValueError: A size is too small.
-    """
-    _check_least(
-        1,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        num_tokens_per_bs=num_tokens_per_bs,
-        alignment=alignment,
-    )
-    _check_least(0, decode_graph_size=decode_graph_size, extend_graph_size=extend_graph_size)
-    num_decoding = max(decode_graph_size, max_num_seqs) * num_tokens_per_bs
-    return _round_up(max(max_num_batched_tokens, extend_graph_size, num_decoding), alignment)
-
-
-def validate_cutedsl_a2a_token_budget(
-    *,
-    max_dispatch_tokens_per_rank: int,
-    max_tokens_per_rank: int,
-    dp_size: int,
-    attn_tp_size: int,
-    ep_size: int,
-) -> None:
-    """Checks that CuteDSL's wrapper, sized by the all-to-all, holds every step there can be.
-
-    Steps in which a rank extends reach the same wrapper by all-gather, from all DP ranks.
-
-    Args:
-        max_dispatch_tokens_per_rank: Tokens that one EP rank can send.
-        max_tokens_per_rank: From ``cutedsl_moe_max_num_tokens``.
-        dp_size: DP ranks.
-        attn_tp_size: Executors of each.
-        ep_size: EP ranks.
-
-    Raises:
-        ValueError: It does not. Says to what to raise the setting.
-    """
-    _check_least(1, dp_size=dp_size, attn_tp_size=attn_tp_size, ep_size=ep_size)
-    validate_a2a_token_budget(
-        max_dispatch_tokens_per_rank=max_dispatch_tokens_per_rank,
-        max_tokens_per_rank=max_tokens_per_rank,
-        attn_tp_size=attn_tp_size,
-    )
-    gathered, held = dp_size * max_tokens_per_rank, max_dispatch_tokens_per_rank * ep_size
-    if held < gathered:
-        raise ValueError(
-            f"max_dispatch_tokens_per_rank={max_dispatch_tokens_per_rank} makes a wrapper of {held} "
-            f"tokens at ep_size={ep_size}, but a step may gather {gathered} ({max_tokens_per_rank} "
-            f"per DP rank, dp_size={dp_size}): raise max_dispatch_tokens_per_rank to "
-            f"{-(-gathered // ep_size)}"
         )
 
 

@@ -94,6 +94,7 @@ def _agreement(
         "block_size": config.block_size,
         "max_model_len": blueprint.max_model_len,
         "moe_dense_tp_size": config.moe_dense_tp_size,
+        "moe_a2a": config.moe_a2a,
         "moe_a2a_extend": config.moe_a2a_extend,
         "moe_runner": config.moe_runner,
         "flashinfer_pdl": config.flashinfer_pdl,

@@ -25,15 +25,12 @@ from executor.graph.cuda_device import CudaDevice
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
-from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
-from executor.parallel.topology import Topology
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -59,12 +56,17 @@ class Device(Protocol):
     def torch_device(self) -> torch.device: ...
 
     @property
+    def ops(self) -> FlashInferOps | None:
+        """FlashInfer; None where it does not run."""
+        ...
+
+    @property
     def filters(self) -> Filters | None:
         """How sampling drops unlikely tokens, if all rows go through every stage."""
         ...
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
-        """Returns what the model's layers call, for as many rows as the budget has."""
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+        """Returns what the model's layers call, for passes of so many rows of experts."""
         ...
 
     def attention(
@@ -90,16 +92,6 @@ class Device(Protocol):
 
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
-        ...
-
-    def all_to_all(
-        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
-    ) -> FlashInferDispatcher | None:
-        """Returns FlashInfer's all-to-all; None where it does not run. Called at most once.
-
-        Raises:
-            ValueError: It cannot do these sizes.
-        """
         ...
 
 
@@ -161,12 +153,13 @@ class Cpu:
     """
 
     torch_device = torch.device("cpu")
+    ops: FlashInferOps | None = None
     filters: Filters | None = None
 
     def __init__(self, omp_wait_policy: str) -> None:
         self._num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         return cpu_kernels(model, dtype=dtype, num_workers=self._num_workers)
 
     def attention(
@@ -184,11 +177,6 @@ class Cpu:
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
 
-    def all_to_all(
-        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
-    ) -> FlashInferDispatcher | None:
-        return None
-
 
 class Cuda:
     """One GPU: the one that the settings name, else the first that this process sees."""
@@ -201,19 +189,19 @@ class Cuda:
         torch.cuda.set_device(self.torch_device)  # NCCL and FlashInfer launch on the current one
         self._config = config
         self._resources = CaptureResources(CudaDevice(self.torch_device))
-        self._ops = _flashinfer(config)
+        self.ops = _flashinfer(config)
         # Here, so that the KV pool is sized by what it leaves.
-        self._workspace = None if self._ops is None else AttentionWorkspace(self.torch_device)
-        self.filters = None if self._ops is None else FlashInferFilters(self._ops)
+        self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
+        self.filters = None if self.ops is None else FlashInferFilters(self.ops)
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, budget: TokenBudget) -> Kernels:
+    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         return stacked_kernels(
             model,
             dtype=dtype,
             device=self.torch_device,
-            ops=self._ops,
+            ops=self.ops,
             moe_runner=self._config.moe_runner,
-            max_moe_rows=budget.max_moe_rows,
+            max_moe_rows=max_moe_rows,
         )
 
     def attention(
@@ -223,10 +211,10 @@ class Cuda:
         graphs: Sequence[AttentionGraphs],
         budget: TokenBudget,
     ) -> Attention:
-        if self._ops is None or self._workspace is None:
+        if self.ops is None or self._workspace is None:
             return _torch_attention(num_heads, kv_pool, num_workers=1)
         attention = FlashInferAttention(
-            self._ops,
+            self.ops,
             kv_pool,
             num_heads,
             self._workspace,
@@ -244,23 +232,6 @@ class Cuda:
 
     def new_backend(self) -> RunnerBackend:
         return CUDAGraphBackend(self._resources)
-
-    def all_to_all(
-        self, model: ModelConfig, dtype: torch.dtype, topology: Topology, budget: TokenBudget
-    ) -> FlashInferDispatcher | None:
-        if self._ops is None:
-            return None
-        sizes = AllToAllSizes(
-            ep_size=topology.num_expert_parts,
-            num_experts=model.num_experts,
-            top_k=model.num_experts_per_tok,
-            hidden_size=model.hidden_size,
-            dtype=dtype,
-            max_num_tokens=budget.a2a_max_num_tokens,
-            bytes_per_rank=budget.a2a_workspace_bytes,
-        )
-        all_to_all = AllToAll(self._ops, sizes, ep_rank=topology.ep_rank)
-        return FlashInferDispatcher(all_to_all, device=self.torch_device)
 
 
 def _torch_attention(num_heads: int, kv_pool: KVPool, num_workers: int | None) -> TorchAttention:

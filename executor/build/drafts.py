@@ -22,6 +22,7 @@ from executor.graph.registry_factories import build_draft_registry
 from executor.model.families import Model
 from executor.model.families.draft import DraftModel, load_draft_model
 from executor.model.families.draft_config import DraftConfig
+from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Attention
 from executor.model.sampling.sampler import Sampler
 from executor.model.weights import OnProgress
@@ -53,14 +54,18 @@ class Drafts:
 
 
 def load_draft(
-    blueprint: Blueprint, device: Device, target: Model, *, on_progress: OnProgress | None = None
+    blueprint: Blueprint,
+    target: Model,
+    kernels: Kernels,
+    *,
+    on_progress: OnProgress | None = None,
 ) -> DraftModel:
     """Loads the draft model. Before the KV pool is sized, which takes what memory is left.
 
     Args:
         blueprint: With a draft model.
-        device: Where it runs.
         target: The model that it drafts for.
+        kernels: What its layers call.
         on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
@@ -74,7 +79,7 @@ def load_draft(
         config.draft_model,
         draft_config,
         target,
-        kernels=device.kernels(draft_config.layers, blueprint.dtype, blueprint.budget),
+        kernels=kernels,
         on_progress=on_progress,
     )
 

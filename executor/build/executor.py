@@ -28,7 +28,7 @@ from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
 from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
-from executor.model.moe.layer import Dispatcher
+from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.attn_tp_communicator import AttnTpCommunicator
 from executor.parallel.dp_communicator import DpCommunicator
@@ -36,7 +36,7 @@ from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.select import RunnerByLayout
-from executor.worker import GroupMember, Worker
+from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 
 log = structlog.stdlib.get_logger(__name__)
@@ -67,11 +67,13 @@ def build_worker(
     device = open_device(config, blueprint.dtype)
     lines = _logged(full_table(blueprint))
     communicator, attn_tp_communicator = _communicators(blueprint, device)
-    dispatcher, dispatch_members = _dispatcher(blueprint, communicator, device)
+    dispatcher = _dispatcher(blueprint, communicator, device)
+    lines += _logged(dispatcher.lines())
     model = _load(blueprint, device, communicator, attn_tp_communicator, dispatcher)
     draft = None
     if blueprint.draft is not None:
-        draft = load_draft(blueprint, device, model, on_progress=_log_progress())
+        kernels = device.kernels(blueprint.draft.layers, blueprint.dtype, dispatcher.max_rows)
+        draft = load_draft(blueprint, model, kernels, on_progress=_log_progress())
     kv_pool = build_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
@@ -94,11 +96,10 @@ def build_worker(
         sampler=sampler,
         runner=runner,
         speculation=None if drafts is None else drafts.speculation,
-        members=[communicator, attn_tp_communicator, *dispatch_members],
+        members=[communicator, attn_tp_communicator, dispatcher],
         form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
         device=device.torch_device,
-        # FlashInfer's kernels wait for a lost peer for minutes, and nothing ends that.
-        can_abort_device=device.torch_device.type == "cuda" and not dispatch_members,
+        can_abort_device=device.torch_device.type == "cuda" and dispatcher.can_abort,
         measures=measures,
     )
     _log_loaded(blueprint, device, kv_pool)
@@ -130,7 +131,7 @@ def _load(
         attn_tp_communicator=attn_tp_communicator,
         dispatcher=dispatcher,
         moe_dense_tp_size=config.moe_dense_tp_size,
-        kernels=device.kernels(blueprint.model, blueprint.dtype, blueprint.budget),
+        kernels=device.kernels(blueprint.model, blueprint.dtype, dispatcher.max_rows),
         aux_layers=() if draft is None else draft.aux_layers,
         on_progress=_log_progress(),
     )
@@ -238,33 +239,26 @@ def _communicators(
     return communicator, attn_tp_communicator
 
 
-def _dispatcher(
-    blueprint: Blueprint, communicator: DpCommunicator, device: Device
-) -> tuple[Dispatcher, list[GroupMember]]:
-    """Returns what takes rows to their experts, and what of it must join each epoch's groups."""
-    config, model_config, dtype = blueprint.config, blueprint.model, blueprint.dtype
-    graph_sizes = blueprint.graph_sizes
-    flashinfer = None
-    if config.moe_a2a == "flashinfer" and config.world_size > 1:
-        flashinfer = device.all_to_all(model_config, dtype, config.topology, blueprint.budget)
-    dispatcher = new_dispatcher(
-        config.moe_a2a,
-        config.moe_a2a_extend,
+def _dispatcher(blueprint: Blueprint, communicator: DpCommunicator, device: Device) -> Dispatcher:
+    """Returns what takes rows to their experts."""
+    config, graph_sizes = blueprint.config, blueprint.graph_sizes
+    setup = DispatchSetup(
         communicator=communicator,
-        num_experts=model_config.num_experts,
-        hidden_size=model_config.hidden_size,
-        dtype=dtype,
-        top_k=model_config.num_experts_per_tok,
+        budget=blueprint.budget,
+        num_experts=blueprint.model.num_experts,
+        dtype=blueprint.dtype,
         device=device.torch_device,
-        flashinfer=flashinfer,
+        ops=device.ops,
     )
+    dispatcher = new_dispatcher(config.moe_a2a, config.moe_a2a_extend, setup)
     if device.torch_device.type == "cuda":  # elsewhere a replay is a plain call
         require_capturable(
+            config.moe_a2a,
             dispatcher,
             has_decode_graphs=bool(graph_sizes.decode),
             has_prefill_graphs=bool(graph_sizes.extend),
         )
-    return dispatcher, [] if flashinfer is None else [flashinfer]
+    return dispatcher
 
 
 def _form_group(

@@ -56,7 +56,7 @@ def state_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
 def full_table(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
     """Returns the whole table but for what only attention's library can say."""
     return (
-        *budget_table(blueprint.budget, blueprint.config.moe_runner),
+        *budget_table(blueprint.budget),
         *state_lines(blueprint),
     )
 

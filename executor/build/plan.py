@@ -15,10 +15,11 @@ from executor.budget.capture_sizes import (
     prefill_capture_sizes,
 )
 from executor.budget.speculation import SpeculationPlan
-from executor.budget.token_budget import TokenBudget, validate_cutedsl_a2a_token_budget
+from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig, resolve_max_model_len
 from executor.model.families.config import ModelConfig
 from executor.model.families.draft_config import DraftConfig
+from executor.model.moe.dispatch import DISPATCHERS
 from executor.parallel.topology import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3
@@ -227,17 +228,10 @@ def plan_budget(
         itemsize=dtype.itemsize,
         top_k=model.num_experts_per_tok,
         vocab_size=model.vocab_size,
-        moe_a2a=config.moe_a2a,
+        a2a_extends=config.moe_a2a_extend == "all-to-all",
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )
-    if config.moe_runner == "cutedsl" and config.moe_a2a == "flashinfer":
-        validate_cutedsl_a2a_token_budget(
-            max_dispatch_tokens_per_rank=budget.a2a_max_num_tokens,
-            max_tokens_per_rank=budget.max_tokens_per_rank,
-            dp_size=budget.dp_size,
-            attn_tp_size=budget.attn_tp_size,
-            ep_size=budget.ep_size,
-        )
+    DISPATCHERS[config.moe_a2a].check(budget)
     return budget
 
 

@@ -56,8 +56,8 @@ def model(tmp_path: Path) -> Path:
         ({"moe_a2a": "nccl"}, "moe_a2a=nccl: need one of none, torch, flashinfer"),
         ({"moe_a2a_extend": "none"}, "moe_a2a_extend=none: need one of all-gather, all-to-all"),
         (
-            {"moe_a2a": "flashinfer", "moe_a2a_extend": "all-to-all"},
-            "moe_a2a_extend=all-to-all with moe_a2a=flashinfer: only moe_a2a=torch can",
+            {"moe_a2a_extend": "all-to-all"},
+            "moe_a2a_extend=all-to-all with moe_a2a=none: there is no all-to-all; set moe_a2a to",
         ),
         ({"max_dispatch_tokens_per_rank": 0}, "max_dispatch_tokens_per_rank=0: need at least 1"),
         ({"num_threads": 0}, "num_threads=0"),

@@ -208,8 +208,8 @@ def grouped(machine: Machine, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -
 
 def fused(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:
     gate, up = w13.chunk(2, dim=1)
-    workspace = CutlassWorkspace(ops, max_num_rows=max(ROWS), top_k=dims.top_k, w2=w2)
-    return CutlassMoERunner(ops, torch.cat((up, gate), dim=1), w2, workspace)
+    workspace = CutlassWorkspace(ops, max_num_rows=max(ROWS), top_k=dims.top_k)
+    return CutlassMoERunner(torch.cat((up, gate), dim=1), w2, workspace)
 
 
 def cutedsl(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:

@@ -12,8 +12,6 @@ attn_tp       executors of the DP rank    attention heads, logits
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,8 +24,14 @@ from executor.model.layers.operators import (
     TorchOperators,
 )
 from executor.model.layers.workers import WorkerPool
-from executor.model.moe.experts import Experts, ExpertShare, PackedExperts, StackedExperts
-from executor.model.moe.layer import Dispatcher, MoERunner
+from executor.model.moe.experts import (
+    Experts,
+    ExpertShare,
+    NewRunner,
+    PackedExperts,
+    StackedExperts,
+)
+from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
@@ -44,11 +48,13 @@ class Kernels:
         operators: Norms, rotation and activation.
         new_experts: Makes an executor's share of one layer's experts, given its place in the group.
         workers: Threads that share a layer on the CPU.
+        scratch: Memory that the experts of all layers share; None where their kernels need none.
     """
 
     operators: Operators
     new_experts: Callable[[Topology], Experts]
     workers: WorkerPool
+    scratch: ExpertScratch | None = None
 
 
 def cpu_kernels(
@@ -106,28 +112,29 @@ def stacked_kernels(
             theta=config.rope_theta,
             device=device,
         )
-    stacked = partial(StackedExperts, hidden_size=config.hidden_size, dtype=dtype, device=device)
-    if moe_runner == "grouped":
-        stacked = partial(
-            stacked,
-            new_runner=partial(GroupedMMRunner, silu_and_mul=operators.silu_and_mul),
-            gate_first=GroupedMMRunner.gate_first,
-        )
-    elif ops is None:
-        raise ValueError(
-            f"moe_runner={moe_runner} needs FlashInfer, which is not installed: pip install "
-            f"flashinfer-python, or set moe_runner=grouped"
-        )
-    else:
+    scratch = None
+    kind: NewRunner = GroupedMMRunner
+    if moe_runner != "grouped":
+        if ops is None:
+            raise ValueError(
+                f"moe_runner={moe_runner} needs FlashInfer, which is not installed: pip install "
+                f"flashinfer-python, or set moe_runner=grouped"
+            )
         assert max_moe_rows is not None, f"how many rows {moe_runner} may see is not said"
-        stacked = partial(
-            stacked,
-            **_FLASHINFER_EXPERTS[moe_runner](ops, max_moe_rows, config.num_experts_per_tok),
-        )
+        kind, new_scratch = _FLASHINFER_RUNNERS[moe_runner]
+        scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=config.num_experts_per_tok)
     return Kernels(
         operators=operators,
-        new_experts=lambda topology: stacked(_share(config, topology)),
+        new_experts=lambda topology: StackedExperts(
+            _share(config, topology),
+            config.hidden_size,
+            kind,
+            scratch or operators.silu_and_mul,
+            dtype=dtype,
+            device=device,
+        ),
         workers=WorkerPool(1),
+        scratch=scratch,
     )
 
 
@@ -148,29 +155,10 @@ def _torch_operators(
     return TorchOperators(rotary)
 
 
-def _cutlass(ops: FlashInferOps, max_num_rows: int, top_k: int) -> dict[str, Any]:
-    """Returns how experts for CUTLASS are laid out and run; all layers share one workspace."""
-    workspaces: list[CutlassWorkspace] = []
-
-    def new_runner(w31: torch.Tensor, w2: torch.Tensor) -> MoERunner:
-        if not workspaces:
-            workspaces.append(CutlassWorkspace(ops, max_num_rows=max_num_rows, top_k=top_k, w2=w2))
-        return CutlassMoERunner(ops, w31, w2, workspaces[0])
-
-    return {"new_runner": new_runner, "gate_first": CutlassMoERunner.gate_first}
-
-
-def _cutedsl(ops: FlashInferOps, max_num_rows: int, top_k: int) -> dict[str, Any]:
-    """Returns how experts for CuTe-DSL are laid out and run; all layers share one wrapper."""
-    sizing = CuteDslSizing(ops, max_num_rows=max_num_rows, top_k=top_k)
-    return {
-        "new_runner": partial(CuteDslMoERunner, sizing=sizing),
-        "gate_first": CuteDslMoERunner.gate_first,
-        "arrange": CuteDslMoERunner.arrange,
-    }
-
-
-_FLASHINFER_EXPERTS = {"cutlass": _cutlass, "cutedsl": _cutedsl}
+_FLASHINFER_RUNNERS: dict[str, tuple[NewRunner, type[ExpertScratch]]] = {
+    "cutlass": (CutlassMoERunner, CutlassWorkspace),
+    "cutedsl": (CuteDslMoERunner, CuteDslSizing),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,79 +1,55 @@
-"""Makes the dispatcher that the settings ask for. The only place that knows all of them.
+"""Dispatchers by name, and the choice between two of them by the phase of a step.
 
-moe_a2a      decode steps       steps in which any rank extends
-none         all-gather         all-gather
-torch        all-to-all         all-gather, or all-to-all with moe_a2a_extend=all-to-all
-flashinfer   FlashInfer's       all-gather
+moe_a2a      steps without prompts    steps in which any rank extends
+none         all-gather               all-gather
+torch        all-to-all               all-gather, or all-to-all with moe_a2a_extend=all-to-all
+flashinfer   FlashInfer's             all-gather, or FlashInfer's with moe_a2a_extend=all-to-all
 """
+
+from dataclasses import replace
 
 import torch
 
+from executor.budget.report import BudgetLine
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
-from executor.model.moe.dispatch_by_phase import PhaseDispatcher
-from executor.model.moe.layer import Dispatcher
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
+from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import EpochGroups
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {
+    "none": AllGatherDispatcher,
+    "torch": TorchAllToAllDispatcher,
+    "flashinfer": FlashInferDispatcher,
+}
 
 
-def new_dispatcher(
-    moe_a2a: str = "none",
-    moe_a2a_extend: str = "all-gather",
-    *,
-    communicator: DpCommunicator,
-    num_experts: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    top_k: int,
-    device: torch.device,
-    flashinfer: Dispatcher | None = None,
-) -> Dispatcher:
-    """Makes the one dispatcher of a model; all its layers share it.
+def new_dispatcher(moe_a2a: str, moe_a2a_extend: str, setup: DispatchSetup) -> Dispatcher:
+    """Makes the one dispatcher of a model; all its layers share it. Without peers nothing moves.
 
     Args:
-        moe_a2a: As in ExecutorConfig, which checks it. Without peers nothing moves, whatever it
-            says.
-        moe_a2a_extend: Likewise.
-        communicator: Joins the ranks.
-        num_experts: E.
-        hidden_size: D.
-        dtype: Type of the hidden states.
-        top_k: K.
-        device: Where the tensors live.
-        flashinfer: FlashInfer's dispatcher; None where it does not run.
+        moe_a2a, moe_a2a_extend: As in ExecutorConfig, which checks them.
+        setup: What it is for.
 
     Raises:
-        ValueError: FlashInfer's was asked for, and does not run here.
+        ValueError: It does not run here.
     """
-    topology = communicator.topology
-    all_gather = AllGatherDispatcher(communicator, topology.local_experts(num_experts))
-    if moe_a2a == "none" or topology.world_size == 1:
-        return all_gather
-    if moe_a2a == "torch":
-        all_to_all = TorchAllToAllDispatcher(
-            communicator,
-            num_experts=num_experts,
-            hidden_size=hidden_size,
-            dtype=dtype,
-            top_k=top_k,
-            device=device,
-        )
-        if moe_a2a_extend == "all-to-all":
-            return all_to_all
-        return PhaseDispatcher(decode=all_to_all, extend=all_gather)
-    if flashinfer is None:
-        raise ValueError(
-            f"moe_a2a=flashinfer needs a CUDA device and FlashInfer, and this executor runs on "
-            f"{device} or without the library; use moe_a2a=torch or none"
-        )
-    return PhaseDispatcher(decode=flashinfer, extend=all_gather)
+    if setup.communicator.world_size == 1:
+        return AllGatherDispatcher.build(setup)
+    dispatcher = DISPATCHERS[moe_a2a].build(setup)
+    if moe_a2a_extend == "all-to-all" or isinstance(dispatcher, AllGatherDispatcher):
+        return dispatcher
+    return PhaseDispatcher(decode=dispatcher, extend=AllGatherDispatcher.build(setup))
 
 
 def require_capturable(
-    dispatcher: Dispatcher, *, has_decode_graphs: bool, has_prefill_graphs: bool
+    moe_a2a: str, dispatcher: Dispatcher, *, has_decode_graphs: bool, has_prefill_graphs: bool
 ) -> None:
     """Refuses CUDA graphs over a dispatcher that no graph can record.
 
     Args:
+        moe_a2a: Its name.
         dispatcher: From ``new_dispatcher``.
         has_decode_graphs: Whether decode steps are captured.
         has_prefill_graphs: Whether steps that extend are.
@@ -84,12 +60,59 @@ def require_capturable(
     decode = extend = dispatcher
     if isinstance(dispatcher, PhaseDispatcher):
         decode, extend = dispatcher.decode, dispatcher.extend
+    others = " or ".join(name for name, kind in DISPATCHERS.items() if kind.is_capturable)
     for setting, is_captured, used in (
         ("decode_graphs", has_decode_graphs, decode),
         ("prefill_graphs", has_prefill_graphs, extend),
     ):
         if is_captured and not used.is_capturable:
             raise ValueError(
-                f"moe_a2a=torch reads counts on the host, which no CUDA graph can record: set "
-                f"{setting}=off, or moe_a2a to none or flashinfer"
+                f"moe_a2a={moe_a2a} reads counts on the host, which no CUDA graph can record: set "
+                f"{setting}=off, or moe_a2a to {others}"
             )
+
+
+class PhaseDispatcher(Dispatcher):
+    """One dispatcher for steps without prompts, another for those in which any rank extends.
+
+    The first send few rows, for which an all-to-all's buffers are sized; a prefill's would be many
+    times larger. All ranks choose alike, because ``layout.has_extend`` is the same on all of them.
+
+    Args:
+        decode: For steps in which no rank runs more than one token of a sequence.
+        extend: For the others.
+    """
+
+    def __init__(self, *, decode: Dispatcher, extend: Dispatcher) -> None:
+        self.decode = decode
+        self.extend = extend
+        self.max_rows = max(decode.max_rows, extend.max_rows)
+        self.workspace_bytes = decode.workspace_bytes + extend.workspace_bytes
+        self.can_abort = decode.can_abort and extend.can_abort
+
+    def lines(self) -> tuple[BudgetLine, ...]:
+        return (*self.decode.lines(), *self.extend.lines())
+
+    def join(self, groups: EpochGroups) -> None:
+        self.decode.join(groups)
+        self.extend.join(groups)
+
+    def leave(self) -> None:
+        self.decode.leave()
+        self.extend.leave()
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        layout: DpLayout,
+    ) -> Dispatched:
+        chosen = self.extend if layout.has_extend else self.decode
+        dispatched = chosen.dispatch(x_TD, topk_ids_TK, topk_weights_TK, layout)
+        return replace(dispatched, handle=(chosen, dispatched))
+
+    def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        chosen, inner = dispatched.handle
+        y_TD: torch.Tensor = chosen.combine(y_RD, inner)
+        return y_TD

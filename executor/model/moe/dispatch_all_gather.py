@@ -9,16 +9,14 @@ Where several hold slices of the same experts (MoE TP), their partial results ar
 the combine sums.
 """
 
-from typing import ClassVar
-
 import torch
 
-from executor.model.moe.layer import Dispatched
+from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(Dispatcher):
     """Gathers rows from all ranks, and sums results over them.
 
     Args:
@@ -26,11 +24,15 @@ class AllGatherDispatcher:
         local_experts: The experts of this rank, whole or in part.
     """
 
-    is_capturable: ClassVar[bool] = True
-
     def __init__(self, communicator: DpCommunicator, local_experts: range) -> None:
         self._communicator = communicator
         self._local_experts = local_experts
+        self.max_rows = communicator.world_size * communicator.max_tokens_per_rank
+
+    @classmethod
+    def build(cls, setup: DispatchSetup) -> Dispatcher:
+        topology = setup.communicator.topology
+        return cls(setup.communicator, topology.local_experts(setup.num_experts))
 
     def dispatch(
         self,

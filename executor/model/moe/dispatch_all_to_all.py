@@ -15,13 +15,12 @@ rounded once, so they do not change from run to run. Dimensions as in ``layer.py
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from executor.model.moe.layer import Dispatched
-from executor.model.moe.one_at_a_time import OneAtATime
+from executor.budget.report import EXECUTOR_ROWS, BudgetLine
+from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout
 from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
@@ -44,7 +43,7 @@ class _Exchange:
     starts_T: torch.Tensor
 
 
-class TorchAllToAllDispatcher:
+class TorchAllToAllDispatcher(Dispatcher):
     """Exchanges rows of unequal counts between all ranks of the group.
 
     Buffers are made once, for every rank sending all its tokens to every other.
@@ -59,7 +58,7 @@ class TorchAllToAllDispatcher:
         device: Where the tensors live.
     """
 
-    is_capturable: ClassVar[bool] = False  # reads counts on the host
+    is_capturable = False  # reads counts on the host
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class TorchAllToAllDispatcher:
         self._communicator = communicator
         self._num_ranks = topology.world_size
         self._num_words = moe_words(hidden_size, dtype, top_k)
-        self._turn = OneAtATime()
+        self._open_in: object | None = None  # the group of a dispatch that is not combined yet
         # By expert, and by E for padding: the rank that holds it, and its number on this rank.
         local = topology.local_experts(num_experts)
         experts = torch.arange(num_experts + 1)
@@ -85,12 +84,31 @@ class TorchAllToAllDispatcher:
         numbers = torch.where(is_here, experts - local.start, len(local))
         self._numbers = numbers.to(device, torch.int32)
         most = communicator.max_tokens_per_rank
+        self.max_rows = self._num_ranks * most
         self._packed, self._sent, self._received = (
             torch.zeros(count * most * self._num_words, dtype=WORD, device=device)
             for count in (1, self._num_ranks, self._num_ranks)
         )
         self._received_counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(most, device=device)
+
+    @classmethod
+    def build(cls, setup: DispatchSetup) -> Dispatcher:
+        return cls(
+            setup.communicator,
+            num_experts=setup.num_experts,
+            hidden_size=setup.budget.hidden_size,
+            dtype=setup.dtype,
+            top_k=setup.budget.top_k,
+            device=setup.device,
+        )
+
+    def lines(self) -> tuple[BudgetLine, ...]:
+        what = "all-to-all, rows packed, sent and received"
+        bound = f"{EXECUTOR_ROWS} * (1 + 2 * {self._num_ranks} executors)"
+        buffers = (self._packed, self._sent, self._received)
+        num_bytes = sum(buffer.nbytes for buffer in buffers)
+        return (BudgetLine(what, bound, num_bytes // (self._num_words * WORD.itemsize), num_bytes),)
 
     def dispatch(
         self,
@@ -101,7 +119,9 @@ class TorchAllToAllDispatcher:
     ) -> Dispatched:
         self._check(x_TD, layout)
         group = self._communicator.group
-        self._turn.begin(group)
+        # A step that fails before ``combine`` leaves its dispatch open; the group ends with it.
+        assert self._open_in is not group, "dispatch called twice without combine"
+        self._open_in = group
         is_sent_WT = self._destinations(topk_ids_TK[: layout.shard_num_tokens])
         counts_W = is_sent_WT.sum(dim=1)
         group.all_to_all(self._received_counts, counts_W)
@@ -124,7 +144,8 @@ class TorchAllToAllDispatcher:
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         group = self._communicator.group
-        self._turn.end(group)
+        assert self._open_in is group, "combine called without dispatch"
+        self._open_in = None
         exchange: _Exchange = dispatched.handle
         assert len(y_RD) == sum(exchange.received), (
             f"{len(y_RD)} rows of results for {sum(exchange.received)} received"

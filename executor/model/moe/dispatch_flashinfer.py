@@ -12,13 +12,15 @@ Dimensions as in ``layer.py``.
 
 import torch
 
-from executor.model.flashinfer.all_to_all import AllToAll
-from executor.model.moe.layer import Dispatched
+from executor.budget.report import A2A_TOKENS, BudgetLine, a2a_bound
+from executor.budget.token_budget import TokenBudget, check_flashinfer_a2a
+from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
+from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
 
 
-class FlashInferDispatcher:
+class FlashInferDispatcher(Dispatcher):
     """Sends rows to their experts' ranks, and sums what comes back. All layers share one.
 
     Args:
@@ -28,13 +30,23 @@ class FlashInferDispatcher:
             does not take it has its results copied there.
     """
 
+    can_abort = False  # its kernels wait for a lost peer for minutes, and nothing ends that
+
     def __init__(
-        self, all_to_all: AllToAll, *, device: torch.device, payload_in_workspace: bool = True
+        self,
+        all_to_all: AllToAll,
+        *,
+        device: torch.device,
+        payload_in_workspace: bool = True,
+        bound: str = "max_dispatch_tokens_per_rank",
     ) -> None:
         sizes = all_to_all.sizes
+        self.max_rows = sizes.ep_size * sizes.max_num_tokens
+        self.workspace_bytes = sizes.bytes_per_rank
         num_experts, num_local = sizes.num_experts, sizes.num_experts // sizes.ep_size
         first = all_to_all.ep_rank * num_local
         self._all_to_all = all_to_all
+        self._bound = bound
         self._device = device
         self._num_experts = num_experts
         self._in_place = payload_in_workspace
@@ -46,9 +58,34 @@ class FlashInferDispatcher:
         self._routes = routes.to(device)
         self._local = local.to(device)
 
-    @property
-    def is_capturable(self) -> bool:
-        return True
+    @classmethod
+    def check(cls, budget: TokenBudget) -> None:
+        check_flashinfer_a2a(budget.ep_size, budget.top_k)
+        _ = budget.a2a_max_num_tokens  # checks itself
+
+    @classmethod
+    def build(cls, setup: DispatchSetup) -> Dispatcher:
+        budget = setup.budget
+        if setup.ops is None:
+            raise ValueError(
+                f"moe_a2a=flashinfer needs a CUDA device and FlashInfer, and this executor runs on "
+                f"{setup.device} or without the library; use moe_a2a=torch or none"
+            )
+        sizes = AllToAllSizes(
+            ep_size=budget.ep_size,
+            num_experts=setup.num_experts,
+            top_k=budget.top_k,
+            hidden_size=budget.hidden_size,
+            dtype=setup.dtype,
+            max_num_tokens=budget.a2a_max_num_tokens,
+            bytes_per_rank=budget.a2a_workspace_bytes,
+        )
+        all_to_all = AllToAll(setup.ops, sizes, setup.communicator.topology.ep_rank)
+        return cls(all_to_all, device=setup.device, bound=a2a_bound(budget))
+
+    def lines(self) -> tuple[BudgetLine, ...]:
+        tokens = self._all_to_all.sizes.max_num_tokens
+        return (BudgetLine(A2A_TOKENS, self._bound, tokens, self.workspace_bytes),)
 
     def join(self, groups: EpochGroups) -> None:
         """Shares memory with the executors of an epoch. Every one must call it, before it captures.
@@ -64,7 +101,6 @@ class FlashInferDispatcher:
         self._all_to_all.join(groups.host)
 
     def leave(self) -> None:
-        """Forgets the epoch, and what a failed pass has dispatched."""
         self._all_to_all.leave()
 
     def dispatch(

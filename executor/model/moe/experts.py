@@ -7,18 +7,19 @@ is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
-from executor.model.moe.layer import MoERunner
+from executor.model.moe.layer import MoERunner, StackedMoERunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.topology import Topology, share_of
 
-NewRunner = Callable[[torch.Tensor, torch.Tensor], MoERunner]
+# Takes w13 [L, 2F, D], w2 [L, D, F], and an activation or scratch memory.
+NewRunner = Callable[[torch.Tensor, torch.Tensor, Any], StackedMoERunner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,43 +152,37 @@ class StackedExperts:
     Args:
         share: What this executor holds.
         hidden_size: D.
-        new_runner: Makes the runner of w13 [L, 2F, D] and w2 [L, D, F].
-        gate_first: Whether gate or up comes first in w13.
-        arrange: Takes one expert's [2F, D], as ``gate_first`` says, to what the kernel reads; None
-            leaves it as it is.
+        kind: What runs them.
+        tool: Its third argument: an activation or scratch memory, which all layers share.
     """
 
     def __init__(
         self,
         share: ExpertShare,
         hidden_size: int,
-        new_runner: NewRunner,
+        kind: NewRunner,
+        tool: Any,
         *,
-        gate_first: bool,
-        arrange: Callable[[torch.Tensor], torch.Tensor] | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._share = share
-        self._gate_first = gate_first
-        self._arrange = arrange
         count, size = len(share.experts), len(share.columns)
         self._w13 = torch.empty(count, 2 * size, hidden_size, dtype=dtype, device=device)
         self._w2 = torch.empty(count, hidden_size, size, dtype=dtype, device=device)
-        self.runner = new_runner(self._w13, self._w2)
+        self.runner = kind(self._w13, self._w2, tool)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         groups = []
         for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
             first, second = w13.chunk(2)
-            gate, up = (first, second) if self._gate_first else (second, first)
+            gate, up = (first, second) if self.runner.gate_first else (second, first)
             targets = self._share.targets(prefix, expert, gate, up, w2)
             groups.append(WeightGroup(targets, self._finish(w13)))
         return groups
 
     def _finish(self, w13: torch.Tensor) -> Callable[[], None]:
         def finish() -> None:
-            if self._arrange is not None:
-                w13.copy_(self._arrange(w13))
+            w13.copy_(self.runner.arrange(w13))
 
         return finish

@@ -17,8 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
+from executor.budget.report import BudgetLine
+from executor.budget.token_budget import TokenBudget
+from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
+from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import EpochGroups
 
 
 @dataclass(slots=True)
@@ -50,16 +55,71 @@ class Dispatched:
         return self.x_RD.new_empty(self.x_RD.shape)
 
 
-class Dispatcher(Protocol):
-    """Moves rows to the ranks of their experts, and results back.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchSetup:
+    """What a dispatcher is made for.
 
-    One dispatch is open at a time: all layers share a dispatcher and its buffers.
+    Attributes:
+        communicator: Joins the ranks.
+        budget: The most of a step.
+        num_experts: E.
+        dtype: Type of the hidden states.
+        device: Where the tensors live.
+        ops: FlashInfer; None where it does not run.
     """
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph can record it: it never waits for the device on the host."""
-        ...
+    communicator: DpCommunicator
+    budget: TokenBudget
+    num_experts: int
+    dtype: torch.dtype
+    device: torch.device
+    ops: FlashInferOps | None = None
+
+
+class Dispatcher:
+    """Moves rows to the ranks of their experts, and results back.
+
+    One dispatch is open at a time: all layers share a dispatcher and its buffers. A class says all
+    of itself that sizes, graphs and the start-up table must know; ``dispatch.py`` has its name.
+
+    Attributes:
+        is_capturable: Whether a CUDA graph can record it: it never waits for the device on the host.
+        max_rows: R at most, in any pass.
+        workspace_bytes: Device memory that it takes when it first joins an epoch, and not before.
+        can_abort: Whether leaving the group ends its waits for a peer that is lost.
+    """
+
+    is_capturable: bool = True
+    max_rows: int
+    workspace_bytes: int = 0
+    can_abort: bool = True
+
+    @classmethod
+    def check(cls, budget: TokenBudget) -> None:
+        """Checks that it can do a budget's sizes, before anything is made.
+
+        Raises:
+            ValueError: It cannot. Says which setting to change, and to what.
+        """
+
+    @classmethod
+    def build(cls, setup: DispatchSetup) -> "Dispatcher":
+        """Makes it for passes as large as any.
+
+        Raises:
+            ValueError: It does not run here.
+        """
+        raise NotImplementedError
+
+    def lines(self) -> tuple[BudgetLine, ...]:
+        """Returns the start-up table's lines of memory of its own."""
+        return ()
+
+    def join(self, groups: EpochGroups) -> None:
+        """Uses an epoch's groups from now on, beyond what its communicator does."""
+
+    def leave(self) -> None:
+        """Forgets the epoch, and what a failed pass has dispatched."""
 
     def dispatch(
         self,
@@ -82,14 +142,14 @@ class Dispatcher(Protocol):
         Returns:
             Rows that are overwritten by the next dispatch.
         """
-        ...
+        raise NotImplementedError
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Returns [T, D], each token's rows summed over ranks. Every rank must call it.
 
         Rows of padding are undefined. Overwritten by the next combine.
         """
-        ...
+        raise NotImplementedError
 
 
 class MoERunner(Protocol):
@@ -98,6 +158,67 @@ class MoERunner(Protocol):
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         """Returns [R, D], each row's outputs of this rank's experts, weighted and summed."""
         ...
+
+
+class StackedMoERunner:
+    """A runner of experts whose weights are two stacked tensors.
+
+    Args:
+        w13: [L, 2F, D], gate and up projections of each expert.
+        w2: [L, D, F], down projections.
+
+    Attributes:
+        gate_first: Whether gate or up comes first in w13.
+
+    Raises:
+        ValueError: The weights do not fit one another.
+    """
+
+    gate_first: bool = True
+
+    def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        num_local, hidden_size, intermediate_size = w2.shape
+        if w13.shape != (num_local, 2 * intermediate_size, hidden_size):
+            raise ValueError(
+                f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}: "
+                f"need [L, 2F, D] and [L, D, F] with the same L, F and D"
+            )
+        self._w13 = w13
+        self._w2 = w2
+
+    @staticmethod
+    def arrange(w13: torch.Tensor, /) -> torch.Tensor:
+        """Returns one expert's gate and up [2F, D] as the kernel reads them."""
+        return w13
+
+    def run(self, dispatched: Dispatched) -> torch.Tensor:
+        """As ``MoERunner.run``."""
+        raise NotImplementedError
+
+
+class ExpertScratch:
+    """Memory of FlashInfer's kernels for experts, for the largest pass, known before any batch.
+
+    All layers share one, as they never run at once; the first of them makes it.
+
+    Args:
+        ops: The library.
+        max_num_rows: R at most, all passes and captures considered: ``Dispatcher.max_rows``.
+        top_k: K.
+    """
+
+    def __init__(self, ops: FlashInferOps, *, max_num_rows: int, top_k: int) -> None:
+        self.ops = ops
+        self.max_num_rows = max_num_rows
+        self.top_k = top_k
+
+    def check(self, dispatched: Dispatched) -> None:
+        """Asserts that a pass is none larger than it was made for."""
+        num_rows, top_k = dispatched.topk_ids_RK.shape
+        assert top_k == self.top_k, f"{top_k} experts; the scratch is for {self.top_k}"
+        assert num_rows <= self.max_num_rows, (
+            f"{num_rows} rows; the scratch is for {self.max_num_rows}"
+        )
 
 
 class MoELayer:

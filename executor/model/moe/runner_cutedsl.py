@@ -1,59 +1,31 @@
 """Experts by FlashInfer's CuTe-DSL kernels. Dimensions as in ``layer.py``."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 
 from executor.model.flashinfer.cutedsl import CuteDslExperts, interleave_up_gate, scratch_rows
-from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.layer import Dispatched
-from executor.model.moe.stacked import check_stacked
+from executor.model.moe.layer import Dispatched, ExpertScratch, StackedMoERunner
 
 
-class CuteDslWrapper:
+class CuteDslWrapper(NamedTuple):
     """The library's wrapper and the memory between its two products, for the largest pass.
 
-    Args:
-        ops: The library.
-        w2: [L, D, F] of any layer, for sizes, dtype and device.
-        max_num_rows: R at most.
-        top_k: K.
-
-    Raises:
-        ValueError: As ``CuteDslExperts``.
+    Attributes:
+        experts: The wrapper.
+        scratch: [scratch_rows, F].
+        w2_shape: L, D and F of the layers that it is for.
     """
 
-    def __init__(
-        self, ops: FlashInferOps, w2: torch.Tensor, *, max_num_rows: int, top_k: int
-    ) -> None:
-        self.experts = CuteDslExperts(ops, w2, top_k)
-        self.max_num_rows = max_num_rows
-        self.top_k = top_k
-        self.w2_shape = w2.shape
-        self._scratch = w2.new_empty(scratch_rows(max_num_rows, top_k, len(w2)), w2.shape[2])
-
-    def scratch(self, num_rows: int) -> torch.Tensor:
-        """Returns as much of the memory as ``num_rows`` rows take."""
-        return self._scratch[: scratch_rows(num_rows, self.top_k, self.w2_shape[0])]
+    experts: CuteDslExperts
+    scratch: torch.Tensor
+    w2_shape: torch.Size
 
 
-class CuteDslSizing:
-    """How large the wrapper is, known before any batch. All layers share one, as they never run at once.
+class CuteDslSizing(ExpertScratch):
+    """How large the wrapper is."""
 
-    Args:
-        ops: The library.
-        max_num_rows: R at most, all passes considered, from the token budget: every DP rank's
-            ``cutedsl_moe_max_num_tokens`` where rows are all-gathered, ``max_num_tokens`` of each EP rank
-            where an all-to-all brings them.
-        top_k: K.
-    """
-
-    def __init__(self, ops: FlashInferOps, *, max_num_rows: int, top_k: int) -> None:
-        self._ops = ops
-        self._max_num_rows = max_num_rows
-        self._top_k = top_k
-        self._wrapper: CuteDslWrapper | None = None
+    _wrapper: CuteDslWrapper | None = None
 
     def ensure_cutedsl_wrapper(self, w2: torch.Tensor) -> CuteDslWrapper:
         """Returns the wrapper for layers like this one, and makes it for the first of them.
@@ -68,16 +40,16 @@ class CuteDslSizing:
             ValueError: As ``CuteDslExperts``.
         """
         if self._wrapper is None:
-            self._wrapper = CuteDslWrapper(
-                self._ops, w2, max_num_rows=self._max_num_rows, top_k=self._top_k
-            )
+            experts = CuteDslExperts(self.ops, w2, self.top_k)
+            num_rows = scratch_rows(self.max_num_rows, self.top_k, len(w2))
+            self._wrapper = CuteDslWrapper(experts, w2.new_empty(num_rows, w2.shape[2]), w2.shape)
         assert self._wrapper.w2_shape == w2.shape, (
             f"w2 is {list(w2.shape)}; that of other layers {list(self._wrapper.w2_shape)}"
         )
         return self._wrapper
 
 
-class CuteDslMoERunner:
+class CuteDslMoERunner(StackedMoERunner):
     """Runs all experts of a rank in one call, on the device alone.
 
     The sum over a row's experts has a fixed order: the faster variant, which adds as results come,
@@ -92,30 +64,26 @@ class CuteDslMoERunner:
         ValueError: The weights do not fit one another, or as ``CuteDslExperts``.
     """
 
-    gate_first: ClassVar[bool] = False  # how w31 lies before ``arrange``
-    arrange: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = staticmethod(interleave_up_gate)
+    gate_first = False
+    arrange = staticmethod(interleave_up_gate)
 
     def __init__(self, w31: torch.Tensor, w2: torch.Tensor, sizing: CuteDslSizing) -> None:
-        check_stacked("w31", w31, w2)
-        self._w31 = w31
-        self._w2 = w2
+        super().__init__(w31, w2)
+        self._sizing = sizing
         self._wrapper = sizing.ensure_cutedsl_wrapper(w2)
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
-        num_rows, top_k = dispatched.topk_ids_RK.shape
-        wrapper = self._wrapper
-        assert top_k == wrapper.top_k, f"{top_k} experts; the wrapper is for {wrapper.top_k}"
-        assert num_rows <= wrapper.max_num_rows, (
-            f"{num_rows} rows; the wrapper is for {wrapper.max_num_rows}"
-        )
+        self._sizing.check(dispatched)
         out = dispatched.place_for_results()
-        wrapper.experts.run(
+        num_rows, top_k = dispatched.topk_ids_RK.shape
+        experts, scratch, _ = self._wrapper
+        experts.run(
             dispatched.x_RD.contiguous(),
             dispatched.topk_ids_RK,
             dispatched.topk_weights_RK,
-            self._w31,
+            self._w13,
             self._w2,
             out=out,
-            scratch=wrapper.scratch(num_rows),
+            scratch=scratch[: scratch_rows(num_rows, top_k, len(self._w2))],
         )
         return out

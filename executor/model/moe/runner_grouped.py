@@ -5,12 +5,10 @@ are told where each expert's rows end. Dimensions as in ``layer.py``.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 
-from executor.model.moe.layer import Dispatched
-from executor.model.moe.stacked import check_stacked
+from executor.model.moe.layer import Dispatched, StackedMoERunner
 
 # Where there is no public one yet: torch 2.8 and 2.9 have it under the other name.
 _grouped_mm: Callable[..., torch.Tensor] = getattr(
@@ -18,7 +16,7 @@ _grouped_mm: Callable[..., torch.Tensor] = getattr(
 ) or getattr(torch, "_grouped_mm")  # noqa: B009
 
 
-class GroupedMMRunner:
+class GroupedMMRunner(StackedMoERunner):
     """Sorts rows by expert, runs all experts at once, and unsorts.
 
     The sum over a row's experts has a fixed order, so a row's result does not change from run to
@@ -34,15 +32,13 @@ class GroupedMMRunner:
         ValueError: The weights do not fit one another, or the grouped product.
     """
 
-    gate_first: ClassVar[bool] = True  # how w13 lies
-
     def __init__(
         self,
         w13: torch.Tensor,
         w2: torch.Tensor,
         silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        check_stacked("w13", w13, w2)
+        super().__init__(w13, w2)
         num_local, hidden_size, intermediate_size = w2.shape
         for name, size in (("D", hidden_size), ("F", intermediate_size)):
             if size * w2.itemsize % 16:
@@ -50,8 +46,6 @@ class GroupedMMRunner:
                     f"{name}={size} in {w2.dtype}: the grouped product needs rows of a multiple "
                     f"of 16 bytes; use another MoE runner"
                 )
-        self._w13 = w13
-        self._w2 = w2
         self._silu_and_mul = silu_and_mul
         self._experts = torch.arange(num_local, dtype=torch.int32, device=w2.device)
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,13 @@ import torch
 from executor.batch.limits import RowProgress, StepLimits
 from executor.batch.read_step import read_step
 from executor.budget.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
-from executor.budget.report import budget_table
+from executor.budget.report import a2a_bound, budget_table
 from executor.budget.token_budget import (
     A2A_TOP_KS,
     TokenBudget,
     a2a_workspace_size_per_rank,
     check_flashinfer_a2a,
-    cutedsl_moe_max_num_tokens,
     dispatch_bytes_per_token,
-    validate_cutedsl_a2a_token_budget,
 )
 from executor.errors import InvalidStep
 from executor.model.layers.vocab import vocab_slice
@@ -52,7 +51,6 @@ def random_budget(rng: random.Random) -> tuple[TokenBudget, GraphSizes]:
     if rng.random() < 0.7:
         extend = prefill_capture_sizes(most, alignment=attn_tp_size)
     dp_size = rng.randint(1, 8)
-    moe_a2a = rng.choice(["none", "torch", "flashinfer"])
     budget = TokenBudget(
         max_num_batched_tokens=most,
         max_num_seqs=max_num_seqs,
@@ -66,7 +64,7 @@ def random_budget(rng: random.Random) -> tuple[TokenBudget, GraphSizes]:
         hidden_size=32 * rng.randint(1, 9),
         itemsize=rng.choice([2, 4]),
         top_k=rng.choice(A2A_TOP_KS),
-        moe_a2a=moe_a2a,
+        a2a_extends=rng.random() < 0.5,
     )
     return budget, GraphSizes(decode, extend)
 
@@ -111,12 +109,9 @@ def test_no_step_is_larger_than_the_budget():
             assert layout.padded_num_tokens <= layout.runtime_max_tokens_per_rank, case
             assert layout.runtime_max_tokens_per_rank <= budget.max_shard_tokens_per_rank, case
             assert layout.global_dp_buffer_len <= budget.max_gathered_tokens, case
-            # What the experts' side is sized by, all-gather and all-to-all.
-            assert layout.runtime_max_tokens_per_rank <= budget.a2a_max_num_tokens, case
-            assert layout.global_dp_buffer_len <= budget.cutedsl_all_gather_tokens, case
-            sent = budget.ep_size * layout.runtime_max_tokens_per_rank
-            assert sent <= budget.cutedsl_all_to_all_tokens, case
-            assert max(sent, layout.global_dp_buffer_len) <= budget.max_moe_rows, case
+            if budget.a2a_extends or not layout.has_extend:  # else it goes by all-gather
+                assert layout.runtime_max_tokens_per_rank <= budget.a2a_least_tokens, case
+                assert budget.a2a_least_tokens <= budget.a2a_max_num_tokens, case
             if layout.graph_size is not None and not layout.has_extend:
                 assert layout.num_rows <= budget.max_logits_rows, case
 
@@ -143,6 +138,9 @@ def test_the_budget_is_no_larger_than_the_largest_step():
         assert max(lengths) == budget.max_shard_tokens_per_rank, (world, budget)
         gathered = [layout.global_dp_buffer_len for layout in layouts]
         assert max(gathered) == budget.max_gathered_tokens, (world, budget)
+        decoding = replace(budget, a2a_extends=False)
+        rows = max(budget.max_num_seqs * width, *(size * width for size in graph_sizes.decode), 1)
+        assert decoding.a2a_max_num_tokens == -(-rows // budget.attn_tp_size), (world, budget)
 
 
 def test_a_step_at_exactly_the_budget_is_read_and_one_token_more_is_not():
@@ -231,16 +229,43 @@ def test_sizes_do_not_depend_on_a_first_batch_that_is_small():
     """A wrapper sized by a warm-up of a few tokens met a step of 4073."""
     budget = make_budget(max_num_batched_tokens=4096, dp_size=2)
     layout = DpLayout((4073, 1), DpPaddingMode.MAX_LEN, 0, has_extend=True)
-    assert layout.global_dp_buffer_len <= budget.cutedsl_all_gather_tokens == 2 * 4096
+    assert layout.global_dp_buffer_len <= budget.max_gathered_tokens == 2 * 4096
 
 
 def test_a_prompt_may_be_larger_than_all_decodes_together():
     """A dispatch sized by running requests alone overflowed at the first prefill."""
-    budget = make_budget(
-        max_num_batched_tokens=8192, max_num_seqs=64, moe_a2a="flashinfer", top_k=8
-    )
+    budget = make_budget(max_num_batched_tokens=8192, max_num_seqs=64, a2a_extends=True)
     assert budget.a2a_max_num_tokens == budget.max_tokens_per_rank == 8192
-    assert budget.max_moe_rows == 8192
+
+
+def test_prompts_that_go_by_all_gather_take_no_place_in_the_all_to_all():
+    """At 64 ranks of a 235 B model they took 4 GiB of each GPU, of which decodes need a 64th."""
+    sizes: dict[str, Any] = {
+        "dp_size": 64,
+        "ep_size": 64,
+        "hidden_size": 4096,
+        "itemsize": 2,
+        "top_k": 8,
+        "decode_graph_size": 64,
+    }
+    by_gather, by_a2a = make_budget(**sizes), make_budget(**sizes, a2a_extends=True)
+    assert (by_gather.a2a_max_num_tokens, by_a2a.a2a_max_num_tokens) == (64, 4096)
+    assert by_a2a.a2a_workspace_bytes > 4 << 30
+    assert by_gather.a2a_workspace_bytes < 68 << 20
+
+
+def test_verified_drafts_and_their_draft_extend_have_places_in_the_all_to_all():
+    sizes = {"max_num_seqs": 8, "attn_tp_size": 2}
+    assert make_budget(**sizes, num_tokens_per_bs=4, draft_lookahead=1).a2a_max_num_tokens == 16
+    assert make_budget(**sizes, num_tokens_per_bs=1, draft_lookahead=1).a2a_max_num_tokens == 8
+    graph = make_budget(**sizes, num_tokens_per_bs=4, decode_graph_size=10)
+    assert graph.a2a_max_num_tokens == 20
+
+
+def test_a_cap_between_what_a_step_brings_and_the_default_is_taken():
+    for extends, cap in ((False, 64), (False, 100), (True, 2048), (True, 9000)):
+        budget = make_budget(a2a_extends=extends, max_dispatch_tokens_per_rank=cap)
+        assert budget.a2a_max_num_tokens == cap
 
 
 def test_ep_ranks_are_counted_once_in_the_workspace():
@@ -252,7 +277,6 @@ def test_ep_ranks_are_counted_once_in_the_workspace():
         hidden_size=4096,
         itemsize=2,
         top_k=8,
-        moe_a2a="flashinfer",
         max_dispatch_tokens_per_rank=1024,
     )
     assert budget.a2a_dispatch_bytes_per_token == 8256
@@ -386,26 +410,6 @@ def test_a_workspace_of_nothing_is_refused_by_name(name: str, value: int):
         ({"decode_graph_size": -1}, "decode_graph_size=-1: need at least 0"),
         ({"attn_tp_size": 0}, "attn_tp_size=0"),
         ({"hidden_size": -8}, "hidden_size=-8"),
-        ({"dp_size": 4, "ep_size": 2, "moe_a2a": "torch"}, "ep_size=2: .* so set ep_size=4 or"),
-        (
-            {"dp_size": 72, "ep_size": 72, "moe_a2a": "flashinfer", "top_k": 8},
-            "ep_size=72: moe_a2a=flashinfer takes 1 to 64 EP ranks; use 64 executors, or",
-        ),
-        (
-            {"moe_a2a": "flashinfer", "top_k": 8, "max_dispatch_tokens_per_rank": 2047},
-            "rank=2047, but a step may bring 2048 .* raise max_dispatch_tokens_per_rank to 2048",
-        ),
-        (
-            {
-                "moe_a2a": "flashinfer",
-                "top_k": 8,
-                "attn_tp_size": 4,
-                "ep_size": 4,
-                "extend_graph_size": 2052,
-                "max_dispatch_tokens_per_rank": 512,
-            },
-            r"bring 513 tokens to an EP rank \(2052 per DP rank, .*=4\): raise .* to 513",
-        ),
         ({"quantized_dispatch": "int3"}, "quantized_dispatch=int3: need one of nvfp4, mxfp8"),
         (
             {"quantized_dispatch": "mxfp8", "hidden_size": 48},
@@ -418,6 +422,26 @@ def test_sizes_that_do_not_fit_are_named_with_what_does(sizes: dict[str, Any], p
         _ = make_budget(**sizes).a2a_dispatch_bytes_per_token
 
 
+@pytest.mark.parametrize(
+    ("sizes", "needed"),
+    [
+        ({"a2a_extends": True}, 2048),
+        ({"a2a_extends": True, "attn_tp_size": 4, "extend_graph_size": 2052}, 513),
+        ({}, 64),
+        ({"num_tokens_per_bs": 4, "attn_tp_size": 2}, 128),
+        ({"decode_graph_size": 72}, 72),
+    ],
+)
+def test_a_dispatch_cap_below_what_a_step_may_bring_is_refused_with_the_number_to_set(
+    sizes: dict[str, Any], needed: int
+):
+    below = make_budget(**sizes, max_dispatch_tokens_per_rank=needed - 1)
+    problem = f"rank={needed - 1}, but a step may bring {needed} .* raise .*_rank to {needed}, or"
+    with pytest.raises(ValueError, match=problem):
+        _ = below.a2a_workspace_bytes
+    assert make_budget(**sizes, max_dispatch_tokens_per_rank=needed).a2a_max_num_tokens == needed
+
+
 def test_the_nearest_numbers_of_experts_that_have_a_kernel_are_named():
     assert [top_k for top_k in range(30) if has_kernel(top_k)] == list(A2A_TOP_KS)
     with pytest.raises(ValueError, match=r"num_experts_per_tok=7: .* for 6 and 8"):
@@ -425,6 +449,8 @@ def test_the_nearest_numbers_of_experts_that_have_a_kernel_are_named():
     with pytest.raises(ValueError, match=r"num_experts_per_tok=30: .* for 22"):
         check_flashinfer_a2a(8, 30)
     check_flashinfer_a2a(64, 8)
+    with pytest.raises(ValueError, match=r"ep_size=72: .* takes 1 to 64 .*; use 64 executors, or"):
+        check_flashinfer_a2a(72, 8)
 
 
 def has_kernel(top_k: int) -> bool:
@@ -435,47 +461,21 @@ def has_kernel(top_k: int) -> bool:
     return True
 
 
-# CuteDSL
+# Rows of experts
 
 
-def test_cutedsl_is_sized_for_the_largest_of_prompts_graphs_and_decodes():
+def test_experts_are_sized_for_the_largest_of_prompts_graphs_and_decodes():
     sizes = {"max_num_batched_tokens": 100, "max_num_seqs": 8}
-    assert cutedsl_moe_max_num_tokens(**sizes) == 100
-    assert cutedsl_moe_max_num_tokens(**sizes, num_tokens_per_bs=16) == 128
-    assert cutedsl_moe_max_num_tokens(**sizes, decode_graph_size=10, num_tokens_per_bs=16) == 160
-    assert cutedsl_moe_max_num_tokens(**sizes, extend_graph_size=112) == 112
-    assert cutedsl_moe_max_num_tokens(**sizes, alignment=8) == 104
-    with pytest.raises(ValueError, match="max_num_seqs=0: need at least 1"):
-        cutedsl_moe_max_num_tokens(max_num_batched_tokens=1, max_num_seqs=0)
 
+    def rows(**more: int) -> int:
+        return make_budget(**sizes, **more).max_tokens_per_rank
 
-def test_cutedsl_and_all_other_consumers_have_the_same_rows_of_a_rank():
-    rng = random.Random(4)
-    for world in range(NUM_WORLDS):
-        budget, _ = random_budget(rng)
-        assert budget.cutedsl_all_gather_tokens == budget.max_gathered_tokens, (world, budget)
-
-
-def validate(**sizes: int) -> None:
-    defaults = {
-        "max_dispatch_tokens_per_rank": 1024,
-        "max_tokens_per_rank": 2048,
-        "dp_size": 4,
-        "attn_tp_size": 2,
-        "ep_size": 8,
-    }
-    validate_cutedsl_a2a_token_budget(**(defaults | sizes))
-
-
-def test_a_dispatch_cap_must_cover_a_rank_and_the_wrapper_of_all():
-    validate()
-    with pytest.raises(ValueError, match=r"=1023, but a step may bring 1024 .* to 1024, or lower"):
-        validate(max_dispatch_tokens_per_rank=1023)
-    with pytest.raises(ValueError, match=r"of 4096 tokens at ep_size=4, .* gather 8192 .* to 2048"):
-        validate(ep_size=4)
-    validate(ep_size=4, max_dispatch_tokens_per_rank=2048)
-    with pytest.raises(ValueError, match="dp_size=0: need at least 1"):
-        validate(dp_size=0)
+    assert rows() == 100
+    assert rows(num_tokens_per_bs=16) == 128
+    assert rows(decode_graph_size=10, num_tokens_per_bs=16) == 160
+    assert rows(extend_graph_size=112) == 112
+    assert rows(attn_tp_size=8) == 104
+    assert rows(draft_lookahead=2) == 116
 
 
 # The table
@@ -494,12 +494,10 @@ def test_the_table_says_what_is_sized_by_which_bound():
         itemsize=2,
         top_k=2,
         vocab_size=1000,
-        moe_a2a="flashinfer",
     )
     of_rank, of_executor = "hidden states of a DP rank", "hidden states of an executor"
     gathered = "rows gathered for experts, with ids and weights"
-    sent = "all-to-all workspace, tokens of an EP rank"
-    lines = budget_table(budget, "cutedsl")
+    lines = budget_table(budget)
     assert [(line.what, line.bound, line.tokens, line.bytes) for line in lines] == [
         (of_rank, "max_num_batched_tokens, to a multiple of attn_tp_size=8", 104, 104 * 128),
         (of_executor, f"{of_rank} / attn_tp_size=8", 13, 13 * 128),
@@ -511,27 +509,21 @@ def test_the_table_says_what_is_sized_by_which_bound():
         ("rows sent for experts, with ids and weights", of_executor, 13, 13 * (128 + 16)),
         (gathered, f"{of_executor} * 16 executors", 208, 208 * (128 + 16)),
         ("sums of experts", of_executor, 13, 13 * 128),
-        (sent, "default", 4096, budget.a2a_workspace_bytes),
-        ("CuteDSL wrapper, rows by all-gather", gathered, 208, 208 * 128),
-        ("CuteDSL wrapper, rows by all-to-all", f"{sent} * ep_size=16", 65536, 65536 * 128),
-        ("rows that experts see in a pass", f"{sent} * ep_size=16", 65536, 65536 * 128),
     ]
 
 
-@pytest.mark.parametrize("moe_a2a", ["none", "torch", "flashinfer"])
 @pytest.mark.parametrize("attn_tp_size", [1, 2])
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int, moe_a2a: str):
+def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int):
     """Each line becomes a log record of its own, in which "those" would mean nothing."""
     budget = make_budget(
         dp_size=dp_size,
         attn_tp_size=attn_tp_size,
         ep_size=dp_size * attn_tp_size,
-        moe_a2a=moe_a2a,
         top_k=2,
     )
-    seen = ["max_num_batched_tokens", "max_num_logits", "default"]
-    for line in budget_table(budget, "cutedsl"):
+    seen = ["max_num_batched_tokens", "max_num_logits"]
+    for line in budget_table(budget):
         assert line.bound.startswith(tuple(seen)), line
         assert line.what not in seen, line
         seen.append(line.what)
@@ -572,7 +564,6 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
     no_buffers = {
         "hidden states of a DP rank",
         "hidden states of an executor",
-        "rows that experts see in a pass",
     }
     told = [line.bytes for line in budget_table(budget) if line.what not in no_buffers]
     assert sorted(told) == sorted(held)
@@ -610,12 +601,15 @@ def test_the_bound_that_decides_on_logits_is_named(sizes: dict[str, int], bound:
 @pytest.mark.parametrize(
     ("sizes", "bound"),
     [
-        ({}, "default"),
-        ({"max_num_batched_tokens": 8192}, "hidden states of a DP rank"),
+        ({}, "max_num_seqs * num_tokens_per_bs"),
+        ({"decode_graph_size": 72}, "largest decode graph * num_tokens_per_bs"),
+        ({"a2a_extends": True}, "default"),
+        (
+            {"a2a_extends": True, "max_num_batched_tokens": 8192},
+            "hidden states of a DP rank",
+        ),
         ({"max_dispatch_tokens_per_rank": 5000}, "max_dispatch_tokens_per_rank"),
     ],
 )
-def test_the_bound_of_the_all_to_all_is_named(sizes: dict[str, int], bound: str):
-    budget = make_budget(moe_a2a="flashinfer", top_k=8, **sizes)
-    [line] = [line for line in budget_table(budget) if line.what.startswith("all-to-all")]
-    assert line.bound == bound
+def test_the_bound_of_the_all_to_all_is_named(sizes: dict[str, Any], bound: str):
+    assert a2a_bound(make_budget(**sizes)) == bound

@@ -161,7 +161,7 @@ class CpuWithFlashInfer(Cpu):
 
     def __init__(self) -> None:
         super().__init__("PASSIVE")
-        self._ops = FlashInferOps(enable_pdl=False)
+        self.ops = FlashInferOps(enable_pdl=False)
         self._workspace = AttentionWorkspace("cpu")
 
     attention: Any = Cuda.attention

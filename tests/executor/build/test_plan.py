@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from executor.budget.capture_sizes import GraphSizes
+from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
@@ -165,37 +166,43 @@ def test_without_graphs_the_budget_is_the_step_alone(tiny_checkpoint: Path):
     assert (budget.max_tokens_per_rank, budget.itemsize) == (100, 4)
 
 
-@pytest.mark.parametrize("moe_runner", ["grouped", "cutlass", "cutedsl"])
+@pytest.mark.parametrize(("extend", "needed"), [("all-gather", 4), ("all-to-all", 100)])
 def test_a_dispatch_cap_below_what_a_step_brings_stops_the_start(
-    tiny_checkpoint: Path, moe_runner: str
+    tiny_checkpoint: Path, extend: str, needed: int
 ):
     settings = config(
         tiny_checkpoint,
         dp_size=2,
         moe_a2a="flashinfer",
-        max_dispatch_tokens_per_rank=99,
-        moe_runner=moe_runner,
+        moe_a2a_extend=extend,
+        max_dispatch_tokens_per_rank=needed - 1,
     )
     model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts_per_tok=2)
-    with pytest.raises(ValueError, match=r"rank=99, .* 100 .* raise .* to 100"):
+    with pytest.raises(ValueError, match=rf"={needed - 1}, .* {needed} .* raise .* to {needed}"):
         plan_budget(settings, model, torch.float32, NO_GRAPHS)
 
 
-@pytest.mark.parametrize("moe_runner", ["grouped", "cutlass", "cutedsl"])
 @pytest.mark.parametrize("moe_a2a", ["none", "torch"])
-def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
-    tiny_checkpoint: Path, moe_a2a: str, moe_runner: str
-):
-    settings = config(
-        tiny_checkpoint,
-        dp_size=2,
-        moe_a2a=moe_a2a,
-        max_dispatch_tokens_per_rank=1,
-        moe_runner=moe_runner,
-    )
+def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(tiny_checkpoint: Path, moe_a2a: str):
+    settings = config(tiny_checkpoint, dp_size=2, moe_a2a=moe_a2a, max_dispatch_tokens_per_rank=1)
     model = ModelConfig.from_dir(tiny_checkpoint)
-    budget = plan_budget(settings, model, torch.float32, NO_GRAPHS)
-    assert budget.max_moe_rows == 2 * 100
+    plan_budget(settings, model, torch.float32, NO_GRAPHS)
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 30])
+def test_the_budget_has_a_sequences_drafts_wherever_it_may_decode(
+    tiny_checkpoint: Path, max_num_seqs: int
+):
+    """With 8 sequences and 8 batched tokens, a speculative step of 16 did not fit its buffers."""
+    settings = config(tiny_checkpoint, max_num_seqs=max_num_seqs, max_num_batched_tokens=30)
+    model = ModelConfig.from_dir(tiny_checkpoint)
+    for algorithm, width in (("eagle", 4), ("multi_layer_eagle", 6), ("frozen_kv_mtp", 4)):
+        plan = SpeculationPlan(algorithm=algorithm, num_draft_steps=3)
+        budget = plan_budget(settings, model, torch.float32, NO_GRAPHS, plan)
+        assert budget.num_tokens_per_bs == width
+        assert budget.max_step_tokens == max(30, max_num_seqs * width)
+        assert budget.max_decode_tokens_per_rank == max_num_seqs * width
+        assert budget.max_logits_rows >= max_num_seqs * width
 
 
 def test_a_number_of_experts_without_a_kernel_stops_the_start(tiny_checkpoint: Path):

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from executor.model.moe.dispatch import new_dispatcher, require_capturable
+from executor.budget.token_budget import TokenBudget
+from executor.config import MOE_A2A
+from executor.model.moe.dispatch import DISPATCHERS, new_dispatcher, require_capturable
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
-from executor.model.moe.layer import Dispatcher
+from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.parallel.dp_communicator import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
@@ -57,14 +59,19 @@ def cases_of(kind: str, dtype: str, world_size: int) -> list[Case]:
 
 
 def make(kind: str, communicator: DpCommunicator, dtype: torch.dtype) -> Dispatcher:
-    return new_dispatcher(
-        *KINDS[kind],
-        communicator=communicator,
-        num_experts=EXPERTS,
+    return new_dispatcher(*KINDS[kind], setup_of(communicator, dtype))
+
+
+def setup_of(communicator: DpCommunicator, dtype: torch.dtype) -> DispatchSetup:
+    budget = TokenBudget(
+        max_num_batched_tokens=MAX_SHARD_ROWS,
+        max_num_seqs=MAX_SHARD_ROWS,
+        max_num_logits=MAX_SHARD_ROWS,
         hidden_size=HIDDEN,
-        dtype=dtype,
         top_k=TOP_K,
-        device=CPU,
+    )
+    return DispatchSetup(
+        communicator=communicator, budget=budget, num_experts=EXPERTS, dtype=dtype, device=CPU
     )
 
 
@@ -276,16 +283,13 @@ def test_without_peers_nothing_is_exchanged():
 
 
 def test_flashinfer_is_refused_where_it_does_not_run():
+    setup = setup_of(new_communicator(Topology(dp_size=2), torch.float32), torch.float32)
     with pytest.raises(ValueError, match="moe_a2a=flashinfer needs a CUDA device"):
-        new_dispatcher(
-            "flashinfer",
-            communicator=new_communicator(Topology(dp_size=2), torch.float32),
-            num_experts=EXPERTS,
-            hidden_size=HIDDEN,
-            dtype=torch.float32,
-            top_k=TOP_K,
-            device=CPU,
-        )
+        new_dispatcher("flashinfer", "all-gather", setup)
+
+
+def test_every_choice_of_the_setting_has_a_dispatcher():
+    assert tuple(DISPATCHERS) == MOE_A2A
 
 
 @pytest.mark.parametrize(
@@ -303,9 +307,9 @@ def test_graphs_over_what_reads_counts_on_the_host_are_refused(
 ):
     communicator = new_communicator(Topology(dp_size=2), torch.float32)
     dispatcher = make(kind, communicator, torch.float32)
-    decode, prefill = graphs
+    name, (decode, prefill) = KINDS[kind][0], graphs
     if refused is None:
-        require_capturable(dispatcher, has_decode_graphs=decode, has_prefill_graphs=prefill)
+        require_capturable(name, dispatcher, has_decode_graphs=decode, has_prefill_graphs=prefill)
         return
     with pytest.raises(ValueError, match=refused):
-        require_capturable(dispatcher, has_decode_graphs=decode, has_prefill_graphs=prefill)
+        require_capturable(name, dispatcher, has_decode_graphs=decode, has_prefill_graphs=prefill)

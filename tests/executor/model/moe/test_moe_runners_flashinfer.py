@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from executor.budget.token_budget import cutedsl_moe_max_num_tokens
+from executor.budget.token_budget import TokenBudget
 from executor.model.families.kernels import stacked_kernels
 from executor.model.flashinfer import cutedsl
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.layer import Dispatched
+from executor.model.moe.layer import Dispatched, StackedMoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.stacked import check_stacked
 from executor.parallel.topology import Topology
 from tests.executor.model.moe.moe_cases import (
     CPU,
@@ -142,9 +141,14 @@ def test_a_small_first_batch_does_not_size_the_wrapper(
     library: CpuFlashInfer, ops: FlashInferOps
 ) -> None:
     """The published failure: 4 tokens to warm up, then 4073."""
-    budget = 2 * cutedsl_moe_max_num_tokens(
-        max_num_batched_tokens=2048, max_num_seqs=64, decode_graph_size=64, extend_graph_size=2048
-    )
+    budget = TokenBudget(
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        max_num_logits=64,
+        decode_graph_size=64,
+        extend_graph_size=2048,
+        dp_size=2,
+    ).max_gathered_tokens
     kernels = stacked_kernels(
         config(torch.bfloat16),
         dtype=torch.bfloat16,
@@ -253,9 +257,9 @@ def test_kernels_of_flashinfer_need_flashinfer(moe_runner: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 64, D), (3, 62, D), (3, 64, D + 1)], ids=["L", "F", "D"])
 def test_one_dimension_that_does_not_fit_is_enough(shape: tuple[int, ...]) -> None:
-    check_stacked("w13", torch.zeros(3, 64, D), torch.zeros(3, D, 32))
+    StackedMoERunner(torch.zeros(3, 64, D), torch.zeros(3, D, 32))
     with pytest.raises(ValueError, match=r"^w13 is .* need .* with the same L, F and D$"):
-        check_stacked("w13", torch.zeros(shape), torch.zeros(3, D, 32))
+        StackedMoERunner(torch.zeros(shape), torch.zeros(3, D, 32))
 
 
 def test_weights_that_do_not_fit_one_another_are_refused(ops: FlashInferOps) -> None:
@@ -264,6 +268,6 @@ def test_weights_that_do_not_fit_one_another_are_refused(ops: FlashInferOps) -> 
     with pytest.raises(ValueError, match=message):
         GroupedMMRunner(w13, w2, lambda x: x)
     with pytest.raises(ValueError, match=message):
-        CutlassMoERunner(ops, w13, w2, CutlassWorkspace(ops, max_num_rows=4, top_k=2, w2=w2))
+        CutlassMoERunner(w13, w2, CutlassWorkspace(ops, max_num_rows=4, top_k=2))
     with pytest.raises(ValueError, match=message):
         CuteDslMoERunner(w13, w2, CuteDslSizing(ops, max_num_rows=4, top_k=2))
