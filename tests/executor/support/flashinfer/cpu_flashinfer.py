@@ -255,6 +255,7 @@ def _cutlass_fused_moe(
     assert token_selected_experts.dtype == torch.int32
     assert token_final_scales.dtype == torch.float32
     assert workspace_buffer.dtype == torch.uint8
+    assert token_selected_experts.numel() <= len(workspace_buffer), "workspace overflow"
     num_local = len(fc2_expert_weights)
     assert int(token_selected_experts.max()) < num_local * ep_size, "no rank has this expert"
     output.zero_()
