@@ -21,8 +21,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.cuda_device import CudaDevice
-from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
+from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps

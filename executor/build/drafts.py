@@ -16,9 +16,9 @@ from executor.budget.speculation import SpeculationPlan
 from executor.build.devices import AttentionGraphs, Device
 from executor.build.plan import Blueprint
 from executor.build.runners import row_counts
+from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
-from executor.graph.registry_factories import build_draft_registry
 from executor.model.families import Model
 from executor.model.families.draft import DraftModel, load_draft_model
 from executor.model.families.draft_config import DraftConfig

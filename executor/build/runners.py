@@ -10,7 +10,7 @@ from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,

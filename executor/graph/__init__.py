@@ -1,4 +1,4 @@
-"""How a forward pass is recorded and replayed: its input buffers, its sizes and its backend.
+"""Captured graphs: their input buffers, and the backends that record and replay them.
 
-What is recorded is the runners' business; nothing here knows a phase or a model.
+Nothing here knows a runner, a batch or a model.
 """

@@ -1,4 +1,4 @@
-"""How a runner's work is recorded and replayed: one seam for GPU and CPU.
+"""Backend of graph runners: recording and replay, one seam for GPU and CPU.
 
     session ──▶ warm_up(run) ──▶ capture(key, run) ──▶ … ──▶ replay(key) ──▶ … ──▶ discard
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ShapeKey:
-    """Which capture of a runner.
+    """Key of one capture of a runner.
 
     Attributes:
         size: Sequences of a decode, token rows of an extend.

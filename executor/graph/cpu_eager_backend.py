@@ -1,4 +1,4 @@
-"""The backend of the CPU: keeps what it is given, and calls it."""
+"""Backend of the CPU: calls what a GPU replays."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

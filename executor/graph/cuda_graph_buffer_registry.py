@@ -1,4 +1,4 @@
-"""The inputs of captured graphs: one fixed buffer per ForwardBatch attribute, filled in one call.
+"""Input buffers of captured graphs: one per ForwardBatch attribute, all filled in one call.
 
 A captured graph reads fixed addresses. The registry holds the buffers at those addresses, refreshes
 all of them before each replay, and hands out a batch whose tensors are slices of them.
@@ -11,23 +11,48 @@ all of them before each replay, and hands out a batch whose tensors are slices o
 
 Slicing costs more than copying at these sizes, so the slices of each set of sizes are made once
 (tests/bench/executor/bench_registry.py). Not thread-safe; a forward pass has one thread.
+
+What a slot is says ``graph_slot.py``; each slot's shape, type and padding say ``slots.py``,
+``draft_slots.py``, and for kinds of models that no runner serves yet ``unserved_slots.py``.
 """
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
-from executor.graph.fill_plan import FillPlan, group_copies, head_like, make_fill_plan
-from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy, SizesOnly
-from executor.graph.input_buffers import share_input_buffer
-from executor.graph.side_by_side import SideBySide
+from executor.graph.draft_slots import tree_mask_slot
+from executor.graph.fill_plan import FillPlan, group_alike, head_like
+from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, share_input_buffer
+from executor.graph.slots import (
+    decode_slots,
+    global_num_tokens_slots,
+    num_token_non_padded_slot,
+    prefill_slots,
+)
+from executor.graph.unserved_slots import (
+    structured_slots,
+    unserved_decode_slots,
+    unserved_prefill_slots,
+)
 
-MAX_CACHED_SIZES = 1024  # 21 KB each with every slot; a decode registry of 512 sequences has 512
+__all__ = [
+    "CudaGraphBufferRegistry",
+    "FillContext",
+    "GraphSlot",
+    "PaddingPolicy",
+    "build_decode_registry",
+    "build_draft_registry",
+    "build_eager_registry",
+    "build_prefill_registry",
+]
+
+MAX_CACHED_SIZES = 1024  # about 20 KB each; a decode registry of 512 sequences has 512
 
 Batch = TypeVar("Batch")
 _NO_SLOTS: frozenset[str] = frozenset()
@@ -65,7 +90,6 @@ class CudaGraphBufferRegistry:
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
         self._slots: dict[str, GraphSlot] = {}
-        self._counts = SideBySide()
         self._poison: Mapping[str, float] | None = None
         self._plan = lru_cache(MAX_CACHED_SIZES)(self._make_plan)
         self._views = lru_cache(MAX_CACHED_SIZES)(self._make_views)
@@ -189,20 +213,22 @@ class CudaGraphBufferRegistry:
             RuntimeError: The slot is disabled.
             ValueError: The tensor does not fit the slot.
         """
-        pairs = []
+        heads, given = [], []
         for name, source in sources.items():
             if source is None:
                 continue
             head = head_like(self.get_slot(name), source)
             if not _is_same_view(head, source):
-                pairs.append((head, source))
-        group_copies(pairs, self.device).run(tuple(source for _, source in pairs))
+                heads.append(head)
+                given.append(source)
+        for group in group_alike(heads, given):
+            torch._foreach_copy_([heads[i] for i in group], [given[i] for i in group])
 
     def reset_for_capture(self) -> None:
         """Puts every buffer whose padding matters back to its initial value, all rows.
 
-        Call it before the captures of a runner whose buffers are shared or bound: whoever had them
-        before has written there, and a warm-up run follows whatever index it finds.
+        Call it before the captures of a runner whose buffers are shared or bound: another runner has
+        written there, and a warm-up run follows every index that it finds.
         """
         for slot in self._enabled():
             buffer = slot.allocated()
@@ -238,10 +264,7 @@ class CudaGraphBufferRegistry:
             raise ValueError(f"slot {slot.name!r}: axis={slot.axis!r} needs a shape with rows")
         # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
-            if isinstance(slot.post_fill, SizesOnly):
-                buffer = self._counts.take(shape, slot.dtype, device)
-            else:
-                buffer = torch.zeros(shape, dtype=slot.dtype, device=device)
+            buffer = torch.zeros(shape, dtype=slot.dtype, device=device)
         if self.share_pool:
             buffer = share_input_buffer(slot.name, buffer)
         if slot.padding_policy in _INITIAL_VALUE_POLICIES and slot.pad_value is not None:
@@ -274,8 +297,7 @@ class CudaGraphBufferRegistry:
         skip_slots: frozenset[str],
     ) -> FillPlan:
         context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
-        slots = [slot for slot in self._enabled() if slot.name not in skip_slots]
-        return make_fill_plan(slots, context, self.device)
+        return FillPlan([slot for slot in self._enabled() if slot.name not in skip_slots], context)
 
     def _make_views(
         self, padded_bs: int, padded_num_tokens: int
@@ -295,6 +317,235 @@ class CudaGraphBufferRegistry:
                 is_reset = slot.padding_policy in _RESET_POLICIES
                 default = _junk(slot.dtype, is_fatal=is_reset)
                 tail.fill_(self._poison.get(slot.name, default))
+
+
+def build_decode_registry(
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    max_num_token: int,
+    seq_len_fill_value: int,
+    cache_loc_dtype: torch.dtype,
+    enable_mamba_track: bool = False,
+    is_encoder_decoder: bool = False,
+    encoder_len_fill_value: int = 0,
+    encoder_lens_dtype: torch.dtype = torch.int32,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    require_mlp_tp_gather: bool = False,
+    attn_tp_size: int = 1,
+    attn_tp_rank: int = 0,
+    num_dp_ranks: int = 1,
+    register_global_num_tokens: bool = True,
+    num_tree_nodes: int = 0,
+    share_pool: bool = True,
+    source: Any = None,
+    structured_fields: Sequence[str] = (),
+) -> CudaGraphBufferRegistry:
+    """Returns the inputs of decode graphs: verify uses it with other sizes.
+
+    Args:
+        device: Where the graphs run.
+        max_bs: Sequences of the largest graph.
+        max_num_token: Token rows of the largest graph.
+        seq_len_fill_value: Length of a padded sequence, from the attention backend; 1 where a
+            kernel indexes by length - 1.
+        cache_loc_dtype: Type of ``out_cache_loc``.
+        enable_mamba_track: Whether the model tracks Mamba states.
+        is_encoder_decoder: Whether the model has an encoder.
+        encoder_len_fill_value: Length of a padded sequence's encoder input.
+        encoder_lens_dtype: Type of ``encoder_lens``.
+        enable_num_token_non_padded: Whether kernels skip padded rows.
+        require_gathered_buffer: Whether layers scatter and gather rows over ranks.
+        require_mlp_tp_gather: Whether they gather every DP rank's rows.
+        attn_tp_size: Ranks of the attention-TP group.
+        attn_tp_rank: This one.
+        num_dp_ranks: Ranks that token counts are for.
+        register_global_num_tokens: Whether the device needs the token counts.
+        num_tree_nodes: Tokens of a sequence where these are verified as a tree, else 0.
+        share_pool: Shares buffers with other runners; without effect on adopted ones.
+        source: An object whose tensors are adopted as the slots' buffers, attribute by attribute.
+        structured_fields: Dotted paths of further tensors to adopt from ``source``.
+
+    Raises:
+        ValueError: ``source`` lacks a tensor or has one that does not fit, or the attention-TP
+            rank is none of the group's. Names the slot.
+    """
+    slots = decode_slots(
+        seq_len_fill_value=seq_len_fill_value,
+        cache_loc_dtype=cache_loc_dtype,
+        seq_lens_dtype=_dtype_in(source, "seq_lens"),
+        seq_lens_cpu_dtype=_dtype_in(source, "seq_lens_cpu"),
+    )
+    slots += unserved_decode_slots(
+        enable_mamba_track=enable_mamba_track,
+        is_encoder_decoder=is_encoder_decoder,
+        encoder_len_fill_value=encoder_len_fill_value,
+        encoder_lens_dtype=encoder_lens_dtype,
+    )
+    if num_tree_nodes:
+        slots.append(tree_mask_slot(num_tree_nodes))
+    slots += _count_slots(
+        enable_num_token_non_padded=enable_num_token_non_padded,
+        require_gathered_buffer=require_gathered_buffer,
+        require_mlp_tp_gather=require_mlp_tp_gather,
+        attn_tp_size=attn_tp_size,
+        attn_tp_rank=attn_tp_rank,
+        num_dp_ranks=num_dp_ranks,
+        register_global_num_tokens=register_global_num_tokens,
+    )
+    registry = CudaGraphBufferRegistry(
+        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
+    )
+    return _with_slots(registry, slots, source, structured_fields)
+
+
+def build_prefill_registry(
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    max_num_token: int,
+    cache_loc_dtype: torch.dtype,
+    is_multimodal: bool = False,
+    hidden_size: int = 0,
+    embed_dtype: torch.dtype | None = None,
+    register_input_embeds: bool = True,
+    enable_mamba_track: bool = False,
+    register_global_num_tokens: bool = False,
+    share_pool: bool = True,
+    source: Any = None,
+    structured_fields: Sequence[str] = (),
+    **counts: Any,
+) -> CudaGraphBufferRegistry:
+    """Returns the inputs of extend graphs. Attention reads the other fields off the batch itself.
+
+    Args:
+        is_multimodal: Whether the model takes embeddings and three-fold positions.
+        hidden_size: Width of ``input_embeds``.
+        embed_dtype: Type of ``input_embeds``.
+        register_input_embeds: False if a multimodal model reads them off the batch.
+        counts: ``enable_num_token_non_padded`` to ``num_dp_ranks`` of ``build_decode_registry``.
+
+    The other arguments and errors are those of ``build_decode_registry``.
+    """
+    slots = prefill_slots(cache_loc_dtype=cache_loc_dtype)
+    slots += unserved_prefill_slots(
+        is_multimodal=is_multimodal,
+        hidden_size=hidden_size,
+        embed_dtype=embed_dtype,
+        register_input_embeds=register_input_embeds,
+        enable_mamba_track=enable_mamba_track,
+    )
+    slots += _count_slots(register_global_num_tokens=register_global_num_tokens, **counts)
+    registry = CudaGraphBufferRegistry(
+        device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
+    )
+    return _with_slots(registry, slots, source, structured_fields)
+
+
+def build_draft_registry(
+    slots: Iterable[GraphSlot],
+    *,
+    device: torch.device | str,
+    max_bs: int,
+    width: int,
+    share_pool: bool = True,
+    **counts: Any,
+) -> CudaGraphBufferRegistry:
+    """Returns the inputs of a phase of the draft model.
+
+    Args:
+        slots: Those of the phase (``draft_slots.py``).
+        max_bs: Sequences of the largest graph.
+        width: Token rows of each, in every pass of the phase.
+        counts: ``require_gathered_buffer`` to ``register_global_num_tokens`` of
+            ``build_decode_registry``.
+    """
+    registry = CudaGraphBufferRegistry(
+        device=device, max_bs=max_bs, max_num_tokens=max_bs * width, share_pool=share_pool
+    )
+    return _with_slots(
+        registry, [*slots, *_count_slots(enable_num_token_non_padded=True, **counts)]
+    )
+
+
+def build_eager_registry(
+    *, device: torch.device | str, max_bs: int, max_num_token: int, **options: Any
+) -> CudaGraphBufferRegistry:
+    """Returns the inputs of eager runs: the decode set, for decodes and extends.
+
+    No counts for ranks or padding: an eager run is not padded, and ranks differ, so ``DpLayout``
+    says it.
+
+    Args:
+        max_num_token: Token rows of the largest extend.
+        options: Others of ``build_decode_registry``.
+    """
+    return build_decode_registry(
+        device=device,
+        max_bs=max_bs,
+        max_num_token=max_num_token,
+        seq_len_fill_value=0,
+        register_global_num_tokens=False,
+        **options,
+    )
+
+
+def _count_slots(
+    *,
+    enable_num_token_non_padded: bool = False,
+    require_gathered_buffer: bool = False,
+    require_mlp_tp_gather: bool = False,
+    attn_tp_size: int = 1,
+    attn_tp_rank: int = 0,
+    num_dp_ranks: int = 1,
+    register_global_num_tokens: bool = True,
+) -> list[GraphSlot]:
+    """Returns the slots that count rows, of this executor and of all DP ranks."""
+    slots = []
+    if enable_num_token_non_padded:
+        slots.append(
+            num_token_non_padded_slot(
+                require_gathered_buffer=require_gathered_buffer,
+                attn_tp_size=attn_tp_size,
+                attn_tp_rank=attn_tp_rank,
+            )
+        )
+    if register_global_num_tokens:
+        slots += global_num_tokens_slots(
+            require_gathered_buffer=require_gathered_buffer,
+            require_mlp_tp_gather=require_mlp_tp_gather,
+            num_dp_ranks=num_dp_ranks,
+        )
+    return slots
+
+
+def _with_slots(
+    registry: CudaGraphBufferRegistry,
+    slots: Iterable[GraphSlot],
+    source: Any = None,
+    structured_fields: Sequence[str] = (),
+) -> CudaGraphBufferRegistry:
+    """Registers a factory's slots and those that the source adds."""
+    for slot in slots:
+        bind = None
+        if source is not None:
+            bind = getattr(source, slot.name, None)
+            if not isinstance(bind, torch.Tensor):
+                raise ValueError(f"slot {slot.name!r}: source has no tensor of that name to adopt")
+        registry.register_slot(slot, bind)
+    for slot, tensor in structured_slots(source, structured_fields):
+        registry.register_slot(slot, tensor)
+    for name in INDEX_SEMANTIC_BUFFERS.intersection(registry.slot_names()):
+        policy = registry.get_slot(name).padding_policy
+        assert policy is PaddingPolicy.ZERO, f"padded rows of {name} are followed as indices"
+    return registry
+
+
+def _dtype_in(source: Any, name: str) -> torch.dtype:
+    """Returns the type of the source's tensor, int64 if there is none."""
+    tensor = getattr(source, name, None)
+    return tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int64
 
 
 def _with_index(device: torch.device | str) -> torch.device:

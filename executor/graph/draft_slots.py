@@ -1,4 +1,4 @@
-"""Which inputs the graphs of a draft model read, as slots. Specs only: nothing is allocated here.
+"""Slots of draft models and tree verification: specs only, nothing is allocated here.
 
 Every tail is reset, that of hidden states as well: a padded row really runs, and what it stores in the
 scratch block has to be finite, since a sequence that is padded reads it there.

@@ -1,10 +1,10 @@
-"""What a registry knows about one input of a captured graph, and how its padding is treated.
+"""Graph slot: the spec of one input of a captured graph, and how its padding is treated.
 
 buffer   |<- raw: copied ->|<- [raw:padded): by policy ->|<- never touched ->|
          0                raw                          padded              max
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Literal
@@ -209,11 +209,3 @@ class GraphSlot:
                 f"{tuple(one)} for 1: exactly one dimension must grow"
             )
         return moving[0]
-
-
-def proxy_tensors(pp_proxy_tensors: Any) -> Mapping[str, torch.Tensor]:
-    """Returns the mapping in ``FillContext.pp_proxy_tensors``, whichever form it came in."""
-    if pp_proxy_tensors is None:
-        return {}
-    tensors: Mapping[str, torch.Tensor] = getattr(pp_proxy_tensors, "tensors", pp_proxy_tensors)
-    return tensors

@@ -1,10 +1,10 @@
-"""One storage per kind of input buffer, shared by all graph runners of a process.
+"""Pool of input buffers: one storage per kind, shared by all graph runners of a process.
 
 Runners replay one after another, and each fills its inputs right before it replays, so they can
 read the same memory. A captured graph holds raw addresses, so a storage in the pool never moves and
 is never freed.
 
-Whoever shares must expect another runner's leftovers: refill sentinels and zero index-like buffers
+A runner that shares finds what another one left: refill sentinels and zero index-like buffers
 before a capture (``CudaGraphBufferRegistry.reset_for_capture``).
 """
 
@@ -85,8 +85,8 @@ def share_input_buffer(name: str, buffer: torch.Tensor) -> torch.Tensor:
 def fresh_input_buffer_pool() -> Iterator[InputBufferPool]:
     """Gives the block an empty pool of its own, in this thread. The old pool is back afterwards.
 
-    For whoever builds all runners of a worker: two workers in one process run at the same time, so
-    they cannot share.
+    A worker builds its runners in one: two workers in one process run at the same time, so they
+    cannot share.
     """
     token = _pool.set(InputBufferPool())
     try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from executor.graph.backend import RunnerBackend, ShapeKey
-from executor.graph.registry_factories import CudaGraphBufferRegistry
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology

@@ -3,7 +3,7 @@
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.graph.registry_factories import CudaGraphBufferRegistry
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.runners.forward_pass import ForwardPass, fill
 
 

@@ -7,7 +7,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.graph.registry_factories import CudaGraphBufferRegistry
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology, require_attn_tp_gather

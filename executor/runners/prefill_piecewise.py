@@ -17,7 +17,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import RunnerBackend, ShapeKey
-from executor.graph.registry_factories import CudaGraphBufferRegistry
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import AttentionCall, Stages
 from executor.runners.dummy_batches import extend_stand_in
 from executor.runners.forward_pass import ForwardPass, load_extend

@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.batch.step_stager import NUM_SLOTS
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
     build_decode_registry,

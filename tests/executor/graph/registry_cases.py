@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     GraphSlot,
     PaddingPolicy,

@@ -1,19 +1,18 @@
 """A stale or missing input of a graph replays an older batch's answer to a new request."""
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     FillContext,
     GraphSlot,
     PaddingPolicy,
 )
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from tests.executor.graph.registry_cases import (
     INT64,
     P,
@@ -27,13 +26,6 @@ from tests.executor.graph.registry_cases import (
     numbers,
     token_slot,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
-
 
 # Fills, policy by policy.
 
@@ -217,20 +209,6 @@ def test_a_graph_larger_than_the_buffers_is_refused_by_the_slots_name():
         fill(registry, SimpleNamespace(seq_lens=numbers(2)), 2, 9)
 
 
-def test_skipped_slots_are_neither_reset_nor_copied_nor_hooked():
-    calls: list[str] = []
-    registry = make_registry()
-    for name in ("a", "b"):
-        registry.register_slot(
-            bs_slot(name, padding_policy=P.ZERO, post_fill=lambda *_, n=name: calls.append(n))
-        )
-        registry.get_slot(name).slice_for(8, 0).fill_(7)
-    fill(registry, SimpleNamespace(a=numbers(2), b=numbers(2)), 2, 4, skip_slots={"a"})
-    assert content(registry, "a") == [7] * 8
-    assert content(registry, "b") == [1, 2, 0, 0, 7, 7, 7, 7]
-    assert calls == ["b"]
-
-
 def test_a_slot_registered_after_a_fill_takes_part_in_the_next():
     registry = make_registry()
     registry.register_slot(bs_slot("a"))
@@ -245,52 +223,6 @@ def test_a_slot_registered_after_a_fill_takes_part_in_the_next():
 
 
 # copy_slots.
-
-
-def test_copy_slots_refreshes_the_first_rows_and_leaves_the_rest():
-    registry = full_decode_registry()
-    fill(registry, full_batch(8), 8, 8)
-    registry.copy_slots(
-        {
-            "input_ids": numbers(2, first=50),
-            "mrope_positions": numbers(3, 2, first=50),
-            "global_num_tokens_gpu": numbers(4, dtype=torch.int32),
-            "positions": None,
-        }
-    )
-    assert content(registry, "input_ids") == [50, 51, 3, 4, 5, 6, 7, 8]
-    assert [row[:3] for row in content(registry, "mrope_positions")] == [
-        [50, 51, 3],
-        [52, 53, 11],
-        [54, 55, 19],
-    ]
-    assert content(registry, "global_num_tokens_gpu") == [1, 2, 3, 4]
-    assert content(registry, "positions") == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_copy_slots_skips_the_slots_own_view(monkeypatch: pytest.MonkeyPatch):
-    registry = full_decode_registry()
-    copied: list[torch.Tensor] = []
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
-    own = registry.get_slot("input_ids").slice_for(4, 4)
-    registry.copy_slots({"input_ids": own, "positions": numbers(4)})
-    assert [tensor.data_ptr() for tensor in copied] == [
-        registry.get_slot("positions").slice_for(1, 1).data_ptr()
-    ]
-
-
-def test_copy_slots_names_a_slot_that_it_cannot_fill():
-    registry = make_registry()
-    registry.register_slot(bs_slot("x"))
-    registry.register_slot(bs_slot("off", enabled=False))
-    with pytest.raises(KeyError, match="'y' is not registered"):
-        registry.copy_slots({"y": numbers(1)})
-    with pytest.raises(RuntimeError, match="slot 'off' has no buffer: it is disabled"):
-        registry.copy_slots({"off": numbers(1)})
-    with pytest.raises(ValueError, match="slot 'x': 9 rows"):
-        registry.copy_slots({"x": numbers(9)})
-    with pytest.raises(ValueError, match="slot 'x': the source has shape"):
-        registry.copy_slots({"x": numbers(2, 2)})
 
 
 # Test mode.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.graph import cuda_graph_buffer_registry as buffer_registry
-from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     GraphSlot,
     PaddingPolicy,
@@ -21,7 +19,6 @@ from executor.graph.registry_factories import (
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
     FullBatch,
-    bound_buffers,
     content,
     decode_registry,
     fill,
@@ -29,14 +26,7 @@ from tests.executor.graph.registry_cases import (
     full_decode_registry,
     make_registry,
     numbers,
-    prefill_registry,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 class Operations(TorchDispatchMode):
@@ -76,14 +66,14 @@ def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_ta
     registry = full_decode_registry(device="meta")
     names = operations_of(registry, on_device(full_batch(3)), 3, 4)
     # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
-    of_the_device = ["_foreach_copy_"] * (3 + 1) + ["_foreach_zero_"] * (2 + 1)
-    assert names == [*of_the_device, "copy_"]  # the host mirror's head; its tail needs none
+    # And the host mirror's head; its tail needs none.
+    assert names == ["_foreach_copy_"] * (3 + 1 + 1) + ["_foreach_zero_"] * (2 + 1)
 
 
 def test_an_exact_fill_is_one_operation_per_pair_of_types():
     registry = full_decode_registry(device="meta")
     names = operations_of(registry, on_device(full_batch(8)), 8, 8)
-    assert names == ["_foreach_copy_"] * 3 + ["copy_"]
+    assert names == ["_foreach_copy_"] * (3 + 1)  # the host mirror
 
 
 def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
@@ -100,8 +90,9 @@ def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_foreach_copy_", copy)
         fill(registry, batch, 3, 4)
-    assert [len(group) for group in groups] == [1] * 5  # int64, bool, int32, to int64, strided
-    assert len(set.union(*groups)) == 5
+    # int64, bool, int32, to int64, strided, on the host
+    assert [len(group) for group in groups] == [1] * 6
+    assert len(set.union(*groups)) == 6
 
 
 def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
@@ -160,65 +151,7 @@ def test_sources_of_another_type_get_a_group_of_their_own():
     batch = full_batch(8)
     batch.input_ids = numbers(8, dtype=torch.int32)
     names = operations_of(full_decode_registry(device="meta"), on_device(batch), 8, 8)
-    assert names == ["_foreach_copy_"] * 4 + ["copy_"]
-
-
-def test_counts_that_touch_in_memory_are_copied_as_one_and_others_are_left_alone():
-    copied: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.extend(to))
-        fill(full_decode_registry(num_dp_ranks=2, device="meta"), SimpleNamespace(), 4, 4)
-    assert [tensor.numel() for tensor in copied] == [1 + 2 + 2]
-
-    registry = full_decode_registry(num_dp_ranks=2)
-    fill(registry, SimpleNamespace(), 4, 4)
-    plan = registry._plan(4, 4, 4, 4, frozenset())
-    assert [memory.nbytes for memory, _ in plan.host_constants] == [(1 + 2 + 2) * 4]
-
-    fill(registry, full_batch(3), 3, 4)
-    counts = [content(registry, name) for name in COUNT_SLOTS]
-    assert counts == [[3], [4, 4], [4, 4]]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_counts_are_right_though_only_some_are_shared(order: tuple[int, int]):
-    """Of the decode runner's counts, a prefill runner has one, and here it may have it first."""
-    builders = [
-        lambda: full_decode_registry(share_pool=True, num_dp_ranks=2),
-        lambda: prefill_registry(share_pool=True, enable_num_token_non_padded=True),
-    ]
-    built = {i: builders[i]() for i in order}
-    fill(built[0], full_batch(3), 3, 4)
-    sizes = {"raw_bs": 1, "padded_bs": 1, "raw_num_tokens": 6, "padded_num_tokens": 8}
-    built[1].fill_from(full_batch(1, num_tokens=6), **sizes)
-    counts = [content(built[0], name) for name in COUNT_SLOTS]
-    assert counts == [[6], [4, 4], [4, 4]]
-
-
-def test_counts_bound_from_one_tensor_leave_its_other_rows_alone():
-    whole = torch.full((5,), -1, dtype=torch.int32)
-    source = SimpleNamespace(
-        **bound_buffers(),
-        global_num_tokens_gpu=whole[0:1],
-        global_num_tokens_for_logprob_gpu=whole[3:4],
-    )
-    registry = decode_registry(source=source, require_gathered_buffer=True)
-    fill(registry, full_batch(3), 3, 4)
-    assert whole.tolist() == [4, -1, -1, 4, -1]
-
-
-def test_host_mirrors_and_strided_tensors_of_a_device_are_copied_one_by_one():
-    """One of them in a group would send the whole group through the slow path."""
-    registry = decode_registry(device="meta", register_global_num_tokens=False)
-    batch = on_device(full_batch(3))
-    registry.get_slot("seq_lens_cpu").allocated().fill_(9)
-    copied: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", lambda to, _: copied.append(len(to)))
-        fill(registry, batch, 3, 4)
-    # The sentinel's tail and five heads at once; mrope_positions [:, :3] by itself.
-    assert sorted(copied) == [1, 6]
-    assert content(registry, "seq_lens_cpu")[:5] == [1, 2, 3, 1, 9]
+    assert names == ["_foreach_copy_"] * (4 + 1)
 
 
 @pytest.mark.parametrize("raw", [250, 256])

@@ -1,15 +1,13 @@
 """A slot that is sized, named or padded wrongly must be refused before a graph is captured."""
 
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     FillContext,
     GraphSlot,
@@ -28,13 +26,6 @@ from tests.executor.graph.registry_cases import (
     numbers,
     token_slot,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
-
 
 # Slots: specs and slices.
 

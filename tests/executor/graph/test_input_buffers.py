@@ -1,25 +1,18 @@
 """Two graphs that read each other's buffers at the wrong moment, or a moved one, answer nonsense."""
 
 import itertools
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import torch
 
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.graph.graph_slot import GraphSlot
 from executor.graph.input_buffers import (
     InputBufferPool,
     fresh_input_buffer_pool,
     share_input_buffer,
 )
-from executor.graph.registry_factories import CudaGraphBufferRegistry
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[InputBufferPool]:
-    with fresh_input_buffer_pool() as fresh:
-        yield fresh
 
 
 def test_the_first_buffer_of_a_kind_is_everyones_from_then_on(pool: InputBufferPool):

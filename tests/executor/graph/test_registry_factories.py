@@ -1,23 +1,20 @@
 """Which inputs each kind of graph has, and whose storage they are in."""
 
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.graph import registry_factories as registry_module
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph import cuda_graph_buffer_registry as registry_module
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_eager_registry,
 )
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
     INT64,
     P,
-    bound_buffers,
     content,
     decode_registry,
     fill,
@@ -26,13 +23,6 @@ from tests.executor.graph.registry_cases import (
     prefill_registry,
     token_slot,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
-
 
 # Sharing.
 
@@ -245,66 +235,4 @@ def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
         assert whole.narrow(axis, padded, end - padded).all(), name
 
 
-def test_input_embeds_is_written_by_the_model_and_only_its_tail_is_reset():
-    registry = prefill_registry(is_multimodal=True, hidden_size=2, embed_dtype=torch.float32)
-    registry.get_slot("input_embeds").slice_for(0, 16).fill_(7)
-    batch = full_batch(1, num_tokens=3)
-    batch.input_embeds = torch.ones(3, 2)
-    registry.fill_from(batch, raw_bs=1, padded_bs=1, raw_num_tokens=3, padded_num_tokens=4)
-    assert content(registry, "input_embeds")[:5] == [[7, 7], [7, 7], [7, 7], [0, 0], [7, 7]]
-
-
-def test_input_embeds_without_a_width_is_refused():
-    with pytest.raises(ValueError, match="slot 'input_embeds': hidden_size=0"):
-        prefill_registry(is_multimodal=True, embed_dtype=torch.bfloat16)
-
-
-def test_padded_encoder_lengths_keep_the_first_value():
-    registry = full_decode_registry(encoder_len_fill_value=9)
-    fill(registry, full_batch(3), 3, 4)
-    assert content(registry, "encoder_lens") == [1, 2, 3, 9, 9, 9, 9, 9]
-    fill(registry, full_batch(2, first=5), 2, 4)
-    assert content(registry, "encoder_lens") == [5, 6, 3, 9, 9, 9, 9, 9]
-
-
 # Adopting a runner's own buffers.
-
-
-def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
-    source = SimpleNamespace(
-        **(
-            bound_buffers()
-            | {"seq_lens": torch.full((8,), 6, dtype=torch.int32)}
-            | {"seq_lens_cpu": torch.full((8,), 6, dtype=torch.int32)}
-        ),
-        global_num_tokens_gpu=torch.zeros(1, dtype=torch.int32),
-        global_num_tokens_for_logprob_gpu=torch.zeros(1, dtype=torch.int32),
-    )
-    registry = decode_registry(source=source, share_pool=True)
-    for name in registry.slot_names():
-        assert registry.get_slot(name).buffer is getattr(source, name), name
-    assert registry.get_slot("seq_lens").dtype is torch.int32
-    assert registry.get_slot("seq_lens_cpu").dtype is torch.int32
-    assert source.seq_lens.tolist() == [6] * 8
-
-
-@pytest.mark.parametrize("name", ["positions", "mrope_positions", "global_num_tokens_gpu"])
-def test_a_tensor_that_the_source_lacks_is_named(name: str):
-    counts = {
-        "global_num_tokens_gpu": torch.zeros(1, dtype=torch.int32),
-        "global_num_tokens_for_logprob_gpu": torch.zeros(1, dtype=torch.int32),
-    }
-    buffers: dict[str, Any] = {**bound_buffers(), **counts}
-    buffers[name] = None
-    with pytest.raises(ValueError, match=f"slot '{name}': source has no tensor"):
-        decode_registry(source=SimpleNamespace(**buffers))
-
-
-def test_the_prefill_factory_adopts_a_source_too():
-    ids = torch.zeros(16, dtype=INT64)
-    source = SimpleNamespace(
-        input_ids=ids, positions=ids.clone(), out_cache_loc=torch.zeros(16, dtype=torch.int32)
-    )
-    assert prefill_registry(source=source).get_slot("input_ids").buffer is ids
-    with pytest.raises(ValueError, match="slot 'positions': source has no tensor"):
-        prefill_registry(source=SimpleNamespace(input_ids=ids))

@@ -1,40 +1,29 @@
 """Inputs that no attribute of a batch fills alone: computed ones, and parts of structures."""
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     FillContext,
 )
+from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from executor.graph.slots import local_num_token_non_padded
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
     P,
-    bound_buffers,
     bs_slot,
     content,
-    decode_registry,
     fill,
     full_batch,
     full_decode_registry,
     make_registry,
     numbers,
     prefill_registry,
-    vars_of,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
-
 
 # Hooks, computed and structured slots.
 
@@ -96,55 +85,6 @@ def test_a_computed_slot_ignores_the_batchs_attribute():
     registry.get_slot("x").slice_for(8, 0).fill_(7)
     fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
     assert content(registry, "x") == [7, 7, 0, 0, 7, 7, 7, 7]
-
-
-@pytest.mark.parametrize("wrap", [dict, lambda **tensors: SimpleNamespace(tensors=tensors)])
-def test_pipeline_proxies_are_copied_by_key_and_an_absent_key_is_skipped(wrap: Any):
-    buffers = {"hidden": torch.full((8, 2), 7.0), "residual": torch.full((8, 2), 7.0)}
-    source = SimpleNamespace(**bound_buffers(), pp_proxy_tensors=wrap(**buffers))
-    registry = decode_registry(register_global_num_tokens=False, source=source)
-    slot = registry.get_slot("pp_proxy_tensors.hidden")
-    assert slot.buffer is buffers["hidden"]
-    assert (slot.axis, slot.dtype, slot.padding_policy) == ("none", torch.float32, P.KEEP_PAD)
-
-    sent = wrap(hidden=torch.ones(3, 2))
-    fill(registry, full_batch(3), 3, 4, pp_proxy_tensors=sent)
-    assert buffers["hidden"].tolist() == [[1, 1]] * 3 + [[7, 7]] * 5
-    assert bool((buffers["residual"] == 7).all())
-    fill(registry, full_batch(3), 3, 4)
-    assert buffers["hidden"][0].tolist() == [1, 1]
-
-
-def test_structured_fields_are_filled_from_the_batchs_path_and_never_put_back():
-    info = SimpleNamespace(column_starts=torch.zeros(8, dtype=torch.int32))
-    source = SimpleNamespace(**bound_buffers(), ngram_info=info)
-    registry = decode_registry(
-        register_global_num_tokens=False,
-        source=source,
-        structured_fields=["ngram_info.column_starts"],
-    )
-    slot = registry.get_slot("ngram_info.column_starts")
-    assert (slot.axis, slot.padding_policy) == ("none", P.KEEP_PAD)
-
-    batch = SimpleNamespace(
-        **vars_of(full_batch(2)), ngram_info=SimpleNamespace(column_starts=numbers(2))
-    )
-    fill(registry, batch, 2, 4)
-    assert info.column_starts.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
-    assert view.ngram_info is batch.ngram_info
-    assert "ngram_info.column_starts" not in vars(view)
-
-    batch.ngram_info = None
-    fill(registry, batch, 2, 4)
-    assert info.column_starts[:2].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("path", ["ngram_info.missing", "input_ids"])
-def test_a_structured_field_that_the_source_lacks_is_named(path: str):
-    source = SimpleNamespace(**bound_buffers())
-    with pytest.raises(ValueError, match=f"slot '{path}': need a dotted path"):
-        decode_registry(register_global_num_tokens=False, source=source, structured_fields=[path])
 
 
 # Counts.

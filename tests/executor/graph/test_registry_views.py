@@ -1,7 +1,6 @@
 """If these fail, a graph reads inputs of another size than its own, or at a moved address."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.parallel.layout import DpLayout
 from tests.executor.graph.registry_cases import (
     bs_slot,
@@ -19,12 +17,6 @@ from tests.executor.graph.registry_cases import (
     make_registry,
     numbers,
 )
-
-
-@pytest.fixture(autouse=True)
-def pool() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 def forward_batch(num_sequences: int) -> ForwardBatch:

@@ -11,8 +11,8 @@ import torch
 
 from executor.budget.speculation import SpeculationPlan
 from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, PaddingPolicy
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import CudaGraphBufferRegistry, PaddingPolicy
 from executor.parallel.layout import DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners.draft_graphs import layout_of

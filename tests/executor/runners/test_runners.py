@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, PaddingPolicy
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import CudaGraphBufferRegistry, PaddingPolicy
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep, replay_on_ranks

@@ -12,8 +12,8 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.cuda_graph_buffer_registry import build_decode_registry
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import build_decode_registry
 from executor.runners.decode import DecodeRunner
 from executor.runners.dummy_batches import extend_stand_in
 from executor.runners.select import RunnerByLayout

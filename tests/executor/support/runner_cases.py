@@ -20,7 +20,7 @@ from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,
 )

@@ -12,7 +12,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import pick_graph_size
 from executor.graph.backend import RunnerBackend
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     build_decode_registry,
     build_eager_registry,

@@ -24,8 +24,7 @@ import torch
 from executor.batch.staging import Copier, PinnedMemory
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.cuda_device import CudaDevice
-from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend
+from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_workspace
 from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE, CpuFlashInfer

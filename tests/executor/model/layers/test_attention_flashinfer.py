@@ -9,12 +9,12 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.graph.registry_factories import (
+from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,
     build_prefill_registry,
 )
+from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention, AttentionCall, Stages
 from executor.model.layers.attention_flashinfer import FlashInferAttention
