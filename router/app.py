@@ -18,11 +18,11 @@ from router.api.text.tokenizer import Tokenizer
 from router.config import RouterConfig
 from router.drain import StopSignals, drain
 from router.engine.engine import Engine
-from router.engine.engines import Cell, Observer
+from router.engine.engines import Engines, Observer
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector
 from router.telemetry.request_log import Observers, RequestLog
@@ -44,28 +44,30 @@ async def run(config: RouterConfig) -> None:
     tokenizer = None if config.tokenizer_file is None else Tokenizer(config.tokenizer_file)
     cleanup = AsyncExitStack()
     interceptors, observers = _start_tracing(config, cleanup)
-    observers = [RequestLog(lambda group: engines[group].ids()), *observers]
-    cell = Cell(
-        Readers(config.max_calls),
+    observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
+    engines = Engines(
+        Listeners(config.max_calls),
         failover_after_s=config.failover_after_s,
         observer=Observers(observers),
     )
     groups = [_connect(config, addresses) for addresses in config.groups]
-    engines = [_build_engine(config, cell, number, group) for number, group in enumerate(groups)]
-    cell.drive(engines)
+    by_group = [
+        _build_engine(config, engines, number, group) for number, group in enumerate(groups)
+    ]
+    engines.drive(by_group)
     health = Health()
-    servicer = GenerationServicer(cell, tokenizer, _version())
-    _serve_metrics(config, cell, cleanup)
+    servicer = GenerationServicer(engines, tokenizer, _version())
+    _serve_metrics(config, engines, cleanup)
     await _serve_health(config, health, cleanup)
-    server = await start_server(config, cell, servicer, health, interceptors)
+    server = await start_server(config, engines, servicer, health, interceptors)
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(engine.run()) for engine in engines]
-            running.append(tasks.create_task(_keep_ready(health, cell)))
+            running = [tasks.create_task(engine.run()) for engine in by_group]
+            running.append(tasks.create_task(_keep_ready(health, engines)))
             await signals.asked.wait()
             running.pop().cancel()  # from here on, readiness is the drain's
             await drain(
-                cell,
+                engines,
                 health,
                 delay_s=config.shutdown_delay_s,
                 grace_s=config.shutdown_grace_s,
@@ -95,7 +97,9 @@ def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
     )
 
 
-def _build_engine(config: RouterConfig, cell: Cell, number: int, group: ExecutorGroup) -> Engine:
+def _build_engine(
+    config: RouterConfig, engines: Engines, number: int, group: ExecutorGroup
+) -> Engine:
     admission = Admission(
         max_sequences=config.max_waiting_sequences,
         max_tokens=config.max_waiting_tokens,
@@ -105,11 +109,11 @@ def _build_engine(config: RouterConfig, cell: Cell, number: int, group: Executor
         number,
         group,
         admission,
-        cell.readers,
+        engines.listeners,
         pipeline_depth=config.pipeline_depth,
         min_chunk_tokens=config.min_chunk_tokens,
         retry_delay_s=config.retry_delay_s,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
         overdue_s=config.step_timeout_s,
         drafts=config.drafts,
     )
@@ -117,7 +121,7 @@ def _build_engine(config: RouterConfig, cell: Cell, number: int, group: Executor
 
 async def start_server(
     config: RouterConfig,
-    cell: Cell,
+    engines: Engines,
     servicer: GenerationServicer,
     health: Health,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
@@ -131,7 +135,7 @@ async def start_server(
         OSError: The address cannot be bound.
     """
     # Who may not call is refused before anything else is done.
-    measures = cell.measures
+    measures = engines.measures
     interceptors = [*config.interceptors(measures.add_refusal), *interceptors]
     server = grpc.aio.server(
         interceptors=[
@@ -142,7 +146,7 @@ async def start_server(
     )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     health.add_to(server)
-    services = _add_vllm_engine(config, server, cell, servicer, health)
+    services = _add_vllm_engine(config, server, engines, servicer, health)
     enable_reflection(server, *services)
     port = config.open_port(server, config.listen)
     await server.start()
@@ -151,14 +155,14 @@ async def start_server(
     return server
 
 
-def _serve_metrics(config: RouterConfig, cell: Cell, cleanup: AsyncExitStack) -> None:
+def _serve_metrics(config: RouterConfig, engines: Engines, cleanup: AsyncExitStack) -> None:
     """Opens the port for metrics if there is to be one, and has it closed.
 
     Raises:
         OSError: The address cannot be bound.
     """
     if config.metrics_listen is not None:
-        port = serve_metrics(config.metrics_listen, collector(cell, _version()))
+        port = serve_metrics(config.metrics_listen, collector(engines, _version()))
         cleanup.push_async_callback(asyncio.to_thread, port.close)
         host = config.metrics_listen.rpartition(":")[0]
         log.info("metrics_listening", address=f"{host}:{port.number}")
@@ -180,7 +184,7 @@ async def _serve_health(config: RouterConfig, health: Health, cleanup: AsyncExit
 def _start_tracing(
     config: RouterConfig, cleanup: AsyncExitStack
 ) -> tuple[list[grpc.aio.ServerInterceptor], list[Observer]]:
-    """Returns what traces need of the server and of the cell; nothing if there are to be none."""
+    """Returns what traces need of the server and of the engines; nothing if there are to be none."""
     if config.otlp_endpoint is None:
         return [], []
     from router.telemetry.tracing import CarrierInterceptor, start_tracing
@@ -193,7 +197,7 @@ def _start_tracing(
 def _add_vllm_engine(
     config: RouterConfig,
     server: grpc.aio.Server,
-    cell: Cell,
+    engines: Engines,
     generation: GenerationServicer,
     health: Health,
 ) -> tuple[str, ...]:
@@ -204,7 +208,7 @@ def _add_vllm_engine(
     from router.api import vllm_engine
 
     servicer = vllm_engine.VllmEngineServicer(
-        generation, cell, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready
+        generation, engines, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready
     )
     vllm_engine.add_vllm_engine(server, servicer)
     return (vllm_engine.SERVICE,)
@@ -225,11 +229,11 @@ def server_options(config: RouterConfig) -> list[tuple[str, int]]:
     return options
 
 
-async def _keep_ready(health: Health, cell: Cell) -> None:
+async def _keep_ready(health: Health, engines: Engines) -> None:
     was_ready = False
     while True:
-        if cell.is_ready != was_ready:
-            was_ready = cell.is_ready
+        if engines.is_ready != was_ready:
+            was_ready = engines.is_ready
             health.set_ready(was_ready)
             log.info("readiness", is_ready=was_ready)
         await asyncio.sleep(POLL_S)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from router.api.health import Health
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -45,7 +45,7 @@ class StopSignals:
 
 
 async def drain(
-    cell: Cell, health: Health, *, delay_s: float, grace_s: float, at_once: asyncio.Event
+    engines: Engines, health: Health, *, delay_s: float, grace_s: float, at_once: asyncio.Event
 ) -> None:
     """Returns when no call is open, or those that are had their grace.
 
@@ -55,16 +55,18 @@ async def drain(
         at_once: Set when nobody wants to wait any longer.
     """
     health.set_ready(False)
-    log.info("draining", live_requests=cell.num_live, delay_s=delay_s, grace_s=grace_s)
+    log.info("draining", live_requests=engines.num_live, delay_s=delay_s, grace_s=grace_s)
     await _wait(lambda: False, delay_s, at_once)
-    cell.shut_down()
-    log.info("refusing_requests", live_requests=cell.num_live, open_calls=cell.readers.num_open)
+    engines.shut_down()
+    log.info(
+        "refusing_requests", live_requests=engines.num_live, open_calls=engines.listeners.num_open
+    )
     # Calls, not requests: one whose client reads slowly still has tokens to deliver.
-    await _wait(lambda: not cell.readers.num_open, grace_s, at_once)
-    num_cut = cell.num_live
-    cell.cancel_all()
-    await _wait(lambda: not cell.readers.num_open, FLUSH_S, asyncio.Event())
-    log.info("drained", cut_requests=num_cut, cut_calls=cell.readers.num_open)
+    await _wait(lambda: not engines.listeners.num_open, grace_s, at_once)
+    num_cut = engines.num_live
+    engines.cancel_all()
+    await _wait(lambda: not engines.listeners.num_open, FLUSH_S, asyncio.Event())
+    log.info("drained", cut_requests=num_cut, cut_calls=engines.listeners.num_open)
 
 
 async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.Event) -> None:

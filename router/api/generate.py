@@ -12,9 +12,9 @@ from router.api.generate_many import ManyCall
 from router.api.responses import model_response, take_response
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request, served
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import QueueFull, RequestNotFound
-from router.requests.listeners import Reader
+from router.requests.listeners import Listener
 from router.requests.request import Request
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -23,10 +23,10 @@ Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
 
-RETRY_DELAY_S = 1.0  # for a call that found no free reader
+RETRY_DELAY_S = 1.0  # for a call that found no free listener
 SERVER_OPTIONS = [
     # Calls that no handler runs yet. Past gRPC's own 1,000 it drops some of them at random, with
-    # CANCELLED and no reason; how much may wait is the cell's to say, with QUEUE_FULL.
+    # CANCELLED and no reason; how much may wait is the engines' to say, with QUEUE_FULL.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     # A long prompt outgrows gRPC's 4 MiB. This has 5 million tokens, and takes 0.1 s to read, in
@@ -42,19 +42,19 @@ SERVER_OPTIONS = [
 
 
 class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
-    """Serves GenerationService from a cell.
+    """Serves GenerationService from the engines.
 
     Handlers write instead of yielding: an abandoned generator is closed when it is collected, a
     cancelled coroutine cancels its request at once.
 
     Args:
-        cell: What runs the requests.
+        engines: What runs the requests.
         tokenizer: Of the model; None where clients send token ids only.
         version: This router's, for GetStatus.
     """
 
-    def __init__(self, cell: Cell, tokenizer: Tokenizer | None, version: str) -> None:
-        self._cell = cell
+    def __init__(self, engines: Engines, tokenizer: Tokenizer | None, version: str) -> None:
+        self._engines = engines
         self._tokenizer = tokenizer
         self._version = version
 
@@ -70,31 +70,31 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         context: Context,
     ) -> None:
         async with abort_on_error(context):
-            with self._open_reader() as reader:
-                call = ManyCall(self._cell, self._tokenizer, reader)
+            with self._open_listener() as listener:
+                call = ManyCall(self._engines, self._tokenizer, listener)
                 await call.run(request_iterator, context.write)
 
     async def Cancel(
         self, request: serving_pb2.CancelRequest, context: Context
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
-            found = self._cell.find(request.request_id)
+            found = self._engines.find(request.request_id)
             if found is None:
                 raise RequestNotFound(request.request_id)
-            self._cell.cancel(found)
+            self._engines.cancel(found)
         return serving_pb2.CancelResponse()
 
     async def GetModel(
         self, request: serving_pb2.GetModelRequest, context: Context
     ) -> serving_pb2.GetModelResponse:
         async with abort_on_error(context):
-            model = served(self._cell.model)
+            model = served(self._engines.model)
         return model_response(model, has_tokenizer=self._tokenizer is not None)
 
     async def GetStatus(
         self, request: serving_pb2.GetStatusRequest, context: Context
     ) -> serving_pb2.GetStatusResponse:
-        return serving_pb2.GetStatusResponse(groups=self._cell.status(), version=self._version)
+        return serving_pb2.GetStatusResponse(groups=self._engines.status(), version=self._version)
 
     async def run(
         self,
@@ -114,23 +114,23 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             RpcError: The request was refused, or failed.
         """
         self.check_room()
-        with self._open_reader() as reader:
+        with self._open_listener() as listener:
             try:
                 submitted = await read_request(
                     message,
-                    model=self._cell.model,
+                    model=self._engines.model,
                     tokenizer=self._tokenizer,
-                    reader=reader,
+                    listener=listener,
                     call_timeout_s=call_timeout_s,
                 )
-                self._cell.submit(submitted)
+                self._engines.submit(submitted)
             except RpcError as error:
-                self._cell.measures.refused[error.reason] += 1
+                self._engines.measures.refused[error.reason] += 1
                 raise
             try:
                 await _write_responses(submitted, write)
             finally:
-                self._cell.cancel(submitted)
+                self._engines.cancel(submitted)
 
     def checks(self) -> dict[str, Callable[[], None]]:
         """Returns, for RequestReader, what refuses calls before they are read, by method."""
@@ -143,27 +143,27 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             QueueFull, NotReady, ShuttingDown: None is.
         """
         try:
-            self._cell.check_room()
+            self._engines.check_room()
         except RpcError as error:
-            self._cell.measures.refused[error.reason] += 1
+            self._engines.measures.refused[error.reason] += 1
             raise
 
     @contextmanager
-    def _open_reader(self) -> Iterator[Reader]:
-        """Lends a call its reader. All its sequences have ended when it gives it back."""
-        readers = self._cell.readers
-        if not readers.num_free:
-            self._cell.measures.refused[QueueFull.reason] += 1
+    def _open_listener(self) -> Iterator[Listener]:
+        """Lends a call its listener. All its sequences have ended when it gives it back."""
+        listeners = self._engines.listeners
+        if not listeners.num_free:
+            self._engines.measures.refused[QueueFull.reason] += 1
             raise QueueFull(
                 "as many calls are open as this router takes: try again, or send many requests "
                 "on one GenerateMany stream",
                 retry_delay_s=RETRY_DELAY_S,
             )
-        reader = readers.open()
+        listener = listeners.open()
         try:
-            yield reader
+            yield listener
         finally:
-            readers.close(reader)
+            listeners.close(listener)
 
 
 async def _write_responses(request: Request, write: Write) -> None:
@@ -174,15 +174,15 @@ async def _write_responses(request: Request, write: Write) -> None:
     What came while an earlier message was written goes out in one: a slow client gets larger
     messages, not a longer queue.
     """
-    reader, num_open = request.reader, len(request.sequences)
+    listener, num_open = request.listener, len(request.sequences)
     while num_open:
-        await reader.wait()
+        await listener.wait()
         for sequence in request.sequences:
             if not sequence.is_ended and (response := take_response(sequence)):
                 await write(response)
         error: RpcError | None = None
-        while reader.ended:
-            sequence = reader.ended.popleft()
+        while listener.ended:
+            sequence = listener.ended.popleft()
             if response := take_response(sequence):
                 await write(response)
             error = error or sequence.error  # all that still ran have it

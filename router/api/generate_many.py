@@ -1,6 +1,6 @@
-"""GenerateMany: many requests on one stream, one reader and one message per wake for all.
+"""GenerateMany: many requests on one stream, one listener and one message per wake for all.
 
-    client ──start, cancel──▶ _read ──submit──▶ cell
+    client ──start, cancel──▶ _read ──submit──▶ engines
                                 │                 │ tokens of plain requests, as columns
                                 │ refused         │ everything else, as responses
                                 ▼                 ▼
@@ -17,9 +17,9 @@ from protos.transport.errors import RpcError
 from router.api.responses import tagged_error, take_response
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
-from router.requests.listeners import Reader
+from router.requests.listeners import Listener
 from router.requests.request import Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
@@ -33,15 +33,15 @@ class ManyCall:
     """One GenerateMany stream.
 
     Args:
-        cell: What runs the requests.
+        engines: What runs the requests.
         tokenizer: Of the model, where the router has one.
-        reader: Of this stream alone.
+        listener: Of this stream alone.
     """
 
-    def __init__(self, cell: Cell, tokenizer: Tokenizer | None, reader: Reader) -> None:
-        self._cell = cell
+    def __init__(self, engines: Engines, tokenizer: Tokenizer | None, listener: Listener) -> None:
+        self._engines = engines
         self._tokenizer = tokenizer
-        self._reader = reader
+        self._listener = listener
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # those of _live whose tokens are no columns
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
@@ -61,24 +61,24 @@ class ManyCall:
         reading.add_done_callback(self._on_read)
         try:
             while not (reading.done() and self._is_idle):
-                if self._cell.is_shutting_down and self._is_idle:
+                if self._engines.is_shutting_down and self._is_idle:
                     raise _shutting_down()
-                await self._reader.wait()
+                await self._listener.wait()
                 if reading.done():
                     reading.result()  # raises what it raised
                 message = self._take()
                 if message.ByteSize():
                     await write(message)
         finally:
-            reading.remove_done_callback(self._on_read)  # the reader is another call's soon
+            reading.remove_done_callback(self._on_read)  # the listener is another call's soon
             reading.cancel()  # from here on it submits nothing
             for request in self._live.values():
-                self._cell.cancel(request)
+                self._engines.cancel(request)
             await asyncio.gather(reading, return_exceptions=True)
 
     def _check_open(self) -> None:
         """Refuses a new stream where one that is open would be ended."""
-        if self._cell.is_shutting_down:
+        if self._engines.is_shutting_down:
             raise self._counted(_shutting_down())
 
     @property
@@ -87,7 +87,7 @@ class ManyCall:
 
     async def _read(self, messages: AsyncIterator[serving_pb2.GenerateManyRequest]) -> None:
         async for message in messages:
-            while len(self._reader.ended) >= MAX_ENDS:
+            while len(self._listener.ended) >= MAX_ENDS:
                 self._was_taken.clear()
                 await self._was_taken.wait()
             match message.WhichOneof("action"):
@@ -95,40 +95,40 @@ class ManyCall:
                     await self._start(message.tag, message.start)
                 case "cancel":
                     if message.tag in self._live:
-                        self._cell.cancel(self._live[message.tag])
+                        self._engines.cancel(self._live[message.tag])
                 case _:
                     raise self._counted(
                         InvalidRequest("action", "there is none; set start or cancel")
                     )
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
-        self._reader.wake()
+        self._listener.wake()
 
     async def _start(self, tag: int, message: serving_pb2.GenerateRequest) -> None:
         if tag in self._live:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
         try:
-            self._cell.check_room()
+            self._engines.check_room()
             request = await read_request(
                 message,
-                model=self._cell.model,
+                model=self._engines.model,
                 tokenizer=self._tokenizer,
-                reader=self._reader,
+                listener=self._listener,
                 tag=tag,
             )
             self._live[tag] = request
             if not request.is_columnar:
                 self._detailed[tag] = request
-            self._cell.submit(request)
+            self._engines.submit(request)
         except RpcError as error:
             self._forget(tag)
             await self._refusals.put(tagged_error(tag, self._counted(error)))
-            self._reader.wake()
+            self._listener.wake()
 
     def _counted(self, error: RpcError) -> RpcError:
         """Counts a refusal and returns it."""
-        self._cell.measures.refused[error.reason] += 1
+        self._engines.measures.refused[error.reason] += 1
         return error
 
     def _forget(self, tag: int) -> None:
@@ -137,7 +137,7 @@ class ManyCall:
 
     def _take(self) -> serving_pb2.GenerateManyResponse:
         """Returns all that is new. Nothing else runs meanwhile, so columns come first."""
-        columns = self._cell.take_columns(self._reader)
+        columns = self._engines.take_columns(self._listener)
         message = serving_pb2.GenerateManyResponse(
             tags=columns.tags.astype("<u4", copy=False).tobytes(),
             num_tokens=columns.num_tokens.astype("<i4", copy=False).tobytes(),
@@ -148,8 +148,8 @@ class ManyCall:
                 if not sequence.is_ended:
                     _add_response(message, sequence)
         failed: dict[int, RpcError] = {}
-        while self._reader.ended:
-            sequence = self._reader.ended.popleft()
+        while self._listener.ended:
+            sequence = self._listener.ended.popleft()
             tag = sequence.request.tag
             _add_response(message, sequence)
             if sequence.error is not None:  # all sequences of a request that are live fail at once

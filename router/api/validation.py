@@ -17,7 +17,7 @@ from protos.transport.errors import quoted
 from router.api.text.stop_strings import StopStrings
 from router.api.text.tokenizer import Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
-from router.requests.listeners import Reader
+from router.requests.listeners import Listener
 from router.requests.request import (
     Int32Array,
     OutputOptions,
@@ -67,7 +67,7 @@ async def read_request(
     *,
     model: ServedModel | None,
     tokenizer: Tokenizer | None,
-    reader: Reader,
+    listener: Listener,
     call_timeout_s: float | None = None,
     tag: int | None = None,
 ) -> Request:
@@ -77,7 +77,7 @@ async def read_request(
         message: As it came from the client.
         model: The model served; None until it is known.
         tokenizer: Its tokenizer, where the router has one.
-        reader: Whom to wake with the answer.
+        listener: Whom to wake with the answer.
         call_timeout_s: What is left of the call's deadline; None if it has none.
         tag: The request's number on a GenerateMany stream; None on a call of its own.
 
@@ -114,7 +114,7 @@ async def read_request(
         sampling=sampling,
         stop=_read_stop(message.stop, model, len(prompt)),
         output=output,
-        reader=reader,
+        listener=listener,
         arrival_time=arrival_time,
         n=n,
         priority=message.priority,

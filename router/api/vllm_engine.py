@@ -33,7 +33,7 @@ from router.api.vllm_messages import (
     server_info,
     use_field_names,
 )
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import Cancelled
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,7 +50,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     Args:
         generation: Runs requests.
-        cell: What it runs them on.
+        engines: What it runs them on.
         tokenizer_file: The model's tokenizer.json; None where the router has none.
         version: This router's.
         is_ready: Whether gateways should send requests.
@@ -59,14 +59,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     def __init__(
         self,
         generation: GenerationServicer,
-        cell: Cell,
+        engines: Engines,
         tokenizer_file: Path | None,
         version: str,
         *,
         is_ready: Callable[[], bool],
     ) -> None:
         self._generation = generation
-        self._cell = cell
+        self._engines = engines
         self._tokenizer_file = tokenizer_file
         self._version = version
         self._is_ready = is_ready
@@ -94,7 +94,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         try:
             message = read_generate(request)
         except RpcError as error:  # else `run` counts it
-            self._cell.measures.refused[error.reason] += 1
+            self._engines.measures.refused[error.reason] += 1
             raise
         answers = Answers(request)
 
@@ -111,9 +111,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Abort(self, request: Message, context: Context) -> Message:
         loop = asyncio.get_running_loop()
         for request_id in request.request_ids:
-            found = self._cell.find(request_id)
+            found = self._engines.find(request_id)
             if found is not None:
-                self._cell.cancel(found)
+                self._engines.cancel(found)
             if request_id in self._calls:
                 loop.call_later(ABORT_GRACE_S, self._calls[request_id].cancel)
         return pb.AbortResponse()
@@ -121,22 +121,22 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def HealthCheck(self, request: Message, context: Context) -> Message:
         if self._is_ready():
             return pb.HealthCheckResponse(healthy=True)
-        problems = [group.problem for group in self._cell.status() if group.problem]
+        problems = [group.problem for group in self._engines.status() if group.problem]
         return pb.HealthCheckResponse(
             healthy=False, message="; ".join(problems) or "the router is shutting down"
         )
 
     async def GetModelInfo(self, request: Message, context: Context) -> Message:
         async with abort_on_error(context):
-            model = served(self._cell.model)
+            model = served(self._engines.model)
         return model_info(model)
 
     async def GetServerInfo(self, request: Message, context: Context) -> Message:
         uptime_s = asyncio.get_running_loop().time() - self._start_time
-        return server_info(self._cell.status(), self._cell.num_live, uptime_s)
+        return server_info(self._engines.status(), self._engines.num_live, uptime_s)
 
     async def GetLoads(self, request: Message, context: Context) -> Message:
-        entries = loads(self._cell.status())
+        entries = loads(self._engines.status())
         if request.HasField("dp_rank"):
             entries = [entry for entry in entries if entry.dp_rank == request.dp_rank]
         return pb.GetLoadsResponse(

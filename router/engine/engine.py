@@ -2,7 +2,7 @@
 
 Start and recovery are the same path. What a lost group costs is its KV cache: the sequences that
 it ran wait again, with the tokens that they have, and the next epoch computes them anew, or another
-group does (cell.py). Which of them may have been the cause is quarantine.py's to find out.
+group does (engines.py). Which of them may have been the cause is quarantine.py's to find out.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from protos.transport.errors import RpcError
 from router.engine.quarantine import Quarantine, accuse
 from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
-from router.requests.listeners import Reader, Readers
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, GroupMeasures
@@ -73,7 +73,7 @@ class Engine:
         group: Its number, for people.
         executors: The group.
         admission: Its waiting line.
-        readers: Everybody who may wait for tokens.
+        listeners: Everybody who may wait for tokens.
         pipeline_depth: Steps in flight at most; 2 hides the way to the executors.
         min_chunk_tokens: See Scheduler.
         retry_delay_s: Between attempts to form the group.
@@ -82,7 +82,7 @@ class Engine:
         drafts: See Scheduler.
 
     Attributes:
-        on_change: Called when the group has formed or is lost; `Cell.drive` sets it.
+        on_change: Called when the group has formed or is lost; `Engines.drive` sets it.
         lost_time: On the event loop's clock, since when it has not been ready.
         measures: What its epochs amounted to, so far.
     """
@@ -92,7 +92,7 @@ class Engine:
         group: int,
         executors: Executors,
         admission: Admission,
-        readers: Readers,
+        listeners: Listeners,
         *,
         pipeline_depth: int,
         min_chunk_tokens: int,
@@ -107,7 +107,7 @@ class Engine:
         self._executors = executors
         self.on_change: Callable[[], None] = lambda: None
         self._line = Quarantine(admission)
-        self._readers = readers
+        self._listeners = listeners
         self._pipeline_depth = pipeline_depth
         self._min_chunk_tokens = min_chunk_tokens
         self._retry_delay_s = retry_delay_s
@@ -205,11 +205,11 @@ class Engine:
             self._scheduler.fail(sequence, error)
             self._has_work.set()
 
-    def take_columns(self, reader: Reader) -> Columns:
-        """Returns a reader's new tokens of its columnar requests in this group."""
+    def take_columns(self, listener: Listener) -> Columns:
+        """Returns a listener's new tokens of its columnar requests in this group."""
         if self._scheduler is None:
             return NO_COLUMNS
-        return self._scheduler.table.take_columns(reader.index)
+        return self._scheduler.table.take_columns(listener.index)
 
     @property
     def is_serving(self) -> bool:
@@ -254,7 +254,7 @@ class Engine:
         scheduler = Scheduler(
             info.shape,
             self._line,
-            self._readers,
+            self._listeners,
             min_chunk_tokens=self._min_chunk_tokens,
             clock=self._clock,
             on_end=self._on_end,

@@ -18,7 +18,7 @@ from router.errors import (
     RequestExists,
     ShuttingDown,
 )
-from router.requests.listeners import Reader, Readers
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import Columns, Request, Sequence
 from router.scheduling.counters import GroupTotals, RequestMeasures
 from router.scheduling.model import ServedModel
@@ -38,11 +38,11 @@ class Observer(Protocol):
         ...
 
 
-class Cell:
+class Engines:
     """What the front of the router sees of everything behind it.
 
     Args:
-        readers: Where a call opens its reader, and closes it when its sequences have ended.
+        listeners: Where a call opens its listener, and closes it when its sequences have ended.
         failover_after_s: A group that is down for longer gives what it ran to another one.
         observer: Told of every request that is taken; None: nobody.
 
@@ -52,12 +52,12 @@ class Cell:
 
     def __init__(
         self,
-        readers: Readers,
+        listeners: Listeners,
         *,
         failover_after_s: float = 10.0,
         observer: Observer | None = None,
     ) -> None:
-        self.readers = readers
+        self.listeners = listeners
         self.measures = RequestMeasures()
         self._failover_after_s = failover_after_s
         self._observer = observer
@@ -186,9 +186,9 @@ class Cell:
                 engine = self._engines[sequence.group]
                 engine.fail(sequence, error or Cancelled("the request was cancelled"))
 
-    def take_columns(self, reader: Reader) -> Columns:
-        """Returns a reader's new tokens of its columnar requests, whichever group they run in."""
-        parts = [engine.take_columns(reader) for engine in self._engines]
+    def take_columns(self, listener: Listener) -> Columns:
+        """Returns a listener's new tokens of its columnar requests, whichever group they run in."""
+        parts = [engine.take_columns(listener) for engine in self._engines]
         if len(parts) == 1:
             return parts[0]
         return Columns(
@@ -207,7 +207,7 @@ class Cell:
     def shut_down(self) -> None:
         """Refuses new requests from now on; streams on which nothing runs may end."""
         self._is_shutting_down = True
-        self.readers.wake_all()
+        self.listeners.wake_all()
 
     def cancel_all(self) -> None:
         """Ends every live request; the router is about to stop."""
@@ -216,12 +216,12 @@ class Cell:
             self.cancel(request, error)
 
     def on_end(self, sequence: Sequence) -> None:
-        """Tells the reader, and forgets the request when its last sequence ends."""
+        """Tells the listener, and forgets the request when its last sequence ends."""
         request = sequence.request
         sequence.progress.end_time = asyncio.get_running_loop().time()
         self.measures.add_end(sequence)
-        request.reader.ended.append(sequence)
-        request.reader.wake()
+        request.listener.ended.append(sequence)
+        request.listener.wake()
         if not request.is_live:
             del self._live[request.request_id]
             if self._observer is not None:

@@ -1,8 +1,8 @@
-"""Who waits for tokens: one Reader per call, woken when one of its sequences has news.
+"""Who waits for tokens: one Listener per call, woken when one of its sequences has news.
 
-A step may touch thousands of sequences, and most readers are one step behind or not waiting at
-all. So the engine marks readers in one array operation and wakes only those that wait; tokens
-stay in the SequenceTable until their reader comes for them. A slow reader thus costs nobody
+A step may touch thousands of sequences, and most listeners are one step behind or not waiting at
+all. So the engine marks listeners in one array operation and wakes only those that wait; tokens
+stay in the SequenceTable until their listener comes for them. A slow listener thus costs nobody
 anything, and what it has not read is bounded by its own max_tokens.
 """
 
@@ -16,14 +16,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from router.requests.request import Sequence
 
-NO_READER = 0  # index 0 is never given out, so that an empty row of a table wakes nobody
+NO_LISTENER = 0  # index 0 is never given out, so that an empty row of a table wakes nobody
 
 
-class Reader:
-    """One call's side of its sequences. Made by `Readers.open`, given back by `Readers.close`.
+class Listener:
+    """One call's side of its sequences. Made by `Listeners.open`, given back by `Listeners.close`.
 
     Attributes:
-        index: What the table's `reader` column holds for its sequences.
+        index: What the table's `listener` column holds for its sequences.
         ended: Sequences that ended since the owner last looked; it takes them from the left.
     """
 
@@ -46,14 +46,14 @@ class Reader:
         self._news.set()
 
 
-class Readers:
-    """Every open reader, and which of them wait, as one array."""
+class Listeners:
+    """Every open listener, and which of them wait, as one array."""
 
-    def __init__(self, max_readers: int) -> None:
-        self._is_waiting = np.zeros(max_readers + 1, dtype=np.bool_)
-        self._has_news = np.zeros(max_readers + 1, dtype=np.bool_)
-        self._readers: list[Reader | None] = [None] * (max_readers + 1)
-        self._free = list(range(max_readers, NO_READER, -1))
+    def __init__(self, max_listeners: int) -> None:
+        self._is_waiting = np.zeros(max_listeners + 1, dtype=np.bool_)
+        self._has_news = np.zeros(max_listeners + 1, dtype=np.bool_)
+        self._listeners: list[Listener | None] = [None] * (max_listeners + 1)
+        self._free = list(range(max_listeners, NO_LISTENER, -1))
 
     @property
     def num_free(self) -> int:
@@ -61,34 +61,34 @@ class Readers:
 
     @property
     def num_open(self) -> int:
-        return len(self._readers) - 1 - len(self._free)
+        return len(self._listeners) - 1 - len(self._free)
 
-    def open(self) -> Reader:
-        """Returns a new reader. The caller has seen that `num_free` is not 0."""
+    def open(self) -> Listener:
+        """Returns a new listener. The caller has seen that `num_free` is not 0."""
         index = self._free.pop()
-        reader = Reader(index, self._is_waiting)
-        self._readers[index] = reader
-        return reader
+        listener = Listener(index, self._is_waiting)
+        self._listeners[index] = listener
+        return listener
 
-    def close(self, reader: Reader) -> None:
-        """Forgets a reader whose sequences have all ended."""
-        assert self._readers[reader.index] is reader
-        self._readers[reader.index] = None
-        self._is_waiting[reader.index] = False
-        self._free.append(reader.index)
+    def close(self, listener: Listener) -> None:
+        """Forgets a listener whose sequences have all ended."""
+        assert self._listeners[listener.index] is listener
+        self._listeners[listener.index] = None
+        self._is_waiting[listener.index] = False
+        self._free.append(listener.index)
 
     def wake(self, indices: npt.NDArray[np.int64]) -> None:
-        """Wakes those of these readers that wait. Indices may repeat."""
+        """Wakes those of these listeners that wait. Indices may repeat."""
         self._has_news[:] = False
         self._has_news[indices] = True
         self._has_news &= self._is_waiting
         for index in np.flatnonzero(self._has_news).tolist():
-            reader = self._readers[index]
-            assert reader is not None, "a live sequence keeps its reader open"
-            reader.wake()
+            listener = self._listeners[index]
+            assert listener is not None, "a live sequence keeps its listener open"
+            listener.wake()
 
     def wake_all(self) -> None:
-        """Wakes every open reader."""
-        for reader in self._readers:
-            if reader is not None:
-                reader.wake()
+        """Wakes every open listener."""
+        for listener in self._listeners:
+            if listener is not None:
+                listener.wake()

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.transport.errors import RpcError
-from router.requests.listeners import Reader
+from router.requests.listeners import Listener
 
 if TYPE_CHECKING:
     from router.scheduling.sequence_table import SequenceTable
@@ -136,9 +136,9 @@ class Request:
         priority: Higher is scheduled first and preempted last; see Admission.
         arrival_time: On the event loop's clock, in seconds.
         deadline: On the same clock; None if there is none.
-        reader: Whom to wake when there is something new.
+        listener: Whom to wake when there is something new.
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
-        is_columnar: Whether the reader takes its tokens as columns (`Reader.take_columns`).
+        is_columnar: Whether the listener takes its tokens as columns (`Listener.take_columns`).
         turn: Its place among those who wait or run, set on submission: less goes first.
         expiry: The timer behind `deadline`.
     """
@@ -148,10 +148,10 @@ class Request:
         "deadline",
         "expiry",
         "is_columnar",
+        "listener",
         "output",
         "priority",
         "prompt",
-        "reader",
         "request_id",
         "sampling",
         "sequences",
@@ -168,7 +168,7 @@ class Request:
         sampling: SamplingParams,
         stop: StopConditions,
         output: OutputOptions,
-        reader: Reader,
+        listener: Listener,
         arrival_time: float,
         n: int = 1,
         priority: int = 0,
@@ -181,7 +181,7 @@ class Request:
         self.sampling = sampling
         self.stop = stop
         self.output = output
-        self.reader = reader
+        self.listener = listener
         self.priority = priority
         self.arrival_time = arrival_time
         self.deadline = deadline
@@ -241,9 +241,9 @@ class Sequence:
             what it holds; use `num_tokens`.
         table: The table that holds it while it is bound to a rank, else None.
         row: Its row there.
-        num_taken: Tokens handed to the reader, prompt included; kept here while not bound.
+        num_taken: Tokens handed to the listener, prompt included; kept here while not bound.
         text: Set where the client wants text or gave stop strings.
-        logprobs: One per output token that the reader has not taken yet, if asked for.
+        logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
         suspicion: Set while its steps may be what executors die of (quarantine.py).

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.transport.errors import RpcError
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import FinishReason, Int32Array, Sequence
 from router.requests.waiting_queue import WaitingLine
 from router.scheduling.block_pool import BlockIds
@@ -39,7 +39,7 @@ class Scheduler:
     Args:
         shape: The group's sizes.
         admission: Where waiting sequences come from and preempted ones go.
-        readers: Woken at each commit.
+        listeners: Woken at each commit.
         min_chunk_tokens: Prompts run at least this far in a step, however unequal the ranks.
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
@@ -55,7 +55,7 @@ class Scheduler:
         self,
         shape: GroupShape,
         admission: WaitingLine,
-        readers: Readers,
+        listeners: Listeners,
         *,
         min_chunk_tokens: int,
         clock: Callable[[], float],
@@ -81,7 +81,7 @@ class Scheduler:
             else Drafting(self.table, self._blocks, self._speculation, self.gate)
         )
         self._admission = admission
-        self._readers = readers
+        self._listeners = listeners
         self._min_chunk_tokens = min_chunk_tokens
         self._clock = clock
         self._on_end = on_end
@@ -179,7 +179,7 @@ class Scheduler:
         is_event |= table.is_inspected
         is_event &= has_token
 
-        self._readers.wake(table.reader.take(rows))
+        self._listeners.wake(table.listener.take(rows))
         for row in np.flatnonzero(is_event).tolist():
             self._finish_if_due(row, int(sampled[row]))
 
@@ -204,7 +204,7 @@ class Scheduler:
         has_token[rows] = True
         self._gaps.add(has_token, len(rows), (), self._clock())
 
-        self._readers.wake(table.reader.take(rows))
+        self._listeners.wake(table.listener.take(rows))
         is_inspected = table.is_inspected.take(rows)
         for place in np.flatnonzero(is_due | is_inspected).tolist():
             row, end = int(rows[place]), int(lens[place])

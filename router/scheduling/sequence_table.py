@@ -86,7 +86,7 @@ class SequenceTable:
         num_sent_blocks: int32 [R], those that the executor knows.
         num_named_blocks: int32 [R], those that the prefix cache was told of.
         num_in_flight: int32 [R], steps handed out and not committed that run it.
-        num_taken: int32 [R], tokens that its reader has, prompt included.
+        num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
         is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
@@ -97,9 +97,9 @@ class SequenceTable:
         num_accepted: int64 [R], those that were.
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
-        reader: int64 [R], index of its reader.
-        is_columnar: bool [R], its reader takes its tokens as columns.
-        tag: uint32 [R], what its reader calls it.
+        listener: int64 [R], index of its listener.
+        is_columnar: bool [R], its listener takes its tokens as columns.
+        tag: uint32 [R], what its listener calls it.
         block_table: int32 [R, max_blocks].
         tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
         last_token: int32 [R], the last of its known tokens.
@@ -140,7 +140,7 @@ class SequenceTable:
         self.num_accepted = np.zeros(num_rows, dtype=np.int64)
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
         self.scores_prompt = np.zeros(num_rows, dtype=np.bool_)
-        self.reader = np.zeros(num_rows, dtype=np.int64)
+        self.listener = np.zeros(num_rows, dtype=np.int64)
         self.is_columnar = np.zeros(num_rows, dtype=np.bool_)
         self.tag = np.zeros(num_rows, dtype=np.uint32)
         max_blocks = -(-max_model_len // block_size)
@@ -229,7 +229,7 @@ class SequenceTable:
         self.num_accepted[row] = sequence.progress.num_accepted_drafts
         self.scores_prompt[row] = sequence.needs_prompt_logprobs
         self.is_inspected[row] = has_many_stop_ids or stop.has_stop_strings
-        self.reader[row] = request.reader.index
+        self.listener[row] = request.listener.index
         self.is_columnar[row] = request.is_columnar
         self.tag[row] = request.tag
         self.block_table[row, : len(cached_blocks)] = cached_blocks
@@ -251,7 +251,7 @@ class SequenceTable:
         sequence.progress.num_accepted_drafts = int(self.num_accepted[row])
         sequence.table = None
         self.sequences[row] = None
-        self.reader[row] = 0
+        self.listener[row] = 0
         self.is_columnar[row] = False
 
     def free_row(self, row: int) -> None:
@@ -271,12 +271,12 @@ class SequenceTable:
         self.num_taken[row] = end
         return self.tokens[row, start:end].copy()
 
-    def take_columns(self, reader: int) -> Columns:
-        """Returns the output tokens of a reader's columnar rows since the last call."""
+    def take_columns(self, listener: int) -> Columns:
+        """Returns the output tokens of a listener's columnar rows since the last call."""
         num_new = self.num_tokens - self.num_taken
         has_new = num_new > 0
         has_new &= self.is_columnar
-        has_new &= self.reader == reader
+        has_new &= self.listener == listener
         rows = self.row_set(has_new).rows
         counts = num_new.take(rows)
         np.copyto(self.num_taken, self.num_tokens, where=has_new)

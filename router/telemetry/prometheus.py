@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.metrics import Family, Histogram, Metric, families_of
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.scheduling.counters import GroupTotals, RankCounts
 
 SNAPSHOT_TIMEOUT_S = 5.0  # a loop that takes longer is stuck; the scrape then fails, and shows it
@@ -156,29 +156,29 @@ RANK_TOTALS: list[Metric[RankCounts]] = [
 # fmt: on
 
 
-def take_snapshot(cell: Cell, version: str) -> Snapshot:
+def take_snapshot(engines: Engines, version: str) -> Snapshot:
     """Returns all numbers of a router. Call it on the event loop."""
-    requests = cell.measures
+    requests = engines.measures
     return Snapshot(
         version=version,
-        model_name="" if cell.model is None else cell.model.name,
-        is_ready=cell.is_ready,
-        num_live_requests=cell.num_live,
-        num_open_calls=cell.readers.num_open,
+        model_name="" if engines.model is None else engines.model.name,
+        is_ready=engines.is_ready,
+        num_live_requests=engines.num_live,
+        num_open_calls=engines.listeners.num_open,
         refused=dict(requests.refused),
         ended=dict(requests.ended),
         total_s=requests.total_s.copy(),
-        groups=cell.status(),
-        totals=cell.totals(),
+        groups=engines.status(),
+        totals=engines.totals(),
     )
 
 
-def collector(cell: Cell, version: str) -> Callable[[], Iterable[Family]]:
+def collector(engines: Engines, version: str) -> Callable[[], Iterable[Family]]:
     """Returns what a thread calls to collect the metrics of a router on the running loop."""
     loop = asyncio.get_running_loop()
 
     async def snapshot() -> Snapshot:
-        return take_snapshot(cell, version)
+        return take_snapshot(engines, version)
 
     def collect() -> Iterable[Family]:
         asked = asyncio.run_coroutine_threadsafe(snapshot(), loop)

@@ -23,7 +23,7 @@ GIVEN_UP = (ExecutorFailed, ShuttingDown)  # ends that are neither the caller's 
 
 
 class RequestLog:
-    """Writes about requests. Implements cell.Observer.
+    """Writes about requests. Implements engines.Observer.
 
     Args:
         ids: Returns a group's number, epoch and step, as other lines of the log have them.
@@ -61,7 +61,7 @@ class RequestLog:
 
 
 class Observers:
-    """Tells several observers, in their order. Implements cell.Observer itself."""
+    """Tells several observers, in their order. Implements engines.Observer itself."""
 
     def __init__(self, observers: SequenceOf[Observer]) -> None:
         self._observers = observers

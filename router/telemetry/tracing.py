@@ -49,7 +49,7 @@ class CarrierInterceptor(grpc.aio.ServerInterceptor):
 
 
 class Tracing:
-    """Makes spans of requests. Implements cell.Observer.
+    """Makes spans of requests. Implements engines.Observer.
 
     Args:
         provider: Where spans go.

@@ -25,7 +25,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.validation import read_request
 from router.api.vllm_messages import read_generate, use_field_names
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import Request
 from router.scheduling.model import ServedModel
 from tests.fuzz.requests import any_request, any_vllm_request
@@ -47,7 +47,7 @@ def test_a_request_is_read_in_range_or_refused_by_name(seed: int) -> None:
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(2,),
     )
-    reader = Readers(max_readers=1).open()
+    listener = Listeners(max_listeners=1).open()
     outcomes = {"read": 0, "refused": 0}
     unnamed: list[Exception] = []
 
@@ -57,7 +57,7 @@ def test_a_request_is_read_in_range_or_refused_by_name(seed: int) -> None:
             message = any_request(rng, VOCAB_SIZE)
             try:
                 check_request(
-                    await read_request(message, model=model, tokenizer=None, reader=reader)
+                    await read_request(message, model=model, tokenizer=None, listener=listener)
                 )
                 outcomes["read"] += 1
             except RpcError as error:
@@ -80,7 +80,7 @@ def test_a_gateways_request_is_read_in_range_or_refused_by_its_own_names(seed: i
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(2,),
     )
-    reader = Readers(max_readers=1).open()
+    listener = Listeners(max_listeners=1).open()
     num_read, refusals = 0, []
 
     async def read_all() -> None:
@@ -89,7 +89,9 @@ def test_a_gateways_request_is_read_in_range_or_refused_by_its_own_names(seed: i
             message = any_vllm_request(rng, VOCAB_SIZE)
             try:
                 ours = read_generate(message)
-                check_request(await read_request(ours, model=model, tokenizer=None, reader=reader))
+                check_request(
+                    await read_request(ours, model=model, tokenizer=None, listener=listener)
+                )
                 num_read += 1
             except RpcError as error:
                 use_field_names(error)

@@ -16,22 +16,22 @@ from router.app import server_options
 from router.client import Client, Unavailable
 from router.config import RouterConfig
 from router.drain import StopSignals, drain
-from tests.router.support.fake_cell import FakeCell, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 LONG_S = 600.0  # longer than any test here takes
 GROUPS = (("127.0.0.1:1",),)
 
 
 class Router:
-    """A served FakeCell, its client and the signals that stop it."""
+    """A served FakeEngines, its client and the signals that stop it."""
 
-    def __init__(self, cell: FakeCell, health: Health, client: Client, stub: Any) -> None:
-        self.cell, self.health, self.client, self.stub = cell, health, client, stub
+    def __init__(self, engines: FakeEngines, health: Health, client: Client, stub: Any) -> None:
+        self.engines, self.health, self.client, self.stub = engines, health, client, stub
         self.signals = StopSignals()
 
     def drain(self, *, delay_s: float = 0.0, grace_s: float = LONG_S) -> asyncio.Task[None]:
         draining = drain(
-            self.cell,  # type: ignore[arg-type]
+            self.engines,  # type: ignore[arg-type]
             self.health,
             delay_s=delay_s,
             grace_s=grace_s,
@@ -42,8 +42,8 @@ class Router:
     async def start_call(self) -> tuple[Any, Any]:
         """Returns a Generate call that has its first token, and the sequence that it runs."""
         call = self.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))
-        [sequence] = (await self.cell.arrivals.get()).sequences
-        self.cell.give(sequence, [10])
+        [sequence] = (await self.engines.arrivals.get()).sequences
+        self.engines.give(sequence, [10])
         assert list((await call.read()).token_ids) == [10]
         return call, sequence
 
@@ -52,22 +52,22 @@ class Router:
         call = self.stub.GenerateMany()
         prompt = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
         await call.write(pb.GenerateManyRequest(tag=7, start=prompt))
-        [sequence] = (await self.cell.arrivals.get()).sequences
-        self.cell.give(sequence, [10])
+        [sequence] = (await self.engines.arrivals.get()).sequences
+        self.engines.give(sequence, [10])
         await call.read()
         return call, sequence
 
 
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
-    cell, health = FakeCell(), Health()
+    engines, health = FakeEngines(), Health()
     health.set_ready(True)
     async with (
-        serve(cell, health=health) as target,
+        serve(engines, health=health) as target,
         Client(target) as client,
         grpc.aio.insecure_channel(target, [("grpc.enable_retries", 0)]) as channel,
     ):
-        yield Router(cell, health, client, serving_pb2_grpc.GenerationServiceStub(channel))
+        yield Router(engines, health, client, serving_pb2_grpc.GenerationServiceStub(channel))
 
 
 async def rest_of(call: Any) -> tuple[list[Any], grpc.StatusCode, str]:
@@ -90,12 +90,12 @@ async def until_not_ready(router: Router) -> None:
 
 async def until_refusing(router: Router) -> None:
     async with asyncio.timeout(120):
-        while not router.cell.is_shutting_down:
+        while not router.engines.is_shutting_down:
             await asyncio.sleep(0)
 
 
 async def test_load_balancers_are_told_before_any_request_is_refused(router: Router):
-    router.cell.echoes = True
+    router.engines.echoes = True
     draining = router.drain(delay_s=LONG_S)
     await until_not_ready(router)
 
@@ -113,7 +113,7 @@ async def test_after_the_delay_new_requests_are_refused_so_that_they_are_sent_el
 
     refused = router.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5])))
     assert await rest_of(refused) == ([], grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
-    router.cell.finish(sequence)
+    router.engines.finish(sequence)
     await draining
 
 
@@ -125,8 +125,8 @@ async def test_what_runs_is_finished(router: Router):
     assert not draining.done()
 
     for sequence in (one, other):
-        router.cell.give(sequence, [11, 12])
-        router.cell.finish(sequence)
+        router.engines.give(sequence, [11, 12])
+        router.engines.finish(sequence)
     [last], code, _ = await rest_of(call)
     assert (list(last.token_ids), last.HasField("finish")) == ([11, 12], True)
     assert code is grpc.StatusCode.OK
@@ -140,7 +140,7 @@ async def test_a_stream_on_which_nothing_runs_is_ended(router: Router):
     stream = router.stub.GenerateMany()
     await stream.write(pb.GenerateManyRequest(tag=1, cancel=pb.CancelTag()))
     async with asyncio.timeout(120):
-        while not router.cell.readers.num_open:
+        while not router.engines.listeners.num_open:
             await asyncio.sleep(0)
 
     await router.drain()
@@ -151,7 +151,7 @@ async def test_a_stream_on_which_nothing_runs_is_ended(router: Router):
 async def test_what_is_left_at_the_end_of_the_grace_ends_with_its_tokens_so_far(router: Router):
     call, sequence = await router.start_call()
     draining = router.drain(grace_s=0.0)
-    router.cell.give(sequence, [11, 12])
+    router.engines.give(sequence, [11, 12])
     await draining
 
     [last], code, reason = await rest_of(call)
@@ -162,7 +162,7 @@ async def test_what_is_left_at_the_end_of_the_grace_ends_with_its_tokens_so_far(
 async def test_on_a_stream_of_many_they_are_told_under_their_tag(router: Router):
     stream, sequence = await router.start_many()
     draining = router.drain(grace_s=0.0)
-    router.cell.give(sequence, [11, 12])
+    router.engines.give(sequence, [11, 12])
     await draining
 
     messages, code, reason = await rest_of(stream)
@@ -178,7 +178,7 @@ async def test_on_a_stream_of_many_they_are_told_under_their_tag(router: Router)
 async def test_the_client_library_yields_the_tokens_before_the_failure(router: Router):
     for source in (router.client, router.client.many()):
         deltas = []
-        router.cell.refusal = None
+        router.engines.refusal = None
 
         async def read(source: Any = source, deltas: list[Any] = deltas) -> None:
             async for delta in source.generate([5]):
@@ -186,9 +186,9 @@ async def test_the_client_library_yields_the_tokens_before_the_failure(router: R
 
         async def run(source: Any = source) -> None:
             reading = asyncio.create_task(read())
-            [sequence] = (await router.cell.arrivals.get()).sequences
-            router.cell.give(sequence, [10, 11])
-            router.cell.cancel_all()
+            [sequence] = (await router.engines.arrivals.get()).sequences
+            router.engines.give(sequence, [10, 11])
+            router.engines.cancel_all()
             with pytest.raises(Unavailable):
                 await asyncio.wait_for(reading, 120)
 

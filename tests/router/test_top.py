@@ -21,7 +21,7 @@ from router.api.generate import GenerationServicer
 from router.api.health import Health
 from router.client import Client
 from router.top import Frame
-from tests.router.support.fake_cell import FakeCell, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 PROBLEM = (
     "Describe of executor 10.0.0.7:50061 failed: UNAVAILABLE: failed to connect to all addresses; "
@@ -164,9 +164,9 @@ def test_a_problem_cannot_drive_the_terminal():
 
 
 async def test_prints_one_picture_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
-    cell = FakeCell()
-    cell.groups = [ready(rank(0)), FORMING]
-    async with serve(cell, health=Health()) as target:
+    engines = FakeEngines()
+    engines.groups = [ready(rank(0)), FORMING]
+    async with serve(engines, health=Health()) as target:
         await top.watch(Client(target), target, 1.0, top.new_console(once=False))
     printed = capsys.readouterr().out
     assert "group 0 READY" in printed
@@ -209,9 +209,9 @@ async def watching(target: str, screen: Screen) -> AsyncIterator[None]:
 
 async def test_the_picture_comes_back_with_the_router():
     screen = Screen()
-    cell = FakeCell()
-    cell.groups = [ready(rank(0))]
-    stub = servicer_of(cell)
+    engines = FakeEngines()
+    engines.groups = [ready(rank(0))]
+    stub = servicer_of(engines)
     with held_port() as port:
         server, port = await start(stub, port)
         async with watching(f"127.0.0.1:{port}", screen):
@@ -226,9 +226,9 @@ async def test_the_picture_comes_back_with_the_router():
 async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPatch):
     """Else the last picture would stay, and look well."""
     screen = Screen()
-    cell = FakeCell()
-    cell.groups = [ready(rank(0))]
-    servicer = servicer_of(cell)
+    engines = FakeEngines()
+    engines.groups = [ready(rank(0))]
+    servicer = servicer_of(engines)
     going_on, answer = asyncio.Event(), servicer.GetStatus
 
     async def wait(request: Any, context: Any) -> Any:
@@ -251,19 +251,19 @@ async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPa
 
 async def test_a_low_terminal_says_what_it_leaves_out():
     screen = Screen(lines=8)
-    cell = FakeCell()
-    cell.groups = [ready(*[rank(number) for number in range(16)])]
-    server, port = await start(servicer_of(cell), 0)
+    engines = FakeEngines()
+    engines.groups = [ready(*[rank(number) for number in range(16)])]
+    server, port = await start(servicer_of(engines), 0)
     async with watching(f"127.0.0.1:{port}", screen):
         shown = await screen.shows("more lines")
     await server.stop(None)
     assert len(shown.splitlines()) == 8
-    num_lines = render(*cell.groups).count("\n") + 2  # under a title and an empty line
+    num_lines = render(*engines.groups).count("\n") + 2  # under a title and an empty line
     assert f"… {num_lines - 7} more lines" in shown
 
 
-def servicer_of(cell: FakeCell) -> Any:
-    return GenerationServicer(cell, None, version="1.2.3")  # type: ignore[arg-type]
+def servicer_of(engines: FakeEngines) -> Any:
+    return GenerationServicer(engines, None, version="1.2.3")  # type: ignore[arg-type]
 
 
 async def start(servicer: Any, port: int) -> tuple[grpc.aio.Server, int]:

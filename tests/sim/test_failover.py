@@ -24,7 +24,7 @@ async def begun_and_waiting(world: World) -> tuple[list[Request], list[Request]]
             priority=0,
             deadline=None,
         )
-        world.cell.submit(request)
+        world.engines.submit(request)
         requests.append(request)
     await asyncio.sleep(0.1)
     assert {request.sequences[0].group for request in requests} == {0}
@@ -39,7 +39,7 @@ def groups_of(requests: list[Request]) -> set[int]:
 def run_failover(first_is_down_s: float) -> None:
     async def main() -> None:
         world = World(random.Random(1), num_groups=2)
-        world.cell._failover_after_s = FAILOVER_AFTER_S
+        world.engines._failover_after_s = FAILOVER_AFTER_S
         first, second = world.groups
         second.executors.kill(down_s=1.0)  # so that the first one gets everything
 
@@ -65,7 +65,7 @@ def run_failover(first_is_down_s: float) -> None:
             while not first.engine.is_ready:
                 await asyncio.sleep(0.1)
             new = world.make_request(100, n=1, deadline=None)
-            world.cell.submit(new)
+            world.engines.submit(new)
             assert groups_of([new]) == {0}, "it has least to do"
             requests = [*begun, *waiting, new]
             while any(request.is_live for request in requests):
@@ -73,7 +73,7 @@ def run_failover(first_is_down_s: float) -> None:
             for request in requests:
                 [sequence] = request.sequences
                 world.check_outcome(sequence, sequence.tokens[len(request.prompt) :].tolist())
-                world.cell.readers.close(request.reader)
+                world.engines.listeners.close(request.listener)
 
         await world.run_clients([client()])
         assert world.failed == []
@@ -112,19 +112,19 @@ def test_after_a_loss_whoever_ran_begins_again_in_parts() -> None:
                 request = world.make_request(
                     number, prompt=world.tokens(8), stop=stop, n=1, deadline=None, priority=0
                 )
-                world.cell.submit(request)
+                world.engines.submit(request)
                 requests.append(request)
             await asyncio.sleep(0.1)
             assert group.engine.num_running == 16
             num_plans = len(group.executors.plans)
             group.executors.kill(down_s=0.0)
-            while world.cell.num_live:
+            while world.engines.num_live:
                 await asyncio.sleep(0.1)
             numbers = [len(plan.batches[0].rows) for plan in group.executors.plans[num_plans:]]
             assert numbers[0] == 16 // PARTS
             assert max(numbers) > 16 // PARTS
             for request in requests:
-                world.cell.readers.close(request.reader)
+                world.engines.listeners.close(request.listener)
 
         await world.run_clients([client()])
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import DeadlineExceeded
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.group import GroupShape
@@ -37,7 +37,7 @@ class Overloaded:
             max_num_logits=16,
             max_model_len=48,
         )
-        self.cell = Cell(Readers(max_readers=20_000))
+        self.engines = Engines(Listeners(max_listeners=20_000))
         self.admission = Admission(
             max_sequences=100, max_tokens=10_000, priority_step_s=priority_step_s
         )
@@ -45,13 +45,13 @@ class Overloaded:
             0,
             FakeExecutors(shape, rng),
             self.admission,
-            self.cell.readers,
+            self.engines.listeners,
             pipeline_depth=2,
             min_chunk_tokens=8,
             retry_delay_s=0.1,
-            on_end=self.cell.on_end,
+            on_end=self.engines.on_end,
         )
-        self.cell.drive([self.engine])
+        self.engines.drive([self.engine])
 
     def submit(self, name: str, priority: int, timeout_s: float | None = None) -> Request:
         now = asyncio.get_running_loop().time()
@@ -61,12 +61,12 @@ class Overloaded:
             sampling=SamplingParams(),
             stop=StopConditions(max_tokens=MAX_TOKENS),
             output=OutputOptions(),
-            reader=self.cell.readers.open(),
+            listener=self.engines.listeners.open(),
             arrival_time=now,
             priority=priority,
             deadline=None if timeout_s is None else now + timeout_s,
         )
-        self.cell.submit(request)
+        self.engines.submit(request)
         return request
 
     async def load(self, priority: int) -> None:
@@ -80,7 +80,7 @@ class Overloaded:
 
     async def __aenter__(self) -> "Overloaded":
         self._running = asyncio.create_task(self.engine.run())
-        while self.cell.model is None:
+        while self.engines.model is None:
             await asyncio.sleep(0.01)
         return self
 
@@ -148,7 +148,7 @@ def test_a_request_whose_time_is_over_in_the_queue_never_runs(seed: int) -> None
                 assert not request.has_begun
             assert loop.time() > LOAD_S
             await asyncio.sleep(5)
-            assert world.cell.num_live == len(world.admission) == world.admission.num_tokens == 0
+            assert world.engines.num_live == len(world.admission) == world.admission.num_tokens == 0
 
     virtual_clock.run(scenario())
 
@@ -158,6 +158,6 @@ def test_a_request_whose_time_was_over_when_it_was_read_is_not_taken() -> None:
         async with Overloaded(random.Random(0), priority_step_s=1.0) as world:
             with pytest.raises(DeadlineExceeded, match="had not been taken 0 s after"):
                 world.submit("late", 0, timeout_s=0.0)
-            assert world.cell.num_live == len(world.admission) == 0
+            assert world.engines.num_live == len(world.admission) == 0
 
     virtual_clock.run(scenario())

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import ExecutorLeft
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.group import GroupShape
@@ -57,19 +57,19 @@ class World:
     """An engine that runs, and one request at a time."""
 
     def __init__(self, executors: Executors) -> None:
-        self.cell = Cell(Readers(max_readers=8))
+        self.engines = Engines(Listeners(max_listeners=8))
         self.engine = Engine(
             0,
             executors,
             Admission(max_sequences=8, max_tokens=1000),
-            self.cell.readers,
+            self.engines.listeners,
             pipeline_depth=1,
             min_chunk_tokens=8,
             retry_delay_s=0.1,
-            on_end=self.cell.on_end,
+            on_end=self.engines.on_end,
             overdue_s=OVERDUE_S,
         )
-        self.cell.drive([self.engine])
+        self.engines.drive([self.engine])
         self.running = asyncio.create_task(self.engine.run())
 
     async def formed(self) -> None:
@@ -83,17 +83,17 @@ class World:
             sampling=SamplingParams(),
             stop=StopConditions(max_tokens=MAX_TOKENS),
             output=OutputOptions(),
-            reader=self.cell.readers.open(),
+            listener=self.engines.listeners.open(),
             arrival_time=asyncio.get_running_loop().time(),
         )
-        self.cell.submit(request)
+        self.engines.submit(request)
         return request
 
     async def serving_until_done(self, request: Request) -> list[bool]:
         """Returns what readiness was, every second until the request has ended."""
         seen = []
         while request.is_live:
-            seen.append(self.cell.is_ready)
+            seen.append(self.engines.is_ready)
             await asyncio.sleep(1.0)
         return seen
 
@@ -104,9 +104,9 @@ def test_an_idle_night_changes_nothing_nor_does_the_request_that_ends_it():
         await world.formed()
         for _ in range(10 * 60):
             await asyncio.sleep(60.0)
-            assert world.cell.is_ready
+            assert world.engines.is_ready
         request = world.submit()
-        assert world.cell.is_ready  # though the last step is ten hours old
+        assert world.engines.is_ready  # though the last step is ten hours old
         assert all(await world.serving_until_done(request))
         world.running.cancel()
 
@@ -135,10 +135,10 @@ def test_a_group_that_has_work_and_makes_no_progress_does_not_serve():
         executors.step_s = 1e6
         request = world.submit()
         await asyncio.sleep(OVERDUE_S - 1)
-        assert world.cell.is_ready
+        assert world.engines.is_ready
         await asyncio.sleep(2)
-        assert not world.cell.is_ready
-        world.cell.cancel(request)
+        assert not world.engines.is_ready
+        world.engines.cancel(request)
         world.running.cancel()
 
     virtual_clock.run(stuck())

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.group import GroupShape
@@ -66,12 +66,14 @@ class World:
         self.rng = rng
         self.poison = poison or {}
         self.block_size = 4
-        self.cell = Cell(Readers(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0]))
+        self.engines = Engines(
+            Listeners(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0])
+        )
         self.groups = [
             self._build_group(number, shape or self._draw_speculation(self._draw_shape()), **faults)
             for number in range(num_groups)
         ]
-        self.cell.drive([group.engine for group in self.groups])
+        self.engines.drive([group.engine for group in self.groups])
         self.prefixes = [self.tokens(rng.randint(4, 24)) for _ in range(3)]
         self.pieces = [self.tokens(self.block_size) for _ in range(4)]
         self.num_right = 0
@@ -121,11 +123,11 @@ class World:
             number,
             executors,
             admission,
-            self.cell.readers,
+            self.engines.listeners,
             pipeline_depth=rng.choice([1, 2, 3]),
             min_chunk_tokens=rng.choice([1, 8]),
             retry_delay_s=0.1,
-            on_end=self.cell.on_end,
+            on_end=self.engines.on_end,
             drafts=rng.choice(
                 [
                     None,
@@ -166,8 +168,8 @@ class World:
             "is_columnar": rng.random() < 0.3,
             **fields,
         }
-        if "reader" not in settings:
-            settings["reader"] = self.cell.readers.open()
+        if "listener" not in settings:
+            settings["listener"] = self.engines.listeners.open()
         return Request(
             request_id=f"r{number}",
             prompt=np.array(settings.pop("prompt", prompt), np.int32),
@@ -199,54 +201,54 @@ class World:
         if self._submit(request, may_cancel=may_cancel):
             got: list[list[int]] = [[] for _ in request.sequences]
             while request.is_live:
-                await request.reader.wait()
+                await request.listener.wait()
                 if self.rng.random() < 0.1:
-                    await asyncio.sleep(self.rng.uniform(0, 0.5))  # a slow reader
+                    await asyncio.sleep(self.rng.uniform(0, 0.5))  # a slow listener
                 if not request.is_columnar:
                     for sequence in request.sequences:
                         got[sequence.index] += sequence.take_tokens().tolist()
             for sequence in request.sequences:
                 got[sequence.index] += sequence.take_tokens().tolist()
                 self.check_outcome(sequence, got[sequence.index])
-        self.cell.readers.close(request.reader)
+        self.engines.listeners.close(request.listener)
 
     async def stream(self, first_number: int, count: int) -> None:
-        """Sends requests on one reader, and takes their tokens as columns, as GenerateMany does."""
-        reader = self.cell.readers.open()
+        """Sends requests on one listener, and takes their tokens as columns, as GenerateMany does."""
+        listener = self.engines.listeners.open()
         requests: list[Request] = []
         got: list[list[int]] = []
         for tag in range(count):
             await asyncio.sleep(self.rng.uniform(0, 0.5))
             number, output = first_number + tag, OutputOptions()
             request = self.make_request(
-                number, reader=reader, tag=len(requests), is_columnar=True, n=1, output=output
+                number, listener=listener, tag=len(requests), is_columnar=True, n=1, output=output
             )
             if self._submit(request):
                 requests.append(request)
                 got.append([])
         num_open = len(requests)
         while num_open:
-            await reader.wait()
-            columns = self.cell.take_columns(reader)
+            await listener.wait()
+            columns = self.engines.take_columns(listener)
             taken = iter(columns.token_ids.tolist())
             for tag, num in zip(columns.tags.tolist(), columns.num_tokens.tolist(), strict=True):
                 got[tag] += [next(taken) for _ in range(num)]
-            while reader.ended:
-                sequence = reader.ended.popleft()
+            while listener.ended:
+                sequence = listener.ended.popleft()
                 tag = sequence.request.tag
                 got[tag] += sequence.take_tokens().tolist()
                 self.check_outcome(sequence, got[tag])
                 num_open -= 1
-        self.cell.readers.close(reader)
+        self.engines.listeners.close(listener)
 
     def _submit(self, request: Request, *, may_cancel: bool = True) -> bool:
         try:
-            self.cell.submit(request)
+            self.engines.submit(request)
         except QueueFull:
             return False
         if may_cancel and self.rng.random() < 0.25:
             loop = asyncio.get_running_loop()
-            loop.call_later(self.rng.uniform(0, 2), self.cell.cancel, request)
+            loop.call_later(self.rng.uniform(0, 2), self.engines.cancel, request)
         return True
 
     def check_outcome(self, sequence: Sequence, tokens: list[int]) -> None:
@@ -282,7 +284,7 @@ class World:
         """Runs clients until all have ended, and trouble, if any, beside them."""
         async with asyncio.timeout(3600), asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(group.engine.run()) for group in self.groups]
-            while self.cell.model is None:
+            while self.engines.model is None:
                 await asyncio.sleep(0.01)
             if trouble is not None:
                 running.append(tasks.create_task(trouble))
@@ -296,8 +298,8 @@ class World:
                 task.cancel()
 
     def check_nothing_is_left(self) -> None:
-        assert self.cell.num_live == 0
-        assert self.cell.readers.num_free == MAX_READERS
+        assert self.engines.num_live == 0
+        assert self.engines.listeners.num_free == MAX_READERS
         for group in self.groups:
             assert len(group.admission) == group.admission.num_tokens == 0
             assert group.engine.num_waiting_tokens == 0
@@ -311,7 +313,7 @@ class World:
                 assert cache.pool.num_used == 0
 
     def check_steps_are_counted_by_what_ran_them(self) -> None:
-        for group, status in zip(self.groups, self.cell.status(), strict=True):
+        for group, status in zip(self.groups, self.engines.status(), strict=True):
             ways = [(count.runner, count.size, count.miss) for count in status.graphs]
             assert len(set(ways)) == len(ways)
             assert sum(count.num_steps for count in status.graphs) == status.step

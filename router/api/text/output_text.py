@@ -6,7 +6,7 @@ from router.requests.request import Int32Array
 
 
 class OutputText:
-    """A sequence's TextStream, and the text that its reader has not taken yet.
+    """A sequence's TextStream, and the text that its listener has not taken yet.
 
     A stop string counts where its last character comes from tokens that may stop; it may begin
     before them. Of several, the one completed first ends the text, and the longest of those

@@ -17,7 +17,7 @@ ROOT = 0
 
 
 class StopStrings:
-    """The stop strings of a request. Knows no text; a reader keeps its node. Never changes.
+    """The stop strings of a request. Knows no text; a listener keeps its node. Never changes.
 
     Args:
         strings: At least one character each.

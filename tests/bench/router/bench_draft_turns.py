@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.group import GroupShape
@@ -100,8 +100,8 @@ class World:
         options, num_ranks = self.options, self.options.ranks
         self._rng = np.random.default_rng(0)
         self._admission = Admission(max_sequences=NEVER, max_tokens=NEVER)
-        readers = Readers(max_readers=1)
-        self._reader = readers.open()
+        listeners = Listeners(max_listeners=1)
+        self._listener = listeners.open()
         shape = GroupShape(
             dp_size=num_ranks,
             num_blocks=(options.blocks,) * num_ranks,
@@ -120,7 +120,7 @@ class World:
         self._scheduler = Scheduler(
             shape,
             self._admission,
-            readers,
+            listeners,
             min_chunk_tokens=512,
             clock=lambda: self.now,
             on_end=lambda sequence: self.ended.append((sequence, self.now)),
@@ -152,7 +152,7 @@ class World:
             sampling=SamplingParams(),
             stop=StopConditions(max_tokens=arrival.num_output),
             output=OutputOptions(),
-            reader=self._reader,
+            listener=self._listener,
             arrival_time=arrival.time,
             tag=number,
         )

@@ -2,7 +2,7 @@
 
     python -m tests.bench.router.bench_front [--streams 64,256] [--step-ms 20] [--tokens 100]
 
-The real frontend, cell, engine and scheduler run in this process; executors are a timer in it,
+The real frontend, engines, engine and scheduler run in this process; executors are a timer in it,
 one step of all sequences every `step-ms`. Clients are one other process, on a few channels. So a
 Generate stream gets one message per token, 1 / step-ms times a second, and GenerateMany one
 message per step with the tokens of all.
@@ -31,8 +31,8 @@ from protos.serving.v1.serving_pb2_grpc import (
 )
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
-from router.engine.engines import Cell
-from router.requests.listeners import Readers
+from router.engine.engines import Engines
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.scheduling.group import GroupInfo, GroupShape
 from router.scheduling.model import ServedModel
@@ -92,20 +92,20 @@ class TimerExecutors:
 
 async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
     """Serves one run of the clients and prints its line."""
-    cell = Cell(Readers(num_streams + 1))
+    engines = Engines(Listeners(num_streams + 1))
     engine = Engine(
         0,
         TimerExecutors(step_ms / 1e3, num_streams),
         Admission(max_sequences=num_streams, max_tokens=10**9),
-        cell.readers,
+        engines.listeners,
         pipeline_depth=2,
         min_chunk_tokens=512,
         retry_delay_s=1.0,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
     )
-    cell.drive([engine])
+    engines.drive([engine])
     server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
-    add_GenerationServiceServicer_to_server(GenerationServicer(cell, None, "bench"), server)
+    add_GenerationServiceServicer_to_server(GenerationServicer(engines, None, "bench"), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     running = asyncio.create_task(engine.run())

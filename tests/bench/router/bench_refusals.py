@@ -2,7 +2,7 @@
 
     python -m tests.bench.router.bench_refusals [--kind generate] [--streams 64] [--rate 5000] [--turns 6]
 
-The real frontend, cell, engine and scheduler run in this process, with the timer of bench_front for
+The real frontend, engines, engine and scheduler run in this process, with the timer of bench_front for
 executors. One other process reads the accepted streams; all rows run and the waiting line is full,
 so every call of a third process (http2_load) is refused with QUEUE_FULL. That one rests and calls in
 turns of two seconds, so that the two token rates come from one run.
@@ -42,8 +42,8 @@ from protos.transport.port import PortSecurity
 from protos.transport.requests import RequestReader
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
-from router.engine.engines import Cell
-from router.requests.listeners import Readers
+from router.engine.engines import Engines
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
 from tests.bench.support.quiet import quiet
@@ -87,30 +87,30 @@ async def sample(count: Callable[[], float], samples: list[Sample]) -> None:
 
 
 @asynccontextmanager
-async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Cell, str]]:
+async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engines, str]]:
     """Runs a router with so many rows, and as many may wait. Yields it and its address."""
-    cell = Cell(Readers(8192))
+    engines = Engines(Listeners(8192))
     engine = Engine(
         0,
         TimerExecutors(STEP_S, num_streams),
         Admission(max_sequences=num_streams, max_tokens=10**9),
-        cell.readers,
+        engines.listeners,
         pipeline_depth=2,
         min_chunk_tokens=512,
         retry_delay_s=1.0,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
     )
-    cell.drive([engine])
+    engines.drive([engine])
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
-    servicer = GenerationServicer(cell, None, "bench")
+    servicer = GenerationServicer(engines, None, "bench")
     interceptors: list[grpc.aio.ServerInterceptor] = [
-        RequestReader(servicer.checks(), cell.measures.add_refusal)
+        RequestReader(servicer.checks(), engines.measures.add_refusal)
     ]
     if kind == "token":
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "tokens").write_text(TOKEN)
             security = PortSecurity(auth_tokens=Path(folder) / "tokens")
-            interceptors = [*security.interceptors(cell.measures.add_refusal), *interceptors]
+            interceptors = [*security.interceptors(engines.measures.add_refusal), *interceptors]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     add_GenerationServiceServicer_to_server(servicer, server)
     if kind == "vllm":
@@ -118,13 +118,13 @@ async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Cell, 
 
         vllm_engine.add_vllm_engine(
             server,
-            vllm_engine.VllmEngineServicer(servicer, cell, None, "bench", is_ready=lambda: True),
+            vllm_engine.VllmEngineServicer(servicer, engines, None, "bench", is_ready=lambda: True),
         )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     running = asyncio.create_task(engine.run())
     try:
-        yield cell, f"127.0.0.1:{port}"
+        yield engines, f"127.0.0.1:{port}"
     finally:
         running.cancel()
         await server.stop(grace=None)
@@ -146,7 +146,7 @@ def refused_message(kind: str) -> bytes:
 async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
     """Runs all turns and prints what came of them. Returns whether enough tokens did."""
     method, num_messages, reason = KINDS[kind]
-    async with full_router(num_streams, kind) as (cell, address):
+    async with full_router(num_streams, kind) as (engines, address):
         readers = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.bench.router.bench_refusals"),
             *(f"--read={address}", f"--streams={num_streams}"),
@@ -160,7 +160,7 @@ async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
         tasks = [
             asyncio.create_task(_collect(readers.stdout, tokens)),
             asyncio.create_task(sample(time.process_time, cpu)),
-            asyncio.create_task(sample(lambda: cell.measures.refused[reason], refused)),
+            asyncio.create_task(sample(lambda: engines.measures.refused[reason], refused)),
         ]
         load = await asyncio.create_subprocess_exec(
             *(

@@ -7,14 +7,14 @@ outputs of 512, all at different places. So in each step about 8 sequences finis
 bound and prefilled, and 256 rows get a block. With `--output 16384` hardly any finishes: what is
 left is the work for rows that only go on. At 512, the pool is as full as after hours of serving:
 each block that is acquired evicts a cached one, and each full block is named for the prefix cache.
-Two steps are in flight. One columnar reader takes all tokens of each step into one
+Two steps are in flight. One columnar listener takes all tokens of each step into one
 GenerateManyResponse.
 
     plan     Admission.submit, Scheduler.schedule
     encode   encode_step, to bytes for each rank
     decode   FromString and decode_result, for each rank
     commit   Scheduler.commit
-    readers  take_columns, the message and SerializeToString
+    listeners  take_columns, the message and SerializeToString
     count    EpochStats.add, StepTimes.add_send and add_answer: what metrics take from each step
 
 Making requests and the executors' answers is not counted. The garbage collector is off, as a
@@ -36,7 +36,7 @@ import numpy as np
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from router.executors.step_codec import decode_result, encode_step
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, StepTimes
@@ -51,7 +51,7 @@ T = TypeVar("T")
 VOCAB_SIZE = 150_000
 DEPTH = 2
 MAX_WARM_UP = 1024  # steps; of outputs of 512, every first one is gone and the pool is full
-PHASES = ("plan", "encode", "decode", "commit", "readers", "count")
+PHASES = ("plan", "encode", "decode", "commit", "listeners", "count")
 
 
 class Bench:
@@ -76,13 +76,13 @@ class Bench:
             max_model_len=PROMPT_LEN + output_len,
         )
         num_rows = num_ranks * rows_per_rank
-        readers = Readers(max_readers=16)
-        self.reader = readers.open()
+        listeners = Listeners(max_listeners=16)
+        self.listener = listeners.open()
         self.admission = Admission(max_sequences=num_rows, max_tokens=num_rows * PROMPT_LEN)
         self.scheduler = Scheduler(
             self.shape,
             self.admission,
-            readers,
+            listeners,
             min_chunk_tokens=512,
             clock=time.monotonic,
             on_end=self._on_end,
@@ -124,7 +124,7 @@ class Bench:
         self._timed(times, lambda: self._count(plan, result))
         self.times.append(times)
         self.num_events.append(len(self._ended))
-        self.reader.ended.clear()
+        self.listener.ended.clear()
         self._new = [self._make_request(self.output_len) for _ in self._ended]
         self._ended.clear()
 
@@ -141,8 +141,8 @@ class Bench:
         return result
 
     def _read(self) -> bytes:
-        self.reader.wake()
-        columns = self.scheduler.table.take_columns(self.reader.index)
+        self.listener.wake()
+        columns = self.scheduler.table.take_columns(self.listener.index)
         return serving_pb2.GenerateManyResponse(
             tags=columns.tags.tobytes(),
             num_tokens=columns.num_tokens.tobytes(),
@@ -167,7 +167,7 @@ class Bench:
             sampling=SamplingParams(temperature=0.7, seed=self._num_requests),
             stop=StopConditions(max_tokens=num_output_tokens, stop_token_ids=(0,)),
             output=OutputOptions(),
-            reader=self.reader,
+            listener=self.listener,
             arrival_time=0.0,
             tag=self._num_requests,
             is_columnar=True,
@@ -175,8 +175,8 @@ class Bench:
 
     def _on_end(self, sequence: Sequence) -> None:
         self._ended.append(sequence)
-        sequence.request.reader.ended.append(sequence)
-        sequence.request.reader.wake()
+        sequence.request.listener.ended.append(sequence)
+        sequence.request.listener.wake()
 
 
 def _encode(plan: StepPlan, step_id: int) -> list[bytes]:

@@ -21,8 +21,8 @@ from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engine import Engine
-from router.engine.engines import Cell
-from router.requests.listeners import Reader, Readers
+from router.engine.engines import Engines
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
@@ -31,28 +31,28 @@ from tests.sim.fake_executors import FakeExecutors
 
 
 async def run(num_ranks: int, num_scrapes: int) -> None:
-    cell = Cell(Readers(max_readers=4))
+    engines = Engines(Listeners(max_listeners=4))
     shape = make_shape(dp_size=num_ranks, num_blocks=4000, max_model_len=12000)
     engine = Engine(
         0,
         FakeExecutors(shape, random.Random(0), step_s=0.02),
         Admission(max_sequences=1000, max_tokens=1_000_000),
-        cell.readers,
+        engines.listeners,
         pipeline_depth=2,
         min_chunk_tokens=1,
         retry_delay_s=0.1,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
     )
-    cell.drive([engine])
+    engines.drive([engine])
     stepping = asyncio.create_task(engine.run())
-    while cell.model is None:
+    while engines.model is None:
         await asyncio.sleep(0.01)
-    reader = cell.readers.open()
+    listener = engines.listeners.open()
     for number in range(2 * num_ranks):
-        cell.submit(_request(str(number), reader))
+        engines.submit(_request(str(number), listener))
     await asyncio.sleep(1.0)
     stepping.cancel()
-    port = serve_metrics("127.0.0.1:0", collector(cell, "bench"))
+    port = serve_metrics("127.0.0.1:0", collector(engines, "bench"))
     url = f"http://127.0.0.1:{port.number}/metrics"
 
     def scrape() -> tuple[float, int]:
@@ -62,8 +62,8 @@ async def run(num_ranks: int, num_scrapes: int) -> None:
         return time.perf_counter() - started, text.count(b"\n")
 
     scrapes = [await asyncio.to_thread(scrape) for _ in range(num_scrapes)]
-    snapshots = [_cpu_s(lambda: take_snapshot(cell, "bench")) for _ in range(num_scrapes)]
-    now = take_snapshot(cell, "bench")
+    snapshots = [_cpu_s(lambda: take_snapshot(engines, "bench")) for _ in range(num_scrapes)]
+    now = take_snapshot(engines, "bench")
     registry = new_registry(lambda: families(now))
     texts = [_cpu_s(lambda: generate_latest(registry)) for _ in range(num_scrapes)]
     await asyncio.to_thread(port.close)
@@ -82,14 +82,14 @@ def _cpu_s(work: Callable[[], object]) -> float:
     return time.thread_time() - started
 
 
-def _request(request_id: str, reader: Reader) -> Request:
+def _request(request_id: str, listener: Listener) -> Request:
     return Request(
         request_id=request_id,
         prompt=np.arange(1, 9, dtype=np.int32),
         sampling=SamplingParams(),
         stop=StopConditions(max_tokens=11_000),
         output=OutputOptions(),
-        reader=reader,
+        listener=listener,
         arrival_time=asyncio.get_running_loop().time(),
     )
 

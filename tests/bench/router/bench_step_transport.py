@@ -5,7 +5,7 @@
 The real Engine and ExecutorGroup drive one executor process whose device does nothing but take
 T ms per step: step n starts at max(its arrival, the end of step n - 1). The period is the device's
 own time from the end of one step to the end of the next, so period / T is 1.000 where the device
-never waits for the router. 256 sequences decode; one reader takes their tokens as columns. The
+never waits for the router. 256 sequences decode; one listener takes their tokens as columns. The
 first tenth of the steps is not counted.
 
 RTT is the time from `send` of a step of one sequence to the return of `receive`, at T = 0, with
@@ -24,16 +24,16 @@ import time
 import numpy as np
 import uvloop
 
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Reader, Readers
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.scheduler import Scheduler
 from tests.bench.support.quiet import quiet
-from tests.bench.support.routing import running_cell, simulated_executor
+from tests.bench.support.routing import running_engines, simulated_executor
 
 STEP_MS = (2.0, 5.0, 10.0)
 DEPTHS = (1, 2)
@@ -42,26 +42,26 @@ REQUIRED_RATIO = 1.03  # at depth 2 and 5 ms
 RTT_STEPS = 2000
 
 
-def make_request(number: int, num_tokens: int, reader: Reader) -> Request:
+def make_request(number: int, num_tokens: int, listener: Listener) -> Request:
     return Request(
         request_id=f"r{number}",
         prompt=np.full(PROMPT_LEN, 1 + number % 900, dtype=np.int32),
         sampling=SamplingParams(),
         stop=StopConditions(max_tokens=num_tokens),
         output=OutputOptions(),
-        reader=reader,
+        listener=listener,
         arrival_time=0.0,
         tag=number,
         is_columnar=True,
     )
 
 
-async def drain(cell: Cell, reader: Reader) -> None:
+async def drain(engines: Engines, listener: Listener) -> None:
     """Takes tokens as a GenerateMany call does, until nothing is live."""
-    while cell.num_live:
-        await reader.wait()
-        cell.take_columns(reader)
-        reader.ended.clear()
+    while engines.num_live:
+        await listener.wait()
+        engines.take_columns(listener)
+        listener.ended.clear()
 
 
 async def measure_periods(
@@ -69,11 +69,11 @@ async def measure_periods(
 ) -> tuple[list[float], list[float]]:
     """Returns the device's periods and idle times, in microseconds."""
     async with simulated_executor(step_ms, num_sequences) as executor:
-        async with running_cell(executor.address, depth) as cell:
-            reader = cell.readers.open()
+        async with running_engines(executor.address, depth) as engines:
+            listener = engines.listeners.open()
             for number in range(num_sequences):
-                cell.submit(make_request(number, num_steps, reader))
-            await drain(cell, reader)
+                engines.submit(make_request(number, num_steps, listener))
+            await drain(engines, listener)
         report = json.loads(await executor.report())
     skip = num_steps // 10
     return report["periods_us"][skip:], report["idle_us"][skip:]
@@ -89,17 +89,17 @@ async def measure_rtt() -> list[float]:
             deadline=StepDeadline(factor=20, min_s=30, max_s=30),
         )
         info = await group.form()
-        readers = Readers(max_readers=1)
+        listeners = Listeners(max_listeners=1)
         admission = Admission(max_sequences=1, max_tokens=100)
         scheduler = Scheduler(
             info.shape,
             admission,
-            readers,
+            listeners,
             min_chunk_tokens=1,
             clock=time.monotonic,
             on_end=lambda sequence: None,
         )
-        admission.submit(make_request(0, RTT_STEPS, readers.open()))
+        admission.submit(make_request(0, RTT_STEPS, listeners.open()))
         rtts = []
         while (plan := scheduler.schedule()) is not None:
             started = time.perf_counter()

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 
 
@@ -46,31 +46,31 @@ async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[Exe
 
 
 @asynccontextmanager
-async def running_cell(address: str, depth: int) -> AsyncIterator[Cell]:
-    """A cell whose one group has formed and steps."""
+async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
+    """A engines whose one group has formed and steps."""
     group = ExecutorGroup(
         find_addresses([address]),
         "simulated",
         form_timeout_s=30,
         deadline=StepDeadline(factor=20, min_s=30, max_s=30),
     )
-    cell = Cell(Readers(max_readers=4096))
+    engines = Engines(Listeners(max_listeners=4096))
     engine = Engine(
         0,
         group,
         Admission(max_sequences=100_000, max_tokens=100_000_000),
-        cell.readers,
+        engines.listeners,
         pipeline_depth=depth,
         min_chunk_tokens=512,
         retry_delay_s=0.1,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
     )
-    cell.drive([engine])
+    engines.drive([engine])
     running = asyncio.create_task(engine.run())
     try:
-        while not cell.is_ready:
+        while not engines.is_ready:
             await asyncio.sleep(0.01)
-        yield cell
+        yield engines
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -18,7 +18,7 @@ from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, TokenLogprob
-from tests.router.support.fake_cell import FakeCell, byte_tokenizer, serve
+from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 @asynccontextmanager
-async def connected(cell: FakeCell, tokenizer: Tokenizer | None = None) -> AsyncIterator[Any]:
+async def connected(engines: FakeEngines, tokenizer: Tokenizer | None = None) -> AsyncIterator[Any]:
     async with (
-        serve(cell, tokenizer) as target,
+        serve(engines, tokenizer) as target,
         grpc.aio.insecure_channel(target) as channel,
     ):
         yield serving_pb2_grpc.GenerationServiceStub(channel)
@@ -54,18 +54,18 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_ended():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt(request_id="mine"))
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         [sequence] = request.sequences
-        cell.give(sequence, [10, 11])
+        engines.give(sequence, [10, 11])
         first = await call.read()
-        cell.give(sequence, [12])
+        engines.give(sequence, [12])
         second = await call.read()
         sequence.stop_token_id, sequence.group, sequence.dp_rank = 2, 1, 3
-        cell.give(sequence, [2])
-        cell.finish(sequence, FinishReason.STOP)
+        engines.give(sequence, [2])
+        engines.finish(sequence, FinishReason.STOP)
         last = await call.read()
 
         assert await call.read() is grpc.aio.EOF
@@ -80,18 +80,18 @@ async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_end
 
 
 async def test_the_finish_tells_what_the_request_took():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt())
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         [sequence] = request.sequences
         progress, arrival = sequence.progress, request.arrival_time
         progress.start_time, progress.first_token_time = arrival + 1, arrival + 2.5
         progress.end_time = arrival + 4
         progress.num_cached_tokens, progress.num_preemptions = 2, 1
         progress.num_drafts, progress.num_accepted_drafts = 9, 4
-        cell.give(sequence, [9])
-        cell.finish(sequence)
+        engines.give(sequence, [9])
+        engines.finish(sequence)
         [last] = await responses(call)
 
         finish = last.finish
@@ -103,28 +103,28 @@ async def test_the_finish_tells_what_the_request_took():
 
 
 async def test_what_came_since_the_last_wake_is_one_message():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt())
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         for token_id in range(50):
-            cell.give(sequence, [token_id])
-        cell.finish(sequence)
+            engines.give(sequence, [token_id])
+        engines.finish(sequence)
         [message] = await responses(call)
         assert list(message.token_ids) == list(range(50))
 
 
 async def test_every_continuation_is_told_apart_and_finishes_by_itself():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt(n=3))
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
         finished = []
         for sequence in (request.sequences[1], request.sequences[0], request.sequences[2]):
-            cell.give(sequence, [sequence.index])
-            cell.give(sequence, [sequence.index])
-            cell.finish(sequence)
+            engines.give(sequence, [sequence.index])
+            engines.give(sequence, [sequence.index])
+            engines.finish(sequence)
         for message in await responses(call):
             tokens[message.index] += message.token_ids
             if message.HasField("finish"):
@@ -134,30 +134,30 @@ async def test_every_continuation_is_told_apart_and_finishes_by_itself():
 
 
 async def test_a_text_prompt_is_answered_in_whole_characters(tokenizer: Tokenizer):
-    cell = FakeCell()
-    async with connected(cell, tokenizer) as stub:
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
         call = stub.Generate(pb.GenerateRequest(text="hi"))
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         assert request.prompt.tolist() == tokenizer.encode("hi").tolist()
         [sequence] = request.sequences
         pieces = []
         for token_id in tokenizer.encode("é🚀!").tolist():
-            cell.give(sequence, [token_id])
+            engines.give(sequence, [token_id])
             pieces.append((await call.read()).text)
-        cell.give(sequence, tokenizer.encode("é").tolist()[:1])
-        cell.finish(sequence)
+        engines.give(sequence, tokenizer.encode("é").tolist()[:1])
+        engines.finish(sequence)
         pieces += [message.text for message in await responses(call)]
         assert pieces == ["", "é", "", "", "", "🚀", "!", "\N{REPLACEMENT CHARACTER}"]
 
 
 async def test_text_ends_before_the_stop_string_and_tokens_after_it(tokenizer: Tokenizer):
-    cell = FakeCell()
-    async with connected(cell, tokenizer) as stub:
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
         stop = pb.StopConditions(stop_strings=["END"])
         call = stub.Generate(prompt(stop=stop, output=pb.OutputOptions(text=True)))
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         for piece in ("one E", "ND"):
-            cell.give(sequence, tokenizer.encode(piece))
+            engines.give(sequence, tokenizer.encode(piece))
         messages = await responses(call)
         assert "".join(message.text for message in messages) == "one "
         assert sum(len(message.token_ids) for message in messages) == len("one END")
@@ -165,11 +165,11 @@ async def test_text_ends_before_the_stop_string_and_tokens_after_it(tokenizer: T
 
 
 async def test_stop_strings_alone_bring_no_text(tokenizer: Tokenizer):
-    cell = FakeCell()
-    async with connected(cell, tokenizer) as stub:
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
         call = stub.Generate(prompt(stop=pb.StopConditions(stop_strings=["b"])))
-        [sequence] = (await cell.arrivals.get()).sequences
-        cell.give(sequence, tokenizer.encode("ab"))
+        [sequence] = (await engines.arrivals.get()).sequences
+        engines.give(sequence, tokenizer.encode("ab"))
         [message] = await responses(call)
         assert (message.text, message.finish.stop_string) == ("", "b")
 
@@ -179,18 +179,18 @@ async def test_log_probabilities_stand_beside_their_tokens():
         top_ids, top_logprobs = np.array([token_id, 1], np.int32), np.array([-0.5, -2], np.float32)
         return TokenLogprob(token_id, -0.5, top_ids, top_logprobs)
 
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         output = pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=2)
         call = stub.Generate(prompt(output=output))
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         sequence.prompt_logprobs += [scored(6), scored(7)]
         sequence.logprobs.append(scored(10))
-        cell.give(sequence, [10])
+        engines.give(sequence, [10])
         first = await call.read()
         sequence.logprobs.append(scored(11))
-        cell.give(sequence, [11])
-        cell.finish(sequence)
+        engines.give(sequence, [11])
+        engines.finish(sequence)
         [last] = await responses(call)
 
         assert [entry.token_id for entry in first.prompt_logprobs] == [6, 7]
@@ -204,19 +204,19 @@ async def test_log_probabilities_stand_beside_their_tokens():
 
 
 async def test_dropping_the_call_cancels_the_request():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt())
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         call.cancel()
-        await cell.idle()
+        await engines.idle()
 
 
 async def test_cancel_by_id_ends_the_call_of_whoever_started_it():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt(request_id="mine"))
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         await stub.Cancel(pb.CancelRequest(request_id="mine"))
         error = await failure(call)
         assert error.code() is grpc.StatusCode.CANCELLED
@@ -224,7 +224,7 @@ async def test_cancel_by_id_ends_the_call_of_whoever_started_it():
 
 
 async def test_cancel_of_an_unknown_id_says_so():
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         error = await failure(stub.Cancel(pb.CancelRequest(request_id="gone")))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert error_details(error).reason == "REQUEST_NOT_FOUND"
@@ -232,8 +232,8 @@ async def test_cancel_of_an_unknown_id_says_so():
 
 
 async def test_the_timeout_ends_the_call_with_deadline_exceeded():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         request = prompt()
         request.timeout.FromMilliseconds(1)
         error = await failure(stub.Generate(request))
@@ -242,27 +242,27 @@ async def test_the_timeout_ends_the_call_with_deadline_exceeded():
 
 
 async def test_the_deadline_of_the_call_is_the_deadline_of_the_request():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(prompt(), timeout=50)
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         assert request.deadline is not None
         assert 0 < request.deadline - request.arrival_time < 51  # gRPC rounds up
         call.cancel()
 
 
 async def test_a_call_whose_deadline_passes_leaves_nothing_behind():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         error = await failure(stub.Generate(prompt(), timeout=0.01))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await cell.idle()
+        await engines.idle()
 
 
-async def test_what_the_cell_refuses_reaches_the_caller_with_its_details():
-    cell = FakeCell()
-    cell.refusal = QueueFull("900 tokens wait, and 900 may: try again", retry_delay_s=2.5)
-    async with connected(cell) as stub:
+async def test_what_the_engines_refuse_reaches_the_caller_with_its_details():
+    engines = FakeEngines()
+    engines.refusal = QueueFull("900 tokens wait, and 900 may: try again", retry_delay_s=2.5)
+    async with connected(engines) as stub:
         error = await failure(stub.Generate(prompt()))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.details() == "900 tokens wait, and 900 may: try again"
@@ -270,17 +270,17 @@ async def test_what_the_cell_refuses_reaches_the_caller_with_its_details():
 
 
 async def test_an_invalid_request_is_refused_with_its_field():
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         error = await failure(stub.Generate(prompt(n=65)))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert error_details(error).field == "n"
 
 
 async def test_a_call_too_many_is_told_when_to_come_again():
-    cell = FakeCell(max_readers=1)
-    async with connected(cell) as stub:
+    engines = FakeEngines(max_listeners=1)
+    async with connected(engines) as stub:
         call = stub.Generate(prompt())
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         error = await failure(stub.Generate(prompt()))
         assert error_details(error).reason == "QUEUE_FULL"
         assert error_details(error).retry_delay_s is not None
@@ -288,7 +288,7 @@ async def test_a_call_too_many_is_told_when_to_come_again():
 
 
 async def test_before_a_group_has_formed_calls_are_unavailable():
-    async with connected(FakeCell(model=None)) as stub:
+    async with connected(FakeEngines(model=None)) as stub:
         for call in (stub.Generate(prompt()), stub.GetModel(pb.GetModelRequest())):
             error = await failure(call)
             assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -296,7 +296,7 @@ async def test_before_a_group_has_formed_calls_are_unavailable():
 
 
 async def test_the_model_is_described(tokenizer: Tokenizer):
-    async with connected(FakeCell(), tokenizer) as stub:
+    async with connected(FakeEngines(), tokenizer) as stub:
         assert await stub.GetModel(pb.GetModelRequest()) == pb.GetModelResponse(
             name="tiny-moe",
             architecture="Qwen3MoeForCausalLM",
@@ -309,14 +309,14 @@ async def test_the_model_is_described(tokenizer: Tokenizer):
 
 
 async def test_the_status_is_told_even_while_nothing_works():
-    cell = FakeCell(model=None)
-    cell.groups = [
+    engines = FakeEngines(model=None)
+    engines.groups = [
         pb.GroupStatus(group=0, state=pb.GROUP_STATE_FORMING, problem="executor 1: no answer"),
         pb.GroupStatus(group=1, state=pb.GROUP_STATE_READY, ranks=[pb.RankStatus(num_running=3)]),
     ]
-    async with connected(cell) as stub:
+    async with connected(engines) as stub:
         status = await stub.GetStatus(pb.GetStatusRequest())
-        assert (status.version, list(status.groups)) == ("1.2.3", cell.groups)
+        assert (status.version, list(status.groups)) == ("1.2.3", engines.groups)
 
 
 # GenerateMany
@@ -326,12 +326,12 @@ async def test_the_status_is_told_even_while_nothing_works():
 class Stream:
     """The caller's end of a GenerateMany stream."""
 
-    cell: FakeCell
+    engines: FakeEngines
     call: Any
 
     async def start(self, tag: int, request: pb.GenerateRequest) -> Request:
         await self.call.write(pb.GenerateManyRequest(tag=tag, start=request))
-        return await self.cell.arrivals.get()
+        return await self.engines.arrivals.get()
 
     async def send(self, **fields: Any) -> None:
         await self.call.write(pb.GenerateManyRequest(**fields))
@@ -341,9 +341,11 @@ class Stream:
 
 
 @asynccontextmanager
-async def streaming(cell: FakeCell, tokenizer: Tokenizer | None = None) -> AsyncIterator[Stream]:
-    async with connected(cell, tokenizer) as stub:
-        yield Stream(cell, stub.GenerateMany())
+async def streaming(
+    engines: FakeEngines, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[Stream]:
+    async with connected(engines, tokenizer) as stub:
+        yield Stream(engines, stub.GenerateMany())
 
 
 def columns(message: pb.GenerateManyResponse) -> dict[int, list[int]]:
@@ -358,26 +360,26 @@ def columns(message: pb.GenerateManyResponse) -> dict[int, list[int]]:
 
 
 async def test_plain_requests_share_the_columns_of_one_message():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         one = await stream.start(7, prompt())
         other = await stream.start(2**32 - 1, prompt())
-        cell.give(one.sequences[0], [10, 11])
-        cell.give(other.sequences[0], [20])
+        engines.give(one.sequences[0], [10, 11])
+        engines.give(other.sequences[0], [20])
         message = await stream.read()
         assert columns(message) == {7: [10, 11], 2**32 - 1: [20]}
         assert not message.responses
 
-        cell.give(one.sequences[0], [12])
-        cell.finish(one.sequences[0])
-        cell.give(other.sequences[0], [21])
+        engines.give(one.sequences[0], [12])
+        engines.finish(one.sequences[0])
+        engines.give(other.sequences[0], [21])
         message = await stream.read()
         assert columns(message) == {2**32 - 1: [21]}
         [last] = message.responses
         assert (last.tag, list(last.response.token_ids)) == (7, [12])
         assert last.response.finish.num_completion_tokens == 3
 
-        cell.finish(other.sequences[0])
+        engines.finish(other.sequences[0])
         message = await stream.read()
         assert [last.tag for last in message.responses] == [2**32 - 1]
         assert not message.responses[0].response.token_ids
@@ -386,12 +388,12 @@ async def test_plain_requests_share_the_columns_of_one_message():
 
 
 async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(tokenizer: Tokenizer):
-    cell = FakeCell()
-    async with streaming(cell, tokenizer) as stream:
+    engines = FakeEngines()
+    async with streaming(engines, tokenizer) as stream:
         text = await stream.start(1, pb.GenerateRequest(text="hi"))
         two = await stream.start(2, prompt(n=2))
-        cell.give(text.sequences[0], tokenizer.encode("ok"))
-        cell.give(two.sequences[1], [9])
+        engines.give(text.sequences[0], tokenizer.encode("ok"))
+        engines.give(two.sequences[1], [9])
         message = await stream.read()
         assert columns(message) == {}
         [first, second] = message.responses
@@ -399,7 +401,7 @@ async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(token
         assert (second.tag, second.response.index) == (2, 1)
 
         for sequence in (*text.sequences, *two.sequences):
-            cell.finish(sequence)
+            engines.finish(sequence)
         message = await stream.read()
         finished = [(last.tag, last.response.index) for last in message.responses]
         assert finished == [(1, 0), (2, 0), (2, 1)]
@@ -408,14 +410,14 @@ async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(token
 
 
 async def test_a_refused_request_leaves_the_stream_open():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         await stream.send(tag=1, start=prompt(n=65))
         [error] = (await stream.read()).errors
         assert (error.tag, error.code) == (1, code_pb2.INVALID_ARGUMENT)
         assert (error.reason, error.field) == ("INVALID_REQUEST", "n")
 
-        cell.refusal = QueueFull("full", retry_delay_s=1.5)
+        engines.refusal = QueueFull("full", retry_delay_s=1.5)
         await stream.send(tag=1, start=prompt())
         [error] = (await stream.read()).errors
         assert (error.code, error.retry_delay.ToMilliseconds()) == (
@@ -423,17 +425,17 @@ async def test_a_refused_request_leaves_the_stream_open():
             1500,
         )
 
-        cell.refusal = None
+        engines.refusal = None
         request = await stream.start(1, prompt())
-        cell.finish(request.sequences[0])
+        engines.finish(request.sequences[0])
         [last] = (await stream.read()).responses
         assert last.tag == 1
         await stream.call.done_writing()
 
 
 async def test_more_refusals_than_may_wait_all_arrive():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         for tag in range(600):
             await stream.send(tag=tag, start=prompt(n=65))
         await stream.call.done_writing()
@@ -442,11 +444,11 @@ async def test_more_refusals_than_may_wait_all_arrive():
 
 
 async def test_a_request_that_fails_is_told_under_its_tag_once():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         request = await stream.start(4, prompt(n=3))
-        cell.finish(request.sequences[0])
-        cell.cancel(request)
+        engines.finish(request.sequences[0])
+        engines.cancel(request)
         message = await stream.read()
         assert [last.response.index for last in message.responses] == [0]
         assert [(error.tag, error.reason) for error in message.errors] == [(4, "CANCELLED")]
@@ -455,8 +457,8 @@ async def test_a_request_that_fails_is_told_under_its_tag_once():
 
 
 async def test_cancelling_a_tag_is_answered_under_it():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         await stream.start(4, prompt())
         await stream.send(tag=3, cancel=pb.CancelTag())  # nobody's; not answered
         await stream.send(tag=4, cancel=pb.CancelTag())
@@ -467,8 +469,8 @@ async def test_cancelling_a_tag_is_answered_under_it():
 
 
 async def test_a_timeout_holds_on_a_stream_too():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         request = prompt()
         request.timeout.FromMilliseconds(1)
         await stream.start(1, request)
@@ -478,30 +480,30 @@ async def test_a_timeout_holds_on_a_stream_too():
 
 
 async def test_half_closing_lets_running_requests_finish():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         request = await stream.start(1, prompt())
         await stream.call.done_writing()
-        cell.give(request.sequences[0], [8])
+        engines.give(request.sequences[0], [8])
         assert columns(await stream.read()) == {1: [8]}
-        cell.finish(request.sequences[0])
+        engines.finish(request.sequences[0])
         assert len((await stream.read()).responses) == 1
         assert await stream.read() is grpc.aio.EOF
 
 
 async def test_half_closing_an_idle_stream_ends_it():
-    async with streaming(FakeCell()) as stream:
+    async with streaming(FakeEngines()) as stream:
         await stream.call.done_writing()
         assert await stream.read() is grpc.aio.EOF
 
 
 async def test_dropping_the_stream_cancels_all_its_requests():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         await stream.start(1, prompt())
         await stream.start(2, prompt(n=2))
         stream.call.cancel()
-        await cell.idle()
+        await engines.idle()
 
 
 @pytest.mark.parametrize(
@@ -511,45 +513,45 @@ async def test_dropping_the_stream_cancels_all_its_requests():
 async def test_a_message_that_no_tag_can_answer_ends_the_stream(
     message: pb.GenerateManyRequest, field: str
 ):
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         await stream.start(1, prompt())
         await stream.call.write(message)
         error = await failure(stream.call)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert error_details(error).field == field
-        await cell.idle()
-    assert +cell.measures.refused == {"INVALID_REQUEST": 1}
+        await engines.idle()
+    assert +engines.measures.refused == {"INVALID_REQUEST": 1}
 
 
 async def test_a_stream_to_a_router_that_shuts_down_is_refused_and_counted():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         open_before = stub.GenerateMany(iter(()))
         assert await responses(open_before) == []
-        cell.shut_down()
+        engines.shut_down()
         error = await failure(stub.GenerateMany())
         assert error_details(error).reason == "SHUTTING_DOWN"
-    assert +cell.measures.refused == {"SHUTTING_DOWN": 1}
+    assert +engines.measures.refused == {"SHUTTING_DOWN": 1}
 
 
 async def test_an_idle_stream_that_a_shutdown_ends_is_not_one_that_was_refused():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.GenerateMany()
-        while cell.readers.num_free == 8:
+        while engines.listeners.num_free == 8:
             await asyncio.sleep(0)  # until the stream is open
-        cell.shut_down()
+        engines.shut_down()
         error = await failure(call)
         assert error_details(error).reason == "SHUTTING_DOWN"
-    assert +cell.measures.refused == {}
+    assert +engines.measures.refused == {}
 
 
 async def test_a_tag_may_be_used_again_once_its_request_has_ended():
-    cell = FakeCell()
-    async with streaming(cell) as stream:
+    engines = FakeEngines()
+    async with streaming(engines) as stream:
         for _ in range(3):
             request = await stream.start(1, prompt())
-            cell.finish(request.sequences[0])
+            engines.finish(request.sequences[0])
             assert [last.tag for last in (await stream.read()).responses] == [1]
         await stream.call.done_writing()

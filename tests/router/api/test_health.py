@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos.transport.health import HealthServicer
 from router.api.health import SERVICE, Health, enable_reflection
 from router.client import Client, Rejected
-from tests.router.support.fake_cell import FakeCell, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 Status = health_pb2.HealthCheckResponse
 READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
@@ -21,7 +21,7 @@ READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
 
 @asynccontextmanager
 async def connected(health: Health) -> AsyncIterator[Client]:
-    async with serve(FakeCell(), health=health) as target, Client(target) as client:
+    async with serve(FakeEngines(), health=health) as target, Client(target) as client:
         yield client
 
 
@@ -51,7 +51,7 @@ async def test_a_service_that_nobody_knows_is_not_found():
 @asynccontextmanager
 async def probed(health: Health) -> AsyncIterator[Any]:
     async with (
-        serve(FakeCell(), health=health) as target,
+        serve(FakeEngines(), health=health) as target,
         grpc.aio.insecure_channel(target) as channel,
     ):
         yield health_pb2_grpc.HealthStub(channel)

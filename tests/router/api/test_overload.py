@@ -12,7 +12,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import MAX_MESSAGE_BYTES, error_details
 from router.api.generate_many import MAX_ENDS, ManyCall
 from router.errors import QueueFull
-from tests.router.support.fake_cell import FakeCell, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
 FULL = QueueFull("too much waits", retry_delay_s=1.0)
@@ -44,10 +44,10 @@ async def outcome(target: str, method: str, *messages: bytes) -> tuple[str, str,
 
 
 async def test_a_full_router_does_not_read_what_it_refuses():
-    cell = FakeCell()
-    cell.refusal = FULL
+    engines = FakeEngines()
+    engines.refusal = FULL
     wrong = prompt(n=1000).SerializeToString()
-    async with serve(cell) as target:
+    async with serve(engines) as target:
         code, reason, _ = await outcome(target, "Generate", wrong)
         assert (code, reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         async with grpc.aio.insecure_channel(target) as channel:
@@ -56,12 +56,12 @@ async def test_a_full_router_does_not_read_what_it_refuses():
             [error] = [error async for message in call for error in message.errors]
             assert (error.tag, error.reason) == (1, "QUEUE_FULL")
             assert error.retry_delay.ToMilliseconds() == 1000
-    assert cell.measures.refused["QUEUE_FULL"] == 2
+    assert engines.measures.refused["QUEUE_FULL"] == 2
 
 
 async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
-    cell = FakeCell()
-    cell.echoes = True
+    engines = FakeEngines()
+    engines.echoes = True
     num_sent, may_write, sent = 0, asyncio.Event(), []
 
     async def starts() -> AsyncIterator[pb.GenerateManyRequest]:
@@ -74,13 +74,13 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
         await may_write.wait()
         sent.append(message)
 
-    reader = cell.readers.open()
-    running = asyncio.create_task(ManyCall(cell, None, reader).run(starts(), write))  # type: ignore[arg-type]
-    while len(reader.ended) < MAX_ENDS:
+    listener = engines.listeners.open()
+    running = asyncio.create_task(ManyCall(engines, None, listener).run(starts(), write))  # type: ignore[arg-type]
+    while len(listener.ended) < MAX_ENDS:
         await asyncio.sleep(0)
     for _ in range(100):
         await asyncio.sleep(0)
-    assert len(reader.ended) == MAX_ENDS
+    assert len(listener.ended) == MAX_ENDS
     assert num_sent <= 2 * MAX_ENDS + 2  # with those in the message that cannot be written
     may_write.set()
     await running
@@ -101,17 +101,17 @@ async def test_requests_whose_ends_nobody_fetches_hold_up_their_own_stream():
     ],
 )
 async def test_bytes_that_are_no_message_are_refused_as_such(method: str, messages: list[bytes]):
-    cell = FakeCell()
-    async with serve(cell) as target:
+    engines = FakeEngines()
+    async with serve(engines) as target:
         code, reason, _ = await outcome(target, method, *messages)
         assert (code, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
         assert await outcome(target, "GetModel", b"") == ("OK", "", "")
-    assert +cell.measures.refused == {"MALFORMED_MESSAGE": 1}
+    assert +engines.measures.refused == {"MALFORMED_MESSAGE": 1}
 
 
 async def test_no_answer_repeats_more_of_a_request_than_a_client_takes():
     """gRPC drops a call whose metadata is longer than 16 KiB, and with it the reason."""
-    async with serve(FakeCell()) as target:
+    async with serve(FakeEngines()) as target:
         long = pb.CancelRequest(request_id="\N{ROCKET}" * 100_000).SerializeToString()
         code, reason, message = await outcome(target, "Cancel", long)
         assert (code, reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
@@ -123,9 +123,9 @@ async def test_no_answer_repeats_more_of_a_request_than_a_client_takes():
 
 
 async def test_a_message_of_any_kind_is_cut_to_what_a_client_takes():
-    cell = FakeCell()
-    cell.refusal = QueueFull("\N{ROCKET}" * MAX_MESSAGE_BYTES)
-    async with serve(cell) as target:
+    engines = FakeEngines()
+    engines.refusal = QueueFull("\N{ROCKET}" * MAX_MESSAGE_BYTES)
+    async with serve(engines) as target:
         code, reason, message = await outcome(target, "Generate", prompt().SerializeToString())
         assert (code, reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         assert message.endswith(f"... ({MAX_MESSAGE_BYTES} characters)")

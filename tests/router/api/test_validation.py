@@ -17,7 +17,7 @@ from protos.transport.errors import RpcError
 from router.api.text.tokenizer import Tokenizer
 from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import (
     Int32Array,
     OutputOptions,
@@ -55,8 +55,10 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 async def read(
     message: pb.GenerateRequest, tokenizer: Tokenizer | None = None, **options: Any
 ) -> Request:
-    reader = Readers(max_readers=1).open()
-    return await read_request(message, model=MODEL, tokenizer=tokenizer, reader=reader, **options)
+    listener = Listeners(max_listeners=1).open()
+    return await read_request(
+        message, model=MODEL, tokenizer=tokenizer, listener=listener, **options
+    )
 
 
 def message(**fields: Any) -> pb.GenerateRequest:

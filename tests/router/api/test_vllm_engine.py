@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
 from tests.repo.source import ROOT, imports_of, modules_of
-from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer
+from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer
 from tests.router.support.vllm_calls import PROMPT, answers, connected, failure, generate
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
@@ -41,15 +41,15 @@ def scored(token_id: int, *top_ids: int) -> TokenLogprob:
 
 
 async def test_a_stream_has_each_token_once_and_then_the_end():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate())
-        [sequence] = (await cell.arrivals.get()).sequences
-        cell.give(sequence, [10, 11])
+        [sequence] = (await engines.arrivals.get()).sequences
+        engines.give(sequence, [10, 11])
         first = (await call.read()).chunk
         sequence.progress.num_cached_tokens = 2
-        cell.give(sequence, [12])
-        cell.finish(sequence)
+        engines.give(sequence, [12])
+        engines.finish(sequence)
         chunk, complete = await answers(call)
 
         assert (list(first.token_ids), list(chunk.token_ids)) == ([10, 11], [12])
@@ -62,16 +62,16 @@ async def test_a_stream_has_each_token_once_and_then_the_end():
 
 
 async def test_without_a_stream_there_is_one_message_per_continuation():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(stream=False, n=2))
-        first, second = (await cell.arrivals.get()).sequences
+        first, second = (await engines.arrivals.get()).sequences
         for token_id in (10, 11, 12):
-            cell.give(second, [token_id])
-            cell.give(first, [token_id + 10])
-        cell.finish(second)
-        cell.give(first, [23])
-        cell.finish(first, FinishReason.STOP)
+            engines.give(second, [token_id])
+            engines.give(first, [token_id + 10])
+        engines.finish(second)
+        engines.give(first, [23])
+        engines.finish(first, FinishReason.STOP)
         completes = await answers(call)
 
         assert [(c.index, list(c.output_ids), c.finish_reason) for c in completes] == [
@@ -82,14 +82,14 @@ async def test_without_a_stream_there_is_one_message_per_continuation():
 
 
 async def test_a_stream_of_several_continuations_names_each():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(n=2))
-        first, second = (await cell.arrivals.get()).sequences
-        cell.give(second, [10])
-        cell.finish(second)
-        cell.give(first, [20])
-        cell.finish(first)
+        first, second = (await engines.arrivals.get()).sequences
+        engines.give(second, [10])
+        engines.finish(second)
+        engines.give(first, [20])
+        engines.finish(first)
         messages = [(type(m).__name__, m.index) for m in await answers(call)]
 
         assert sorted(messages) == [
@@ -106,18 +106,18 @@ async def test_a_stream_of_several_continuations_names_each():
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(stream=stream, logprobs=2, prompt_logprobs=1))
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         assert sequence.request.output.top_logprobs == 2
         sequence.prompt_logprobs += [scored(6, 1, 2), scored(7, 3, 4)]
         sequence.logprobs.append(scored(10, 10, 11))
-        cell.give(sequence, [10])
+        engines.give(sequence, [10])
         received = [(await call.read()).chunk] if stream else []
         sequence.logprobs.append(scored(12, 12, 13))
-        cell.give(sequence, [12])
-        cell.finish(sequence)
+        engines.give(sequence, [12])
+        engines.finish(sequence)
         received += await answers(call)
 
         if stream:
@@ -138,13 +138,13 @@ async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
 
 
 async def test_log_probabilities_without_alternatives_have_none():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(stream=False, logprobs=0))
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         sequence.logprobs.append(scored(10))
-        cell.give(sequence, [10])
-        cell.finish(sequence)
+        engines.give(sequence, [10])
+        engines.finish(sequence)
         [complete] = await answers(call)
 
         assert list(complete.output_logprobs.token_ids) == [10]
@@ -152,15 +152,15 @@ async def test_log_probabilities_without_alternatives_have_none():
 
 
 async def test_what_stopped_it_is_told_but_for_the_models_own_end(tokenizer: Tokenizer):
-    cell = FakeCell()
-    async with connected(cell, tokenizer) as stub:
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
         call = stub.Generate(generate(n=3, stream=False, stop=["END"], stop_token_ids=[9]))
-        by_string, by_token, by_eos = (await cell.arrivals.get()).sequences
-        cell.give(by_string, tokenizer.encode("no END"))
+        by_string, by_token, by_eos = (await engines.arrivals.get()).sequences
+        engines.give(by_string, tokenizer.encode("no END"))
         for sequence, token_id in ((by_token, 9), (by_eos, 2)):
             sequence.stop_token_id = token_id
-            cell.give(sequence, [token_id])
-            cell.finish(sequence, FinishReason.STOP)
+            engines.give(sequence, [token_id])
+            engines.finish(sequence, FinishReason.STOP)
         first, second, third = sorted(await answers(call), key=lambda c: c.index)
 
         assert [c.finish_reason for c in (first, second, third)] == ["stop"] * 3
@@ -174,14 +174,14 @@ async def test_what_stopped_it_is_told_but_for_the_models_own_end(tokenizer: Tok
 
 
 async def test_abort_ends_the_request_and_its_stream_well():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(n=2))
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         first, second = request.sequences
-        cell.give(first, [10])
+        engines.give(first, [10])
         await call.read()
-        cell.finish(second)
+        engines.finish(second)
         assert (await call.read()).complete.index == 1
         await stub.Abort(pb.AbortRequest(request_ids=["nobody", "mine"]))
 
@@ -193,14 +193,14 @@ async def test_abort_ends_the_request_and_its_stream_well():
 
 
 async def test_abort_without_a_stream_returns_the_tokens_so_far():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(stream=False))
         other = stub.Generate(generate(request_id="other"))
-        mine, others = [await cell.arrivals.get() for _ in range(2)]
+        mine, others = [await engines.arrivals.get() for _ in range(2)]
         if mine.request_id != "mine":
             mine, others = others, mine
-        cell.give(mine.sequences[0], [10, 11])
+        engines.give(mine.sequences[0], [10, 11])
         while mine.sequences[0].num_taken < len(PROMPT) + 2:
             await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
         await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
@@ -212,7 +212,7 @@ async def test_abort_without_a_stream_returns_the_tokens_so_far():
 
 
 async def test_abort_of_nobody_is_fine():
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         await stub.Abort(pb.AbortRequest(request_ids=["nobody"]))
         await stub.Abort(pb.AbortRequest())
 
@@ -221,56 +221,56 @@ async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.0)
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(request_id=""))
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
         for _ in range(10):
             await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
         assert sequence.request.is_live
-        cell.give(sequence, [10])
-        cell.finish(sequence)
+        engines.give(sequence, [10])
+        engines.finish(sequence)
         assert [answer.index for answer in await answers(call)] == [0, 0]
 
 
 async def test_a_full_router_does_not_read_what_a_gateway_sends():
-    cell = FakeCell()
-    cell.refusal = QueueFull("too much waits", retry_delay_s=1.0)
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    engines.refusal = QueueFull("too much waits", retry_delay_s=1.0)
+    async with connected(engines) as stub:
         error = await failure(stub.Generate(generate(regex="a+")))  # which is never taken
         assert error_details(error).reason == "QUEUE_FULL"
-    assert cell.measures.refused["QUEUE_FULL"] == 1
+    assert engines.measures.refused["QUEUE_FULL"] == 1
 
 
 async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.05)
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate())
-        [sequence] = (await cell.arrivals.get()).sequences
+        [sequence] = (await engines.arrivals.get()).sequences
         for _ in range(6):  # more than the connection takes that nobody reads from
-            cell.give(sequence, [1 << 20] * (1 << 20))
+            engines.give(sequence, [1 << 20] * (1 << 20))
             for _ in range(50):
                 await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
         await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
 
-        assert not cell.live
-        await cell.idle()
+        assert not engines.live
+        await engines.idle()
         call.cancel()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reset_ends_the_request_without_abort(stream: bool):
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         call = stub.Generate(generate(stream=stream))
-        request = await cell.arrivals.get()
-        cell.give(request.sequences[0], [10])
+        request = await engines.arrivals.get()
+        engines.give(request.sequences[0], [10])
         call.cancel()
-        await cell.idle()
+        await engines.idle()
         assert not request.is_live
 
 
@@ -278,16 +278,16 @@ async def test_a_reset_ends_the_request_without_abort(stream: bool):
 
 
 async def test_health_is_what_the_router_says_of_itself():
-    cell, is_ready = FakeCell(), False
-    async with connected(cell, is_ready=lambda: is_ready) as stub:
-        cell.groups = [
+    engines, is_ready = FakeEngines(), False
+    async with connected(engines, is_ready=lambda: is_ready) as stub:
+        engines.groups = [
             serving_pb2.GroupStatus(
                 group=0, state=serving_pb2.GROUP_STATE_FORMING, problem="nobody is there"
             )
         ]
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "nobody is there")
-        cell.groups = []
+        engines.groups = []
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "the router is shutting down")
         is_ready = True
@@ -295,11 +295,11 @@ async def test_health_is_what_the_router_says_of_itself():
 
 
 async def test_the_model_is_described_once_it_is_known():
-    cell = FakeCell(model=None)
-    async with connected(cell) as stub:
+    engines = FakeEngines(model=None)
+    async with connected(engines) as stub:
         error = await failure(stub.GetModelInfo(pb.GetModelInfoRequest()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        cell.model = MODEL
+        engines.model = MODEL
         info = await stub.GetModelInfo(pb.GetModelInfoRequest())
 
         assert info.served_model_name == "tiny-moe"
@@ -340,11 +340,11 @@ GROUPS = [
 
 
 async def test_the_server_is_one_rank_to_gateways_since_it_balances_its_own():
-    cell = FakeCell()
-    cell.groups = GROUPS
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    engines.groups = GROUPS
+    async with connected(engines) as stub:
         call = stub.Generate(generate())
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         call.cancel()
 
@@ -355,9 +355,9 @@ async def test_the_server_is_one_rank_to_gateways_since_it_balances_its_own():
 
 
 async def test_loads_are_those_of_each_rank_and_what_waits_is_counted_once():
-    cell = FakeCell()
-    cell.groups = GROUPS
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    engines.groups = GROUPS
+    async with connected(engines) as stub:
         answer = await stub.GetLoads(pb.GetLoadsRequest())
 
         first, second, unformed = answer.loads
@@ -374,9 +374,9 @@ async def test_loads_are_those_of_each_rank_and_what_waits_is_counted_once():
 
 
 async def test_loads_of_one_rank_can_be_asked_for():
-    cell = FakeCell()
-    cell.groups = GROUPS
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    engines.groups = GROUPS
+    async with connected(engines) as stub:
         answer = await stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
 
         assert [load.dp_rank for load in answer.loads] == [1]
@@ -387,7 +387,7 @@ async def test_the_tokenizer_comes_as_an_archive_in_chunks(tmp_path: Path):
     path.write_bytes(np.random.default_rng(0).bytes(200_000))  # nothing that can be packed
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
     (tmp_path / "model.safetensors").write_bytes(b"much")
-    async with connected(FakeCell(), tokenizer_file=path) as stub:
+    async with connected(FakeEngines(), tokenizer_file=path) as stub:
         for _ in range(2):
             chunks = [c async for c in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
 
@@ -411,14 +411,14 @@ def test_equal_tokenizers_make_equal_archives(tmp_path: Path):
 
 
 async def test_without_a_tokenizer_the_gateway_is_told_to_bring_one():
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         with pytest.raises(grpc.aio.AioRpcError, match="has no tokenizer") as caught:
             await stub.GetTokenizer(common_pb2.GetTokenizerRequest()).read()
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_what_the_router_does_not_do_is_unimplemented():
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         error = await failure(stub.Embed(pb.EmbedRequest()))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

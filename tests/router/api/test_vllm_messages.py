@@ -12,7 +12,7 @@ from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request
-from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer
+from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer
 from tests.router.support.vllm_calls import PROMPT, connected, failure, generate
 
 
@@ -23,10 +23,10 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 async def arrived(message: Any, tokenizer: Tokenizer | None = None) -> Request:
     """Returns what becomes of a request, and cancels it."""
-    cell = FakeCell()
-    async with connected(cell, tokenizer) as stub:
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
         call = stub.Generate(message)
-        request = await cell.arrivals.get()
+        request = await engines.arrivals.get()
         call.cancel()
     return request
 
@@ -139,8 +139,8 @@ async def test_what_cannot_be_done_is_refused_by_name(message: Any):
         name = f"sampling_params.{name}"
         message = pb.GenerateRequest(sampling_params=message)
     message.tokenized.input_ids.extend(PROMPT)
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         error = await failure(stub.Generate(message))
 
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -148,7 +148,7 @@ async def test_what_cannot_be_done_is_refused_by_name(message: Any):
         assert details.reason == "INVALID_REQUEST"
         assert details.field.partition("[")[0] == name
         assert error.details().startswith(f"{details.field}: ")
-        assert cell.arrivals.empty()
+        assert engines.arrivals.empty()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ async def test_what_cannot_be_done_is_refused_by_name(message: Any):
     ],
 )
 async def test_a_prompt_that_cannot_be_run_is_refused(message: Any, reason: str, field: str):
-    async with connected(FakeCell()) as stub:
+    async with connected(FakeEngines()) as stub:
         error = await failure(stub.Generate(message))
 
         details = error_details(error)
@@ -195,13 +195,13 @@ async def test_rank_0_is_the_only_one_that_a_gateway_knows_of():
 
 
 async def test_a_full_queue_and_a_repeated_id_are_answered_as_in_our_own_api():
-    cell = FakeCell()
-    async with connected(cell) as stub:
+    engines = FakeEngines()
+    async with connected(engines) as stub:
         first = stub.Generate(generate())
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         error = await failure(stub.Generate(generate()))
         assert error.code() is grpc.StatusCode.ALREADY_EXISTS
-        cell.refusal = QueueFull("too much waits", retry_delay_s=2.0)
+        engines.refusal = QueueFull("too much waits", retry_delay_s=2.0)
         error = await failure(stub.Generate(generate(request_id="other")))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error_details(error).retry_delay_s == 2.0

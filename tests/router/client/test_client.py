@@ -28,38 +28,40 @@ from router.client import (
 from router.errors import NotReady, QueueFull
 from router.requests.request import FinishReason
 from router.requests.request import TokenLogprob as EngineLogprob
-from tests.router.support.fake_cell import MODEL, FakeCell, byte_tokenizer, serve
+from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer, serve
 
 
 @asynccontextmanager
-async def connected(cell: FakeCell, folder: Path | None = None) -> AsyncIterator[Client]:
+async def connected(engines: FakeEngines, folder: Path | None = None) -> AsyncIterator[Client]:
     tokenizer = None if folder is None else byte_tokenizer(folder)
-    async with serve(cell, tokenizer) as target, Client(target) as client:
+    async with serve(engines, tokenizer) as target, Client(target) as client:
         yield client
 
 
 @pytest.fixture(params=["call", "stream"])
 async def either(
-    request: pytest.FixtureRequest, cell: FakeCell, tmp_path: Path
+    request: pytest.FixtureRequest, engines: FakeEngines, tmp_path: Path
 ) -> AsyncIterator[Client | Many]:
     """A client, and a stream of it: both complete and generate, with the same results."""
     async with AsyncExitStack() as stack:
-        client = await stack.enter_async_context(connected(cell, tmp_path))
+        client = await stack.enter_async_context(connected(engines, tmp_path))
         yield client if request.param == "call" else await stack.enter_async_context(client.many())
 
 
 @pytest.fixture
-def cell() -> FakeCell:
-    return FakeCell()
+def engines() -> FakeEngines:
+    return FakeEngines()
 
 
-async def test_a_completion_is_all_tokens_and_how_they_ended(cell: FakeCell, either: Client | Many):
+async def test_a_completion_is_all_tokens_and_how_they_ended(
+    engines: FakeEngines, either: Client | Many
+):
     completing = asyncio.create_task(either.complete([5, 6], max_tokens=9, request_id="mine"))
-    [sequence] = (await cell.arrivals.get()).sequences
-    cell.give(sequence, [10, 11])
-    cell.give(sequence, [12])
+    [sequence] = (await engines.arrivals.get()).sequences
+    engines.give(sequence, [10, 11])
+    engines.give(sequence, [12])
     sequence.stop_token_id = 12
-    cell.finish(sequence, FinishReason.STOP)
+    engines.finish(sequence, FinishReason.STOP)
 
     completion = await completing
     assert (completion.request_id, completion.token_ids) == ("mine", [10, 11, 12])
@@ -68,19 +70,19 @@ async def test_a_completion_is_all_tokens_and_how_they_ended(cell: FakeCell, eit
     assert 0 < completion.first_token_s <= completion.total_s
 
 
-async def test_a_text_prompt_is_completed_with_text(cell: FakeCell, either: Client | Many):
-    cell.echoes = True
+async def test_a_text_prompt_is_completed_with_text(engines: FakeEngines, either: Client | Many):
+    engines.echoes = True
     completion = await either.complete("h€llo")
     assert completion.text == "h€llo"
     assert completion.finish.reason == "length"
 
 
-async def test_all_continuations_are_returned_by_index(cell: FakeCell, either: Client | Many):
+async def test_all_continuations_are_returned_by_index(engines: FakeEngines, either: Client | Many):
     completing = asyncio.create_task(either.complete_all([5], n=3))
-    request = await cell.arrivals.get()
+    request = await engines.arrivals.get()
     for sequence in reversed(request.sequences):
-        cell.give(sequence, [sequence.index] * 2)
-        cell.finish(sequence)
+        engines.give(sequence, [sequence.index] * 2)
+        engines.finish(sequence)
     assert [(c.index, c.token_ids) for c in await completing] == [
         (0, [0, 0]),
         (1, [1, 1]),
@@ -88,39 +90,39 @@ async def test_all_continuations_are_returned_by_index(cell: FakeCell, either: C
     ]
 
 
-async def test_deltas_come_while_the_request_runs(cell: FakeCell, either: Client | Many):
+async def test_deltas_come_while_the_request_runs(engines: FakeEngines, either: Client | Many):
     async with aclosing(either.generate(np.array([5, 6]), request_id="mine")) as deltas:
         first = asyncio.ensure_future(anext(deltas))
-        [sequence] = (await cell.arrivals.get()).sequences
-        cell.give(sequence, [10])
+        [sequence] = (await engines.arrivals.get()).sequences
+        engines.give(sequence, [10])
         assert await first == Delta(request_id="mine", token_ids=[10])
-        cell.give(sequence, [11])
+        engines.give(sequence, [11])
         assert (await anext(deltas)).token_ids == [11]
-        cell.finish(sequence)
+        engines.finish(sequence)
         [last] = [delta async for delta in deltas]
         assert last.finish is not None
         assert last.finish.num_completion_tokens == 2
 
 
 async def test_log_probabilities_arrive_with_their_alternatives(
-    cell: FakeCell, either: Client | Many
+    engines: FakeEngines, either: Client | Many
 ):
     completing = asyncio.create_task(
         either.complete([5, 6], logprobs=True, prompt_logprobs=True, top_logprobs=1)
     )
-    [sequence] = (await cell.arrivals.get()).sequences
+    [sequence] = (await engines.arrivals.get()).sequences
     top_ids, top_logprobs = np.array([3], np.int32), np.array([-0.25], np.float32)
     sequence.prompt_logprobs.append(EngineLogprob(6, -1.5, top_ids, top_logprobs))
     sequence.logprobs.append(EngineLogprob(10, -0.5, top_ids, top_logprobs))
-    cell.give(sequence, [10])
-    cell.finish(sequence)
+    engines.give(sequence, [10])
+    engines.finish(sequence)
     completion = await completing
     assert completion.logprobs == [TokenLogprob(10, -0.5, ((3, -0.25),))]
     assert completion.prompt_logprobs == [TokenLogprob(6, -1.5, ((3, -0.25),))]
 
 
-async def test_every_option_reaches_the_engine(cell: FakeCell, either: Client | Many):
-    cell.echoes = True
+async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Client | Many):
+    engines.echoes = True
     await either.complete_all(
         [5],
         request_id="mine",
@@ -144,7 +146,7 @@ async def test_every_option_reaches_the_engine(cell: FakeCell, either: Client | 
         ignore_eos=True,
         text=True,
     )
-    request = await cell.arrivals.get()
+    request = await engines.arrivals.get()
     sampling, stop = request.sampling, request.stop
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 2, 4)
     assert request.deadline is not None
@@ -188,40 +190,42 @@ async def test_an_empty_prompt_is_rejected_by_the_router(either: Client | Many):
         await either.complete([])
 
 
-async def test_an_overloaded_router_says_when_to_come_again(cell: FakeCell, either: Client | Many):
-    cell.refusal = QueueFull("full", retry_delay_s=2.5)
+async def test_an_overloaded_router_says_when_to_come_again(
+    engines: FakeEngines, either: Client | Many
+):
+    engines.refusal = QueueFull("full", retry_delay_s=2.5)
     with pytest.raises(Overloaded) as caught:
         await either.complete([5])
     assert caught.value.retry_delay_s == 2.5
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_leaving_a_generator_cancels_its_request(cell: FakeCell, either: Client | Many):
+async def test_leaving_a_generator_cancels_its_request(engines: FakeEngines, either: Client | Many):
     async with aclosing(either.generate([5])) as deltas:
         first = asyncio.ensure_future(anext(deltas))
-        request = await cell.arrivals.get()
-        cell.give(request.sequences[0], [10])
+        request = await engines.arrivals.get()
+        engines.give(request.sequences[0], [10])
         await first
     async with asyncio.timeout(120):
-        while cell.live:
+        while engines.live:
             await asyncio.sleep(0)
 
 
-async def test_cancelling_a_task_cancels_its_request(cell: FakeCell, either: Client | Many):
+async def test_cancelling_a_task_cancels_its_request(engines: FakeEngines, either: Client | Many):
     completing = asyncio.create_task(either.complete([5]))
-    await cell.arrivals.get()
+    await engines.arrivals.get()
     completing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await completing
     async with asyncio.timeout(120):
-        while cell.live:
+        while engines.live:
             await asyncio.sleep(0)
 
 
-async def test_cancel_by_id_fails_the_one_who_waits(cell: FakeCell):
-    async with connected(cell) as client:
+async def test_cancel_by_id_fails_the_one_who_waits(engines: FakeEngines):
+    async with connected(engines) as client:
         completing = asyncio.create_task(client.complete([5], request_id="mine"))
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         await client.cancel("mine")
         with pytest.raises(Cancelled):
             await completing
@@ -229,9 +233,9 @@ async def test_cancel_by_id_fails_the_one_who_waits(cell: FakeCell):
             await client.cancel("mine")
 
 
-async def test_hundreds_of_requests_share_a_stream(cell: FakeCell):
-    cell.echoes = True
-    async with connected(cell) as client, client.many() as many:
+async def test_hundreds_of_requests_share_a_stream(engines: FakeEngines):
+    engines.echoes = True
+    async with connected(engines) as client, client.many() as many:
         prompts = [[index % 1000, 3] for index in range(500)]
         completions = await asyncio.gather(*[many.complete(prompt) for prompt in prompts])
         assert [completion.token_ids for completion in completions] == prompts
@@ -239,30 +243,30 @@ async def test_hundreds_of_requests_share_a_stream(cell: FakeCell):
 
 async def test_a_burst_of_calls_is_not_dropped():
     """gRPC by itself lets 1,000 calls wait for their handlers, and drops of those beyond."""
-    cell = FakeCell(max_readers=2500)
-    cell.echoes = True
-    async with connected(cell) as client:
+    engines = FakeEngines(max_listeners=2500)
+    engines.echoes = True
+    async with connected(engines) as client:
         completions = await asyncio.gather(*[client.complete([5]) for _ in range(2500)])
         assert all(completion.token_ids == [5] for completion in completions)
 
 
-async def test_one_failure_on_a_stream_leaves_the_others_alone(cell: FakeCell):
-    cell.echoes = True
-    async with connected(cell) as client, client.many() as many:
+async def test_one_failure_on_a_stream_leaves_the_others_alone(engines: FakeEngines):
+    engines.echoes = True
+    async with connected(engines) as client, client.many() as many:
         results = await asyncio.gather(
             many.complete([5]), many.complete([5], n=65), many.complete([6]), return_exceptions=True
         )
         assert [type(result) for result in results] == [Completion, Rejected, Completion]
 
 
-async def test_an_exception_in_the_block_cancels_the_stream(cell: FakeCell):
-    async with connected(cell) as client:
+async def test_an_exception_in_the_block_cancels_the_stream(engines: FakeEngines):
+    async with connected(engines) as client:
         many = client.many()
 
         async def fail_inside() -> None:
             async with many, asyncio.TaskGroup() as tasks:
                 tasks.create_task(many.complete([5]))
-                await cell.arrivals.get()
+                await engines.arrivals.get()
                 raise RuntimeError("mine")
 
         with pytest.raises(ExceptionGroup) as caught:
@@ -270,10 +274,10 @@ async def test_an_exception_in_the_block_cancels_the_stream(cell: FakeCell):
         assert [str(error) for error in caught.value.exceptions] == ["mine"]
 
 
-async def test_a_broken_stream_fails_what_runs_and_what_comes_later(cell: FakeCell):
-    async with connected(cell) as client, client.many() as many:
+async def test_a_broken_stream_fails_what_runs_and_what_comes_later(engines: FakeEngines):
+    async with connected(engines) as client, client.many() as many:
         completing = asyncio.create_task(many.complete([5]))
-        await cell.arrivals.get()
+        await engines.arrivals.get()
         many._streams[0]._outgoing.put_nowait(
             pb.GenerateManyRequest(tag=99)
         )  # breaks the stream's rules
@@ -284,20 +288,20 @@ async def test_a_broken_stream_fails_what_runs_and_what_comes_later(cell: FakeCe
             await many.complete([5])
 
 
-async def test_the_model_is_described(cell: FakeCell):
-    async with connected(cell) as client:
+async def test_the_model_is_described(engines: FakeEngines):
+    async with connected(engines) as client:
         model = await client.get_model()
         assert (model.name, model.vocab_size) == (MODEL.name, MODEL.vocab_size)
         assert (model.eos_token_ids, model.has_tokenizer) == ((2,), False)
 
 
-async def test_the_status_comes_back_as_it_was_given(cell: FakeCell):
-    cell.groups = [
+async def test_the_status_comes_back_as_it_was_given(engines: FakeEngines):
+    engines.groups = [
         pb.GroupStatus(group=0, state=pb.GROUP_STATE_FORMING, problem="executor 1: no answer"),
         pb.GroupStatus(group=1, state=pb.GROUP_STATE_READY, ranks=[pb.RankStatus(num_running=3)]),
     ]
-    async with connected(cell) as client:
-        assert await client.get_status() == cell.groups
+    async with connected(engines) as client:
+        assert await client.get_status() == engines.groups
 
 
 async def test_nobody_at_the_other_end_is_unavailable():

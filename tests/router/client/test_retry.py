@@ -13,7 +13,7 @@ import pytest
 from router.api.health import SERVICE, Health
 from router.client import Client, Unavailable
 from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG
-from tests.router.support.fake_cell import MODEL, FakeCell, serve
+from tests.router.support.fake_engines import MODEL, FakeEngines, serve
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
 
@@ -23,16 +23,16 @@ class Pair:
 
     def __init__(self) -> None:
         model = replace(MODEL, max_model_len=1 << 20)
-        self.cells = [FakeCell(model, max_readers=64) for _ in range(2)]
+        self.routers = [FakeEngines(model, max_listeners=64) for _ in range(2)]
         self.healths = [Health(), Health()]
-        for cell, health in zip(self.cells, self.healths, strict=True):
-            cell.echoes = True
+        for engines, health in zip(self.routers, self.healths, strict=True):
+            engines.echoes = True
             health.set_ready(True)
 
 
 @asynccontextmanager
 async def serving(pair: Pair) -> AsyncIterator[str]:
-    [one, other], [one_health, other_health] = pair.cells, pair.healths
+    [one, other], [one_health, other_health] = pair.routers, pair.healths
     async with serve(one, health=one_health) as first, serve(other, health=other_health) as second:
         yield f"ipv4:{first},{second}"
 
@@ -45,27 +45,27 @@ async def complete_some(client: Client, count: int = 20) -> None:
 async def test_what_one_router_refuses_another_one_takes():
     pair = Pair()
     async with serving(pair) as target, Client(target) as client:
-        pair.cells[0].shut_down()
+        pair.routers[0].shut_down()
         await complete_some(client)
-        assert pair.cells[1].arrivals.qsize() == 20
+        assert pair.routers[1].arrivals.qsize() == 20
 
 
 async def test_a_client_that_watches_health_asks_only_those_that_are_ready():
     pair = Pair()
     async with serving(pair) as target, Client(target, watches_health=True) as client:
         async with asyncio.timeout(120):
-            while not all(cell.arrivals.qsize() for cell in pair.cells):
+            while not all(engines.arrivals.qsize() for engines in pair.routers):
                 await complete_some(client, 1)
         pair.healths[0].set_ready(False)
         async with asyncio.timeout(120):
             while True:  # until the client has heard of it
-                asked_before = pair.cells[0].arrivals.qsize()
+                asked_before = pair.routers[0].arrivals.qsize()
                 await complete_some(client)
-                if pair.cells[0].arrivals.qsize() == asked_before:
+                if pair.routers[0].arrivals.qsize() == asked_before:
                     break
         pair.healths[0].set_ready(True)
         async with asyncio.timeout(120):
-            while pair.cells[0].arrivals.qsize() == asked_before:
+            while pair.routers[0].arrivals.qsize() == asked_before:
                 await complete_some(client, 1)
 
 
@@ -83,7 +83,7 @@ async def test_a_router_that_is_not_ready_still_tells_its_status_and_health():
 async def test_a_prompt_larger_than_grpc_keeps_by_itself_is_sent_again():
     pair = Pair()
     async with serving(pair) as target, Client(target) as client:
-        pair.cells[0].shut_down()
+        pair.routers[0].shut_down()
         prompt = [7] * 600_000  # as many bytes on the wire; gRPC would keep 256 KiB
         for _ in range(4):
             assert (await client.complete(prompt, max_tokens=1)).token_ids == prompt  # an echo
@@ -92,7 +92,7 @@ async def test_a_prompt_larger_than_grpc_keeps_by_itself_is_sent_again():
 async def test_a_stream_of_many_that_meets_a_stopping_router_is_opened_at_another():
     pair = Pair()
     async with serving(pair) as target, Client(target) as client:
-        pair.cells[0].shut_down()
+        pair.routers[0].shut_down()
         for _ in range(6):
             async with client.many() as many:
                 assert (await many.complete([5])).token_ids == [5]
@@ -100,14 +100,14 @@ async def test_a_stream_of_many_that_meets_a_stopping_router_is_opened_at_anothe
 
 async def test_a_request_that_is_refused_on_a_stream_goes_to_another_router():
     pair = Pair()
-    for cell in pair.cells:
-        cell.echoes = False
+    for engines in pair.routers:
+        engines.echoes = False
     async with serving(pair) as target, Client(target) as client, client.many() as many:
         running = asyncio.create_task(many.complete([5]))
         async with asyncio.timeout(120):
-            while not any(cell.live for cell in pair.cells):
+            while not any(engines.live for engines in pair.routers):
                 await asyncio.sleep(0)
-        [stopping, other] = sorted(pair.cells, key=lambda cell: not cell.live)
+        [stopping, other] = sorted(pair.routers, key=lambda engines: not engines.live)
         [sequence] = (await stopping.arrivals.get()).sequences
         stopping.shut_down()
         other.echoes = True
@@ -124,8 +124,8 @@ async def test_a_request_that_is_refused_on_a_stream_goes_to_another_router():
 async def test_a_request_that_nobody_takes_fails_in_the_end():
     pair = Pair()
     async with serving(pair) as target, Client(target) as client, client.many() as many:
-        for cell in pair.cells:
-            cell.shut_down()
+        for engines in pair.routers:
+            engines.shut_down()
         for asking in (many.complete([5]), anext(many.generate([5]))):
             with pytest.raises(Unavailable) as caught:
                 await asking

@@ -12,7 +12,7 @@ from router.engine.quarantine import (
     Quarantine,
     accuse,
 )
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from tests.router.support.stepper import Stepper, make_shape
@@ -23,7 +23,7 @@ class Line:
 
     def __init__(self) -> None:
         self.quarantine = Quarantine(Admission(max_sequences=1000, max_tokens=10_000))
-        self._reader = Readers(1).open()
+        self._listener = Listeners(1).open()
         self._num_requests = 0
 
     def submit(self, count: int, **fields: Any) -> list[Sequence]:
@@ -36,7 +36,7 @@ class Line:
                 sampling=SamplingParams(),
                 stop=StopConditions(max_tokens=100),
                 output=OutputOptions(),
-                reader=self._reader,
+                listener=self._listener,
                 arrival_time=float(self._num_requests),
                 **fields,
             )

@@ -1,13 +1,13 @@
 """Operators, gateways and dashboards go by the status: each number of it has one source."""
 
 from protos.serving.v1 import serving_pb2 as pb
-from tests.router.support.running_cell import complete, running
+from tests.router.support.running_engines import complete, running
 
 
 async def test_a_group_that_has_stepped_says_so_of_itself_and_of_each_rank() -> None:
-    async with running() as cell:
-        request = await complete(cell, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=6)
-        [group] = cell.status()
+    async with running() as engines:
+        request = await complete(engines, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=6)
+        [group] = engines.status()
     assert (group.group, group.state, group.problem) == (0, pb.GROUP_STATE_READY, "")
     assert (group.epoch, group.step, group.num_waiting) == (1, 6, 0)
     assert group.HasField("last_step_age")

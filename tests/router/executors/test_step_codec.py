@@ -8,7 +8,7 @@ import pytest
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.executors.step_codec import decode_result, encode_starts, encode_step
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduling.step import (
     Agreement,
@@ -20,7 +20,7 @@ from router.scheduling.step import (
     StepPlan,
 )
 
-READER = Readers(max_readers=1).open()
+READER = Listeners(max_listeners=1).open()
 
 
 def ints(*values: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def make_sequence(
         sampling=sampling or SamplingParams(),
         stop=stop or StopConditions(max_tokens=5),
         output=output or OutputOptions(),
-        reader=READER,
+        listener=READER,
         arrival_time=0.0,
     )
     return request.sequences[0]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from router.errors import QueueFull
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 
-READER = Readers(max_readers=1).open()
+READER = Listeners(max_listeners=1).open()
 NUMBERS = itertools.count()
 
 
@@ -22,7 +22,7 @@ def make_request(num_tokens: int = 3, **fields: int) -> Request:
         sampling=SamplingParams(),
         stop=StopConditions(max_tokens=1),
         output=OutputOptions(),
-        reader=READER,
+        listener=READER,
         arrival_time=0.0,
         **fields,  # type: ignore[arg-type]
     )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import Cancelled, QueueFull
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
@@ -58,26 +58,26 @@ class Run:
     def __init__(self, seed: int, loss_rate: float, shape: GroupShape) -> None:
         self.rng = random.Random(seed)
         self.executors = RecordingExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
-        self.cell = Cell(Readers(max_readers=100))
+        self.engines = Engines(Listeners(max_listeners=100))
         self.engine = Engine(
             0,
             self.executors,
             Admission(max_sequences=200, max_tokens=10_000),
-            self.cell.readers,
+            self.engines.listeners,
             pipeline_depth=self.rng.choice([1, 2]),
             min_chunk_tokens=4,
             retry_delay_s=0.1,
-            on_end=self.cell.on_end,
+            on_end=self.engines.on_end,
         )
-        self.cell.drive([self.engine])
+        self.engines.drive([self.engine])
         self.requests: list[Request] = []
 
     async def run(self) -> None:
         stepping = asyncio.create_task(self.engine.run())
-        while self.cell.model is None:
+        while self.engines.model is None:
             await asyncio.sleep(0.01)
         await asyncio.gather(*(self.client(number) for number in range(60)))
-        while not self.cell.status()[0].ranks or self.engine.num_running:
+        while not self.engines.status()[0].ranks or self.engine.num_running:
             await asyncio.sleep(0.1)
         stepping.cancel()
 
@@ -91,18 +91,18 @@ class Run:
             sampling=SamplingParams(),
             stop=StopConditions(max_tokens=rng.randint(1, 28), stop_token_ids=(EOS,)),
             output=OutputOptions(),
-            reader=self.cell.readers.open(),
+            listener=self.engines.listeners.open(),
             arrival_time=asyncio.get_running_loop().time(),
             priority=rng.choice([0, 0, 5]),
         )
         self.requests.append(request)
-        self.cell.submit(request)
+        self.engines.submit(request)
         if rng.random() < 0.2:
             await asyncio.sleep(rng.uniform(0, 1))
-            self.cell.cancel(request)
+            self.engines.cancel(request)
         while request.is_live:
-            await request.reader.wait()
-        self.cell.readers.close(request.reader)
+            await request.listener.wait()
+        self.engines.listeners.close(request.listener)
 
 
 @pytest.fixture(
@@ -122,7 +122,7 @@ def finished(request: pytest.FixtureRequest) -> Run:
 
 
 def test_every_sequence_has_its_times_counted_once(finished: Run):
-    totals, cell = finished.engine.measures.totals(), finished.cell
+    totals, engines = finished.engine.measures.totals(), finished.engines
     sequences = [request.sequences[0] for request in finished.requests]
     started = [s for s in sequences if s.progress.start_time is not None]
     first = [s.progress.first_token_time for s in sequences]
@@ -132,10 +132,10 @@ def test_every_sequence_has_its_times_counted_once(finished: Run):
     assert sum(totals.queue_s.counts) == len(started)
     assert totals.queue_s.total == pytest.approx(sum(waits))
     assert sum(totals.first_token_s.counts) == len([t for t in first if t is not None])
-    assert sum(cell.measures.total_s.counts) == len(good)
+    assert sum(engines.measures.total_s.counts) == len(good)
     reasons = [s.error.reason if s.error else s.finish_reason.name for s in sequences]
-    assert +cell.measures.ended == Counter(reasons)
-    assert cell.measures.ended[Cancelled.reason] > 0
+    assert +engines.measures.ended == Counter(reasons)
+    assert engines.measures.ended[Cancelled.reason] > 0
 
 
 def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(finished: Run):
@@ -154,7 +154,7 @@ def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(
 
 def test_steps_and_tokens_add_up_over_epochs(finished: Run):
     """A step that was lost with its executors was not committed, so it does not count."""
-    totals, status = finished.engine.measures.totals(), finished.cell.status()[0]
+    totals, status = finished.engine.measures.totals(), finished.engines.status()[0]
     num_steps = sum(totals.steps.values())
     plans = finished.executors.sent
 
@@ -192,7 +192,7 @@ def test_drafts_add_up_over_epochs(finished: Run):
     """Of each sequence and of the group, whoever loses an executor in between."""
     engine = finished.engine
     totals, progress = engine.measures.totals(), [s.progress for s in sequences_of(finished)]
-    drafts, [group] = totals.drafts, finished.cell.status()
+    drafts, [group] = totals.drafts, finished.engines.status()
     status = group.speculation
     offered = sum(p.num_drafts for p in progress)
     accepted = sum(p.num_accepted_drafts for p in progress)

@@ -88,7 +88,7 @@ def test_a_stop_string_cuts_a_run_and_sees_nothing_of_what_follows() -> None:
     world.check_idle()
 
 
-def test_a_reader_gets_each_run_whole_and_nothing_behind_a_stop() -> None:
+def test_a_listener_gets_each_run_whole_and_nothing_behind_a_stop() -> None:
     world = stepper()
     stopping = world.submit(PROMPT, 30, stop_token_ids=(stop_at(6),), is_columnar=True)
     going_on = world.submit([9, 9, 4], 9, is_columnar=True)
@@ -96,7 +96,7 @@ def test_a_reader_gets_each_run_whole_and_nothing_behind_a_stop() -> None:
     sizes = []
     for _ in range(3):
         world.step()
-        columns = world.table.take_columns(world.reader.index)
+        columns = world.table.take_columns(world.listener.index)
         sizes.append(columns.num_tokens.tolist())
         tokens = iter(columns.token_ids.tolist())
         for tag, count in zip(columns.tags.tolist(), columns.num_tokens.tolist(), strict=True):

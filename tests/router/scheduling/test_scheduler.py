@@ -324,10 +324,10 @@ def test_a_cancelled_sequence_frees_its_blocks_when_no_step_runs_it() -> None:
     world.check_idle()
 
 
-def test_the_reader_is_woken_when_there_are_tokens_and_not_before() -> None:
+def test_the_listener_is_woken_when_there_are_tokens_and_not_before() -> None:
     world = Stepper(make_shape(max_num_batched_tokens=8))
     world.submit(list(range(1, 11)), max_tokens=2)
-    news = world.reader._news
+    news = world.listener._news
     world.step()
     assert not news.is_set()
     world.step()
@@ -392,7 +392,7 @@ def test_an_equally_important_request_waits() -> None:
     assert first.sequences[0].progress.num_preemptions == 0
 
 
-def test_a_reader_gets_each_token_once_across_a_preemption() -> None:
+def test_a_listener_gets_each_token_once_across_a_preemption() -> None:
     world = full_world()
     requests = [world.submit([n] * 12, max_tokens=20) for n in (1, 2)]
     got: list[list[int]] = [[], []]

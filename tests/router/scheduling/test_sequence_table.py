@@ -1,11 +1,11 @@
-"""If these fail, a reader gets a token twice, never, or out of order."""
+"""If these fail, a listener gets a token twice, never, or out of order."""
 
 import random
 
 import numpy as np
 import pytest
 
-from router.requests.listeners import Reader, Readers
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 
@@ -19,7 +19,7 @@ def make_table(dp_size: int = 2, rows_per_rank: int = 3) -> SequenceTable:
 
 
 def make_sequence(
-    prompt: list[int], reader: Reader, tag: int = 0, stop_token_ids: tuple[int, ...] = ()
+    prompt: list[int], listener: Listener, tag: int = 0, stop_token_ids: tuple[int, ...] = ()
 ) -> Sequence:
     request = Request(
         request_id=f"r{tag}",
@@ -27,7 +27,7 @@ def make_sequence(
         sampling=SamplingParams(),
         stop=StopConditions(max_tokens=20, min_tokens=1, stop_token_ids=stop_token_ids),
         output=OutputOptions(),
-        reader=reader,
+        listener=listener,
         arrival_time=0.0,
         tag=tag,
         is_columnar=True,
@@ -36,8 +36,8 @@ def make_sequence(
 
 
 @pytest.fixture
-def readers() -> Readers:
-    return Readers(max_readers=4)
+def listeners() -> Listeners:
+    return Listeners(max_listeners=4)
 
 
 def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
@@ -48,9 +48,9 @@ def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
     table.last_token[row] = table.tokens[row, table.num_tokens[row] - 1]
 
 
-def test_rows_belong_to_ranks_and_come_back(readers: Readers) -> None:
-    table, reader = make_table(), readers.open()
-    sequences = [make_sequence([1], reader) for _ in range(3)]
+def test_rows_belong_to_ranks_and_come_back(listeners: Listeners) -> None:
+    table, listener = make_table(), listeners.open()
+    sequences = [make_sequence([1], listener) for _ in range(3)]
     rows = [table.bind(sequence, 1, NO_BLOCKS) for sequence in sequences]
     assert sorted(rows) == [3, 4, 5]
     assert (table.has_free_row(0), table.has_free_row(1)) == (True, False)
@@ -58,7 +58,7 @@ def test_rows_belong_to_ranks_and_come_back(readers: Readers) -> None:
     assert [table.local_rows[row] for row in rows] == [row - 3 for row in rows]
     table.detach(sequences[1])
     table.free_row(rows[1])
-    assert table.bind(make_sequence([1], reader), 1, NO_BLOCKS) == rows[1]
+    assert table.bind(make_sequence([1], listener), 1, NO_BLOCKS) == rows[1]
 
 
 def test_ascending_rows_are_cut_by_rank() -> None:
@@ -93,24 +93,24 @@ def test_the_shared_row_set_cannot_be_written_to() -> None:
             column[0] = 5
 
 
-def test_a_bound_row_says_what_its_request_asked_for(readers: Readers) -> None:
-    table, reader = make_table(), readers.open()
-    sequence = make_sequence([5, 6, 7, 8, 9], reader, tag=77, stop_token_ids=(3, 4))
+def test_a_bound_row_says_what_its_request_asked_for(listeners: Listeners) -> None:
+    table, listener = make_table(), listeners.open()
+    sequence = make_sequence([5, 6, 7, 8, 9], listener, tag=77, stop_token_ids=(3, 4))
     row = table.bind(sequence, 0, np.array([8], dtype=np.int32))
     assert table.status[row] == RowStatus.EXTEND
     assert (table.num_tokens[row], table.num_prompt[row], table.num_computed[row]) == (5, 5, 4)
     assert (table.max_len[row], table.min_len[row]) == (25, 6)
     assert table.stop_ids[:, row].tolist() == [3, 4, -1, -1]
-    assert (table.reader[row], table.tag[row]) == (reader.index, 77)
+    assert (table.listener[row], table.tag[row]) == (listener.index, 77)
     assert table.blocks_of(row).tolist() == [8]
     assert sequence.tokens[:5].tolist() == [5, 6, 7, 8, 9]
 
 
-def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(readers: Readers) -> None:
+def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listeners) -> None:
     table = make_table(dp_size=1, rows_per_rank=1)
     many = tuple(range(10, 11 + NUM_STOP_IDS))
-    first = make_sequence([1] * 9, readers.open(), tag=1, stop_token_ids=(1, 2, 3, 4))
-    second = make_sequence([2], readers.open(), tag=2, stop_token_ids=many)
+    first = make_sequence([1] * 9, listeners.open(), tag=1, stop_token_ids=(1, 2, 3, 4))
+    second = make_sequence([2], listeners.open(), tag=2, stop_token_ids=many)
     table.bind(first, 0, np.array([3, 4], dtype=np.int32))
     table.detach(first)
     table.free_row(0)
@@ -120,9 +120,9 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(readers: Readers)
     assert table.is_inspected[0]  # more stop tokens than there are columns for
 
 
-def test_taking_tokens_returns_each_output_token_once(readers: Readers) -> None:
+def test_taking_tokens_returns_each_output_token_once(listeners: Listeners) -> None:
     table = make_table()
-    sequence = make_sequence([1, 2], readers.open())
+    sequence = make_sequence([1, 2], listeners.open())
     row = table.bind(sequence, 0, NO_BLOCKS)
     assert sequence.take_tokens().tolist() == []
     give(table, row, [7, 8])
@@ -133,9 +133,9 @@ def test_taking_tokens_returns_each_output_token_once(readers: Readers) -> None:
     assert sequence.take_tokens().tolist() == []
 
 
-def test_taken_tokens_do_not_change_when_the_row_does(readers: Readers) -> None:
+def test_taken_tokens_do_not_change_when_the_row_does(listeners: Listeners) -> None:
     table = make_table()
-    sequence = make_sequence([1], readers.open())
+    sequence = make_sequence([1], listeners.open())
     row = table.bind(sequence, 0, NO_BLOCKS)
     give(table, row, [7])
     taken = sequence.take_tokens()
@@ -143,12 +143,12 @@ def test_taken_tokens_do_not_change_when_the_row_does(readers: Readers) -> None:
     assert taken.tolist() == [7]
 
 
-def test_columns_hold_one_reader_s_columnar_rows_in_row_order(readers: Readers) -> None:
+def test_columns_hold_one_listeners_columnar_rows_in_row_order(listeners: Listeners) -> None:
     table = make_table()
-    ours, theirs = readers.open(), readers.open()
+    ours, theirs = listeners.open(), listeners.open()
     rows = [
-        table.bind(make_sequence([1, 2], reader, tag), rank, NO_BLOCKS)
-        for tag, (reader, rank) in enumerate([(ours, 0), (theirs, 0), (ours, 1), (ours, 1)])
+        table.bind(make_sequence([1, 2], listener, tag), rank, NO_BLOCKS)
+        for tag, (listener, rank) in enumerate([(ours, 0), (theirs, 0), (ours, 1), (ours, 1)])
     ]
     table.is_columnar[rows[3]] = False
     for row, tokens in zip(rows, [[5], [6], [7, 8, 9], [4]], strict=True):
@@ -166,10 +166,10 @@ def test_columns_hold_one_reader_s_columnar_rows_in_row_order(readers: Readers) 
 def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
     """Tokens, columns, unbinding and binding again, in any order."""
     rng = random.Random(seed)
-    readers = Readers(max_readers=4)
-    reader = readers.open()
+    listeners = Listeners(max_listeners=4)
+    listener = listeners.open()
     table = make_table(dp_size=2, rows_per_rank=2)
-    sequences = [make_sequence([0] * rng.randint(1, 4), reader, tag) for tag in range(4)]
+    sequences = [make_sequence([0] * rng.randint(1, 4), listener, tag) for tag in range(4)]
     given: list[list[int]] = [[] for _ in sequences]
     taken: list[list[int]] = [[] for _ in sequences]
     for _ in range(300):
@@ -187,7 +187,7 @@ def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
             case "tokens":
                 taken[tag] += sequence.take_tokens().tolist()
             case "columns":
-                columns = table.take_columns(reader.index)
+                columns = table.take_columns(listener.index)
                 ends = np.cumsum(columns.num_tokens)
                 parts = np.split(columns.token_ids, ends[:-1])
                 for column_tag, part in zip(columns.tags.tolist(), parts, strict=False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import GroupMeasures
@@ -42,7 +42,7 @@ class Stepper:
 
     Attributes:
         ended: Sequences that ended, in order.
-        reader: Of every request made here.
+        listener: Of every request made here.
         results: What the executors have answered to the steps in flight.
     """
 
@@ -56,15 +56,15 @@ class Stepper:
     ) -> None:
         self.shape = shape
         self.admission = Admission(max_sequences=1000, max_tokens=100_000)
-        self.readers = Readers(max_readers=4)
-        self.reader = self.readers.open()
+        self.listeners = Listeners(max_listeners=4)
+        self.listener = self.listeners.open()
         self.ended: list[Sequence] = []
         self.now = 0.0
         self.measures = GroupMeasures()
         self.scheduler = Scheduler(
             shape,
             self.admission,
-            self.readers,
+            self.listeners,
             min_chunk_tokens=min_chunk_tokens,
             clock=lambda: self.now,
             on_end=self.ended.append,
@@ -101,7 +101,7 @@ class Stepper:
                 has_stop_strings=has_stop_strings,
             ),
             output=output or OutputOptions(),
-            reader=self.reader,
+            listener=self.listener,
             arrival_time=self.now,
             tag=number,
             **fields,

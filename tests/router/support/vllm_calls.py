@@ -1,4 +1,4 @@
-"""Calls of vllm.grpc.engine.VllmEngine on a fake cell, as a gateway makes them."""
+"""Calls of vllm.grpc.engine.VllmEngine on a fake engines, as a gateway makes them."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,26 +14,26 @@ from protos.transport.requests import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.text.tokenizer import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
-from tests.router.support.fake_cell import FakeCell
+from tests.router.support.fake_engines import FakeEngines
 
 PROMPT = [5, 6, 7]
 
 
 @asynccontextmanager
 async def connected(
-    cell: FakeCell,
+    engines: FakeEngines,
     tokenizer: Tokenizer | None = None,
     tokenizer_file: Path | None = None,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Any]:
-    generation = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    generation = GenerationServicer(engines, tokenizer, version="1.2.3")  # type: ignore[arg-type]
     server = grpc.aio.server(
-        interceptors=[RequestReader(generation.checks(), cell.measures.add_refusal)],
+        interceptors=[RequestReader(generation.checks(), engines.measures.add_refusal)],
         options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
     )
     servicer = VllmEngineServicer(
         generation,
-        cell,  # type: ignore[arg-type]
+        engines,  # type: ignore[arg-type]
         tokenizer_file,
         "1.2.3",
         is_ready=is_ready,
@@ -44,7 +44,7 @@ async def connected(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        await cell.idle()  # whatever the test did, no call may leave anything behind
+        await engines.idle()  # whatever the test did, no call may leave anything behind
     finally:
         await server.stop(grace=None)
 

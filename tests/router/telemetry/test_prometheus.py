@@ -20,14 +20,14 @@ from router.api.generate import GenerationServicer
 from router.api.health import Health
 from router.config import RouterConfig
 from router.engine.engine import Engine
-from router.engine.engines import Cell
+from router.engine.engines import Engines
 from router.errors import InvalidRequest, QueueFull
-from router.requests.listeners import Readers
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.scheduling.test_speculation import speculation
-from tests.router.support.fake_cell import FakeCell, serve
-from tests.router.support.running_cell import complete, running
+from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.running_engines import complete, running
 from tests.router.support.stepper import make_shape
 from tests.sim.fake_executors import FakeExecutors
 
@@ -55,12 +55,12 @@ async def scrape(port: int) -> str:
 
 
 async def test_a_scrape_says_what_happened():
-    async with running() as cell:
-        port = serve_metrics("127.0.0.1:0", collector(cell, "1.2"))
+    async with running() as engines:
+        port = serve_metrics("127.0.0.1:0", collector(engines, "1.2"))
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-        first = await complete(cell, "a", prompt, max_tokens=6)
-        again = await complete(cell, "b", prompt, max_tokens=6)
-        cell.measures.refused[QueueFull.reason] += 2
+        first = await complete(engines, "a", prompt, max_tokens=6)
+        again = await complete(engines, "b", prompt, max_tokens=6)
+        engines.measures.refused[QueueFull.reason] += 2
         samples = read(await scrape(port.number))
         await asyncio.to_thread(port.close)
 
@@ -94,10 +94,10 @@ async def test_a_scrape_says_what_happened():
 
 
 async def test_a_scrape_says_what_came_of_drafts():
-    async with running(sizes={"speculation": speculation()}, acceptance=1.0) as cell:
-        port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+    async with running(sizes={"speculation": speculation()}, acceptance=1.0) as engines:
+        port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
         before = read(await scrape(port.number))
-        await complete(cell, "a", [1, 2, 3], max_tokens=9)
+        await complete(engines, "a", [1, 2, 3], max_tokens=9)
         samples = read(await scrape(port.number))
         await asyncio.to_thread(port.close)
 
@@ -114,8 +114,8 @@ async def test_a_scrape_says_what_came_of_drafts():
 
 
 async def test_a_group_without_a_draft_model_says_nothing_of_whether_drafts_pay():
-    async with running() as cell:
-        families_now = families(take_snapshot(cell, "1"))
+    async with running() as engines:
+        families_now = families(take_snapshot(engines, "1"))
         series = {family.name: family.series for family in families_now}
     assert series["lockstep_router_drafts_total"] == [(("0",), 0)]
     assert series["lockstep_router_drafts_paused"] == []
@@ -123,19 +123,19 @@ async def test_a_group_without_a_draft_model_says_nothing_of_whether_drafts_pay(
 
 async def test_a_router_without_a_group_answers_too():
     """That is when somebody will look."""
-    cell = Cell(Readers(max_readers=2))
+    engines = Engines(Listeners(max_listeners=2))
     engine = Engine(
         0,
         FakeExecutors(make_shape(), random.Random(0)),
         Admission(max_sequences=4, max_tokens=100),
-        cell.readers,
+        engines.listeners,
         pipeline_depth=1,
         min_chunk_tokens=1,
         retry_delay_s=0.1,
-        on_end=cell.on_end,
+        on_end=engines.on_end,
     )
-    cell.drive([engine])
-    port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+    engines.drive([engine])
+    port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
     samples = read(await scrape(port.number))
     await asyncio.to_thread(port.close)
 
@@ -147,8 +147,8 @@ async def test_a_router_without_a_group_answers_too():
 async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch: pytest.MonkeyPatch):
     """So that Prometheus says that the router is down, instead of showing its last numbers."""
     monkeypatch.setattr("router.telemetry.prometheus.SNAPSHOT_TIMEOUT_S", 0.05)
-    async with running() as cell:
-        port = serve_metrics("127.0.0.1:0", collector(cell, "1"))
+    async with running() as engines:
+        port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
         with ThreadPoolExecutor(1) as threads:
             scraping = threads.submit(_status_of, port.number)
             assert scraping.result() == 500  # until then, the loop's thread stands still
@@ -165,17 +165,17 @@ def _status_of(port: int) -> int:
 
 async def test_labels_name_things_that_there_are_few_of():
     """Each value of each label is a series that Prometheus keeps for weeks."""
-    async with running(dp_size=3) as cell:
+    async with running(dp_size=3) as engines:
         for number in range(5):
-            await complete(cell, f"name-of-request-{number}", [number + 1, 2], max_tokens=2)
-        before = _num_series(cell)
+            await complete(engines, f"name-of-request-{number}", [number + 1, 2], max_tokens=2)
+        before = _num_series(engines)
         for number in range(20):
-            await complete(cell, f"other-{number}", [number + 1, 2, 3], max_tokens=3)
-        assert _num_series(cell) == before
+            await complete(engines, f"other-{number}", [number + 1, 2, 3], max_tokens=3)
+        assert _num_series(engines) == before
 
 
-def _num_series(cell: Cell) -> int:
-    return sum(len(list(family.series)) for family in families(take_snapshot(cell, "1")))
+def _num_series(engines: Engines) -> int:
+    return sum(len(list(family.series)) for family in families(take_snapshot(engines, "1")))
 
 
 def test_a_histogram_counts_as_prometheus_does():
@@ -217,24 +217,24 @@ def test_an_address_that_is_taken_is_named():
 
 
 async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
-    cell = FakeCell(max_readers=1)
-    async with serve(cell) as target, grpc.aio.insecure_channel(target) as channel:
+    engines = FakeEngines(max_listeners=1)
+    async with serve(engines) as target, grpc.aio.insecure_channel(target) as channel:
         stub = serving_pb2_grpc.GenerationServiceStub(channel)
         no_prompt = serving_pb2.GenerateRequest()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Generate(no_prompt).read()
-        assert cell.measures.refused["INVALID_REQUEST"] == 1
+        assert engines.measures.refused["INVALID_REQUEST"] == 1
 
         stream = stub.GenerateMany()
         await stream.write(serving_pb2.GenerateManyRequest(tag=1, start=no_prompt))
         assert (await stream.read()).errors[0].reason == "INVALID_REQUEST"
-        assert cell.measures.refused["INVALID_REQUEST"] == 2
+        assert engines.measures.refused["INVALID_REQUEST"] == 2
 
-        with pytest.raises(grpc.aio.AioRpcError):  # the stream has the only reader
+        with pytest.raises(grpc.aio.AioRpcError):  # the stream has the only listener
             await stub.Generate(no_prompt).read()
-        assert cell.measures.refused["QUEUE_FULL"] == 1
+        assert engines.measures.refused["QUEUE_FULL"] == 1
         stream.cancel()
-    assert +cell.measures.ended == {}
+    assert +engines.measures.ended == {}
 
 
 async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: Path):
@@ -242,10 +242,10 @@ async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: 
     config = RouterConfig(
         groups=(("127.0.0.1:1",),), listen="127.0.0.1:0", auth_tokens=tmp_path / "tokens"
     )
-    cell, right = Cell(Readers(4)), ("authorization", "Bearer right-token-0123456789")
-    servicer = GenerationServicer(cell, None, "1")
+    engines, right = Engines(Listeners(4)), ("authorization", "Bearer right-token-0123456789")
+    servicer = GenerationServicer(engines, None, "1")
     with structlog.testing.capture_logs() as lines:
-        server = await app.start_server(config, cell, servicer, Health(), [])
+        server = await app.start_server(config, engines, servicer, Health(), [])
     [address] = [line["address"] for line in lines if line["event"] == "listening"]
     async with grpc.aio.insecure_channel(address) as channel:
         method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
@@ -253,4 +253,4 @@ async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: 
             with pytest.raises(grpc.aio.AioRpcError):
                 await method(data, metadata=metadata).read()
     await server.stop(None)
-    assert +cell.measures.refused == {"UNAUTHENTICATED": 1, "MALFORMED_MESSAGE": 1}
+    assert +engines.measures.refused == {"UNAUTHENTICATED": 1, "MALFORMED_MESSAGE": 1}

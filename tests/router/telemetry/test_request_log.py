@@ -10,7 +10,7 @@ import structlog
 from router.errors import ShuttingDown
 from router.requests.request import Request
 from router.telemetry.request_log import Observers, RequestLog
-from tests.router.support.running_cell import complete, running
+from tests.router.support.running_engines import complete, running
 
 IDS = {"group": 0, "epoch": 7, "step_id": 41}
 
@@ -37,8 +37,8 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
     level: None, log: RequestLog
 ):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as cell:
-            await complete(cell, "mine", [1, 2, 3], max_tokens=5)
+        async with running(dp_size=1, observer=log) as engines:
+            await complete(engines, "mine", [1, 2, 3], max_tokens=5)
     taken, ended = [line for line in lines if line.get("request_id") == "mine"]
     assert {**taken, **IDS} == taken
     assert {**ended, **IDS} == ended
@@ -53,12 +53,12 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
 @info
 async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as cell:
-            await complete(cell, "well", [1, 2, 3], max_tokens=5)
-            cancelling = asyncio.create_task(complete(cell, "ill", [1, 2, 3], max_tokens=25))
-            while cell.find("ill") is None:
+        async with running(dp_size=1, observer=log) as engines:
+            await complete(engines, "well", [1, 2, 3], max_tokens=5)
+            cancelling = asyncio.create_task(complete(engines, "ill", [1, 2, 3], max_tokens=25))
+            while engines.find("ill") is None:
                 await asyncio.sleep(0.001)
-            cell.cancel(cell.find("ill"))  # type: ignore[arg-type]
+            engines.cancel(engines.find("ill"))  # type: ignore[arg-type]
             await cancelling
     assert [line for line in lines if "request_id" in line] == []
 
@@ -66,11 +66,11 @@ async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, 
 @info
 async def test_what_this_router_gave_up_is_always_written(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as cell:
-            waiting = asyncio.create_task(complete(cell, "cut", [1, 2, 3], max_tokens=25))
-            while cell.find("cut") is None:
+        async with running(dp_size=1, observer=log) as engines:
+            waiting = asyncio.create_task(complete(engines, "cut", [1, 2, 3], max_tokens=25))
+            while engines.find("cut") is None:
                 await asyncio.sleep(0.001)
-            cell.cancel_all()
+            engines.cancel_all()
             await waiting
     [line] = [line for line in lines if line.get("request_id") == "cut"]
     assert (line["event"], line["log_level"]) == ("request_given_up", "info")
@@ -90,15 +90,15 @@ async def test_every_observer_is_told_of_every_request():
             self.seen.append(f"-{request.request_id}")
 
     first, second = Told(), Told()
-    async with running(dp_size=1, observer=Observers([first, second])) as cell:
-        await complete(cell, "a", [1, 2], max_tokens=2)
+    async with running(dp_size=1, observer=Observers([first, second])) as engines:
+        await complete(engines, "a", [1, 2], max_tokens=2)
     assert first.seen == second.seen == ["+a", "-a"]
 
 
 async def test_a_loss_names_the_requests_whose_steps_it_took():
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, loss_rate=0.2) as cell:
-            await complete(cell, "mine", [1, 2, 3], max_tokens=25)
+        async with running(dp_size=1, loss_rate=0.2) as engines:
+            await complete(engines, "mine", [1, 2, 3], max_tokens=25)
     losses = [line for line in lines if line["event"] == "group_lost"]
     named = [line for line in lines if line["event"] == "steps_lost"]
     assert losses

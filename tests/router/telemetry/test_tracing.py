@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.api.generate import GenerationServicer
 from router.telemetry.tracing import CarrierInterceptor, Tracing, start_tracing
-from tests.router.support.running_cell import complete, running
+from tests.router.support.running_engines import complete, running
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01")
@@ -54,9 +54,9 @@ def message(request_id: str, max_tokens: int = 5, **fields: Any) -> serving_pb2.
 async def traced() -> AsyncIterator[Traced]:
     spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    async with running(dp_size=1, observer=Tracing(provider)) as cell:
+    async with running(dp_size=1, observer=Tracing(provider)) as engines:
         server = grpc.aio.server(interceptors=[CarrierInterceptor()])
-        servicer = GenerationServicer(cell, None, "1")
+        servicer = GenerationServicer(engines, None, "1")
         serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -156,8 +156,8 @@ async def test_spans_arrive_at_a_collector():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     tracing = start_tracing(f"http://127.0.0.1:{port}")
-    async with running(dp_size=1, observer=tracing) as cell:
-        await complete(cell, "to-the-collector", [1, 2, 3], max_tokens=4)
+    async with running(dp_size=1, observer=tracing) as engines:
+        await complete(engines, "to-the-collector", [1, 2, 3], max_tokens=4)
     await asyncio.to_thread(tracing.close)
     await server.stop(None)
 
@@ -174,8 +174,8 @@ async def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
 ):
     monkeypatch.setattr("router.telemetry.tracing.CLOSE_S", 0.01)
     tracing = start_tracing("http://127.0.0.1:1")
-    async with running(dp_size=1, observer=tracing) as cell:
-        request = await complete(cell, "to-nobody", [1, 2, 3], max_tokens=4)
+    async with running(dp_size=1, observer=tracing) as engines:
+        request = await complete(engines, "to-nobody", [1, 2, 3], max_tokens=4)
     tracing.close()
     assert request.sequences[0].error is None
 

@@ -1,4 +1,4 @@
-"""A cell without engines, at the seam that the public API sees: tests play the executors."""
+"""A engines without engines, at the seam that the public API sees: tests play the executors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -17,7 +17,7 @@ from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
 from router.api.text.tokenizer import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
-from router.requests.listeners import Reader, Readers
+from router.requests.listeners import Listener, Listeners
 from router.requests.request import Columns, FinishReason, Request, Sequence
 from router.scheduling.counters import RequestMeasures
 from router.scheduling.model import ServedModel
@@ -32,7 +32,7 @@ MODEL = ServedModel(
 )
 
 
-class FakeCell:
+class FakeEngines:
     """Keeps requests; a test says what becomes of them.
 
     Attributes:
@@ -41,9 +41,9 @@ class FakeCell:
         echoes: Whether each continuation ends at once, with the prompt as its output.
     """
 
-    def __init__(self, model: ServedModel | None = MODEL, max_readers: int = 8) -> None:
+    def __init__(self, model: ServedModel | None = MODEL, max_listeners: int = 8) -> None:
         self.model = model
-        self.readers = Readers(max_readers)
+        self.listeners = Listeners(max_listeners)
         self.live: dict[str, Request] = {}
         self.arrivals: asyncio.Queue[Request] = asyncio.Queue()
         self.refusal: RpcError | None = None
@@ -51,7 +51,7 @@ class FakeCell:
         self.groups: list[serving_pb2.GroupStatus] = []
         self.is_shutting_down = False
         self.measures = RequestMeasures()
-        self._max_readers = max_readers
+        self._max_listeners = max_listeners
 
     @property
     def num_live(self) -> int:
@@ -60,7 +60,7 @@ class FakeCell:
     def shut_down(self) -> None:
         self.is_shutting_down = True
         self.refusal = ShuttingDown("this router is shutting down: send the request to another one")
-        self.readers.wake_all()
+        self.listeners.wake_all()
 
     def cancel_all(self) -> None:
         for request in list(self.live.values()):
@@ -94,12 +94,12 @@ class FakeCell:
     def find(self, request_id: str) -> Request | None:
         return self.live.get(request_id)
 
-    def take_columns(self, reader: Reader) -> Columns:
+    def take_columns(self, listener: Listener) -> Columns:
         taken = [
             (request.tag, sequence.take_tokens())
             for request in self.live.values()
             for sequence in request.sequences
-            if request.reader is reader and request.is_columnar
+            if request.listener is listener and request.is_columnar
         ]
         taken = [(tag, token_ids) for tag, token_ids in taken if len(token_ids)]
         return Columns(
@@ -118,7 +118,7 @@ class FakeCell:
         if sequence.request.stop.has_stop_strings:
             assert sequence.text is not None
             sequence.stop_string = sequence.text.feed(new, may_stop=True)
-        sequence.request.reader.wake()
+        sequence.request.listener.wake()
         if sequence.stop_string is not None:
             self.finish(sequence, FinishReason.STOP)
 
@@ -127,15 +127,15 @@ class FakeCell:
         self._end(sequence)
 
     async def idle(self) -> None:
-        """Returns when no request is live and every call has given its reader back."""
+        """Returns when no request is live and every call has given its listener back."""
         async with asyncio.timeout(120):
-            while self.live or self.readers.num_free < self._max_readers:
+            while self.live or self.listeners.num_free < self._max_listeners:
                 await asyncio.sleep(0)  # lets the others run; takes no time of its own
 
     def _end(self, sequence: Sequence) -> None:
         request = sequence.request
-        request.reader.ended.append(sequence)
-        request.reader.wake()
+        request.listener.ended.append(sequence)
+        request.listener.wake()
         if not request.is_live:
             del self.live[request.request_id]
             if request.expiry is not None:
@@ -144,12 +144,12 @@ class FakeCell:
 
 @asynccontextmanager
 async def serve(
-    cell: FakeCell, tokenizer: Tokenizer | None = None, health: Health | None = None
+    engines: FakeEngines, tokenizer: Tokenizer | None = None, health: Health | None = None
 ) -> AsyncIterator[str]:
-    """Serves a cell on loopback and yields the target to connect to."""
-    servicer = GenerationServicer(cell, tokenizer, version="1.2.3")  # type: ignore[arg-type]
+    """Serves engines on loopback and yields the target to connect to."""
+    servicer = GenerationServicer(engines, tokenizer, version="1.2.3")  # type: ignore[arg-type]
     server = grpc.aio.server(
-        interceptors=[RequestReader(servicer.checks(), cell.measures.add_refusal)],
+        interceptors=[RequestReader(servicer.checks(), engines.measures.add_refusal)],
         options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
     )
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
@@ -159,7 +159,7 @@ async def serve(
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
-        await cell.idle()  # whatever the test did, no call may leave anything behind
+        await engines.idle()  # whatever the test did, no call may leave anything behind
     finally:
         await server.stop(grace=None)
 
