@@ -45,7 +45,7 @@ class RouterConfig(PortSecurity):
             average, for it to pay; below, a group decodes plainly for some hundred steps before it
             tries again (router/scheduling/speculation.py). 1 never gives up.
         prompt_steps_between_drafts: While prompts wait, steps that run some of them between two
-            that are speculative and run none (router/scheduling/drafting.py). More of them: prompts begin
+            that are speculative and run none (router/scheduling/speculation.py). More of them: prompts begin
             their answers sooner, and answers come slower. A great number: prompts always go first.
         form_timeout_s: For each call that forms a group.
         step_timeout_s: For the answer to a step, at most; past it, the executor counts as lost.

@@ -7,7 +7,7 @@ from protos.transport.errors import RpcError
 from router.api.text.output_text import OutputText
 from router.engine.status import duration
 from router.requests.request import FinishReason, Sequence, TokenLogprob
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 _FINISH_REASONS = {
     FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,

@@ -25,7 +25,7 @@ from router.requests.request import (
     SamplingParams,
     StopConditions,
 )
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 MAX_REQUEST_ID_LEN = 128
 MAX_N = 64

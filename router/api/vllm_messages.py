@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.errors import InvalidRequest
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 # The package brings no types that mypy can use.
 Message = Any

@@ -22,11 +22,9 @@ from router.requests.listeners import Listener, Listeners
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, GroupMeasures
-from router.scheduling.group import GroupInfo
-from router.scheduling.model import ServedModel
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import DraftSettings
-from router.scheduling.step import StepPlan, StepResult
+from router.scheduling.step import GroupInfo, ServedModel, StepPlan, StepResult
 
 log = structlog.get_logger()
 

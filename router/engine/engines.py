@@ -21,7 +21,7 @@ from router.errors import (
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import Columns, Request, Sequence
 from router.scheduling.counters import GroupTotals, RequestMeasures
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 log = structlog.stdlib.get_logger(__name__)
 

@@ -4,9 +4,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.serving.v1 import serving_pb2 as pb
 from router.scheduling.counters import EpochStats
-from router.scheduling.group import GroupInfo
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import GateState
+from router.scheduling.step import GroupInfo
 
 _STATES = {
     GateState.DRAFTING: pb.SPECULATION_STATE_DRAFTING,

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
-from router.scheduling.group import GroupInfo, GroupShape
-from router.scheduling.model import ServedModel
-from router.scheduling.speculation import Speculation
-from router.scheduling.step_builder import GraphSizes
+from router.scheduling.step import (
+    CapturedSizes,
+    GroupInfo,
+    GroupShape,
+    ServedModel,
+    SpeculationShape,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             max_num_logits=budget.max_num_logits,
             max_model_len=max_model_len,
             attn_tp_size=descriptions[0].coordinates.attn_tp_size,
-            graph_sizes=GraphSizes(
+            graph_sizes=CapturedSizes(
                 tuple(graph_sizes.decode), tuple(graph_sizes.extend), graph_sizes.extend_runner
             ),
             speculation=_speculation(descriptions[0]),
@@ -121,12 +124,12 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
     )
 
 
-def _speculation(description: pb.DescribeResponse) -> Speculation | None:
+def _speculation(description: pb.DescribeResponse) -> SpeculationShape | None:
     """Returns what an executor can draft. Raises ValueError where that makes no sense."""
     if not description.HasField("speculation"):
         return None
     given = description.speculation
-    return Speculation(
+    return SpeculationShape(
         algorithm=given.algorithm,
         num_draft_tokens=given.num_draft_tokens,
         num_draft_steps=given.num_draft_steps,

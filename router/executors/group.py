@@ -19,8 +19,7 @@ from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, encode_step
 from router.executors.step_deadline import StepDeadline
 from router.executors.step_stream import KINDS, StepStream
-from router.scheduling.group import GroupInfo
-from router.scheduling.step import RankResult, StepPlan, StepResult
+from router.scheduling.step import GroupInfo, RankResult, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub

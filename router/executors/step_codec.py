@@ -13,19 +13,19 @@ from router.scheduling.step import (
     NO_FLOATS,
     NO_INTS,
     Agreement,
-    DpPaddingMode,
-    ForwardMode,
+    BatchMode,
+    PaddingMode,
     RankBatch,
     RankResult,
     RowStart,
     StepPlan,
 )
 
-# By ForwardMode, whose members are the indices: hashing one would take 300 ns.
+# By BatchMode, whose members are the indices: hashing one would take 300 ns.
 FORWARD_MODES = (pb.FORWARD_MODE_IDLE, pb.FORWARD_MODE_DECODE, pb.FORWARD_MODE_EXTEND)
 PADDING_MODES = {
-    DpPaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
-    DpPaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
+    PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
+    PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
 
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -212,7 +212,7 @@ def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) ->
         )
     gained = np.frombuffer(gains, INT32)
     # Only a decode that drafts has `num_tokens`: what each may gain.
-    limits = batch.num_tokens if batch.mode is ForwardMode.DECODE else None
+    limits = batch.num_tokens if batch.mode is BatchMode.DECODE else None
     is_wrong = (gained < 1) | (gained > (1 if limits is None else limits))
     if is_wrong.any():
         rows = batch.rows if batch.samples is None else batch.rows[batch.samples != 0]

@@ -32,14 +32,15 @@ from router.requests.request import FinishReason, Sequence
 from router.scheduling.prefix_cache import PrefixCache
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import (
+    NO_GRAPHS,
     Agreement,
-    DpPaddingMode,
+    CapturedSizes,
     GraphMiss,
+    PaddingMode,
     RankResult,
     StepPlan,
     StepResult,
 )
-from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
 
 # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
 REFUSALS = (
@@ -112,7 +113,7 @@ class EpochStats:
         self,
         caches: SequenceOf[PrefixCache] = (),
         num_preemptions: SequenceOf[int] = (),
-        graph_sizes: GraphSizes = NO_GRAPHS,
+        graph_sizes: CapturedSizes = NO_GRAPHS,
     ) -> None:
         self.num_steps = 0
         self.last_time: float | None = None
@@ -156,7 +157,7 @@ class EpochStats:
         )
         tokens = np.array([a.global_num_tokens for a in agreements])
         longest = tokens.max(axis=1)
-        is_level = np.array([a.padding_mode is DpPaddingMode.MAX_LEN for a in agreements])
+        is_level = np.array([a.padding_mode is PaddingMode.MAX_LEN for a in agreements])
         rows = np.array([(a.graph_size or 0) * (a.num_draft_tokens or 1) for a in agreements])
         rows = np.maximum(rows, longest)[:, None] * is_level[:, None]
         self._counts += (

@@ -1,66 +1,53 @@
-"""What a group can draft, and whether its drafts pay. Pure; no clock, no sequences, no messages.
+"""Speculative decoding as the scheduler decides it: whether drafts pay, and which steps draft.
 
 A speculative step costs more than a plain one, by the drafts' own passes and the wider verify pass,
-and gives back a token for each draft that is accepted. How many are is the traffic's doing, so it is
-measured: where a row gains too little in a step, the group decodes plainly for a while and then
-tries again. One gate stands for all DP ranks, as a step is speculative on all of them or on none.
+and gives back a token for each draft that is accepted. How many are accepted depends on the
+traffic, so `DraftGate` measures it: where a row gains too little in a step, the group decodes
+plainly for a while and then tries again. A step is speculative on all DP ranks or on none.
+
+A step that runs prompt tokens cannot draft: its decodes gain one token. Where prompts never cease,
+every step would be such a step, so the two kinds alternate: once `prompt_steps_between` steps have
+run prompts, the next one drafts although some wait (`Drafting`). The prompts pay with the time of
+that step, and the decodes get several tokens instead of one. The alternation goes by steps as they
+are planned, not as they come back, so that it does not depend on how many are in flight: lengths
+that are not known yet count with their upper bounds, as in every speculative step.
+
+Prompts go first all the same
+
+* while drafts do not pay (`DraftGate`); each step that could have drafted counts towards its pause;
+* where fewer than TURN_ROWS sequences would draft for each one whose prompt would wait: a step in
+  which that one drafts too is worth more, and with short answers it comes before long;
+* where the free KV blocks do not suffice for most rows' drafts.
+
+Waiting sequences are bound to ranks in such a step as in any other; only their tokens run later. It
+takes blocks for drafts only if no bound prompt needs them and no waiting sequence may; otherwise
+rows draft as far as the blocks go that they hold. So drafts preempt nobody and keep nobody out for
+want of blocks; they cost the others time only. And since prompts run in at least
+`prompt_steps_between` of the steps that follow, they never starve.
+
+The price is the time to the first token. With 2 steps between it is half of what it is with 1, for
+most of the gain (`tests/bench/router/bench_draft_turns.py`), hence the default.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from router.requests.request import Int32Array
+from router.scheduling.row_blocks import RowBlocks
+from router.scheduling.sequence_table import RowSet, RowStatus, SequenceTable
+from router.scheduling.step import SpeculationShape
+from router.scheduling.step_builder import Chunk
 
 FORGET = 1 / 64  # what a step takes off the weight of every one before it
 PROBE_STEPS = 16  # steps with drafts before they are judged, at first and after each pause
 PAUSE_STEPS = 512  # steps without, before drafts are tried again
+TURN_ROWS = 4  # sequences that draft while prompts wait, for each whose prompt waits
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Speculation:
-    """What the executors of a group can do with a draft model; Speculation in executor.proto.
-
-    Attributes:
-        algorithm: Which runners draft; for people.
-        num_draft_tokens: Tokens that a sequence verifies: its last one, and drafts.
-        num_draft_steps: Drafts on the longest path.
-        topk: Drafts that each draft step goes on from; 1 is a chain.
-        num_reserved_tokens: KV slots that a speculative step writes, from its first token on.
-        kv_lookahead: KV slots that any other step writes beyond the tokens of a sequence that
-            samples.
-        extends: Whether the draft model runs over every token that the model runs.
-    """
-
-    algorithm: str
-    num_draft_tokens: int
-    num_draft_steps: int
-    topk: int = 1
-    num_reserved_tokens: int
-    kv_lookahead: int = 0
-    extends: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens < 2:
-            raise ValueError(
-                f"speculation.num_draft_tokens={self.num_draft_tokens}: a sequence verifies its "
-                f"last token and a draft at least, so need 2 or more"
-            )
-        if not 1 <= self.num_draft_steps < self.num_draft_tokens:
-            raise ValueError(
-                f"speculation.num_draft_steps={self.num_draft_steps}: of num_draft_tokens="
-                f"{self.num_draft_tokens}, one is not a draft, so need 1 to "
-                f"{self.num_draft_tokens - 1}"
-            )
-        if self.topk < 1:
-            raise ValueError(f"speculation.topk={self.topk}: need 1, which is a chain, or more")
-        if self.num_reserved_tokens < self.max_gain:
-            raise ValueError(
-                f"speculation.num_reserved_tokens={self.num_reserved_tokens}: a step may add "
-                f"{self.max_gain} tokens to a sequence, so it writes as many KV slots at least"
-            )
-
-    @property
-    def max_gain(self) -> int:
-        """The most tokens that a sequence gains in a step: a whole path, and what follows it."""
-        return self.num_draft_steps + 1
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +85,7 @@ class DraftSettings:
         min_tokens_per_step: Tokens that a row must gain in a speculative step for it to pay; 1,
             which each row gains in any step, is always.
         prompt_steps_between: While prompts wait, steps that run them between two that draft; see
-            router/scheduling/drafting.py.
+            `Drafting`.
     """
 
     is_on: bool = True
@@ -158,3 +145,115 @@ class DraftGate:
     def tokens_per_step(self) -> float | None:
         """Tokens that a row gains in a speculative step, lately; None: nothing is known yet."""
         return self._num_tokens / self._num_rows if self._num_rows else None
+
+
+class Drafting:
+    """Plans the drafts of one table's rows. For each step, `takes_turn` if prompts wait, then `prepare`.
+
+    Args:
+        table: Read only.
+        blocks: Gives rows blocks for their drafts.
+        speculation: What the executors can draft.
+        gate: Asked in each step that could draft.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: RowBlocks,
+        speculation: SpeculationShape,
+        gate: DraftGate,
+    ) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._speculation = speculation
+        self._gate = gate
+        self._num_prompt_steps = 0  # planned since the last one without prompts
+        self._answer: bool | None = None  # of the gate, for the step that is planned now
+        self._takes_blocks = True  # for drafts, if that step is a turn
+
+    def takes_turn(self, runs: Mask, *, has_waiting: bool) -> bool:
+        """Returns whether the step drafts although prompts could run, and is to give them nothing.
+
+        Args:
+            runs: bool [R], rows that decode unless they have lost their place since.
+            has_waiting: Whether somebody is still not bound to a rank.
+        """
+        self._answer = None
+        if self._num_prompt_steps < self._gate.settings.prompt_steps_between:
+            return False
+        table = self._table
+        num_prompts = np.count_nonzero(table.status == RowStatus.EXTEND)
+        limits = self._limits(runs & (table.status == RowStatus.DECODE))
+        drafts = limits > 1
+        num_drafting = np.count_nonzero(drafts)
+        if not num_prompts or num_drafting < TURN_ROWS * num_prompts:
+            return False
+        needs_kv = has_waiting and any(map(table.has_free_row, range(table.dp_size)))
+        self._takes_blocks = not needs_kv and self._blocks.can_reserve(self._ends(limits > 0))
+        if not self._takes_blocks:
+            drafts &= limits <= self._num_slots()
+            if 2 * np.count_nonzero(drafts) < num_drafting:
+                return False
+        self._answer = self._gate.wants_drafts()
+        return self._answer
+
+    def prepare(self, decodes: RowSet, runs: Mask, chunks: list[list[Chunk]]) -> Int32Array | None:
+        """Gives rows blocks beyond what they run, for drafts.
+
+        Args:
+            decodes: Rows that decode.
+            runs: bool [R], the same rows.
+            chunks: [dp_size] what runs of prompts.
+
+        Returns:
+            int32, of each decode the most tokens that it may gain in a speculative step; None if
+            the step is not to be one.
+        """
+        answer, self._answer = self._answer, None
+        if any(chunks):
+            self._num_prompt_steps += 1
+        else:
+            self._num_prompt_steps = 0
+            limits = self._limits(runs)
+            can_draft = limits.max() > 1
+            if can_draft and (self._gate.wants_drafts() if answer is None else answer):
+                if answer is None or self._takes_blocks:
+                    self._blocks.reserve(self._ends(runs))
+                gains = np.minimum(limits, self._num_slots()).take(decodes.rows)
+                if gains.max() > 1:
+                    return gains
+        self._reserve_lookahead(runs, chunks)
+        return None
+
+    def _limits(self, runs: Mask) -> Int32Array:
+        """Returns int32 [R], the most tokens that each row may gain, blocks aside; 0: it does not run."""
+        table = self._table
+        # Below its least length, only what a first token may be is known beforehand.
+        takes_drafts = table.takes_drafts & (table.num_tokens >= table.min_len)
+        limits = np.where(takes_drafts, np.int32(self._speculation.max_gain), np.int32(1))
+        np.minimum(limits, table.max_computed - table.num_computed, out=limits)
+        limits *= runs
+        return limits
+
+    def _ends(self, runs: Mask) -> Int32Array:
+        """Returns int32 [R], the tokens for which a speculative step wants each row's blocks."""
+        num_reserved = np.int32(self._speculation.num_reserved_tokens)
+        return np.where(runs, self._table.num_computed + num_reserved, np.int32(0))
+
+    def _num_slots(self) -> Int32Array:
+        """Returns int32 [R], the tokens for which each row has blocks beyond those it has computed."""
+        table = self._table
+        return table.num_blocks * np.int32(table.block_size) - table.num_computed
+
+    def _reserve_lookahead(self, runs: Mask, chunks: list[list[Chunk]]) -> None:
+        """Gives rows that sample the blocks into which the draft model writes ahead of a plain step."""
+        if not self._speculation.kv_lookahead:
+            return
+        table = self._table
+        ends = np.where(runs, table.num_computed + 1, 0)
+        for chunk in chain.from_iterable(chunks):
+            end = int(table.num_computed[chunk.row]) + chunk.num_tokens
+            ends[chunk.row] = end if end == table.num_extend[chunk.row] else 0
+        ends[ends > 0] += self._speculation.kv_lookahead
+        self._blocks.reserve(ends)

@@ -1,6 +1,6 @@
-"""A step as a value: what the scheduler decides and what the executors answer. Data only.
+"""Steps and groups as data: a group's sizes, the plan of a step, and its result.
 
-What there is of each rank in each step is a named tuple: made in a third of a dataclass's time.
+The parts of each rank in each step are named tuples: made in a third of a dataclass's time.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -13,16 +13,31 @@ import numpy.typing as npt
 
 from router.requests.request import Float32Array, Int32Array, Sequence
 
+# ---- steps
 
-class ForwardMode(IntEnum):
+
+class BatchMode(IntEnum):
+    """What one DP rank runs in a step; ForwardMode in executor.proto."""
+
     IDLE = 0  # no sequences, but every collective call
     DECODE = 1  # one token per sequence, none of them a prompt's; with drafts, some
     EXTEND = 2  # some sequence runs prompt tokens
 
 
-class DpPaddingMode(Enum):
+class PaddingMode(Enum):
+    """Layout of all ranks' rows in a collective; DpPaddingMode in executor.proto."""
+
     MAX_LEN = auto()  # pad every rank to the largest, then all-gather
     SUM_LEN = auto()  # lay ranks end to end, then all-reduce
+
+
+class GraphMiss(StrEnum):
+    """Why a step replays no graph."""
+
+    NOT_CAPTURED = auto()  # the executors have no graph of its kind
+    TOO_LARGE = auto()  # it is larger than the largest graph
+    MOSTLY_PADDING = auto()  # more than half of the smallest graph that fits would be padding
+    IDLE_RANK = auto()  # a rank without tokens cannot replay an extend
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +80,7 @@ class RankBatch(NamedTuple):
         scorings: Sequences that get log probabilities, in batch order.
     """
 
-    mode: ForwardMode
+    mode: BatchMode
     rows: Int32Array
     num_computed_tokens: Int32Array
     token_ids: Int32Array | None = None
@@ -77,15 +92,6 @@ class RankBatch(NamedTuple):
     scored_ids: Int32Array | None = None
     starts: SequenceOf[RowStart] = ()
     scorings: SequenceOf[Scoring] = ()
-
-
-class GraphMiss(StrEnum):
-    """Why a step replays no graph."""
-
-    NOT_CAPTURED = auto()  # the executors have no graph of its kind
-    TOO_LARGE = auto()  # it is larger than the largest graph
-    MOSTLY_PADDING = auto()  # more than half of the smallest graph that fits would be padding
-    IDLE_RANK = auto()  # a rank without tokens cannot replay an extend
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,7 @@ class Agreement:
     global_num_tokens: tuple[int, ...]
     global_num_tokens_for_logprob: tuple[int, ...]
     has_extend: bool
-    padding_mode: DpPaddingMode
+    padding_mode: PaddingMode
     graph_size: int | None
     graph_miss: GraphMiss | None = None
     num_draft_tokens: int = 0
@@ -151,3 +157,168 @@ class RankResult(NamedTuple):
 
 
 StepResult = tuple[RankResult, ...]
+
+
+# ---- groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The model as every executor described it.
+
+    Attributes:
+        name: What a request's `model` may say.
+        architecture: First entry of `architectures` in the checkpoint's config.json.
+        fingerprint: Of configuration and tensors; equal on equal checkpoints.
+        vocab_size: Token ids are 0 to vocab_size - 1.
+        max_model_len: Prompt and output tokens of one sequence together.
+        eos_token_ids: Tokens that end an output unless a request ignores them.
+    """
+
+    name: str
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for an output token."""
+        return self.max_model_len - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSizes:
+    """Captured sizes, ascending: sequences for decode, tokens for extend, and what replays those."""
+
+    decode: tuple[int, ...] = ()
+    extend: tuple[int, ...] = ()
+    extend_runner: str = ""
+
+
+NO_GRAPHS = CapturedSizes()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationShape:
+    """What the executors of a group can do with a draft model; Speculation in executor.proto.
+
+    Attributes:
+        algorithm: Which runners draft; for people.
+        num_draft_tokens: Tokens that a sequence verifies: its last one, and drafts.
+        num_draft_steps: Drafts on the longest path.
+        topk: Drafts that each draft step goes on from; 1 is a chain.
+        num_reserved_tokens: KV slots that a speculative step writes, from its first token on.
+        kv_lookahead: KV slots that any other step writes beyond the tokens of a sequence that
+            samples.
+        extends: Whether the draft model runs over every token that the model runs.
+    """
+
+    algorithm: str
+    num_draft_tokens: int
+    num_draft_steps: int
+    topk: int = 1
+    num_reserved_tokens: int
+    kv_lookahead: int = 0
+    extends: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 2:
+            raise ValueError(
+                f"speculation.num_draft_tokens={self.num_draft_tokens}: a sequence verifies its "
+                f"last token and a draft at least, so need 2 or more"
+            )
+        if not 1 <= self.num_draft_steps < self.num_draft_tokens:
+            raise ValueError(
+                f"speculation.num_draft_steps={self.num_draft_steps}: of num_draft_tokens="
+                f"{self.num_draft_tokens}, one is not a draft, so need 1 to "
+                f"{self.num_draft_tokens - 1}"
+            )
+        if self.topk < 1:
+            raise ValueError(f"speculation.topk={self.topk}: need 1, which is a chain, or more")
+        if self.num_reserved_tokens < self.max_gain:
+            raise ValueError(
+                f"speculation.num_reserved_tokens={self.num_reserved_tokens}: a step may add "
+                f"{self.max_gain} tokens to a sequence, so it writes as many KV slots at least"
+            )
+
+    @property
+    def max_gain(self) -> int:
+        """The most tokens that a sequence gains in a step: a whole path, and what follows it."""
+        return self.num_draft_steps + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupShape:
+    """What the scheduler must know of a group; the same on every DP rank but for the blocks.
+
+    Attributes:
+        dp_size: DP ranks.
+        num_blocks: [dp_size] KV blocks of each rank, the scratch block included.
+        block_size: Tokens per block.
+        rows_per_rank: Sequences that can be live on a rank.
+        max_num_batched_tokens: Tokens of a rank in one step.
+        max_num_logits: Rows of logits of a rank in one step.
+        max_model_len: Tokens of one sequence.
+        attn_tp_size: Executors that share one DP rank's attention, and its rows between.
+        graph_sizes: What the executors have captured.
+        speculation: What they can draft; None without a draft model.
+    """
+
+    dp_size: int
+    num_blocks: tuple[int, ...]
+    block_size: int
+    rows_per_rank: int
+    max_num_batched_tokens: int
+    max_num_logits: int
+    max_model_len: int
+    attn_tp_size: int = 1
+    graph_sizes: CapturedSizes = NO_GRAPHS
+    speculation: SpeculationShape | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.num_blocks) != self.dp_size:
+            raise ValueError(
+                f"num_blocks has {len(self.num_blocks)} entries for dp_size={self.dp_size}"
+            )
+        capacity = (min(self.num_blocks) - 1) * self.block_size
+        if self.max_model_len > capacity:
+            raise ValueError(
+                f"max_model_len={self.max_model_len}: the smallest KV pool holds {capacity} tokens; "
+                f"raise the executors' KV cache or lower their max_model_len"
+            )
+        for name in ("max_num_batched_tokens", "max_num_logits"):
+            if getattr(self, name) < self.rows_per_rank:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is below max_num_seqs={self.rows_per_rank}: "
+                    f"a step of decodes would not fit"
+                )
+
+    def check(self, agreement: Agreement) -> None:
+        """Checks that a step is within what the executors have room for. They would refuse it."""
+        num_tokens = max(agreement.global_num_tokens)
+        num_logits = max(agreement.global_num_tokens_for_logprob)
+        most_tokens, most_logits = self.max_num_batched_tokens, self.max_num_logits
+        if agreement.num_draft_tokens:  # for which there is room beside the budget
+            most_tokens = most_logits = self.rows_per_rank * agreement.num_draft_tokens
+        assert num_tokens <= most_tokens, (
+            f"planned {num_tokens} tokens on a rank; the budget is {most_tokens}"
+        )
+        assert num_logits <= most_logits, (
+            f"planned {num_logits} rows of logits on a rank; the budget is {most_logits}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupInfo:
+    """A group that has formed.
+
+    Attributes:
+        addresses: [dp_size] where each DP rank's first executor listens.
+    """
+
+    epoch: int
+    model: ServedModel
+    shape: GroupShape
+    addresses: tuple[str, ...]

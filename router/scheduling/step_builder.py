@@ -1,4 +1,4 @@
-"""Turns the rows that run into the columns that travel, and marks them as handed out."""
+"""Step builder: the rows that run as the columns that travel, marked as handed out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,22 @@ import numpy.typing as npt
 from router.requests.request import Int32Array
 from router.scheduling.planner import agree
 from router.scheduling.sequence_table import Rows, RowSet, RowStatus, SequenceTable, spread
-from router.scheduling.speculation import Speculation
-from router.scheduling.step import ForwardMode, RankBatch, RowStart, Scoring, StepPlan
+from router.scheduling.step import (
+    BatchMode,
+    CapturedSizes,
+    RankBatch,
+    RowStart,
+    Scoring,
+    SpeculationShape,
+    StepPlan,
+)
 
 LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
 
 NOTHING = np.zeros(0, dtype=np.int32)
 NewBlocks = tuple[Int32Array | None, Int32Array | None]
 NO_NEW_BLOCKS: NewBlocks = (None, None)
-IDLE = RankBatch(ForwardMode.IDLE, NOTHING, NOTHING)
+IDLE = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +36,15 @@ class Chunk:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class GraphSizes:
-    """Captured sizes, ascending: sequences for decode, tokens for extend, and what replays those."""
-
-    decode: tuple[int, ...] = ()
-    extend: tuple[int, ...] = ()
-    extend_runner: str = ""
-
-
-NO_GRAPHS = GraphSizes()
-
-
 def build_plan(
     table: SequenceTable,
     decodes: RowSet,
     runs: npt.NDArray[np.bool_],
     chunks: Sequence[Sequence[Chunk]],
-    graph_sizes: GraphSizes,
+    graph_sizes: CapturedSizes,
     attn_tp_size: int = 1,
     *,
-    speculation: Speculation | None = None,
+    speculation: SpeculationShape | None = None,
     limits: Int32Array | None = None,
 ) -> StepPlan:
     """Builds the step that runs the next token of each decode and all of each chunk.
@@ -145,7 +140,7 @@ def _decode_batches(
         new_blocks = _new_blocks(table, decodes, has_grown, grows_by_one=grows_by_one)
     batches = [
         RankBatch(
-            ForwardMode.DECODE,
+            BatchMode.DECODE,
             local_rows,
             computed[part],
             None,
@@ -242,7 +237,7 @@ def _chunk_batch(table: SequenceTable, chunks: Sequence[Chunk]) -> RankBatch:
         table.num_sent_blocks[row] = num_blocks
         table.num_computed[row] = end
     return RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         _int32([chunk.row % table.rows_per_rank for chunk in chunks]),
         _int32(computed),
         np.concatenate(token_ids),
@@ -269,7 +264,7 @@ def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:
     ones = np.ones(num_decodes, dtype=np.int32)
     zeros = np.zeros(num_decodes, dtype=np.int32)
     return RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         np.concatenate((decodes.rows, chunks.rows)),
         np.concatenate((decodes.num_computed_tokens, chunks.num_computed_tokens)),
         np.concatenate((np.full_like(decodes.rows, LAST_SAMPLED), chunks.token_ids)),

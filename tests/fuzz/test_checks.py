@@ -27,7 +27,7 @@ from router.api.validation import read_request
 from router.api.vllm_messages import read_generate, use_field_names
 from router.requests.listeners import Listeners
 from router.requests.request import Request
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from router.errors import ExecutorLost
 from router.requests.request import Sequence as LiveSequence
-from router.scheduling.group import GroupInfo, GroupShape
-from router.scheduling.model import ServedModel
 from router.scheduling.step import (
     Agreement,
-    DpPaddingMode,
-    ForwardMode,
+    BatchMode,
+    GroupInfo,
+    GroupShape,
+    PaddingMode,
     RankBatch,
+    ServedModel,
     StepPlan,
     StepResult,
 )
@@ -202,7 +203,7 @@ class FakeExecutors:
                 num_tokens = width * len(batch.rows)
                 assert agreement.global_num_tokens_for_logprob[rank] == num_tokens
             assert agreement.global_num_tokens[rank] == num_tokens
-            assert (batch.mode is ForwardMode.IDLE) == (len(batch.rows) == 0)
+            assert (batch.mode is BatchMode.IDLE) == (len(batch.rows) == 0)
             num_draft_rows.append(int(num_tokens) + _num_prompts_ended(batch))
             samples = np.ones(len(batch.rows)) if batch.samples is None else batch.samples
             num_sampled.append(int(samples.sum()))
@@ -217,7 +218,7 @@ class FakeExecutors:
         assert not (width and self._is_followed is False)
         assert not (width and agreement.has_extend)
         assert max(agreement.global_num_tokens) > 0
-        assert agreement.has_extend == any(b.mode is ForwardMode.EXTEND for b in plan.batches)
+        assert agreement.has_extend == any(b.mode is BatchMode.EXTEND for b in plan.batches)
         self._check_graph(agreement)
 
     def _check_graph(self, agreement: Agreement) -> None:
@@ -233,7 +234,7 @@ class FakeExecutors:
         assert size in (sizes.extend if agreement.has_extend else sizes.decode)
         assert size >= max(counts)
         assert size % self.shape.attn_tp_size == 0
-        assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+        assert agreement.padding_mode is PaddingMode.MAX_LEN
         if agreement.has_extend:
             assert min(counts) > 0
             assert size <= 2 * max(counts)
@@ -244,9 +245,7 @@ class FakeExecutors:
         rows = [math.ceil(count / attn_tp_size) * attn_tp_size for count in counts]
         is_mostly_padding = sum(rows) < max(rows) * len(rows) / 2
         is_uneven = len(counts) > 1 and agreement.has_extend
-        expected = (
-            DpPaddingMode.SUM_LEN if is_mostly_padding or is_uneven else DpPaddingMode.MAX_LEN
-        )
+        expected = PaddingMode.SUM_LEN if is_mostly_padding or is_uneven else PaddingMode.MAX_LEN
         assert agreement.padding_mode is expected
 
 

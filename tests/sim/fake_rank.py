@@ -20,8 +20,7 @@ import numpy as np
 
 from router.requests.request import Sequence as LiveSequence
 from router.scheduling.block_pool import SCRATCH_BLOCK
-from router.scheduling.group import GroupShape
-from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, RankBatch, RankResult
+from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, RankBatch, RankResult
 
 VOCAB_SIZE = 50
 EOS = 0

@@ -5,7 +5,7 @@ import random
 
 from router.engine.quarantine import PARTS
 from router.requests.request import Request, StopConditions
-from router.scheduling.group import GroupShape
+from router.scheduling.step import GroupShape
 from tests.sim import virtual_clock
 from tests.sim.world import World
 

@@ -13,7 +13,7 @@ from router.errors import DeadlineExceeded
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduling.group import GroupShape
+from router.scheduling.step import GroupShape
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import FakeExecutors
 

@@ -12,9 +12,7 @@ from router.errors import ExecutorLeft
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduling.group import GroupShape
-from router.scheduling.step import StepResult
-from router.scheduling.step_builder import NO_GRAPHS
+from router.scheduling.step import NO_GRAPHS, GroupShape, StepResult
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import FakeExecutors
 from tests.sim.fake_rank import expected_output

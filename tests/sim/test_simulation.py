@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from router.requests.request import StopConditions
-from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftCounts
+from router.scheduling.step import GroupShape
 from tests.sim import virtual_clock
 from tests.sim.fake_executors import Poison
 from tests.sim.world import World

@@ -14,10 +14,9 @@ from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduling.group import GroupShape
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
-from router.scheduling.speculation import DraftSettings, Speculation
-from router.scheduling.step_builder import NO_GRAPHS, GraphSizes
+from router.scheduling.speculation import DraftSettings
+from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
 from tests.sim.fake_executors import FakeExecutors, Poison
 from tests.sim.fake_rank import EOS, VOCAB_SIZE, expected_output
 
@@ -83,7 +82,7 @@ class World:
         rng = self.rng
         dp_size, attn_tp_size = rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
         decode_sizes = (2, 4) if attn_tp_size == 2 else (1, 2, 4)
-        graph_sizes = GraphSizes(decode_sizes, EXTEND_SIZES, "prefill")
+        graph_sizes = CapturedSizes(decode_sizes, EXTEND_SIZES, "prefill")
         return GroupShape(
             dp_size=dp_size,
             num_blocks=tuple(rng.randint(14, 40) for _ in range(dp_size)),
@@ -103,7 +102,7 @@ class World:
             return shape
         num_steps = rng.choice([1, 3, 5])
         width = 1 + num_steps * rng.choice([1, 1, 2])  # a chain, or a tree
-        speculation = Speculation(
+        speculation = SpeculationShape(
             algorithm="eagle",
             num_draft_tokens=width,
             num_draft_steps=num_steps,

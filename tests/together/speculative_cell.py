@@ -21,9 +21,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
-from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftSettings
-from router.scheduling.step import StepPlan
+from router.scheduling.step import GroupShape, StepPlan
 from tests.router.support.stepper import Stepper
 from tests.support.paths import DEMO_MODEL as MODEL
 

@@ -31,10 +31,17 @@ import numpy as np
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduling.group import GroupShape
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.speculation import DraftSettings, Speculation
-from router.scheduling.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult
+from router.scheduling.speculation import DraftSettings
+from router.scheduling.step import (
+    NO_FLOATS,
+    NO_INTS,
+    GroupShape,
+    RankResult,
+    SpeculationShape,
+    StepPlan,
+    StepResult,
+)
 
 DEPTH = 2
 NUM_DRAFTS = 3
@@ -110,7 +117,7 @@ class World:
             max_num_batched_tokens=options.budget,
             max_num_logits=options.rows,
             max_model_len=MAX_MODEL_LEN,
-            speculation=Speculation(
+            speculation=SpeculationShape(
                 algorithm="eagle",
                 num_draft_tokens=NUM_DRAFTS + 1,
                 num_draft_steps=NUM_DRAFTS,

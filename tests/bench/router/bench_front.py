@@ -34,9 +34,14 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
-from router.scheduling.group import GroupInfo, GroupShape
-from router.scheduling.model import ServedModel
-from router.scheduling.step import RankResult, StepPlan, StepResult
+from router.scheduling.step import (
+    GroupInfo,
+    GroupShape,
+    RankResult,
+    ServedModel,
+    StepPlan,
+    StepResult,
+)
 from tests.bench.support.quiet import quiet
 
 PROMPT_LEN = 8

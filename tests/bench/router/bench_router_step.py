@@ -40,9 +40,8 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, StepTimes
-from router.scheduling.group import GroupShape
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.step import RankBatch, RankResult, StepPlan
+from router.scheduling.step import GroupShape, RankBatch, RankResult, StepPlan
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128

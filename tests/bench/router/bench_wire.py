@@ -20,7 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.step_codec import decode_result, encode_step
-from router.scheduling.step import Agreement, DpPaddingMode, ForwardMode, RankBatch, StepPlan
+from router.scheduling.step import Agreement, BatchMode, PaddingMode, RankBatch, StepPlan
 
 FIELDS = ("row", "position", "token", "block", "samples")
 NUM_RANKS = 16
@@ -119,7 +119,7 @@ def make_layouts() -> list[Layout]:
 def make_plan(num_sequences: int) -> tuple[StepPlan, RankBatch]:
     rows = np.arange(num_sequences, dtype=np.int32)
     batch = RankBatch(
-        ForwardMode.DECODE,
+        BatchMode.DECODE,
         rows,
         rows + 1000,
         np.full_like(rows, -1),
@@ -127,7 +127,7 @@ def make_plan(num_sequences: int) -> tuple[StepPlan, RankBatch]:
         new_block_ids=rows[::16] + 1,
     )
     counts = (num_sequences,) * NUM_RANKS
-    agreement = Agreement(counts, counts, False, DpPaddingMode.MAX_LEN, num_sequences)
+    agreement = Agreement(counts, counts, False, PaddingMode.MAX_LEN, num_sequences)
     no_rows = np.zeros(0, dtype=np.int64)
     return StepPlan(agreement, (batch,), no_rows, no_rows), batch
 

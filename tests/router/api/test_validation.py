@@ -25,7 +25,7 @@ from router.requests.request import (
     SamplingParams,
     StopConditions,
 )
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 MODEL = ServedModel(
     name="tiny-moe",

@@ -7,7 +7,7 @@ import pytest
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.executors.formation import Member, check_group, describe_group
-from router.scheduling.speculation import Speculation
+from router.scheduling.step import SpeculationShape
 
 
 def make_member(
@@ -139,7 +139,7 @@ def test_a_group_without_a_draft_model_has_no_speculation() -> None:
 
 def test_a_group_drafts_as_its_executors_say() -> None:
     info = describe_group([drafting_member()], epoch=1, model_name="moe")
-    assert info.shape.speculation == Speculation(
+    assert info.shape.speculation == SpeculationShape(
         algorithm="eagle",
         num_draft_tokens=4,
         num_draft_steps=3,

@@ -12,8 +12,8 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduling.step import (
     Agreement,
-    DpPaddingMode,
-    ForwardMode,
+    BatchMode,
+    PaddingMode,
     RankBatch,
     RowStart,
     Scoring,
@@ -53,7 +53,7 @@ def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
         "global_num_tokens": num_tokens,
         "global_num_tokens_for_logprob": num_tokens,
         "has_extend": False,
-        "padding_mode": DpPaddingMode.MAX_LEN,
+        "padding_mode": PaddingMode.MAX_LEN,
         "graph_size": None,
         **agreement,
     }
@@ -78,8 +78,8 @@ def column(data: bytes, dtype: str = "<i4") -> list[Any]:
     return values
 
 
-DECODE = RankBatch(ForwardMode.DECODE, ints(0, 4), ints(17, 3), ints(-1, 8))
-IDLE = RankBatch(ForwardMode.IDLE, ints(), ints(), ints())
+DECODE = RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3), ints(-1, 8))
+IDLE = RankBatch(BatchMode.IDLE, ints(), ints(), ints())
 
 
 def test_every_rank_gets_the_same_agreement_and_its_own_part() -> None:
@@ -88,7 +88,7 @@ def test_every_rank_gets_the_same_agreement_and_its_own_part() -> None:
         IDLE,
         global_num_tokens_for_logprob=(5, 0),
         has_extend=True,
-        padding_mode=DpPaddingMode.SUM_LEN,
+        padding_mode=PaddingMode.SUM_LEN,
         graph_size=8,
     )
     assert [(r.epoch, r.step_id) for r in requests] == [(3, 9)] * 2
@@ -146,7 +146,7 @@ def test_a_decode_sends_three_columns_and_leaves_defaults_out() -> None:
 
 
 def test_no_token_ids_are_sent_where_each_is_what_its_row_sampled_last() -> None:
-    batch = RankBatch(ForwardMode.DECODE, ints(0, 4), ints(17, 3))
+    batch = RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3))
     [request] = encode(batch)
     given = {field.name for field, _ in request.ranks[0].sequences.ListFields()}
     assert given == {"rows", "num_computed_tokens"}
@@ -154,7 +154,7 @@ def test_no_token_ids_are_sent_where_each_is_what_its_row_sampled_last() -> None
 
 def test_nothing_of_one_rank_s_part_is_left_in_the_next_one_s() -> None:
     extend = RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         ints(1),
         ints(0),
         ints(5, 6),
@@ -183,7 +183,7 @@ def test_each_step_s_agreement_is_its_own() -> None:
 
 def test_an_extend_sends_every_column_as_it_is() -> None:
     batch = RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         ints(1, 2),
         ints(0, 4),
         ints(5, 6, 7),
@@ -303,7 +303,7 @@ def test_too_few_or_too_many_tokens_lose_the_executor(tokens: tuple[int, ...]) -
 
 def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
     chunk = RankBatch(
-        ForwardMode.EXTEND, ints(0, 1), ints(0, 0), ints(1, 2), samples=np.array([0, 1], np.uint8)
+        BatchMode.EXTEND, ints(0, 1), ints(0, 0), ints(1, 2), samples=np.array([0, 1], np.uint8)
     )
     assert (
         len(decode_result(answer(next_token_ids=ints(4).tobytes()), chunk, 1).next_token_ids) == 1
@@ -312,7 +312,7 @@ def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
         decode_result(answer(next_token_ids=ints(4, 5).tobytes()), chunk, 1)
 
 
-DRAFTING = RankBatch(ForwardMode.DECODE, ints(3, 5), ints(17, 3), num_tokens=ints(4, 2))
+DRAFTING = RankBatch(BatchMode.DECODE, ints(3, 5), ints(17, 3), num_tokens=ints(4, 2))
 
 
 def gained(tokens: int, *gains: int) -> pb.StepResponse:
@@ -359,7 +359,7 @@ def test_gains_that_were_not_planned_lose_the_executor(
 def test_a_last_chunk_gains_one_token() -> None:
     """Its `num_tokens` is what it runs, not what it may gain."""
     chunks = RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         ints(7, 9),
         ints(0, 0),
         ints(1, 2, 3, 4),
@@ -380,7 +380,7 @@ def test_an_answer_for_another_rank_loses_the_executor() -> None:
 def scored_batch() -> RankBatch:
     sequence = make_sequence(output=OutputOptions(logprobs=True, top_logprobs=2))
     return RankBatch(
-        ForwardMode.EXTEND,
+        BatchMode.EXTEND,
         ints(0),
         ints(0),
         ints(1, 2, 3),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from router.executors.step_deadline import MIN_STEPS, StepDeadline
-from router.scheduling.step import Agreement, DpPaddingMode
+from router.scheduling.step import Agreement, PaddingMode
 
 MAX_S = 60.0
 
@@ -13,7 +13,7 @@ def agreement(num_tokens: int, *, has_extend: bool = False, graph: bool = False)
         global_num_tokens=(num_tokens, 1),
         global_num_tokens_for_logprob=(1, 1),
         has_extend=has_extend,
-        padding_mode=DpPaddingMode.MAX_LEN,
+        padding_mode=PaddingMode.MAX_LEN,
         graph_size=num_tokens if graph else None,
     )
 

@@ -16,10 +16,8 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
-from router.scheduling.group import GroupShape
 from router.scheduling.speculation import DraftCounts
-from router.scheduling.step import DpPaddingMode, RankResult, StepPlan
-from router.scheduling.step_builder import GraphSizes
+from router.scheduling.step import CapturedSizes, GroupShape, PaddingMode, RankResult, StepPlan
 from tests.router.scheduling.test_speculation import speculation
 from tests.router.support.stepper import Stepper, make_shape
 from tests.sim import virtual_clock
@@ -35,7 +33,7 @@ SHAPE = GroupShape(
     max_num_batched_tokens=24,
     max_num_logits=16,
     max_model_len=48,
-    graph_sizes=GraphSizes((1, 2, 4), (8, 16), "prefill"),
+    graph_sizes=CapturedSizes((1, 2, 4), (8, 16), "prefill"),
 )
 DRAFTING = replace(SHAPE, speculation=speculation())
 
@@ -171,7 +169,7 @@ def test_steps_and_tokens_add_up_over_epochs(finished: Run):
         rows = [
             (plan.agreement.graph_size or 0) * (plan.agreement.num_draft_tokens or 1)
             or max(plan.agreement.global_num_tokens)
-            if plan.agreement.padding_mode is DpPaddingMode.MAX_LEN
+            if plan.agreement.padding_mode is PaddingMode.MAX_LEN
             else plan.agreement.global_num_tokens[0]
             for plan in plans
         ]
@@ -215,7 +213,9 @@ def sequences_of(finished: Run) -> list[Sequence]:
 
 
 def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width():
-    shape = make_shape(graph_sizes=GraphSizes((2,)), speculation=speculation(), max_num_logits=32)
+    shape = make_shape(
+        graph_sizes=CapturedSizes((2,)), speculation=speculation(), max_num_logits=32
+    )
     stepper = Stepper(shape)
     stats = EpochStats(
         stepper.scheduler.caches, stepper.scheduler.num_preemptions, shape.graph_sizes

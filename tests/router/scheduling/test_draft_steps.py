@@ -8,7 +8,7 @@ import pytest
 
 from router.requests.request import OutputOptions, SamplingParams
 from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
-from router.scheduling.step_builder import GraphSizes
+from router.scheduling.step import CapturedSizes
 from tests.router.scheduling.test_speculation import speculation
 from tests.router.support.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, widths
 from tests.router.support.stepper import Stepper, make_shape
@@ -43,7 +43,7 @@ def test_a_chunk_on_one_rank_keeps_all_ranks_from_drafting() -> None:
 
 
 def test_every_rank_counts_the_width_for_each_of_its_sequences() -> None:
-    world = stepper(dp_size=3, graph_sizes=GraphSizes(decode=(1, 2, 4)))
+    world = stepper(dp_size=3, graph_sizes=CapturedSizes(decode=(1, 2, 4)))
     for number in range(5):
         world.submit([1 + number] * 3, 20)
     world.step()

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from router.requests.request import Request, SamplingParams
-from router.scheduling.drafting import TURN_ROWS
 from router.scheduling.sequence_table import RowStatus
-from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
-from router.scheduling.step import ForwardMode, StepPlan
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, TURN_ROWS, DraftSettings
+from router.scheduling.step import BatchMode, StepPlan
 from tests.router.scheduling.test_speculation import speculation
 from tests.router.support.draft_stepper import assert_plain, limits, stepper
 from tests.router.support.stepper import Stepper
@@ -91,9 +90,9 @@ def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
     for plan in plans:
         modes = {batch.mode for batch in plan.batches}
         if plan.agreement.has_extend:
-            assert modes == {ForwardMode.DECODE, ForwardMode.EXTEND}
+            assert modes == {BatchMode.DECODE, BatchMode.EXTEND}
         else:
-            assert modes == {ForwardMode.DECODE}
+            assert modes == {BatchMode.DECODE}
             assert plan.agreement.global_num_tokens == (8, 8)
 
 

@@ -12,24 +12,24 @@ from router.scheduling.planner import (
     pick_padding_mode,
     pick_rank,
 )
-from router.scheduling.step import DpPaddingMode, GraphMiss
+from router.scheduling.step import GraphMiss, PaddingMode
 
 SIZES = (1, 2, 4, 8, 16)
 NUM_CASES = 300  # for each seed of the random steps
 
 
-def naive_padding_mode(num_tokens: list[int], has_extend: bool, attn_tp_size: int) -> DpPaddingMode:
+def naive_padding_mode(num_tokens: list[int], has_extend: bool, attn_tp_size: int) -> PaddingMode:
     """The rule by rows that are really laid out: is more than half of a MAX_LEN gather padding?"""
     rows_of_ranks = [["real"] * count for count in num_tokens]
     for rows in rows_of_ranks:
         while len(rows) % attn_tp_size:
             rows.append("padding of a shard, which either way is gathered")
     if len(num_tokens) > 1 and has_extend:
-        return DpPaddingMode.SUM_LEN
+        return PaddingMode.SUM_LEN
     longest = max(len(rows) for rows in rows_of_ranks)
     num_gathered = sum(longest for _ in rows_of_ranks)
     num_held = sum(len(rows) for rows in rows_of_ranks)
-    return DpPaddingMode.MAX_LEN if num_held >= num_gathered / 2 else DpPaddingMode.SUM_LEN
+    return PaddingMode.MAX_LEN if num_held >= num_gathered / 2 else PaddingMode.SUM_LEN
 
 
 def naive_graph_size(num_tokens: list[int], captured: tuple[int, ...]) -> int | None:
@@ -111,7 +111,7 @@ def test_an_agreement_fits_every_rank(seed: int) -> None:
         assert agreement.padding_mode is pick_padding_mode(num_tokens, has_extend=has_extend)
         return
     assert agreement.graph_size >= max(num_tokens)
-    assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+    assert agreement.padding_mode is PaddingMode.MAX_LEN
     assert not has_extend or min(num_tokens) > 0
 
 
@@ -144,7 +144,7 @@ def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
         assert agreement.graph_size == size
         assert (agreement.graph_miss is None) == (size is not None)
         if size is not None:
-            assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+            assert agreement.padding_mode is PaddingMode.MAX_LEN
         else:
             expected = naive_padding_mode(num_tokens, has_extend, attn_tp_size)
             assert agreement.padding_mode is expected, (num_tokens, attn_tp_size)
@@ -176,7 +176,7 @@ def test_a_speculative_step_replays_the_graph_of_its_sequences(seed: int) -> Non
             expected = naive_padding_mode(num_tokens, False, attn_tp_size)
             assert agreement.padding_mode is expected
         else:
-            assert agreement.padding_mode is DpPaddingMode.MAX_LEN
+            assert agreement.padding_mode is PaddingMode.MAX_LEN
 
 
 def test_a_step_without_tokens_is_never_planned() -> None:
@@ -198,24 +198,24 @@ def test_an_extend_graph_is_not_replayed_with_an_empty_rank_or_mostly_padding() 
 
 
 def test_padding_is_avoided_where_it_would_be_most_of_the_gather() -> None:
-    assert pick_padding_mode([8, 8], has_extend=False) is DpPaddingMode.MAX_LEN
-    assert pick_padding_mode([8, 0], has_extend=False) is DpPaddingMode.MAX_LEN
-    assert pick_padding_mode([8, 0, 0], has_extend=False) is DpPaddingMode.SUM_LEN
-    assert pick_padding_mode([8, 8], has_extend=True) is DpPaddingMode.SUM_LEN
-    assert pick_padding_mode([8], has_extend=True) is DpPaddingMode.MAX_LEN
+    assert pick_padding_mode([8, 8], has_extend=False) is PaddingMode.MAX_LEN
+    assert pick_padding_mode([8, 0], has_extend=False) is PaddingMode.MAX_LEN
+    assert pick_padding_mode([8, 0, 0], has_extend=False) is PaddingMode.SUM_LEN
+    assert pick_padding_mode([8, 8], has_extend=True) is PaddingMode.SUM_LEN
+    assert pick_padding_mode([8], has_extend=True) is PaddingMode.MAX_LEN
 
 
 def test_rows_count_as_the_equal_shards_in_which_attention_tp_gathers_them() -> None:
-    assert pick_padding_mode([5, 1, 1], has_extend=False) is DpPaddingMode.SUM_LEN
+    assert pick_padding_mode([5, 1, 1], has_extend=False) is PaddingMode.SUM_LEN
     # 6, 2 and 2 rows: 10 of 18 are held.
-    assert pick_padding_mode([5, 1, 1], has_extend=False, attn_tp_size=2) is DpPaddingMode.MAX_LEN
-    assert pick_padding_mode([5, 1, 0], has_extend=False, attn_tp_size=2) is DpPaddingMode.SUM_LEN
+    assert pick_padding_mode([5, 1, 1], has_extend=False, attn_tp_size=2) is PaddingMode.MAX_LEN
+    assert pick_padding_mode([5, 1, 0], has_extend=False, attn_tp_size=2) is PaddingMode.SUM_LEN
 
 
 def test_a_single_rank_pads_to_itself_whatever_its_attention_tp_is() -> None:
     for has_extend in (False, True):
         mode = pick_padding_mode([3], has_extend=has_extend, attn_tp_size=2)
-        assert mode is DpPaddingMode.MAX_LEN
+        assert mode is PaddingMode.MAX_LEN
 
 
 def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:

@@ -9,7 +9,7 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
-from router.scheduling.step import DpPaddingMode, StepPlan
+from router.scheduling.step import PaddingMode, StepPlan
 from tests.router.support.stepper import Stepper, make_shape
 from tests.sim.fake_rank import EOS, expected_output
 
@@ -81,7 +81,7 @@ def test_padding_is_planned_for_the_shards_of_the_groups_attention_tp() -> None:
         assert token_counts(plan) == (3, 1, 0)
         modes.append(plan.agreement.padding_mode)
     # Half of 3 x 3 rows is more than 4; of 3 x 4 rows, 6 are held.
-    assert modes == [DpPaddingMode.SUM_LEN, DpPaddingMode.MAX_LEN]
+    assert modes == [PaddingMode.SUM_LEN, PaddingMode.MAX_LEN]
 
 
 def test_prompts_that_fit_one_step_start_together() -> None:

@@ -13,11 +13,11 @@ from router.scheduling.speculation import (
     DraftGate,
     DraftSettings,
     GateState,
-    Speculation,
 )
+from router.scheduling.step import SpeculationShape
 
 
-def speculation(**fields: Any) -> Speculation:
+def speculation(**fields: Any) -> SpeculationShape:
     """A chain of three drafts, unless told otherwise."""
     defaults = {
         "algorithm": "eagle",
@@ -25,7 +25,7 @@ def speculation(**fields: Any) -> Speculation:
         "num_draft_steps": 3,
         "num_reserved_tokens": 4,
     }
-    return Speculation(**{**defaults, **fields})
+    return SpeculationShape(**{**defaults, **fields})
 
 
 def gate_of(min_tokens_per_step: float = 1.5, *, is_on: bool = True) -> DraftGate:

@@ -20,7 +20,7 @@ from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDo
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import Columns, FinishReason, Request, Sequence
 from router.scheduling.counters import RequestMeasures
-from router.scheduling.model import ServedModel
+from router.scheduling.step import ServedModel
 
 MODEL = ServedModel(
     name="tiny-moe",

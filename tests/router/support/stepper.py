@@ -11,11 +11,10 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import GroupMeasures
-from router.scheduling.group import GroupShape
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import DraftCounts, DraftSettings
-from router.scheduling.step import StepPlan
+from router.scheduling.step import GroupShape, StepPlan
 from tests.sim.fake_rank import FakeRank
 
 
