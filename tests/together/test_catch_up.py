@@ -11,9 +11,9 @@ from executor.speculative.speculator import Speculator
 from executor.worker import Worker
 from router.scheduling.speculation import DraftSettings
 from tests.executor.support.recording.copiers import SeparateMemory
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
     ALWAYS,
-    DRAFTS,
     Cell,
     Router,
     demo_prompts,

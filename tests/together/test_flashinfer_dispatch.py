@@ -24,7 +24,8 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.sampling.fixed_shape import FlashInferFilters
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
-from tests.together.speculative_cell import DRAFTS, Ask, Cell, Router, demo_prompts, serve
+from tests.support.paths import DEMO_DRAFTS
+from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, serve
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -115,12 +116,12 @@ WIDTH = 4  # of a sequence of "mtp" in verify: three drafts and its last token
         ({"moe_runner": "cutedsl", "dp_size": 2, "dtype": "bfloat16"}, 4, 2 * 32),
         ({"moe_runner": "cutedsl", "attn_tp_size": 2, "dtype": "bfloat16"}, 2, 32),
         (
-            {"moe_runner": "cutlass", "dp_size": 2, "draft_model": DRAFTS / "mtp"},
+            {"moe_runner": "cutlass", "dp_size": 2, "draft_model": DEMO_DRAFTS / "mtp"},
             4 * WIDTH,
             2 * (32 + 4),
         ),
         (
-            {"moe_runner": "cutlass", "attn_tp_size": 2, "draft_model": DRAFTS / "mtp"},
+            {"moe_runner": "cutlass", "attn_tp_size": 2, "draft_model": DEMO_DRAFTS / "mtp"},
             2 * WIDTH,
             32 + 4,
         ),

@@ -21,8 +21,8 @@ from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
-    DRAFTS,
     Ask,
     Cell,
     Router,

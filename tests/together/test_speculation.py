@@ -19,8 +19,8 @@ from router.requests.request import SamplingParams
 from router.scheduling.step import StepPlan
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
-    DRAFTS,
     MODEL,
     NEWLINE,
     Ask,

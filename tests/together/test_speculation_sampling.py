@@ -23,8 +23,8 @@ from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.chi_square import two_sample_p_value
 from tests.executor.support.drafts.draft_checkpoints import VOCAB, save_draft
 from tests.executor.support.steps import ints_of, row_starts, sequences, step
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
-    DRAFTS,
     NEWLINE,
     Ask,
     Cell,
