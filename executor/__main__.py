@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, replace
+from dataclasses import MISSING, asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,7 @@ from executor.config import (
     PREFILL_GRAPHS,
     ExecutorConfig,
 )
-from executor.measures import Measures
-from executor.metrics import Place, collector
+from executor.metrics import Measures, Numbers, collector
 from protos.telemetry.logs import configure_logging
 from protos.telemetry.metrics import serve_metrics
 from protos.transport.port import HELP as SECURITY_HELP
@@ -107,14 +106,17 @@ def _serve_metrics(
         return
     from executor.build.devices import memory_in_use
 
-    place = Place(dp_rank=config.dp_rank, attn_tp_rank=config.attn_tp_rank)
-    collect = collector(
-        measures,
-        lambda: replace(place, num_kv_blocks=servicer.num_kv_blocks),
-        lambda: servicer.epoch,
-        memory_in_use,
-    )
-    port = serve_metrics(config.metrics_listen, collect)
+    def numbers() -> Numbers:
+        return Numbers(
+            measures,
+            config.dp_rank,
+            config.attn_tp_rank,
+            servicer.num_kv_blocks,
+            servicer.epoch,
+            memory_in_use(),
+        )
+
+    port = serve_metrics(config.metrics_listen, collector(numbers))
     host = config.metrics_listen.rpartition(":")[0]
     log.info("metrics_listening", address=f"{host}:{port.number}")
 

@@ -1,114 +1,132 @@
-"""What an executor tells Prometheus. Read by the scrape's thread, between two of the others' steps.
+"""Metrics of an executor: numbers that its compute thread adds to, and their table for Prometheus.
 
-The names are listed in deploy/prometheus/METRICS.md.
+A scrape reads them in a thread of its own. deploy/prometheus/METRICS.md lists the names.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from executor.measures import Measures
-from protos.telemetry.metrics import Family
+from executor.errors import InvalidStep, StepDisagreement, StepFailed
+from protos.telemetry.metrics import STEP_BOUNDS, Family, Histogram, Metric, families_of
+
+PHASES = ("queue", "fill", "peers", "draft", "forward", "sample")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """What does not change about an executor once it has loaded.
+class Measures:
+    """One executor's numbers since it started.
+
+    Attributes:
+        phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
+            columns read, staged and sent to the device. "peers": waiting until every executor had
+            begun the step. "draft": the draft model's passes, those behind the answer as well.
+            "forward": the forward pass. "sample": until the tokens were on the host. On a GPU
+            passes count as long as their launch takes, and "sample" includes waiting for them.
+        execute_s: From a step's beginning to its answer.
+        steps: By the forward mode of this rank, and whether a graph was replayed.
+        scheduled_tokens: Tokens of its rank's sequences.
+        padding_tokens: Rows that it ran beside them, up to the size of the graph.
+        failures: Steps that were refused or failed, by the error's reason.
+        joins: Join calls, by "joined" or "failed".
+    """
+
+    def __init__(self) -> None:
+        self.phase_ns = dict.fromkeys(PHASES, 0)
+        self.execute_s = Histogram(STEP_BOUNDS)
+        self.steps: Counter[tuple[str, bool]] = Counter()
+        self.scheduled_tokens = 0
+        self.padding_tokens = 0
+        # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
+        self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepDisagreement, StepFailed)})
+        self.joins = Counter({"joined": 0, "failed": 0})
+        self._start_ns = 0
+        self._lap_ns = 0
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._start_ns = self._lap_ns = time.perf_counter_ns()
+
+    def begin_phase(self) -> None:
+        """A phase begins that did not when the one before it ended."""
+        self._lap_ns = time.perf_counter_ns()
+
+    def end_phase(self, phase: str) -> None:
+        """A phase has ended that began when the one before it did."""
+        now_ns = time.perf_counter_ns()
+        self.phase_ns[phase] += now_ns - self._lap_ns
+        self._lap_ns = now_ns
+
+    def waited_for_peers(self, wait_ns: int) -> None:
+        """So much of the phase under way was "peers"."""
+        self.phase_ns["peers"] += wait_ns
+        self._lap_ns += wait_ns
+
+    def end_step(self, mode: str, *, num_tokens: int, num_rows: int, is_replay: bool) -> int:
+        """A step has its answer. Returns how many nanoseconds that took."""
+        step_ns = time.perf_counter_ns() - self._start_ns
+        self.execute_s.observe(step_ns / 1e9)
+        self.steps[mode, is_replay] += 1
+        self.scheduled_tokens += num_tokens
+        self.padding_tokens += num_rows - num_tokens
+        return step_ns
+
+
+class Numbers(NamedTuple):
+    """All numbers of an executor at one moment.
 
     Attributes:
         num_kv_blocks: 0 while it loads.
-    """
-
-    dp_rank: int
-    attn_tp_rank: int
-    num_kv_blocks: int = 0
-
-
-def collector(
-    measures: Measures,
-    place: Callable[[], Place],
-    epoch: Callable[[], int | None],
-    device_memory: Callable[[], dict[str, int]],
-) -> Callable[[], Iterable[Family]]:
-    """Returns what a thread calls to collect the metrics.
-
-    Args:
-        measures: What steps amounted to.
-        place: Which executor this is, as far as is known.
         epoch: The epoch that it is joined to; None if to none.
         device_memory: Bytes of an accelerator's memory by state; empty on a CPU.
     """
-    return lambda: families(measures, place(), epoch(), device_memory())
+
+    measures: Measures
+    dp_rank: int
+    attn_tp_rank: int
+    num_kv_blocks: int
+    epoch: int | None
+    device_memory: dict[str, int]
 
 
-def families(
-    measures: Measures, place: Place, epoch: int | None, device_memory: dict[str, int]
-) -> Iterator[Family]:
-    """Yields every metric of an executor, also those that have no series yet."""
+# fmt: off
+METRICS: list[Metric[Numbers]] = [
+    Metric("info", "gauge", ("dp_rank", "attn_tp_rank"),
+           lambda n: {(str(n.dp_rank), str(n.attn_tp_rank)): 1.0},
+           "1; its labels say which executor of its group this is."),
+    Metric("ready", "gauge", (), lambda n: float(n.epoch is not None),
+           "Whether it is joined to an epoch."),
+    Metric("epoch", "gauge", (), lambda n: n.epoch or 0,
+           "The epoch that it is joined to; 0 if to none."),
+    Metric("kv_blocks", "gauge", (), lambda n: n.num_kv_blocks,
+           "KV blocks of its pool; 0 while it loads."),
+    Metric("device_memory_bytes", "gauge", ("state",), lambda n: n.device_memory,
+           "Memory of its GPU that PyTorch uses (allocated) or holds (reserved); none on a CPU."),
+    Metric("joins_total", "counter", ("outcome",), lambda n: n.measures.joins.copy(),
+           "Join calls, by outcome."),
+    Metric("steps_total", "counter", ("mode", "graph"),
+           lambda n: {(mode, "replay" if is_replay else "eager"): count
+                      for (mode, is_replay), count in n.measures.steps.copy().items()},
+           "Steps by this rank's forward mode, and whether a captured graph was replayed."),
+    Metric("failed_steps_total", "counter", ("reason",),
+           lambda n: n.measures.failures.copy(),
+           "Steps that were refused or failed, by the error's reason."),
+    Metric("tokens_total", "counter", ("kind",),
+           lambda n: {"scheduled": n.measures.scheduled_tokens,
+                      "padding": n.measures.padding_tokens},
+           "Rows that steps ran: tokens of sequences (scheduled) and what filled up graphs "
+           "(padding)."),
+    Metric("step_seconds_total", "counter", ("phase",),
+           lambda n: {phase: ns / 1e9 for phase, ns in n.measures.phase_ns.items()},
+           "Where the time of steps went: queue (while the step before ran), fill (columns to the "
+           "device), peers (until every executor had begun), forward (on a GPU: its launch), "
+           "sample (until tokens were on the host)."),
+    Metric("execute_seconds", "histogram", (), lambda n: n.measures.execute_s.copy(),
+           "From a step's beginning to its answer."),
+]
+# fmt: on
 
-    def gauge(name: str, help_text: str, value: float) -> Family:
-        return Family(f"lockstep_executor_{name}", "gauge", help_text, (), [((), value)])
 
-    yield Family(
-        "lockstep_executor_info",
-        "gauge",
-        "1; its labels say which executor of its group this is.",
-        ("dp_rank", "attn_tp_rank"),
-        [((str(place.dp_rank), str(place.attn_tp_rank)), 1.0)],
-    )
-    yield gauge("ready", "Whether it is joined to an epoch.", float(epoch is not None))
-    yield gauge("epoch", "The epoch that it is joined to; 0 if to none.", epoch or 0)
-    yield gauge("kv_blocks", "KV blocks of its pool; 0 while it loads.", place.num_kv_blocks)
-    yield Family(
-        "lockstep_executor_device_memory_bytes",
-        "gauge",
-        "Memory of its GPU that PyTorch uses (allocated) or holds (reserved); none on a CPU.",
-        ("state",),
-        [((state,), size) for state, size in device_memory.items()],
-    )
-    yield Family(
-        "lockstep_executor_joins_total",
-        "counter",
-        "Join calls, by outcome.",
-        ("outcome",),
-        [((outcome,), count) for outcome, count in measures.joins.copy().items()],
-    )
-    yield Family(
-        "lockstep_executor_steps_total",
-        "counter",
-        "Steps by this rank's forward mode, and whether a captured graph was replayed.",
-        ("mode", "graph"),
-        [
-            ((mode, "replay" if is_replay else "eager"), count)
-            for (mode, is_replay), count in measures.steps.copy().items()
-        ],
-    )
-    yield Family(
-        "lockstep_executor_failed_steps_total",
-        "counter",
-        "Steps that were refused or failed, by the error's reason.",
-        ("reason",),
-        [((reason,), count) for reason, count in measures.failures.copy().items()],
-    )
-    yield Family(
-        "lockstep_executor_tokens_total",
-        "counter",
-        "Rows that steps ran: tokens of sequences (scheduled) and what filled up graphs (padding).",
-        ("kind",),
-        [(("scheduled",), measures.scheduled_tokens), (("padding",), measures.padding_tokens)],
-    )
-    yield Family(
-        "lockstep_executor_step_seconds_total",
-        "counter",
-        "Where the time of steps went: queue (while the step before ran), fill (columns to the "
-        "device), peers (until every executor had begun), forward (on a GPU: its launch), sample "
-        "(until tokens were on the host).",
-        ("phase",),
-        [((phase,), nanoseconds / 1e9) for phase, nanoseconds in measures.phase_ns.items()],
-    )
-    yield Family(
-        "lockstep_executor_execute_seconds",
-        "histogram",
-        "From a step's beginning to its answer.",
-        (),
-        [((), measures.execute_s.copy())],
-    )
+def collector(numbers: Callable[[], Numbers]) -> Callable[[], Iterable[Family]]:
+    """Returns what a thread calls to collect the metrics."""
+    return lambda: families_of(METRICS, "lockstep_executor_", (), [((), numbers())])

@@ -39,7 +39,7 @@ from executor.errors import (
     StepOutOfOrder,
     StreamHeld,
 )
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.parallel.epochs import Epochs
 from executor.parallel.join_attempt import JoinAttempt
 from executor.served import Store, Worker

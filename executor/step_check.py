@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from executor.errors import PeerLost, StepDisagreement
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.parallel.process_groups import EpochGroups
 
 DIGEST_BYTES = 16

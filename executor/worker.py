@@ -25,7 +25,7 @@ from executor.batch.read_step import StepColumns, read_step
 from executor.batch.staging import Copier, ReadBack, Staged, copier_for
 from executor.batch.step_stager import StepStager
 from executor.errors import JoinFailed, PeerLost
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.join_attempt import JoinAttempt
 from executor.parallel.process_groups import EpochGroups

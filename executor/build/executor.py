@@ -23,7 +23,7 @@ from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
 from executor.model.layers.vocab import vocab_slice

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, 
 
 from deploy.local.processes import ROOT
 from executor import metrics as executor_metrics
-from executor.measures import Measures
 from protos.serving.v1 import serving_pb2
 from protos.telemetry.metrics import LATENCY_BOUNDS, Family, Histogram
 from router.scheduling.counters import GroupMeasures
@@ -57,8 +56,8 @@ def router_families() -> list[Family]:
 
 
 def executor_families() -> list[Family]:
-    place = executor_metrics.Place(dp_rank=0, attn_tp_rank=0)
-    return list(executor_metrics.families(Measures(), place, None, {}))
+    numbers = executor_metrics.Numbers(executor_metrics.Measures(), 0, 0, 0, None, {})
+    return list(executor_metrics.collector(lambda: numbers)())
 
 
 FAMILIES = [*router_families(), *executor_families()]

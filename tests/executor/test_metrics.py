@@ -9,8 +9,7 @@ import pytest
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.measures import PHASES, Measures
-from executor.metrics import Place, collector
+from executor.metrics import PHASES, Measures, Numbers, collector
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from protos.telemetry.metrics import Histogram
@@ -55,7 +54,7 @@ def test_phases_add_up_to_what_the_router_is_told(
     """By a clock that gains a microsecond each time it is looked at."""
     now_ns = itertools.count(1_000_000_000, 1000)
     clock = SimpleNamespace(perf_counter_ns=lambda: next(now_ns))
-    monkeypatch.setattr("executor.measures.time", clock)
+    monkeypatch.setattr("executor.metrics.time", clock)
     part = prompt_part(0, PROMPT, [1, 2])
     response = worker.execute(step(1, part, num_tokens=[7], num_logits=[1]))
 
@@ -102,12 +101,7 @@ def test_what_prometheus_gets_is_what_was_counted():
     measures.end_phase("fill")
     measures.end_step("decode", num_tokens=3, num_rows=4, is_replay=True)
     measures.failures["STEP_FAILED"] += 2
-    collect = collector(
-        measures,
-        lambda: Place(dp_rank=2, attn_tp_rank=1, num_kv_blocks=64),
-        lambda: 7,
-        lambda: {"allocated": 5},
-    )
+    collect = collector(lambda: Numbers(measures, 2, 1, 64, 7, {"allocated": 5}))
     series = {family.name: dict(family.series) for family in collect()}
 
     assert series["lockstep_executor_info"] == {("2", "1"): 1.0}
@@ -127,7 +121,7 @@ def test_what_prometheus_gets_is_what_was_counted():
 
 
 def test_an_executor_that_is_in_no_epoch_says_so():
-    collect = collector(Measures(), lambda: Place(dp_rank=0, attn_tp_rank=0), lambda: None, dict)
+    collect = collector(lambda: Numbers(Measures(), 0, 0, 0, None, {}))
     series = {family.name: dict(family.series) for family in collect()}
     assert series["lockstep_executor_epoch"] == {(): 0}
     assert series["lockstep_executor_ready"] == {(): 0.0}

@@ -20,7 +20,7 @@ import torch
 
 from executor.errors import PeerLost, StepDisagreement
 from executor.links import Links
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.parallel.process_groups import EpochGroups, RankGroup
 from executor.parallel.rendezvous import open_store
 from executor.parallel.topology import Topology

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.measures import Measures
+from executor.metrics import Measures
 from executor.parallel.rendezvous import open_store
 from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
