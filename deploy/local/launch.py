@@ -26,7 +26,7 @@ from deploy.local.processes import Process, ProcessEnded
 from executor.__main__ import BAD_CONFIGURATION
 from router.api.health import READINESS
 from router.client import CallFailed, Client, TlsFiles
-from router.client.channel import Connector
+from router.client.client import Connector
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed

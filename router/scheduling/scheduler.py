@@ -18,7 +18,7 @@ from router.requests.request import FinishReason, Int32Array, Sequence
 from router.requests.waiting_queue import WaitingLine
 from router.scheduling.block_pool import BlockIds
 from router.scheduling.commit import gains_of, hand_out_logprobs, write_runs
-from router.scheduling.counters import GroupMeasures
+from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.planner import RankLoads, fill_level, pick_rank
 from router.scheduling.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.scheduling.row_blocks import RowBlocks
@@ -26,7 +26,6 @@ from router.scheduling.sequence_table import NO_TOKEN, RowStatus, SequenceTable
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult
 from router.scheduling.step_builder import Chunk, build_plan
-from router.scheduling.token_gaps import TokenGaps
 
 
 class Scheduler:

@@ -20,7 +20,7 @@ from protos.transport.port import PortSecurity, serve_health
 from protos.transport.tls import TlsFiles, channel_credentials
 from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
 from router.client import Client
-from router.client import channel as client_channel
+from router.client import client as client_module
 from router.executors.credentials import ExecutorSecurity
 from tests.support.certificates import Authority, replace
 
@@ -51,7 +51,7 @@ def tokens(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _files_are_looked_at_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_module, "RELOAD_S", 0.0)
-    monkeypatch.setattr(client_channel, "RELOAD_S", 0.0)
+    monkeypatch.setattr(client_module, "RELOAD_S", 0.0)
 
 
 def secured(authority: Authority, **settings: Any) -> PortSecurity:

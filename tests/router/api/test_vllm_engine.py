@@ -15,8 +15,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import error_details
 from router import config
 from router.api import vllm_engine
-from router.api.text.tokenizer import Tokenizer
-from router.api.text.tokenizer_archive import zip_tokenizer
+from router.api.text.tokenizer import Tokenizer, zip_tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from protos.telemetry.metrics import Histogram
-from router.scheduling.token_gaps import TokenGaps
+from router.scheduling.counters import TokenGaps
 
 BOUNDS = (0.5, 1.5, 2.5, 3.5, 4.5)
 NUM_ROWS = 6
