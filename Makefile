@@ -5,9 +5,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python deploy/local/install.py
 PROTOS := $(wildcard protos/*/v1/*.proto)
-STACK_TESTS := tests/e2e tests/deploy
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
 # make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
 TOPOLOGY = $(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
@@ -20,16 +21,18 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-stacks test-parts sim check bench gpu protos venv clean
+.PHONY: help demo serve test quick fix sim check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (README.md)"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
 	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A, DRAFTS likewise"
+	@echo "make quick   the checks, and the tests that start no processes"
 	@echo "make test    every check and test"
+	@echo "make fix     formatter, and lints that can be mended safely"
 	@echo "make sim     a thousand simulated runs of the router with dying and hanging executors"
-	@echo "make check   ruff, mypy and buf alone"
+	@echo "make check   ruff, mypy and buf"
 	@echo "make bench   benchmarks on this machine"
 	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
@@ -42,21 +45,16 @@ demo: $(RUN)
 serve: $(RUN)
 	@$(BIN)/python -m deploy.local.serve $(TOPOLOGY) $(ARGS)
 
-# Two halves at a time, one for each core: tests that start processes, and those that do not. With
-# ARGS, one after the other.
-ifdef ARGS
+# A process for each core takes whole files of tests, the longest first. What starts nothing is quick.
 test: check
-	$(BIN)/python -m pytest $(ARGS)
-else
-test: check
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-stacks test-parts
-endif
+	$(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-stacks: $(DEV)
-	$(BIN)/python -m pytest -p no:cacheprovider $(STACK_TESTS)
+quick: check
+	$(PYTEST) -n auto --dist loadfile -q -m "not slow" $(QUICK_TESTS) $(ARGS)
 
-test-parts: $(DEV)
-	$(BIN)/python -m pytest -p no:cacheprovider tests $(STACK_TESTS:%=--ignore=%)
+fix: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 check: $(DEV)
 	$(BIN)/ruff format --check .
@@ -88,20 +86,12 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Lockstep needs Python 3.11 or newer, and '$(PYTHON)' is not."; \
 		echo "Name one that is: make PYTHON=python3.12 ..."; exit 1; } >&2
-	@echo "== making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch comes first and alone: pip then takes the build that its settings prefer, with what that
-# build needs. Later packages are content with it.
 $(RUN): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "== installing PyTorch; this takes longest, and only now"
-	@$(PIP) install -c constraints.txt torch
-	@echo "== installing what router and executors need"
-	@$(PIP) install -c constraints.txt -e '.[executor]'
+	@$(INSTALL) run
 	@touch $@
 
 $(DEV): $(RUN) deploy/requirements-flashinfer.txt
-	@echo "== installing what tests and checks need"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
-	@$(PIP) install --no-deps -r deploy/requirements-flashinfer.txt
+	@$(INSTALL) dev
 	@touch $@

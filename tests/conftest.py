@@ -1,4 +1,4 @@
-"""No test waits for ever: one whose answer never comes fails, and says so."""
+"""Limit of every asynchronous test, and the order of tests: those with long files first."""
 
 import asyncio
 import functools
@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 LIMIT_S = 600.0  # beyond what any of them takes, also on a busy machine
+LONGEST_FIRST = (
+    "tests/e2e/",
+    "tests/together/",
+)  # so that at the end no core waits for another's long file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FIRST))
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = bounded(item.obj)
