@@ -48,8 +48,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
+from protos.transport.interceptors import RequestReader
 from protos.transport.port import PortSecurity
-from protos.transport.requests import RequestReader
 
 log = structlog.stdlib.get_logger(__name__)
 

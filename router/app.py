@@ -10,8 +10,8 @@ import structlog
 
 from protos.serving.v1 import serving_pb2_grpc
 from protos.telemetry.metrics import serve_metrics
+from protos.transport.interceptors import RequestReader
 from protos.transport.port import serve_health
-from protos.transport.requests import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health, enable_reflection
 from router.api.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""How router and executors log: JSON lines, or text for a person where stderr is a terminal."""
+"""Logs of both services: JSON lines, or text for people where stderr is a terminal."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
-"""What both services share of metrics: a histogram that is cheap to fill, and the port to scrape.
+"""Metrics of both services: a histogram that is cheap to fill, and the port to scrape.
 
-Whoever counts knows nothing of Prometheus: it adds to numbers that its own thread writes. A scrape
-reads them and makes Prometheus' text of them, in a thread of its own.
+Code that counts knows nothing of Prometheus: it adds to numbers that its own thread writes. A
+scrape reads them and makes Prometheus' text of them, in a thread of its own.
 """
 
 import re

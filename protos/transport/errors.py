@@ -1,4 +1,4 @@
-"""How an error crosses the wire.
+"""Errors on the wire.
 
 Either side raises an RpcError; `abort_on_error` turns it into a status with google.rpc details,
 and `error_details` reads the details back on the other end.
@@ -23,11 +23,11 @@ DOMAIN = "lockstep"
 MAX_MESSAGE_BYTES = 1000
 MAX_QUOTED_LEN = 64
 
-OnRefused = Callable[[str], None]  # is told the reason of a call that was turned away
+OnRefused = Callable[[str], None]  # is called with the reason of each call that is refused
 
 
 def nobody_counts(reason: str) -> None:
-    """What is told of refused calls where nobody asks for their number."""
+    """Counts no refused call: the default of OnRefused."""
 
 
 class RpcError(Exception):
@@ -52,36 +52,10 @@ class RpcError(Exception):
         self.field = field
         self.retry_delay_s = retry_delay_s
 
-    def to_status(self) -> status_pb2.Status:
-        """Returns the google.rpc.Status: ErrorInfo, then BadRequest and RetryInfo if they apply."""
-        return _to_status(self.code, self.reason, str(self), self.field, self.retry_delay_s)
-
     @property
     def trailing_metadata(self) -> Any:
-        """The same as metadata that end a call. Of equal errors, they are made once."""
+        """Metadata that end a call: ErrorInfo, then BadRequest and RetryInfo if they apply."""
         return _to_metadata(self.code, self.reason, str(self), self.field, self.retry_delay_s)
-
-
-def _to_status(
-    code: grpc.StatusCode,
-    reason: str,
-    message: str,
-    field: str | None,
-    retry_delay_s: float | None,
-) -> status_pb2.Status:
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
-    if field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if retry_delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(retry_delay_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return status_pb2.Status(
-        code=code_pb2.Code.Value(code.name),
-        message=message,
-        details=[_pack(detail) for detail in details],
-    )
 
 
 @lru_cache(maxsize=64)  # thousands of calls a second may be refused in the same words
@@ -92,12 +66,24 @@ def _to_metadata(
     field: str | None,
     retry_delay_s: float | None,
 ) -> Any:
-    status = _to_status(code, reason, message, field, retry_delay_s)
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    if field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(retry_delay_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(code.name),
+        message=message,
+        details=[_pack(detail) for detail in details],
+    )
     return rpc_status.to_status(status).trailing_metadata
 
 
 def quoted(text: str) -> str:
-    """Returns what a caller sent as it can stand in a message: in quotes, and not too long."""
+    """Returns a caller's text as it can stand in a message: in quotes, and not too long."""
     if len(text) <= MAX_QUOTED_LEN:
         return repr(text)
     return f"{text[:MAX_QUOTED_LEN]!r}... ({len(text)} characters)"
@@ -120,7 +106,7 @@ async def abort_on_error(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIt
 
 
 def refuse(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> None:
-    """Says how an RPC ends whose handler returns now. Cheaper than to raise, for streams only."""
+    """Sets the status of an RPC whose handler returns next. Cheaper than to raise; streams only."""
     context.set_code(error.code)
     context.set_details(str(error))
     context.set_trailing_metadata(error.trailing_metadata)
@@ -128,7 +114,7 @@ def refuse(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> None
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
-    """What an RpcError said, as the caller reads it. Empty where the status had no details."""
+    """Details of an RpcError, as the caller reads them. Empty where the status had none."""
 
     reason: str = ""
     field: str = ""

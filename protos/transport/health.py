@@ -1,8 +1,8 @@
-"""grpc.health.v1 as both services answer it: what probes, load balancers and clients ask.
+"""Health service (grpc.health.v1) of both services, for probes, load balancers and clients.
 
 grpcio's own servicer holds a lock while it writes to a watcher, and takes the same lock to change
 a status: one watcher that stops reading would hold up every change, a shutdown's included. Here a
-change is a dictionary entry and a wake, and no watcher can hold up anybody.
+change is a dictionary entry and an event, and no watcher can hold up another.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Tells the status of each name that was set.
+    """Status of each name that was set.
 
-    Of a name that nobody set, Check fails with NOT_FOUND, and Watch says SERVICE_UNKNOWN and goes
-    on, as the protocol wants it.
+    For any other name, Check fails with NOT_FOUND, and Watch answers SERVICE_UNKNOWN and goes on,
+    as the protocol wants it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._change = asyncio.Event()  # of any name; replaced after each
 
     def set(self, name: str, is_serving: bool) -> None:
-        """Sets a name's status; everybody who watches it is told."""
+        """Sets a name's status; each Watch of it gets the change."""
         self._is_serving[name] = is_serving
         self._change.set()
         self._change = asyncio.Event()

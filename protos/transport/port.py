@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protos.transport.tls import TlsFiles, server_credentials
-from protos.transport.tokens import AcceptedTokens, read_tokens
+from protos.transport.credentials import AcceptedTokens, TlsFiles, read_tokens, server_credentials
 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc
@@ -130,7 +129,7 @@ class PortSecurity:
             OSError: The file of tokens cannot be read.
             ValueError: It makes no sense.
         """
-        from protos.transport.auth import NameInterceptor, TokenInterceptor
+        from protos.transport.interceptors import NameInterceptor, TokenInterceptor
 
         names = set(_split(self.open_services)) - {"none"}
         services = [OPEN_SERVICES[name] for name in names]

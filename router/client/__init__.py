@@ -4,7 +4,7 @@ It imports nothing else of the router.
 """
 
 from protos.serving.v1.serving_pb2 import GROUP_STATE_FORMING, GROUP_STATE_READY, GroupStatus
-from protos.transport.tls import TlsFiles
+from protos.transport.credentials import TlsFiles
 from router.client.client import Client
 from router.client.many import Many
 from router.client.messages import (

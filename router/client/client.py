@@ -29,10 +29,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from protos.transport.auth import with_token
+from protos.transport.credentials import TlsFiles, channel_credentials, token_sender, watch
+from protos.transport.interceptors import with_token
 from protos.transport.port import is_loopback
-from protos.transport.tls import TlsFiles, channel_credentials, watch
-from protos.transport.tokens import SentToken
 from router.client.many import Many
 from router.client.messages import (
     Collector,
@@ -305,7 +304,7 @@ class Connector:
 
 def _sender(token: str | Path | None) -> Callable[[], str] | None:
     if isinstance(token, Path):
-        return SentToken(token)
+        return token_sender(token)
     return None if token is None else lambda: token
 
 

@@ -1,16 +1,21 @@
 """How the router shows executors who it is, and knows that they are its executors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from protos.transport.auth import with_token
+from protos.transport.credentials import (
+    TlsBytes,
+    TlsFiles,
+    Watched,
+    channel_credentials,
+    token_sender,
+    watch,
+)
+from protos.transport.interceptors import with_token
 from protos.transport.port import check_files, check_hop, check_on_off, check_pair, check_tokens
-from protos.transport.tls import TlsBytes, TlsFiles, channel_credentials, watch
-from protos.transport.tokens import SentToken
-from protos.transport.watched import Watched
 from router.executors.discovery import DNS, DnsGroup
 
 Option = tuple[str, str | int]
@@ -80,7 +85,7 @@ class ExecutorSecurity:
         if name is None and group[0].startswith(DNS):
             name = DnsGroup.parse(group[0]).name  # its addresses are numbers that change
         tls = None if self.ca is None else watch("executor_ca", self._files)
-        token = None if self.token is None else SentToken(self.token)
+        token = None if self.token is None else token_sender(self.token)
         return ChannelOpener(tls, name, token)
 
 
@@ -97,7 +102,7 @@ class ChannelOpener:
         self,
         tls: Watched[TlsBytes, TlsBytes] | None = None,
         name: str | None = None,
-        token: SentToken | None = None,
+        token: Callable[[], str] | None = None,
     ) -> None:
         self._tls = tls
         self._name = name

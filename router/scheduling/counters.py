@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
-from protos.transport.auth import Unauthenticated
-from protos.transport.requests import MalformedMessage
+from protos.transport.interceptors import MalformedMessage, Unauthenticated
 from router.errors import (
     Cancelled,
     DeadlineExceeded,

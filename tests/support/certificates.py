@@ -5,7 +5,7 @@ from pathlib import Path
 
 import trustme
 
-from protos.transport.tls import TlsFiles
+from protos.transport.credentials import TlsFiles
 
 
 class Authority:

@@ -12,13 +12,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from protos.transport import tokens as tokens_module
-from protos.transport.auth import with_token
+from protos.transport import credentials as credentials_module
+from protos.transport.credentials import (
+    AcceptedTokens,
+    TlsFiles,
+    channel_credentials,
+    read_tokens,
+    token_sender,
+)
 from protos.transport.errors import error_details
 from protos.transport.health import HealthServicer
+from protos.transport.interceptors import with_token
 from protos.transport.port import PortSecurity, serve_health
-from protos.transport.tls import TlsFiles, channel_credentials
-from protos.transport.tokens import AcceptedTokens, SentToken, read_tokens
 from router.client import Client
 from router.client import client as client_module
 from router.executors.credentials import ExecutorSecurity
@@ -50,7 +55,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _files_are_looked_at_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens_module, "RELOAD_S", 0.0)
+    monkeypatch.setattr(credentials_module, "TOKEN_RELOAD_S", 0.0)
     monkeypatch.setattr(client_module, "RELOAD_S", 0.0)
 
 
@@ -198,7 +203,7 @@ async def test_a_name_that_only_begins_like_an_open_service_is_not_open(tokens: 
 async def test_a_token_can_be_replaced_while_calls_go_on(tokens: Path):
     sent = tokens.with_name("sent")
     sent.write_text(TOKEN)
-    send = SentToken(sent)
+    send = token_sender(sent)
     async with serving(PortSecurity(auth_tokens=tokens)) as address:
         channel = with_token(grpc.aio.insecure_channel(address), send)
         async with channel:

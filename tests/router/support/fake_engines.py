@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError
-from protos.transport.requests import RequestReader
+from protos.transport.interceptors import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
 from router.api.text.tokenizer import Tokenizer

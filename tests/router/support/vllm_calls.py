@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from protos.transport.requests import RequestReader
+from protos.transport.interceptors import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.text.tokenizer import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine

@@ -1,19 +1,32 @@
-"""Who may call: a server's checks of every call, and a caller's token on every call."""
+"""Interceptors of a gRPC port: who may call, and requests read out of the bytes that came.
+
+A call passes `NameInterceptor` and `TokenInterceptor`, as far as a port has them
+(protos/transport/port.py), and then `RequestReader`. The caller's side of the tokens is
+`with_token`.
+"""
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts
-from protos.transport.tokens import SCHEME, AcceptedTokens
+from protos.transport.credentials import SCHEME, AcceptedTokens
+from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its type stubs only
+else:
+    Handler = grpc.RpcMethodHandler
 
 AUTHORIZATION = "authorization"
 NEEDED = "send the metadata 'authorization: Bearer TOKEN'"
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class Unauthenticated(RpcError):
@@ -27,9 +40,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Lets calls through that bring a token; others never reach a handler.
 
     Args:
-        tokens: Those that are taken.
-        open_services: Full names of services that need none.
-        on_refused: Told the reason of each call that is refused.
+        tokens: The tokens that are taken.
+        open_services: Full names of services that need no token.
+        on_refused: Called with the reason of each call that is refused.
     """
 
     def __init__(
@@ -57,7 +70,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
     def _refuse(self, metadata: Any) -> Any | None:
-        """Returns the handler that says why not; None if all is well."""
+        """Returns the handler that refuses the call with a reason; None if the token is taken."""
         given = [value for key, value in metadata or () if key == AUTHORIZATION]
         if not given:
             return self._missing
@@ -77,7 +90,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
     Args:
         names: Alternative names (DNS, URI or IP) of which the certificate needs one.
         open_services: Full names of services that may be called with any certificate.
-        on_refused: Told the reason of each call that is refused.
+        on_refused: Called with the reason of each call that is refused.
     """
 
     def __init__(
@@ -106,20 +119,18 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
         return kept[1]
 
     def _check_in(self, handler: Any) -> Any:
-        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        [kind] = [kind for kind in kinds if getattr(handler, kind) is not None]
-        behaviour = getattr(handler, kind)
+        kind, behavior = _behavior(handler)
 
         async def call(request: Any, context: Context) -> Any:
             await self._check(context)
-            return await behaviour(request, context)
+            return await behavior(request, context)
 
         async def generate(request: Any, context: Context) -> Any:
             await self._check(context)
-            async for response in behaviour(request, context):
+            async for response in behavior(request, context):
                 yield response
 
-        is_generator = inspect.isasyncgenfunction(behaviour)
+        is_generator = inspect.isasyncgenfunction(behavior)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(
             generate if is_generator else call,
@@ -158,9 +169,9 @@ class _TokenChannel:
         self._token = token
 
     def __getattr__(self, name: str) -> Any:
-        """Finds what makes callables, and passes the rest on as it is."""
+        """Returns the channel's own attribute; methods that make callables add the token."""
         found = getattr(self._channel, name)
-        if name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        if name in KINDS:
             return lambda *args, **kwargs: self._bring_token(found(*args, **kwargs))
         return found
 
@@ -180,12 +191,117 @@ class _TokenChannel:
         return call
 
 
+class MalformedMessage(RpcError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "MALFORMED_MESSAGE"
+
+
+class RequestReader(grpc.aio.ServerInterceptor):
+    """Parses requests, and refuses with a reason what is no request. Stands last of a port's.
+
+    gRPC by itself ends a call whose bytes it cannot parse with UNKNOWN, as if it were a bug here,
+    and never ends a call that was half-closed before its only message.
+
+    Args:
+        checks: By full name of a method that answers with a stream, a function that raises an
+            RpcError where its calls are refused. It is called first, since to parse a message takes
+            longer than to refuse a call.
+        on_refused: Called with the reason of each message that is none.
+    """
+
+    def __init__(
+        self,
+        checks: Mapping[str, Callable[[], None]] | None = None,
+        on_refused: OnRefused = nobody_counts,
+    ) -> None:
+        self._checks = checks or {}
+        self._on_refused = on_refused
+        self._handlers: dict[str, Handler] = {}  # by method
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        method = handler_call_details.method
+        handler = self._handlers.get(method)
+        if handler is None:
+            handler = await continuation(handler_call_details)
+            if handler is not None:  # there is such a method
+                handler = self._handlers[method] = _reading(
+                    handler, self._checks.get(method), self._on_refused
+                )
+        return handler
+
+
+class _Handler(Handler):
+    """A method that is always given a stream of messages, also where its request is one message."""
+
+    def __init__(self, handler: Handler, behavior: Any, on_refused: OnRefused) -> None:
+        self.request_streaming = True
+        self.response_streaming = handler.response_streaming
+        self.request_deserializer = _parser(handler.request_deserializer, on_refused)
+        self.response_serializer = handler.response_serializer
+        self.unary_unary = self.unary_stream = None
+        self.stream_unary = None if handler.response_streaming else behavior
+        self.stream_stream = behavior if handler.response_streaming else None
+
+
+def _reading(handler: Handler, check: Callable[[], None] | None, on_refused: OnRefused) -> Handler:
+    _, behavior = _behavior(handler)
+
+    async def take(messages: AsyncIterator[Any]) -> Any:
+        if handler.request_streaming:
+            return messages
+        async for message in messages:
+            return message
+        on_refused(MalformedMessage.reason)
+        raise MalformedMessage("the call ended without a message; send exactly one")
+
+    async def respond(messages: AsyncIterator[Any], context: Any) -> Any:
+        async with abort_on_error(context):
+            return await behavior(await take(messages), context)
+
+    async def respond_if_checked(messages: AsyncIterator[Any], context: Any) -> Any:
+        assert check is not None
+        try:
+            check()
+        except RpcError as error:
+            return refuse(context, error)
+        return await respond(messages, context)
+
+    async def generate(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async with abort_on_error(context):
+            async for response in behavior(await take(messages), context):
+                yield response
+
+    if inspect.isasyncgenfunction(behavior):
+        return _Handler(handler, generate, on_refused)
+    return _Handler(handler, respond if check is None else respond_if_checked, on_refused)
+
+
+def _parser(
+    deserialize: Callable[[bytes], Any] | None, on_refused: OnRefused
+) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except DecodeError as error:
+            on_refused(MalformedMessage.reason)
+            raise MalformedMessage(f"{len(data)} bytes came: {error}") from error
+
+    return parse
+
+
+def _behavior(handler: Handler) -> tuple[str, Any]:
+    """Returns a method's kind, and the function that answers its calls."""
+    return next((kind, found) for kind in KINDS if (found := getattr(handler, kind)) is not None)
+
+
 def _prefixes(services: Collection[str]) -> tuple[str, ...]:
     return tuple(f"/{service}/" for service in services)
 
 
 def _refusing(problem: str) -> Any:
-    """Returns a handler that reads nothing, whatever the method takes."""
+    """Returns a handler that reads nothing, for any kind of method."""
 
     async def refuse(requests: Any, context: Context) -> None:
         async with abort_on_error(context):

@@ -1,0 +1,286 @@
+"""Credentials in files that may be replaced while a process runs: certificates, keys, tokens.
+
+A server looks at its TLS files at every handshake: the next connection gets the new certificate,
+and open connections go on. A client's channel keeps what it was opened with; its owner opens
+another.
+
+A file of tokens has one a line; empty lines and lines that begin with # do not count. A server
+takes any of them, a caller sends the first. To replace a token, add the new one where it is
+checked, then change it where it is sent, then remove the old one. A token's text is in no log and
+no error: a bad line is named by its number.
+"""
+
+import hashlib
+import hmac
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import structlog
+
+if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
+    import grpc
+
+log = structlog.stdlib.get_logger(__name__)
+
+NUM_READS = 5  # of TLS files, while somebody writes them
+TOKEN_RELOAD_S = 1.0  # a file of tokens is looked at so often at most, since every call asks
+MIN_TOKEN_LENGTH = 16
+SCHEME = "Bearer "
+
+Raw = TypeVar("Raw")
+Parsed = TypeVar("Parsed")
+
+
+class Watched(Generic[Raw, Parsed]):
+    """Contents of some files, read again whenever any thread asks for them.
+
+    Contents are compared, not times: a symbolic link that points elsewhere, as Kubernetes replaces
+    a Secret, counts, and so does a second change within a clock's tick. Files that cannot be read
+    or make no sense, such as half of a new pair, change nothing until they do.
+
+    Args:
+        name: The setting that names the files, for the log.
+        read: Reads all files. May raise OSError or ValueError.
+        parse: Makes the value of their contents. May raise OSError or ValueError.
+        interval_s: Contents are taken for current so long.
+
+    Raises:
+        OSError: A file cannot be read now.
+        ValueError: It makes no sense now.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Raw],
+        parse: Callable[[Raw], Parsed],
+        *,
+        interval_s: float = 0.0,
+    ) -> None:
+        self._name = name
+        self._read = read
+        self._parse = parse
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._raw = read()
+        self._value = parse(self._raw)
+        self._look_time = time.monotonic()
+        self._problem = ""
+
+    def value(self) -> Parsed:
+        """Returns the same object for as long as the files are the same."""
+        if time.monotonic() - self._look_time < self._interval_s:
+            return self._value
+        with self._lock:
+            self._look()
+            return self._value
+
+    def _look(self) -> None:
+        self._look_time = time.monotonic()
+        try:
+            raw = self._read()
+            if raw != self._raw:
+                self._value = self._parse(raw)
+                self._raw = raw
+                log.info("files_reloaded", setting=self._name)
+        except (OSError, ValueError) as error:
+            if str(error) != self._problem:  # once, not at each call
+                log.warning("files_not_reloaded", setting=self._name, problem=str(error))
+            self._problem = str(error)
+        else:
+            self._problem = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of one side's TLS files, all of them PEM.
+
+    Attributes:
+        cert: Own certificate, followed by those between it and its CA.
+        key: Its private key, not encrypted.
+        ca: Certificates of the CAs that the other side's certificate is checked against.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def read(self) -> "TlsBytes":
+        """Reads them as they are.
+
+        Raises:
+            OSError: One cannot be read.
+        """
+        files = (self.cert, self.key, self.ca)
+        return TlsBytes(*[None if path is None else path.read_bytes() for path in files])
+
+    def read_whole(self) -> "TlsBytes":
+        """Reads them when they fit together.
+
+        Raises:
+            OSError: One cannot be read.
+            ValueError: They do not fit together; names the file.
+        """
+        for _ in range(NUM_READS):
+            before = self.read()
+            self._check()
+            if self.read() == before:
+                return before
+        raise ValueError(f"{self.cert or self.ca} is written again and again: replace it at once")
+
+    def _check(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.cert is not None and self.key is not None:
+            try:
+                # A password, so that an encrypted key is an error instead of a question.
+                context.load_cert_chain(self.cert, self.key, password="-")
+            except ssl.SSLError as error:
+                raise ValueError(
+                    f"{self.cert} and {self.key} are no certificate with its key, in PEM and not "
+                    f"encrypted: {error.reason or error}"
+                ) from None
+        if self.ca is not None:
+            try:
+                context.load_verify_locations(self.ca)
+            except ssl.SSLError as error:
+                raise ValueError(
+                    f"{self.ca} has no CA certificate in PEM: {error.reason or error}"
+                ) from None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TlsBytes:
+    """Contents of TLS files. Never shown: the key is a secret."""
+
+    cert: bytes | None
+    key: bytes | None
+    ca: bytes | None
+
+
+def watch(name: str, files: TlsFiles, *, interval_s: float = 0.0) -> Watched[TlsBytes, TlsBytes]:
+    """Returns the contents of the files, which follow their changes.
+
+    Args:
+        name: The setting that names the files, for the log.
+        files: Their paths.
+        interval_s: They are looked at so often at most.
+
+    Raises:
+        OSError: One cannot be read.
+        ValueError: They do not fit together.
+    """
+    return Watched(name, files.read, lambda _: files.read_whole(), interval_s=interval_s)
+
+
+def server_credentials(files: TlsFiles) -> "grpc.ServerCredentials":
+    """Returns a port's credentials, which follow the files. With a CA, every client needs a
+    certificate.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: They do not fit together.
+    """
+    import grpc
+
+    watched = watch("tls_cert", files)
+
+    def configuration(tls: TlsBytes) -> grpc.ServerCertificateConfiguration:
+        assert tls.key is not None
+        assert tls.cert is not None
+        return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca)
+
+    used = watched.value()
+    first = configuration(used)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Runs before each handshake, on a thread of gRPC. None: as before."""
+        nonlocal used
+        current = watched.value()
+        if current is used:
+            return None
+        used = current
+        return configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        first,
+        fetch,  # type: ignore[arg-type]  # its type stub knows no None
+        require_client_authentication=files.ca is not None,
+    )
+
+
+def channel_credentials(tls: TlsBytes) -> "grpc.ChannelCredentials":
+    """Returns the credentials of a new channel."""
+    import grpc
+
+    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Returns a file's tokens.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It has none, or a line that is none.
+    """
+    tokens = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        token = line.strip().decode("ascii", errors="replace")
+        if not token or token.startswith("#"):
+            continue
+        if re.fullmatch(r"[!-~]+", token) is None:
+            raise ValueError(f"{path}, line {number}: a token has visible ASCII characters only")
+        if len(token) < MIN_TOKEN_LENGTH:
+            raise ValueError(
+                f"{path}, line {number}: a token of {len(token)} characters can be guessed; need "
+                f"{MIN_TOKEN_LENGTH}, such as those of: openssl rand -hex 32"
+            )
+        tokens.append(token)
+    if not tokens:
+        raise ValueError(f"{path} has no token: write one on each line")
+    return tuple(tokens)
+
+
+class AcceptedTokens:
+    """Tokens that a port takes. Only their hashes are kept.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It makes no sense.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._hashes = Watched(
+            "auth_tokens",
+            lambda: tuple(_hash(token) for token in read_tokens(path)),
+            lambda hashes: hashes,
+            interval_s=TOKEN_RELOAD_S,
+        )
+
+    def accepts(self, token: str) -> bool:
+        """Returns whether this is one of them, in a time that is the same for every wrong one."""
+        given, is_one = _hash(token), False
+        for known in self._hashes.value():
+            is_one |= hmac.compare_digest(given, known)
+        return is_one
+
+
+def token_sender(path: Path) -> Callable[[], str]:
+    """Returns a function that returns the first token of a file, as it is then.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It makes no sense.
+    """
+    return Watched(
+        "token", lambda: read_tokens(path)[0], lambda token: token, interval_s=TOKEN_RELOAD_S
+    ).value
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
