@@ -49,7 +49,7 @@ from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
 from protos.transport.interceptors import RequestReader
-from protos.transport.port import PortSecurity
+from protos.transport.port import ServiceConfig
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -122,20 +122,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     # Life of the process
 
-    async def start(
-        self, address: str, security: PortSecurity | None = None
-    ) -> tuple[grpc.aio.Server, int]:
+    async def start(self, config: ServiceConfig) -> tuple[grpc.aio.Server, int]:
         """Starts listening, before any model is loaded. Returns the server and its port.
 
-        Args:
-            address: host:port.
-            security: Who may call, and how; None is anybody, in plain text.
-
         Raises:
-            OSError: The address cannot be listened on.
+            OSError: The address cannot be bound.
         """
-        security = security or PortSecurity()
-        interceptors = [*security.interceptors(), RequestReader()]
+        interceptors = [*config.interceptors(), RequestReader()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
         self.add_health_to(server)
@@ -144,9 +137,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         for name in ("", SERVICE, LIVENESS):
             self.health.set(name, True)
         self._publish_readiness()
-        port = security.open_port(server, address)
-        await server.start()
-        return server, port
+        return server, await config.start(server)
 
     def add_health_to(self, server: grpc.aio.Server) -> None:
         """Adds the health service to a server that has not started."""

@@ -1,7 +1,16 @@
-"""Builds every object of the router, wires them, and runs them until told to stop."""
+"""Application: builds every object of the router, wires them, and runs them until it is stopped.
+
+    SIGTERM ──── delay ────▶ ──────── grace ────────▶ ─── flush ──▶ the server stops
+       NOT_SERVING,            new requests: UNAVAILABLE,  what is left ends with UNAVAILABLE,
+       requests still taken    running ones finish         behind the tokens that it has
+
+The delay is for load balancers, which take a moment to see NOT_SERVING. UNAVAILABLE is what the
+published retry policy sends again, elsewhere. A second SIGTERM or SIGINT ends both waits at once.
+"""
 
 import asyncio
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 
@@ -9,14 +18,11 @@ import grpc
 import structlog
 
 from protos.serving.v1 import serving_pb2_grpc
-from protos.telemetry.metrics import serve_metrics
 from protos.transport.interceptors import RequestReader
-from protos.transport.port import serve_health
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health, enable_reflection
 from router.api.text.tokenizer import Tokenizer
 from router.config import RouterConfig
-from router.drain import StopSignals, drain
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
 from router.executors.discovery import find_addresses
@@ -29,12 +35,14 @@ from router.telemetry.request_log import Observers, RequestLog
 
 log = structlog.stdlib.get_logger(__name__)
 
-POLL_S = 0.05  # how often readiness is looked at
+READINESS_POLL_S = 0.05
+DRAIN_POLL_S = 0.02
+FLUSH_S = 1.0  # for the last messages of calls whose requests were ended
 STOP_GRACE_S = 0.5  # for calls that have no request to finish, such as a Watch
 
 
 async def run(config: RouterConfig) -> None:
-    """Serves until SIGTERM or SIGINT, and then until what runs has ended (drain.py).
+    """Serves until SIGTERM or SIGINT, and then until the running calls have ended.
 
     Raises:
         OSError: The address to listen at is taken.
@@ -57,8 +65,12 @@ async def run(config: RouterConfig) -> None:
     engines.drive(by_group)
     health = Health()
     servicer = GenerationServicer(engines, tokenizer, _version())
-    _serve_metrics(config, engines, cleanup)
-    await _serve_health(config, health, cleanup)
+    metrics_port = config.serve_metrics(collector(engines, _version()))
+    if metrics_port is not None:
+        cleanup.push_async_callback(asyncio.to_thread, metrics_port.close)
+    health_server = await config.serve_health(health.add_to)
+    if health_server is not None:
+        cleanup.push_async_callback(health_server.stop, STOP_GRACE_S)
     server = await start_server(config, engines, servicer, health, interceptors)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -93,7 +105,7 @@ def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
             min_s=config.min_step_deadline_s,
             max_s=config.step_timeout_s,
         ),
-        opener=config.executor_security.opener(addresses),
+        opener=config.opener(addresses),
     )
 
 
@@ -129,18 +141,17 @@ async def start_server(
     """Opens the public port and returns its server.
 
     Args:
-        interceptors: What sees every call that may be made, before its handler does.
+        interceptors: Of every call that is not refused, before its handler runs.
 
     Raises:
         OSError: The address cannot be bound.
     """
-    # Who may not call is refused before anything else is done.
-    measures = engines.measures
-    interceptors = [*config.interceptors(measures.add_refusal), *interceptors]
+    on_refused = engines.measures.add_refusal
     server = grpc.aio.server(
         interceptors=[
+            *config.interceptors(on_refused),  # first: a caller that may not call gets nothing done
             *interceptors,
-            RequestReader(servicer.checks(), measures.add_refusal),
+            RequestReader(servicer.checks(), on_refused),
         ],
         options=server_options(config),
     )
@@ -148,43 +159,14 @@ async def start_server(
     health.add_to(server)
     services = _add_vllm_engine(config, server, engines, servicer, health)
     enable_reflection(server, *services)
-    port = config.open_port(server, config.listen)
-    await server.start()
-    host = config.listen.rpartition(":")[0]
-    log.info("listening", address=f"{host}:{port}")
+    await config.start(server)
     return server
-
-
-def _serve_metrics(config: RouterConfig, engines: Engines, cleanup: AsyncExitStack) -> None:
-    """Opens the port for metrics if there is to be one, and has it closed.
-
-    Raises:
-        OSError: The address cannot be bound.
-    """
-    if config.metrics_listen is not None:
-        port = serve_metrics(config.metrics_listen, collector(engines, _version()))
-        cleanup.push_async_callback(asyncio.to_thread, port.close)
-        host = config.metrics_listen.rpartition(":")[0]
-        log.info("metrics_listening", address=f"{host}:{port.number}")
-
-
-async def _serve_health(config: RouterConfig, health: Health, cleanup: AsyncExitStack) -> None:
-    """Opens the port for probes if there is to be one, and has it closed.
-
-    Raises:
-        OSError: The address cannot be bound.
-    """
-    if config.health_listen is not None:
-        server, port = await serve_health(config.health_listen, health.add_to)
-        cleanup.push_async_callback(server.stop, STOP_GRACE_S)
-        host = config.health_listen.rpartition(":")[0]
-        log.info("health_listening", address=f"{host}:{port}")
 
 
 def _start_tracing(
     config: RouterConfig, cleanup: AsyncExitStack
 ) -> tuple[list[grpc.aio.ServerInterceptor], list[Observer]]:
-    """Returns what traces need of the server and of the engines; nothing if there are to be none."""
+    """Returns the interceptors and observers that make traces, if there are to be any."""
     if config.otlp_endpoint is None:
         return [], []
     from router.telemetry.tracing import CarrierInterceptor, start_tracing
@@ -215,7 +197,7 @@ def _add_vllm_engine(
 
 
 def server_options(config: RouterConfig) -> list[tuple[str, int]]:
-    """Returns what gRPC is told about the public port."""
+    """Returns gRPC's options for the public port."""
     options = [
         *SERVER_OPTIONS,
         # A second router at one address shall fail, rather than take half its calls.
@@ -229,6 +211,60 @@ def server_options(config: RouterConfig) -> list[tuple[str, int]]:
     return options
 
 
+class StopSignals:
+    """Counts SIGTERM and SIGINT.
+
+    Attributes:
+        asked: Set by the first.
+        at_once: Set by the second.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def listen(self) -> None:
+        """Takes the signals of this process, from now on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.receive)
+
+    def receive(self) -> None:
+        (self.at_once if self.asked.is_set() else self.asked).set()
+
+
+async def drain(
+    engines: Engines, health: Health, *, delay_s: float, grace_s: float, at_once: asyncio.Event
+) -> None:
+    """Returns when no call is open, or those that are had their grace.
+
+    Args:
+        delay_s: How long new requests are still taken.
+        grace_s: How long running ones may then go on.
+        at_once: Set to wait no longer.
+    """
+    health.set_ready(False)
+    log.info("draining", live_requests=engines.num_live, delay_s=delay_s, grace_s=grace_s)
+    await _wait(lambda: False, delay_s, at_once)
+    engines.shut_down()
+    log.info(
+        "refusing_requests", live_requests=engines.num_live, open_calls=engines.listeners.num_open
+    )
+    # Calls, not requests: one whose client reads slowly still has tokens to deliver.
+    await _wait(lambda: not engines.listeners.num_open, grace_s, at_once)
+    num_cut = engines.num_live
+    engines.cancel_all()
+    await _wait(lambda: not engines.listeners.num_open, FLUSH_S, asyncio.Event())
+    log.info("drained", cut_requests=num_cut, cut_calls=engines.listeners.num_open)
+
+
+async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.Event) -> None:
+    """Returns when it is done, the time is over, or `at_once` is set."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not (is_done() or at_once.is_set()) and (left_s := deadline - loop.time()) > 0:
+        await asyncio.sleep(min(left_s, DRAIN_POLL_S))
+
+
 async def _keep_ready(health: Health, engines: Engines) -> None:
     was_ready = False
     while True:
@@ -236,7 +272,7 @@ async def _keep_ready(health: Health, engines: Engines) -> None:
             was_ready = engines.is_ready
             health.set_ready(was_ready)
             log.info("readiness", is_ready=was_ready)
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(READINESS_POLL_S)
 
 
 def _version() -> str:

@@ -1,8 +1,11 @@
-"""Flags of the demo and of serve that say how executors share the model, and what drafts for it."""
+"""Flags of the demo and of serve: how executors share the model, and what drafts for it."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+import click
+
+from executor.__main__ import main as executor
 
 SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
 DRAFTING = (
@@ -16,33 +19,16 @@ NAMES = SHARING + DRAFTING
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags. What is not given is left to the executors: `python -m executor --help`."""
+    """Adds the flags. The executors' own are described as `python -m executor --help` does."""
     parser.add_argument("--dp-size", type=_size, default=2, help="DP ranks [default: 2]")
     parser.add_argument(
         "--attn-tp-size", type=_size, default=1, help="executors of each DP rank [default: 1]"
     )
-    parser.add_argument(
-        "--ep-size", type=_size, help="parts that the experts fall into; 1 is no EP [default: all]"
-    )
-    parser.add_argument("--moe-a2a", help="how tokens reach the experts' executors: none or torch")
-    parser.add_argument(
-        "--moe-a2a-extend", help="the same in steps with prompts: all-gather or all-to-all"
-    )
-    parser.add_argument(
-        "--moe-dense-tp-size", type=_size, help="1: dense layers are whole on each executor"
-    )
-    parser.add_argument("--dtype", help="of weights and KV: auto, float32 or bfloat16")
-    parser.add_argument(
-        "--draft-model", type=Path, help="folder of a draft model, such as deploy/demo_drafts/mtp"
-    )
-    parser.add_argument("--num-draft-steps", type=_size, help="drafts one after another")
-    parser.add_argument(
-        "--draft-topk", type=_size, help="drafts that each step goes on from: above 1 a tree"
-    )
-    parser.add_argument("--num-draft-tokens", type=_size, help="tokens verified at once")
-    parser.add_argument(
-        "--draft-sampling", help="how drafts of requests that sample are accepted: match, rejection"
-    )
+    for option in executor.params:
+        if option.name in NAMES:
+            assert isinstance(option, click.Option)
+            is_size = option.type is click.INT
+            parser.add_argument(*option.opts, type=_size if is_size else str, help=option.help)
 
 
 def executor_args(args: argparse.Namespace, names: Sequence[str] = NAMES) -> Sequence[str]:

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.ports import held_port
 from deploy.local.processes import Process, ProcessEnded
-from executor.__main__ import BAD_CONFIGURATION
+from protos.settings import BAD_CONFIGURATION
 from router.api.health import READINESS
 from router.client import CallFailed, Client, TlsFiles
 from router.client.client import Connector

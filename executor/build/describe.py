@@ -42,7 +42,7 @@ def describe(
     )
     return pb.DescribeResponse(
         coordinates=pb.Coordinates(
-            dp_rank=config.dp_rank,
+            dp_rank=config.topology.dp_rank,
             dp_size=config.dp_size,
             attn_tp_rank=config.attn_tp_rank,
             attn_tp_size=config.attn_tp_size,

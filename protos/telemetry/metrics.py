@@ -4,12 +4,13 @@ Code that counts knows nothing of Prometheus: it adds to numbers that its own th
 scrape reads them and makes Prometheus' text of them, in a thread of its own.
 """
 
-import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import structlog
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Labels = tuple[str, ...]
+
+log = structlog.stdlib.get_logger(__name__)
 
 # Seconds. Waits of people and of services, and whole answers.
 LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -158,7 +161,7 @@ def families_of(
         yield Family(prefix + metric.name, metric.kind, metric.help, names + metric.labels, series)
 
 
-class Port:
+class MetricsPort:
     """An open port that is scraped; the thread behind it ends with the process or by `close`."""
 
     def __init__(self, server: Any, thread: Any) -> None:
@@ -176,32 +179,34 @@ class Port:
         self._thread.join()
 
 
-def serve_metrics(listen: str, collect: Callable[[], Iterable[Family]]) -> Port:
+def serve_metrics(listen: str, collect: Callable[[], Iterable[Family]]) -> MetricsPort:
     """Serves metrics, and those of the process itself, at http://HOST:PORT/metrics.
 
     In a thread, so that a long computation elsewhere delays no scrape.
 
     Args:
-        listen: Host and port; port 0 takes a free one.
+        listen: host:port; port 0 takes a free one.
         collect: Returns everything there is, at each scrape, on that thread.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The address cannot be bound.
     """
     from prometheus_client import start_http_server
 
-    host, port = split_address(listen)
+    host, _, number = listen.rpartition(":")
     try:
-        return Port(*start_http_server(port, host, new_registry(collect)))
+        port = MetricsPort(*start_http_server(int(number), host.strip("[]"), new_registry(collect)))
     except OSError as error:
         raise OSError(
             f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
             f"another"
         ) from error
+    log.info("metrics_listening", address=f"{host}:{port.number}")
+    return port
 
 
 def new_registry(collect: Callable[[], Iterable[Family]]) -> "CollectorRegistry":
-    """Returns what is scraped: what `collect` returns, and the process's own metrics."""
+    """Returns the families that `collect` returns, and the process's own."""
     from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 
     registry = CollectorRegistry()
@@ -211,22 +216,8 @@ def new_registry(collect: Callable[[], Iterable[Family]]) -> "CollectorRegistry"
     return registry
 
 
-def split_address(listen: str) -> tuple[str, int]:
-    """Returns host and port.
-
-    Raises:
-        ValueError: It is none.
-    """
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:\s]+):(\d{1,5})", listen)
-    if match is None or int(match[2]) > 65535:
-        raise ValueError(
-            f"metrics_listen={listen}: need host:port, such as 127.0.0.1:9090 or 0.0.0.0:9090"
-        )
-    return match[1].strip("[]"), int(match[2])
-
-
 class _Collector:
-    """What prometheus-client asks for metrics."""
+    """Collector, as prometheus-client wants one."""
 
     def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
         self._collect = collect

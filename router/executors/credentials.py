@@ -1,48 +1,47 @@
-"""How the router shows executors who it is, and knows that they are its executors."""
+"""Credentials towards executors: the settings of a router, and the channels that use them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from protos.settings import ON_OFF, setting
 from protos.transport.credentials import (
     TlsBytes,
     TlsFiles,
     Watched,
     channel_credentials,
+    read_tokens,
     token_sender,
     watch,
 )
 from protos.transport.interceptors import with_token
-from protos.transport.port import check_files, check_hop, check_on_off, check_pair, check_tokens
+from protos.transport.port import check_files, check_pair, is_loopback
 from router.executors.discovery import DNS, DnsGroup
 
 Option = tuple[str, str | int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ExecutorSecurity:
-    """Settings for the way to executors; RouterConfig has them behind ``executor_``.
+    """Settings for the way to executors."""
 
-    Attributes:
-        ca: CAs of which one signed every executor's certificate; None is plain text.
-        cert: Certificate that executors are shown; None: none.
-        key: Its private key.
-        name: What every executor's certificate is for; None: the host of its address, or the name
-            that stands for a group.
-        token: File whose first token goes with every call; None: none does.
-        plaintext: "on" lets plain text leave loopback.
-    """
+    executor_ca: Path | None = setting(None, unset="no TLS to executors")
+    """CA certificates, in PEM; one of them signed the certificate of each executor."""
+    executor_cert: Path | None = None
+    """Certificate that executors are shown, in PEM."""
+    executor_key: Path | None = None
+    """Its private key, in PEM."""
+    executor_name: str | None = setting(None, unset="host of the address, or a group's DNS name")
+    """Name in executors' certificates."""
+    executor_token: Path | None = None
+    """File whose first token goes with every call to executors; read again when it changes."""
+    executor_plaintext: str = setting("off", ON_OFF)
+    """on lets plain text to executors leave loopback."""
 
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    name: str | None = None
-    token: Path | None = None
-    plaintext: str = "off"
-
-    def check(self, addresses: Sequence[str]) -> None:
+    def check_executor_security(self, addresses: Sequence[str]) -> None:
         """Checks the settings, and that their files are there and make sense.
 
         Args:
@@ -51,29 +50,30 @@ class ExecutorSecurity:
         Raises:
             ValueError: Says what is wrong and what fits.
         """
-        check_on_off("executor_plaintext", self.plaintext)
-        check_pair("executor_cert", self.cert, "executor_key", self.key)
-        for field in ("cert", "name"):
-            if getattr(self, field) is not None and self.ca is None:
+        check_pair("executor_cert", self.executor_cert, "executor_key", self.executor_key)
+        for name in ("executor_cert", "executor_name"):
+            if getattr(self, name) is not None and self.executor_ca is None:
                 raise ValueError(
-                    f"executor_{field} without executor_ca: TLS to executors takes the CA of their "
+                    f"{name} without executor_ca: TLS to executors takes the CA of their "
                     f"certificates"
                 )
-        check_files("executor_ca", self._files)
-        if self.token is not None:
-            check_tokens("executor_token", self.token)
-        if self.ca is None and self.plaintext == "off":
-            hosts = [a.removeprefix(DNS) if a.startswith(DNS) else a for a in addresses]
-            check_hop(
-                "group",
-                hosts,
-                "set executor_ca, and tls_cert and tls_key of the executors; or, where the network "
-                "itself keeps others out, executor_plaintext=on",
-            )
+        check_files("executor_ca", self._executor_files.read_whole)
+        if self.executor_token is not None:
+            check_files("executor_token", partial(read_tokens, self.executor_token))
+        if self.executor_ca is not None or self.executor_plaintext == "on":
+            return
+        for address in addresses:
+            if not is_loopback(address.removeprefix(DNS)):
+                raise ValueError(
+                    f"group: {address.removeprefix(DNS)} is not on loopback, and what goes there "
+                    f"would be plain text that others can read: set executor_ca, and tls_cert and "
+                    f"tls_key of the executors; or, where the network itself keeps others out, "
+                    f"executor_plaintext=on"
+                )
 
     @property
-    def _files(self) -> TlsFiles:
-        return TlsFiles(self.cert, self.key, self.ca)
+    def _executor_files(self) -> TlsFiles:
+        return TlsFiles(self.executor_cert, self.executor_key, self.executor_ca)
 
     def opener(self, group: Sequence[str]) -> "ChannelOpener":
         """Returns what opens the channels to one group.
@@ -81,11 +81,11 @@ class ExecutorSecurity:
         Args:
             group: Its addresses, as the operator gave them.
         """
-        name = self.name
+        name = self.executor_name
         if name is None and group[0].startswith(DNS):
             name = DnsGroup.parse(group[0]).name  # its addresses are numbers that change
-        tls = None if self.ca is None else watch("executor_ca", self._files)
-        token = None if self.token is None else token_sender(self.token)
+        tls = None if self.executor_ca is None else watch("executor_ca", self._executor_files)
+        token = None if self.executor_token is None else token_sender(self.executor_token)
         return ChannelOpener(tls, name, token)
 
 

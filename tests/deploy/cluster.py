@@ -19,16 +19,11 @@ COMMANDS = {
     "lockstep-executor": executor_main,
     "lockstep-executor-cpu": executor_main,
 }
-PREFIXES = {router_main: "LOCKSTEP_ROUTER", executor_main: "LOCKSTEP_EXECUTOR"}
 
 
 def twins(command: click.Command) -> set[str]:
     """Returns the environment variables that a program takes settings from."""
-    names: set[str] = set()
-    for option in command.params:
-        given = option.envvar or f"{PREFIXES[command]}_{option.name}".upper()
-        names |= {given} if isinstance(given, str) else set(given)
-    return names
+    return {name for option in command.params for name in option.envvar or ()}
 
 
 @dataclass(frozen=True)

@@ -85,17 +85,15 @@ def test_the_executors_of_each_group_fill_its_places_and_the_router_finds_them(
     assert sorted(found) == sorted(at), "each executor is in one group"
 
 
-async def _addresses(group: str, resolve: Any) -> list[str]:
-    return list(await find_addresses(group.split(","), resolve)())
+async def _addresses(group: Any, resolve: Any) -> list[str]:
+    return list(await find_addresses(group, resolve)())
 
 
 def executor_config(container: Container) -> ExecutorConfig:
     """What the executor's settings come to, but for files that are not here."""
     settings = container.settings
-    settings["dp_rank"] += settings.pop("node_rank") * settings.pop("dp_ranks_per_node")
-    given = {k: v for k, v in settings.items() if k in ExecutorConfig.__dataclass_fields__}
     no_tls = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tls_client_names"))
-    return ExecutorConfig(**{**given, **no_tls, "plaintext": "on", "model": DEMO_MODEL})
+    return ExecutorConfig(**{**settings, **no_tls, "plaintext": "on", "model": DEMO_MODEL})
 
 
 def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Cluster) -> None:

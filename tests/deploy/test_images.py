@@ -151,7 +151,7 @@ def test_compose_starts_one_group_with_settings_that_exist() -> None:
         with patch.dict(os.environ, env, clear=True):
             settings = command.make_context(name, []).params
         if name == "router":
-            [group] = settings["groups"]
+            [[group]] = settings["groups"]
             continue
         assert service["networks"]["group"]["aliases"] == [DnsGroup.parse(group).name]
         assert settings["advertised_host"] == service["hostname"] == name

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from executor.build.executor import build_worker
-from executor.config import ExecutorConfig
 from executor.metrics import PHASES, Measures, Numbers, collector
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
@@ -125,8 +124,3 @@ def test_an_executor_that_is_in_no_epoch_says_so():
     series = {family.name: dict(family.series) for family in collect()}
     assert series["lockstep_executor_epoch"] == {(): 0}
     assert series["lockstep_executor_ready"] == {(): 0.0}
-
-
-def test_an_address_for_metrics_that_is_none_is_refused(tiny_checkpoint: Path):
-    with pytest.raises(ValueError, match="metrics_listen=9090: need host:port"):
-        ExecutorConfig(model=tiny_checkpoint, metrics_listen="9090")

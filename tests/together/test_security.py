@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2_grpc
 
 from protos.transport import credentials as credentials_module
@@ -23,12 +24,13 @@ from protos.transport.credentials import (
 from protos.transport.errors import error_details
 from protos.transport.health import HealthServicer
 from protos.transport.interceptors import with_token
-from protos.transport.port import PortSecurity, serve_health
+from protos.transport.port import ServiceConfig
 from router.client import Client
 from router.client import client as client_module
 from router.executors.credentials import ExecutorSecurity
 from tests.support.certificates import Authority, replace
 
+ANY = "127.0.0.1:0"
 TOKEN, SECOND, WRONG = "first-token-0123456789", "second-token-0123456789", "no-token-0123456789"
 ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -59,10 +61,10 @@ def _files_are_looked_at_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "RELOAD_S", 0.0)
 
 
-def secured(authority: Authority, **settings: Any) -> PortSecurity:
-    """Mutual TLS on loopback."""
+def mutual_tls(authority: Authority) -> dict[str, Path | None]:
+    """Settings of a server on loopback."""
     own = authority.issue("server", "127.0.0.1")
-    return PortSecurity(tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.ca, **settings)
+    return {"tls_cert": own.cert, "tls_key": own.key, "tls_client_ca": own.ca}
 
 
 async def echo(request: bytes, context: Any) -> bytes:
@@ -80,9 +82,10 @@ async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(security: PortSecurity) -> AsyncIterator[str]:
-    """Yields the address of a server that sends back what it gets."""
-    server = grpc.aio.server(interceptors=security.interceptors())
+async def serving(**settings: Any) -> AsyncIterator[str]:
+    """Yields the address of a server, with these settings, that sends back what it gets."""
+    config = ServiceConfig(listen=ANY, **settings)
+    server = grpc.aio.server(interceptors=config.interceptors())
     one = grpc.unary_unary_rpc_method_handler(echo)
     handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
     info = grpc.stream_stream_rpc_method_handler(reflect)
@@ -95,8 +98,7 @@ async def serving(security: PortSecurity) -> AsyncIterator[str]:
             ),
         )
     )
-    port = security.open_port(server, "127.0.0.1:0")
-    await server.start()
+    port = await config.start(server)
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -132,8 +134,7 @@ async def refusal(channel: Channel, method: str = ECHO) -> Refused:
 
 @pytest.mark.parametrize("token", [TOKEN, SECOND])
 async def test_any_token_of_the_file_is_taken(tokens: Path, token: str):
-    security = PortSecurity(auth_tokens=tokens)
-    async with serving(security) as address, calling(address, token=token) as channel:
+    async with serving(auth_tokens=tokens) as address, calling(address, token=token) as channel:
         assert await ask(channel) == b"hello"
         call = channel.stream_stream(STREAM)()
         await call.write(b"more")
@@ -158,7 +159,7 @@ async def test_any_token_of_the_file_is_taken(tokens: Path, token: str):
 async def test_every_other_call_is_refused_and_told_why_but_not_what_it_sent(
     tokens: Path, method: str, metadata: Any, problem: str
 ):
-    async with serving(PortSecurity(auth_tokens=tokens)) as address, calling(address) as channel:
+    async with serving(auth_tokens=tokens) as address, calling(address) as channel:
         # As a stream that sends nothing: who has no token is refused before the first message.
         call = channel.stream_stream(method)(metadata=metadata)
         with pytest.raises(Refused) as caught:
@@ -183,8 +184,8 @@ async def test_every_other_call_is_refused_and_told_why_but_not_what_it_sent(
 async def test_health_and_reflection_are_as_open_as_they_are_set(
     tokens: Path, open_services: str, is_open: dict[str, bool]
 ):
-    security = PortSecurity(auth_tokens=tokens, open_services=open_services)
-    async with serving(security) as address, calling(address) as channel:
+    settings = {"auth_tokens": tokens, "open_services": open_services}
+    async with serving(**settings) as address, calling(address) as channel:
         for method, answers in is_open.items():
             if answers:
                 assert await ask(channel, method) == b"hello"
@@ -194,7 +195,7 @@ async def test_health_and_reflection_are_as_open_as_they_are_set(
 
 
 async def test_a_name_that_only_begins_like_an_open_service_is_not_open(tokens: Path):
-    async with serving(PortSecurity(auth_tokens=tokens)) as address, calling(address) as channel:
+    async with serving(auth_tokens=tokens) as address, calling(address) as channel:
         refused = await refusal(channel, "/grpc.health.v1.HealthAndMore/Check")
 
         assert refused.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -204,7 +205,7 @@ async def test_a_token_can_be_replaced_while_calls_go_on(tokens: Path):
     sent = tokens.with_name("sent")
     sent.write_text(TOKEN)
     send = token_sender(sent)
-    async with serving(PortSecurity(auth_tokens=tokens)) as address:
+    async with serving(auth_tokens=tokens) as address:
         channel = with_token(grpc.aio.insecure_channel(address), send)
         async with channel:
             running = channel.stream_stream(STREAM)()
@@ -287,7 +288,7 @@ def test_whoever_checks_keeps_no_token(tokens: Path):
 
 async def test_mutual_tls_takes_who_has_a_certificate_of_the_ca(authority: Authority):
     client = authority.issue("client", "client.test")
-    async with serving(secured(authority)) as address, calling(address, client) as channel:
+    async with serving(**mutual_tls(authority)) as address, calling(address, client) as channel:
         assert await ask(channel) == b"hello"
 
 
@@ -299,7 +300,7 @@ async def test_mutual_tls_refuses_everybody_else(authority: Authority, tmp_path:
         "of another CA": TlsFiles(other.cert, other.key, authority.ca),
         "plain text": None,
     }
-    async with serving(secured(authority)) as address, calling(address, files[who]) as channel:
+    async with serving(**mutual_tls(authority)) as address, calling(address, files[who]) as channel:
         assert (await refusal(channel)).code() in NOT_CONNECTED
 
 
@@ -309,9 +310,11 @@ async def test_a_client_refuses_a_server_that_is_not_the_one(
 ):
     issuer = Authority(tmp_path / "other") if fault == "of another CA" else authority
     own = issuer.issue("server", "127.0.0.1" if fault == "of another CA" else "else.test")
-    security = PortSecurity(tls_cert=own.cert, tls_key=own.key)
     files = TlsFiles(ca=authority.ca)
-    async with serving(security) as address, calling(address, files) as channel:
+    async with (
+        serving(tls_cert=own.cert, tls_key=own.key) as address,
+        calling(address, files) as channel,
+    ):
         assert (await refusal(channel)).code() in NOT_CONNECTED
 
 
@@ -319,8 +322,8 @@ async def test_a_client_refuses_a_server_that_is_not_the_one(
 async def test_a_certificate_of_the_ca_with_another_name_is_refused(
     authority: Authority, method: str
 ):
-    security = secured(authority, tls_client_names="router.test, spare.test")
-    async with serving(security) as address:
+    names = "router.test, spare.test"
+    async with serving(**mutual_tls(authority), tls_client_names=names) as address:
         async with calling(address, authority.issue("executor", "executor.test")) as channel:
             refused = await refusal(channel, method)
             assert refused.code() == grpc.StatusCode.UNAUTHENTICATED
@@ -335,7 +338,7 @@ async def test_new_connections_get_new_files_and_open_ones_go_on(
 ):
     client = authority.issue("client", "client.test")
     async with (
-        serving(secured(authority)) as address,
+        serving(**mutual_tls(authority)) as address,
         calling(address, client) as channel,
     ):
         stream = channel.stream_stream(STREAM)()
@@ -376,7 +379,7 @@ async def test_half_of_a_new_pair_changes_nothing(
         content = (other.folder / name).read_bytes()
     client = authority.issue("client", "client.test")
     credentials = channel_credentials(client.read())
-    async with serving(secured(authority)) as address:
+    async with serving(**mutual_tls(authority)) as address:
         if content is None:
             (authority.folder / name).unlink()
         else:
@@ -391,12 +394,13 @@ async def test_the_port_for_probes_has_health_alone():
     health.set("", True)
 
     def add_to(server: grpc.aio.Server) -> None:
-
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
 
-    server, port = await serve_health("127.0.0.1:0", add_to)
+    with structlog.testing.capture_logs() as lines:
+        server = await ServiceConfig(health_listen=ANY).serve_health(add_to)
+    assert server is not None
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(lines[0]["address"]) as channel:
             assert await channel.unary_unary(HEALTH)(b"") == b"\x08\x01"  # status: SERVING
             assert (await refusal(channel)).code() == grpc.StatusCode.UNIMPLEMENTED
     finally:
@@ -410,7 +414,7 @@ async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones
     authority: Authority,
 ):
     files = authority.issue("client", "client.test")
-    async with serving(secured(authority)) as address, Client(address, files) as client:
+    async with serving(**mutual_tls(authority)) as address, Client(address, files) as client:
         first = client._channels[-1]
         stream = first.stream_stream(STREAM)()
         await stream.write(b"1")
@@ -446,10 +450,9 @@ def test_a_client_does_not_send_a_token_off_this_machine_in_plain_text(
 
 async def test_a_group_behind_a_name_is_checked_by_that_name(authority: Authority):
     """Its addresses are numbers that no certificate has."""
-    security = ExecutorSecurity(ca=authority.ca)
+    security = ExecutorSecurity(executor_ca=authority.ca)
     own = authority.issue("server", "executor.test")
-    port_security = PortSecurity(tls_cert=own.cert, tls_key=own.key)
-    async with serving(port_security) as address:
+    async with serving(tls_cert=own.cert, tls_key=own.key) as address:
         by_name = security.opener(("dns:executor.test:1?size=2",))
         async with by_name.open(address, ()) as channel:
             assert await ask(channel) == b"hello"

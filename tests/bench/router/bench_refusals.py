@@ -38,7 +38,7 @@ from protos.serving.v1.serving_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from protos.transport.interceptors import RequestReader, with_token
-from protos.transport.port import PortSecurity
+from protos.transport.port import ServiceConfig
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Engines
@@ -108,7 +108,7 @@ async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engine
     if kind == "token":
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "tokens").write_text(TOKEN)
-            security = PortSecurity(auth_tokens=Path(folder) / "tokens")
+            security = ServiceConfig(auth_tokens=Path(folder) / "tokens")
             interceptors = [*security.interceptors(engines.measures.add_refusal), *interceptors]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     add_GenerationServiceServicer_to_server(servicer, server)

@@ -14,7 +14,7 @@ from executor.errors import InvalidStep
 from executor.server import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
-from protos.transport.port import PortSecurity
+from protos.transport.port import ServiceConfig
 from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
@@ -280,11 +280,12 @@ DRAFTING_OTHERWISE: dict[
     "num_draft_tokens": (5, {"draft_topk": 2}, "num_draft_tokens"),
     "draft_sampling": ("rejection", {}, "draft_sampling"),
 }
-MAY_DIFFER = {  # besides who may call
+MAY_DIFFER = {  # besides the ports
     "model",  # its folder; its fingerprint may not
-    "listen",
     "advertised_host",
     "dp_rank",
+    "node_rank",
+    "dp_ranks_per_node",
     "attn_tp_rank",
     "device",  # which GPU; its type may not
     "num_kv_blocks",
@@ -292,7 +293,6 @@ MAY_DIFFER = {  # besides who may call
     "num_threads",
     "peer_timeout_s",
     "stop_timeout_s",
-    "metrics_listen",
 }
 
 
@@ -348,5 +348,5 @@ def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path)
 
 def test_every_setting_is_one_that_members_agree_on_or_may_differ_in():
     settings = {field.name for field in fields(ExecutorConfig)}
-    settings -= {field.name for field in fields(PortSecurity)}
+    settings -= {field.name for field in fields(ServiceConfig)}
     assert settings == OTHERWISE.keys() | DRAFTING_OTHERWISE.keys() | MAY_DIFFER

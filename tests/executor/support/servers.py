@@ -19,6 +19,7 @@ from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import error_details
+from protos.transport.port import ServiceConfig
 from tests.executor.support.steps import idle_part, step
 
 HOST = "127.0.0.1"
@@ -70,7 +71,7 @@ async def serving(
         open_store=lambda: open_store(HOST),
         measures=measures,
     )
-    server, port = await servicer.start(f"{HOST}:0")
+    server, port = await servicer.start(ServiceConfig(listen=f"{HOST}:0"))
     if build is not None:
         await servicer.load(build)
     try:

@@ -12,10 +12,9 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.health import Health
-from router.app import server_options
+from router.app import StopSignals, drain, server_options
 from router.client import Client, Unavailable
 from router.config import RouterConfig
-from router.drain import StopSignals, drain
 from tests.router.support.fake_engines import FakeEngines, serve
 
 LONG_S = 600.0  # longer than any test here takes

@@ -1,0 +1,80 @@
+"""A wrong setting must stop the router's start with one line that says what fits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config import RouterConfig
+from tests.support.certificates import Authority, replace
+
+TOKEN = "first-token-0123456789"
+GROUPS = (("127.0.0.1:1",),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "group: 10.0.0.7:1 is not on loopback.* set executor_ca, .* executor_plaintext=on"),
+        ({"executor_token": "tokens"}, "10.0.0.7:1 is not on loopback"),
+        ({"executor_plaintext": "yes"}, "executor_plaintext=yes: need one of on, off"),
+        ({"executor_name": "x"}, "executor_name without executor_ca"),
+        ({"executor_cert": "client.pem"}, "executor_cert without executor_key"),
+        (
+            {"executor_cert": "client.pem", "executor_key": "client.key"},
+            "executor_cert without executor_ca",
+        ),
+        ({"executor_ca": "tokens"}, "executor_ca: .*tokens has no CA certificate"),
+        ({"executor_ca": "ca.pem", "executor_token": "none"}, "executor_token: .*none"),
+    ],
+)
+def test_a_router_knows_how_it_may_reach_its_executors(
+    tmp_path: Path, settings: dict[str, str], problem: str
+):
+    authority = Authority(tmp_path / "ca")
+    authority.issue("client", "client.test")
+    replace(authority.folder / "tokens", TOKEN.encode())
+    texts = ("executor_plaintext", "executor_name")
+    given: dict[str, Any] = {
+        name: value if name in texts else authority.folder / value
+        for name, value in settings.items()
+    }
+    with pytest.raises(ValueError, match=problem):
+        RouterConfig(groups=(("127.0.0.1:1", "10.0.0.7:1"),), **given)
+
+
+@pytest.mark.parametrize("group", ["dns:executor:1?size=2", "executor:1", "[2001:db8::1]:1"])
+def test_a_name_counts_as_another_machine(group: str):
+    with pytest.raises(ValueError, match="is not on loopback"):
+        RouterConfig(groups=((group,),))
+    RouterConfig(groups=((group,),), executor_plaintext="on")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"groups": ()}, "groups: none was given"),
+        ({"listen": "localhost"}, "listen=localhost: need host:port"),
+        ({"max_calls": 0}, "max_calls=0: need at least 1"),
+        ({"prompt_steps_between_drafts": 0}, "prompt_steps_between_drafts=0: need at least 1"),
+        ({"speculation": "yes"}, "speculation=yes: need one of on, off"),
+        ({"vllm_engine": "yes"}, "vllm_engine=yes: need one of on, off"),
+        ({"min_tokens_per_draft_step": 0.9}, "need at least 1, the token that each sequence"),
+        ({"step_deadline_factor": 1.0}, "step_deadline_factor=1.0: need more than 1, or steps"),
+        ({"retry_delay_s": 0.0}, "retry_delay_s=0.0: need more than 0"),
+        ({"shutdown_grace_s": -1.0}, "shutdown_grace_s=-1.0: need at least 0"),
+        ({"otlp_endpoint": "collector"}, "otlp_endpoint=collector: need http://host:4317"),
+        ({"tokenizer": Path("/nowhere")}, "tokenizer=/nowhere: there is no file /nowhere"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named_with_what_does(
+    settings: dict[str, Any], problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        RouterConfig(**{"groups": GROUPS, **settings})
+
+
+def test_a_password_in_a_setting_that_is_logged_is_refused_and_not_shown():
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        RouterConfig(groups=GROUPS, otlp_endpoint=f"http://me:{TOKEN}@collector:4317")
+    assert TOKEN not in str(caught.value)
