@@ -22,8 +22,7 @@ from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.batch.kv_pool import KVPool
 from executor.batch.limits import RowProgress, StepLimits
 from executor.batch.read_step import StepColumns, read_step
-from executor.batch.staging import Copier, ReadBack, Staged, copier_for
-from executor.batch.step_stager import StepStager
+from executor.batch.staging import Copier, ReadBack, Staged, StepStager
 from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures
 from executor.model.sampling.sampler import Sampler
@@ -114,7 +113,7 @@ class Worker:
         self._groups: EpochGroups | None = None
         self._check: StepCheck | None = None
         self._device = device
-        copier = copier or copier_for(device)
+        copier = copier or Copier(device)
         self._stager = StepStager(limits, kv_pool, copier)
         depth = 0 if limits.speculation is None else limits.speculation.num_draft_steps
         self._answers = Answers(sampler, limits.topology, device)

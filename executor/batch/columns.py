@@ -1,6 +1,7 @@
-"""Columns of a message: little-endian numbers in ``bytes``, checked as they are read."""
+"""Columns of a message: little-endian numbers in ``bytes``, read and checked by a table."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,29 +15,67 @@ Int64Array = npt.NDArray[np.int64]
 
 INT32 = np.dtype("<i4")
 UINT8 = np.dtype("u1")
-UINT64 = np.dtype("<u8")
-FLOAT32 = np.dtype("<f4")
+
+
+class Column(NamedTuple):
+    """A column of integers.
+
+    Attributes:
+        name: Of the field.
+        length: The column that it has one entry for each entry of, if that is ``rows``, whose own
+            length is free; else the column whose sum is its length.
+        least: Its smallest value.
+        most: Its largest value: a number, or the bound of this name.
+        default: Its values where the field is empty: likewise. None: an empty field has no entries.
+        most_in_all: The bound of its sum.
+        dtype: Of an entry.
+    """
+
+    name: str
+    length: str = "rows"
+    least: int = 0
+    most: int | str = (1 << 31) - 1
+    default: int | str | None = None
+    most_in_all: str | None = None
+    dtype: np.dtype[Any] = INT32
 
 
 class ColumnReader:
-    """Reads the columns of one message; every error names the column.
+    """Columns of one message. Every error names the field, what it has and what fits.
 
-    Columns come out as arrays that may be written to, integers as int64.
+    Args:
+        message: The message.
+        path: Its place in the request.
+        table: Its columns, each behind the one that gives its length.
+        bounds: By name.
+
+    Attributes:
+        columns: int64, by name.
+
+    Raises:
+        InvalidStep: A column does not fit the table.
     """
 
-    def __init__(self, message: Message, path: str) -> None:
+    def __init__(
+        self, message: Message, path: str, table: tuple[Column, ...], bounds: Mapping[str, int]
+    ) -> None:
         self._message = message
         self._path = path
+        self._bounds = bounds
+        self.columns: dict[str, Int64Array] = {}
+        for column in table:
+            self.columns[column.name] = self._read(column)
 
     def error(self, name: str, problem: str) -> InvalidStep:
         return InvalidStep(f"{name}: {problem}", field=f"{self._path}.{name}")
 
-    def column(
-        self, name: str, dtype: np.dtype[Any], length: int, default: float | None = None
-    ) -> npt.NDArray[Any]:
+    def check_at_most(self, name: str, value: int, bound: str) -> None:
+        if value > self._bounds[bound]:
+            raise self.error(name, f"comes to {value}; {bound} is {self._bounds[bound]}")
+
+    def entries(self, name: str, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
+        """Returns the entries of a field. Only their number is checked."""
         data: bytes = getattr(self._message, name)
-        if not data and default is not None:
-            return np.full(length, default, dtype)
         if len(data) != length * dtype.itemsize:
             raise self.error(
                 name,
@@ -45,66 +84,32 @@ class ColumnReader:
             )
         return np.frombuffer(data, dtype)
 
-    def counts(
-        self,
-        name: str,
-        length: int,
-        *,
-        least: int = 0,
-        most: int | None = None,
-        default: int | None = None,
-    ) -> Int64Array:
-        if default is not None and not getattr(self._message, name):
-            return np.full(length, default, np.int64)
-        values = self.column(name, INT32, length).astype(np.int64)
-        if values.size and values.min() < least:
-            raise self.error(name, f"has {values.min()}; need at least {least}")
-        if most is not None and values.size and values.max() > most:
-            raise self.error(name, f"has {values.max()}; at most {most} fits")
+    def _read(self, column: Column) -> Int64Array:
+        name, data = column.name, getattr(self._message, column.name)
+        length = self._length(column, data)
+        if data or column.default is None:
+            values: Int64Array = self.entries(name, column.dtype, length).astype(np.int64)
+            most = self._resolve(column.most)
+            if length and not column.least <= (least := values.min()) <= values.max() <= most:
+                outlier = least if least < column.least else values.max()
+                raise self.error(name, f"has {outlier}; it must be from {column.least} to {most}")
+        else:
+            values = np.full(length, self._resolve(column.default), np.int64)
+        if column.most_in_all is not None:
+            self.check_at_most(name, int(values.sum()), column.most_in_all)
         return values
 
-    def ids(
-        self, name: str, length: int, *, least: int = 0, below: int, default: int | None = None
-    ) -> Int64Array:
-        values = self.column(name, INT32, length, default).astype(np.int64)
-        if values.size:
-            smallest, largest = values.min(), values.max()
-            if smallest < least or largest >= below:
-                outlier = smallest if smallest < least else largest
-                raise self.error(name, f"has {outlier}; it must be from {least} to {below - 1}")
-        return values
+    def _length(self, column: Column, data: bytes) -> int:
+        if column.name == "rows":
+            return len(data) // INT32.itemsize
+        lengths = self.columns[column.length]
+        return len(lengths) if column.length == "rows" else int(lengths.sum())
 
-    def flags(self, name: str, length: int, *, default: bool) -> BoolArray:
-        values = self.column(name, UINT8, length, int(default))
-        if values.size and values.max() > 1:
-            raise self.error(name, f"has {values.max()}; need 0 or 1")
-        return values.astype(np.bool_)
+    def _resolve(self, value: int | str) -> int:
+        return self._bounds[value] if isinstance(value, str) else value
 
-    def floats(
-        self,
-        name: str,
-        length: int,
-        *,
-        default: float | None = None,
-        least: float = -np.inf,
-        above: float = -np.inf,
-        most: float = np.inf,
-    ) -> Float32Array:
-        values = self.column(name, FLOAT32, length, default)
-        # Written so that NaN is outside too.
-        fits = np.isfinite(values) & (values >= least) & (values > above) & (values <= most)
-        if not fits.all():
-            bound = f"above {above}" if above > -np.inf else f"at least {least}"
-            raise self.error(
-                name, f"has {values[~fits][0]}; need a finite number {bound}, at most {most}"
-            )
-        return values.astype(np.float32)
 
-    def unique(self, name: str, values: Int64Array, below: int) -> None:
-        times = np.bincount(values, minlength=below)
-        if times.max(initial=0) > 1:
-            raise self.error(name, f"has {times.argmax()} more than once")
-
-    def at_most(self, name: str, value: int, most: int, limit: str) -> None:
-        if value > most:
-            raise self.error(name, f"comes to {value}; {limit} is {most}")
+def check_unique(read: ColumnReader, name: str) -> None:
+    times = np.bincount(read.columns[name])
+    if times.max(initial=0) > 1:
+        raise read.error(name, f"has {times.argmax()} more than once")

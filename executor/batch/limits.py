@@ -1,6 +1,7 @@
-"""What a step must fit in, and what is known of each row from the steps before. Data only."""
+"""Limits of a step, and the progress of each row through the steps before."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,25 +14,23 @@ from executor.parallel.topology import Topology
 NO_GRAPHS = GraphSizes()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StepLimits:
     """What a step of this executor must fit in.
 
     Attributes:
-        topology: This executor's place in its group.
-        budget: The most that one step may carry.
-        num_rows: Lines of the block table.
+        topology: This executor's coordinates in its group.
+        budget: The most that one step may carry. The block table has ``max_num_seqs`` rows.
         num_kv_blocks: Blocks that the router hands out, and the scratch block.
         block_size: Tokens per block.
         vocab_size: Token ids are below this.
         max_model_len: Tokens of one sequence.
-        graph_sizes: What is captured.
+        graph_sizes: Sizes for which a graph was captured.
         speculation: How the draft model drafts; None without one.
     """
 
     topology: Topology
     budget: TokenBudget
-    num_rows: int
     num_kv_blocks: int
     block_size: int
     vocab_size: int
@@ -44,20 +43,37 @@ class StepLimits:
         if sizes != (self.budget.dp_size, self.budget.attn_tp_size):
             raise ValueError(
                 f"the budget is for dp_size={self.budget.dp_size} and attn_tp_size="
-                f"{self.budget.attn_tp_size}, the executor's place for {sizes[0]} and {sizes[1]}"
+                f"{self.budget.attn_tp_size}, the executor's coordinates for {sizes[0]} and "
+                f"{sizes[1]}"
             )
+
+    @cached_property
+    def bounds(self) -> dict[str, int]:
+        """The largest values that columns may have, by the names that their tables use."""
+        plan = self.speculation
+        return {
+            "row": self.budget.max_num_seqs - 1,
+            "token_id": self.vocab_size - 1,
+            "block_id": self.num_kv_blocks - 1,
+            "vocab_size": self.vocab_size,
+            "num_draft_tokens": 0 if plan is None else plan.num_draft_tokens,
+            "max_num_batched_tokens": self.budget.max_num_batched_tokens,
+            "max_num_logits": self.budget.max_num_logits,
+            "max_model_len": self.max_model_len,
+            "max_blocks_per_row": -(-self.max_model_len // self.block_size),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class RowProgress:
-    """What is known on the host of each row since it started.
+    """What the host knows of each row since it started.
 
     Attributes:
         is_live: bool [R], rows that have started in this epoch. The worker writes it.
         has_sampled: bool [R], rows that have a last token. The worker writes it.
         num_blocks: int64 [R], blocks that each row holds. The KV pool writes it.
         num_tokens: int64 [R], tokens that each row has, the last sampled one included. The worker
-            writes it where there is a draft model: then only it knows how many were accepted.
+            writes it where there is a draft model: only it knows how many drafts were accepted.
         is_followed: bool [R], rows of which a draft model with KV has run every token. The worker
             writes it.
     """

@@ -1,30 +1,52 @@
-"""Reads a rank's part of a step out of its columns, and refuses what does not fit.
+"""Step requests as columns: one rank's part of a step, read by a table and checked whole.
 
-Nothing here changes any state: a step either passes every check or leaves the executor as it
-was. What a step may contain is defined in executor.proto; the field names are its.
+A step either passes every check or leaves the executor as it was: nothing here changes any state.
+executor.proto defines what a step may contain; the field names are its.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from executor.batch.columns import INT32, BoolArray, ColumnReader, Int64Array
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_agreement import (
-    check_padded,
-    counts_by_rank,
-    read_draft_counts,
-    read_layout,
+from executor.batch.columns import (
+    UINT8,
+    BoolArray,
+    Column,
+    ColumnReader,
+    Int64Array,
+    check_unique,
 )
-from executor.batch.read_starts import read_starts
-from executor.batch.step_blocks import read_blocks
+from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_agreement import check_own_counts, read_agreement, read_width
+from executor.batch.row_starts import RowStarts, read_starts
 from executor.errors import InvalidStep
-from executor.model.sampling.sampler import RowStarts
 from executor.parallel.layout import DpLayout
 from protos.executor.v1 import executor_pb2 as pb
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last
+
+_ROWS = Column("rows", most="row")
+_NUM_COMPUTED_TOKENS = Column("num_computed_tokens")
+_BLOCKS = (
+    Column("num_new_blocks", default=0),
+    Column("new_block_ids", length="num_new_blocks", least=1, most="block_id"),
+)
+_TABLE = (
+    _ROWS,
+    Column("num_tokens", least=1, default=1, most_in_all="max_num_batched_tokens"),
+    _NUM_COMPUTED_TOKENS,
+    Column("token_ids", "num_tokens", least=-1, most="token_id", default=LAST_SAMPLED),
+    *_BLOCKS,
+    Column("samples", most=1, default=1, dtype=UINT8),
+    Column("num_scored", default=0),
+    Column("scored_ids", length="num_scored", most="token_id"),
+)
+_SPECULATIVE_TABLE = (
+    _ROWS,
+    Column("num_tokens", least=1, most="num_draft_tokens", default="num_draft_tokens"),
+    _NUM_COMPUTED_TOKENS,
+    *_BLOCKS,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +56,14 @@ class StepColumns:
     Attributes:
         layout: Every rank's token count.
         draft_counts: [dp_size] tokens that the draft model runs on each DP rank behind this step;
-            empty if it runs none, or the same rows for every sequence of a speculative step. A
-            draft model with KV that runs none is not brought up to the step's tokens.
+            empty if it runs none, or the same number for every sequence of a speculative step. A
+            draft model with KV that runs none lacks the step's tokens from then on.
         num_sampled: [dp_size] sequences that sample, where there are such counts.
         starts: Rows that begin; None if there are none.
-        rows: [B] row of each sequence.
         num_draft_tokens: Tokens that each sequence runs in a speculative step, N; else 0.
+        rows: [B] row of each sequence.
         num_tokens: [B] tokens to run; in a speculative step the most to gain.
-        num_rows: [B] token rows that run: ``num_tokens``, or N each.
+        num_query_tokens: [B] tokens that run: ``num_tokens``, or N each.
         num_computed_tokens: [B] position of the first of them.
         token_ids: [T], sequences end to end; -1 is the row's last sampled token, or a draft.
         num_kept_blocks: [B] blocks that stay at the front of the row.
@@ -61,7 +83,7 @@ class StepColumns:
     num_draft_tokens: int
     rows: Int64Array
     num_tokens: Int64Array
-    num_rows: Int64Array
+    num_query_tokens: Int64Array
     num_computed_tokens: Int64Array
     token_ids: Int64Array
     num_kept_blocks: Int64Array
@@ -79,224 +101,137 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
     Raises:
         InvalidStep: With the field at fault, its value and what fits.
     """
+    part = _own_part(request, limits.topology.dp_rank)
+    starts = read_starts(part.starts, limits) if part.HasField("starts") else None
+    width = read_width(request.agreement, limits)
+    table = _SPECULATIVE_TABLE if width else _TABLE
+    read = ColumnReader(part.sequences, "ranks[0].sequences", table, limits.bounds)
+    check_unique(read, "rows")
+    columns = read.columns
+    if width:
+        _add_speculative_columns(read, part.sequences, width)
+    rows, token_ids = columns["rows"], columns["token_ids"]
+    num_query_tokens = np.full(len(rows), width) if width else columns["num_tokens"]
+    first_tokens = np.cumsum(num_query_tokens) - num_query_tokens
+    is_starting = _check_rows(read, starts, progress, is_speculative=width > 0)
+    _check_last_tokens(read, num_query_tokens, is_starting | ~progress.has_sampled[rows])
+    num_computed_tokens = _read_num_computed(read, first_tokens, limits, progress)
+    held = np.where(is_starting, 0, progress.num_blocks[rows])
+    num_kept_blocks = _check_blocks(read, num_computed_tokens, held, is_starting, limits)
+    indices, sequence, is_sampled = _locate_logits(read, num_query_tokens, first_tokens)
+    if not width:
+        read.check_at_most("num_scored", len(indices), "max_num_logits")
+    is_decode = width > 0 or (len(indices) == len(token_ids) and bool(is_sampled.all()))
+    _check_mode(part, len(rows), is_decode=is_decode)
+    agreement = read_agreement(request.agreement, limits)
+    own = {"global_num_tokens": len(token_ids), "global_num_tokens_for_logprob": len(indices)}
+    if agreement.draft_counts:
+        num_sampled = int(is_sampled.sum())
+        num_known = int((token_ids >= 0).sum())
+        own |= {"global_num_tokens_for_draft": num_known + num_sampled}
+        own |= {"global_num_sampled": num_sampled}
+    check_own_counts(request.agreement, own, part)
+    return StepColumns(
+        layout=agreement.layout,
+        draft_counts=agreement.draft_counts,
+        num_sampled=agreement.num_sampled,
+        starts=starts,
+        num_draft_tokens=width,
+        rows=rows,
+        num_tokens=columns["num_tokens"],
+        num_query_tokens=num_query_tokens,
+        num_computed_tokens=num_computed_tokens,
+        token_ids=token_ids,
+        num_kept_blocks=num_kept_blocks,
+        num_new_blocks=columns["num_new_blocks"],
+        new_block_ids=columns["new_block_ids"],
+        logits_indices=indices,
+        logits_sequence=sequence,
+        is_sampled=is_sampled,
+        scored_ids=columns["scored_ids"],
+    )
+
+
+def _own_part(request: pb.StepRequest, dp_rank: int) -> pb.RankStep:
     if len(request.ranks) != 1:
         raise InvalidStep(
             f"the step has {len(request.ranks)} parts: this executor takes exactly 1", field="ranks"
         )
     part = request.ranks[0]
-    if part.dp_rank != limits.topology.dp_rank:
+    if part.dp_rank != dp_rank:
         raise InvalidStep(
-            f"dp_rank={part.dp_rank}: this executor is DP rank {limits.topology.dp_rank}",
-            field="ranks[0].dp_rank",
+            f"dp_rank={part.dp_rank}: this executor is DP rank {dp_rank}", field="ranks[0].dp_rank"
         )
-    starts = None
-    if part.HasField("starts"):
-        starts = read_starts(part.starts, num_rows=limits.num_rows, vocab_size=limits.vocab_size)
-    columns = _read_sequences(request, starts, limits, progress)
-    _check_mode(part, columns)
-    _check_agreement(request.agreement, part, columns, limits)
-    return columns
+    return part
 
 
-def _read_sequences(
-    request: pb.StepRequest, starts: RowStarts | None, limits: StepLimits, progress: RowProgress
-) -> StepColumns:
-    message = request.ranks[0].sequences
-    read = ColumnReader(message, "ranks[0].sequences")
-    rows = read.ids("rows", len(message.rows) // INT32.itemsize, below=limits.num_rows)
-    count = len(rows)
-    read.unique("rows", rows, limits.num_rows)
-    read.at_most("rows", count, limits.budget.max_num_seqs, "max_num_seqs")
-
-    width = _read_width(request.agreement, limits)
-    if width:
-        _check_followed(read, rows, progress)
-    num_tokens = read.counts("num_tokens", count, least=1, most=width or None, default=width or 1)
-    num_rows = np.full(count, width) if width else num_tokens
-    ends = np.cumsum(num_rows)
-    total = int(ends[-1]) if count else 0
-    if not width:
-        read.at_most(
-            "num_tokens", total, limits.budget.max_num_batched_tokens, "max_num_batched_tokens"
-        )
-    num_computed = read.counts("num_computed_tokens", count)
-    read.at_most(
-        "num_computed_tokens",
-        int((num_computed + num_tokens).max(initial=0)),
-        limits.max_model_len,
-        "max_model_len",
-    )
-
-    is_starting = _starting(read, rows, starts, progress)
-    is_fresh = is_starting | ~progress.has_sampled[rows]
-    token_ids = _read_token_ids(read, rows, num_rows, total, is_fresh, limits)
-    if limits.speculation is not None:
-        goes_on = token_ids[ends - num_rows] < 0
-        num_computed = _resolve(read, rows, num_computed, goes_on, progress)
-    held = np.where(is_starting, -1, progress.num_blocks[rows])
-    blocks = read_blocks(read, rows, num_computed, num_computed + num_tokens, held, limits)
-    logits = _read_logits(read, message, num_rows, ends, width, limits)
-    draft_counts, num_sampled = read_draft_counts(request.agreement, limits)
-    return StepColumns(
-        layout=read_layout(request.agreement, limits),
-        draft_counts=draft_counts,
-        num_sampled=num_sampled,
-        starts=starts,
-        num_draft_tokens=width,
-        rows=rows,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        num_computed_tokens=num_computed,
-        token_ids=token_ids,
-        num_kept_blocks=blocks.num_kept,
-        num_new_blocks=blocks.num_new,
-        new_block_ids=blocks.new_ids,
-        logits_indices=logits.indices,
-        logits_sequence=logits.sequence,
-        is_sampled=logits.is_sampled,
-        scored_ids=logits.scored_ids,
-    )
+def _add_speculative_columns(
+    read: ColumnReader, message: pb.SequenceColumns, num_draft_tokens: int
+) -> None:
+    """Adds the columns that a speculative step has by its nature and so must not send."""
+    for name in ("token_ids", "samples", "num_scored", "scored_ids"):
+        if getattr(message, name):
+            raise read.error(
+                name, "a speculative step has none: every sequence goes on from its last token"
+            )
+    count = len(read.columns["rows"])
+    read.columns |= {
+        "token_ids": np.full(count * num_draft_tokens, LAST_SAMPLED),
+        "samples": np.ones(count, np.int64),
+        "num_scored": np.full(count, num_draft_tokens - 1),
+        "scored_ids": np.zeros(0, np.int64),
+    }
 
 
-def _check_followed(read: ColumnReader, rows: Int64Array, progress: RowProgress) -> None:
-    """Checks that the draft model has run all tokens of the rows that are to draft."""
-    is_followed = progress.is_followed[rows]
-    if not is_followed.all():
-        raise read.error(
-            "rows",
-            f"row {rows[~is_followed][0]} cannot draft: the draft model ran nothing behind a step "
-            f"of it, whose global_num_tokens_for_draft was empty",
-        )
-
-
-def _starting(
-    read: ColumnReader, rows: Int64Array, starts: RowStarts | None, progress: RowProgress
+def _check_rows(
+    read: ColumnReader, starts: RowStarts | None, progress: RowProgress, *, is_speculative: bool
 ) -> BoolArray:
-    """Returns which sequences start: bool [B]. The others must have started before."""
+    """Returns which sequences start, bool [B]. The others must have started before."""
+    rows = read.columns["rows"]
     is_starting = np.zeros(len(rows), dtype=np.bool_)
     if starts is not None:
         is_starting = np.isin(rows, starts.rows)
         if is_starting.sum() < len(starts.rows):
             raise read.error("rows", "a row starts without a sequence in this step")
-    is_unknown = ~(is_starting | progress.is_live[rows])
-    if is_unknown.any():
+    is_known = is_starting | progress.is_live[rows]
+    if not is_known.all():
         raise read.error(
-            "rows", f"row {rows[is_unknown][0]} runs without having started in this epoch"
+            "rows", f"row {rows[~is_known][0]} runs without having started in this epoch"
+        )
+    if is_speculative and not progress.is_followed[rows].all():
+        raise read.error(
+            "rows",
+            f"row {rows[~progress.is_followed[rows]][0]} cannot draft: the draft model ran nothing "
+            f"behind a step of it, whose global_num_tokens_for_draft was empty",
         )
     return is_starting
 
 
-def _read_token_ids(
-    read: ColumnReader,
-    rows: Int64Array,
-    num_rows: Int64Array,
-    total: int,
-    is_fresh: BoolArray,
-    limits: StepLimits,
+def _check_last_tokens(
+    read: ColumnReader, num_query_tokens: Int64Array, is_fresh: BoolArray
+) -> None:
+    """Checks that no sequence goes on from a last token that it does not have: ``is_fresh`` [B]."""
+    if not is_fresh.any():
+        return
+    is_wrong = (read.columns["token_ids"] < 0) & np.repeat(is_fresh, num_query_tokens)
+    if is_wrong.any():
+        row = np.repeat(read.columns["rows"], num_query_tokens)[is_wrong][0]
+        raise read.error("token_ids", f"-1 for row {row}, which has not sampled a token")
+
+
+def _read_num_computed(
+    read: ColumnReader, first_tokens: Int64Array, limits: StepLimits, progress: RowProgress
 ) -> Int64Array:
-    """Returns the tokens to run, [T].
+    """Returns the position of each sequence's first token.
 
-    Args:
-        num_rows: [B] token rows of each sequence.
-        total: Their sum.
-        is_fresh: [B] sequences that have no last sampled token to go on from.
+    With a draft model, the router's is an upper bound where a sequence goes on from its last token.
     """
-    token_ids = read.ids(
-        "token_ids", total, least=-1, below=limits.vocab_size, default=LAST_SAMPLED
-    )
-    if is_fresh.any():
-        is_wrong = (token_ids < 0) & np.repeat(is_fresh, num_rows)
-        if is_wrong.any():
-            row = np.repeat(rows, num_rows)[is_wrong][0]
-            raise read.error("token_ids", f"-1 for row {row}, which has not sampled a token")
-    return token_ids
-
-
-class _Logits(NamedTuple):
-    """Rows of logits, as in ``StepColumns``: [L], [L], [L] and [L - S]."""
-
-    indices: Int64Array
-    sequence: Int64Array
-    is_sampled: BoolArray
-    scored_ids: Int64Array
-
-
-def _read_logits(
-    read: ColumnReader,
-    message: pb.SequenceColumns,
-    num_rows: Int64Array,
-    ends: Int64Array,
-    width: int,
-    limits: StepLimits,
-) -> _Logits:
-    """Returns which rows' logits a step computes, and what for.
-
-    Args:
-        num_rows: [B] token rows of each sequence.
-        ends: [B] their cumulative sum.
-        width: Rows of each sequence in a speculative step, all of which have logits; else 0.
-    """
-    count = len(num_rows)
-    if width:
-        if message.samples or message.num_scored or message.token_ids:
-            raise read.error(
-                "samples",
-                "a speculative step has no samples, num_scored or token_ids: every "
-                "sequence goes on from its last token",
-            )
-        samples, num_scored = np.ones(count, np.bool_), num_rows - 1
-    else:
-        samples = read.flags("samples", count, default=True)
-        num_scored = read.counts("num_scored", count, default=0)
-    if (num_scored > num_rows).any():
-        raise read.error("num_scored", "a sequence has fewer tokens than are to be scored")
-    num_logits = num_scored + samples
-    if not width:
-        read.at_most(
-            "num_scored", int(num_logits.sum()), limits.budget.max_num_logits, "max_num_logits"
-        )
-    scored_ids = read.ids(
-        "scored_ids", 0 if width else int(num_scored.sum()), below=limits.vocab_size
-    )
-    sequence = np.repeat(np.arange(count), num_logits)
-    place = np.arange(len(sequence)) - (np.cumsum(num_logits) - num_logits)[sequence]
-    is_sampled = place == num_scored[sequence]
-    last, first = ends - 1, ends - num_rows
-    indices = np.where(is_sampled, last[sequence], first[sequence] + place)
-    return _Logits(indices, sequence, is_sampled, scored_ids)
-
-
-def _read_width(agreement: pb.StepAgreement, limits: StepLimits) -> int:
-    """Returns the tokens that each sequence runs in a speculative step, 0 in any other."""
-    width, plan = agreement.num_draft_tokens, limits.speculation
-    problem = None
-    if plan is None:
-        if width:
-            problem = "this executor has no draft model: start it with --draft-model"
-    elif width not in (0, plan.num_draft_tokens):
-        problem = f"need {plan.num_draft_tokens}, or 0 for a step that is not speculative"
-    elif width and agreement.has_extend:
-        problem = "with has_extend: a step that runs prompts is not speculative"
-    if problem is not None:
-        raise InvalidStep(
-            f"num_draft_tokens={width}: {problem}", field="agreement.num_draft_tokens"
-        )
-    return width
-
-
-def _resolve(
-    read: ColumnReader,
-    rows: Int64Array,
-    num_computed: Int64Array,
-    goes_on: BoolArray,
-    progress: RowProgress,
-) -> Int64Array:
-    """Returns the true number of computed tokens of each sequence.
-
-    Args:
-        num_computed: [B] as the router sent it.
-        goes_on: [B] sequences that go on from their last token, of which that is an upper bound.
-    """
+    rows, num_computed = read.columns["rows"], read.columns["num_computed_tokens"]
+    longest = int((num_computed + read.columns["num_tokens"]).max(initial=0))
+    read.check_at_most("num_computed_tokens", longest, "max_model_len")
+    if limits.speculation is None:
+        return num_computed
+    goes_on = read.columns["token_ids"][first_tokens] < 0
     own = progress.num_tokens[rows] - 1
     is_below = goes_on & (num_computed < own)
     if is_below.any():
@@ -308,65 +243,73 @@ def _resolve(
     return np.where(goes_on, own, num_computed)
 
 
-def _check_mode(part: pb.RankStep, columns: StepColumns) -> None:
+def _check_blocks(
+    read: ColumnReader,
+    num_computed: Int64Array,
+    held: Int64Array,
+    is_starting: BoolArray,
+    limits: StepLimits,
+) -> Int64Array:
+    """Returns how many blocks each row keeps.
+
+    Without a draft model the router knows each sequence's length: new blocks go behind those that
+    hold its tokens. With one it knows a bound: new blocks go behind all that the row holds.
+
+    Args:
+        read: The columns.
+        num_computed: [B] tokens that are in blocks already.
+        held: [B] blocks of each row; 0 if it starts.
+        is_starting: [B].
+        limits: The block size.
+    """
+    rows, num_new = read.columns["rows"], read.columns["num_new_blocks"]
+    needed = -(-(num_computed + read.columns["num_tokens"]) // limits.block_size)
+    filled = np.where(is_starting, 0, -(-num_computed // limits.block_size))
+    if limits.speculation is None:
+        kept = needed - num_new
+        is_wrong = (kept > held) | (kept < filled)
+    else:
+        kept = held
+        is_wrong = kept + num_new < needed
+        most = int((kept + num_new).max(initial=0))
+        read.check_at_most("num_new_blocks", most, "max_blocks_per_row")
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        raise read.error(
+            "num_new_blocks",
+            f"row {rows[at]} holds {held[at]} blocks and {num_new[at]} came; it needs "
+            f"{needed[at]} in all, of which the first {filled[at]} stay",
+        )
+    return kept
+
+
+def _locate_logits(
+    read: ColumnReader, num_query_tokens: Int64Array, first_tokens: Int64Array
+) -> tuple[Int64Array, Int64Array, BoolArray]:
+    """Returns ``logits_indices``, ``logits_sequence`` and ``is_sampled`` of the step, each [L]."""
+    samples, num_scored = read.columns["samples"], read.columns["num_scored"]
+    if (num_scored > num_query_tokens).any():
+        raise read.error("num_scored", "a sequence has fewer tokens than are to be scored")
+    num_logits = num_scored + samples
+    sequence = np.repeat(np.arange(len(num_logits)), num_logits)
+    nth = np.arange(len(sequence)) - (np.cumsum(num_logits) - num_logits)[sequence]
+    is_sampled = nth == num_scored[sequence]
+    last = first_tokens + num_query_tokens - 1
+    return np.where(is_sampled, last[sequence], first_tokens[sequence] + nth), sequence, is_sampled
+
+
+def _check_mode(part: pb.RankStep, num_sequences: int, *, is_decode: bool) -> None:
     """Checks that the forward mode says what the columns say."""
-    mode, count = part.forward_mode, len(columns.rows)
-    if mode not in (
-        pb.FORWARD_MODE_IDLE,
-        pb.FORWARD_MODE_DECODE,
-        pb.FORWARD_MODE_EXTEND,
-    ):
-        raise InvalidStep(
-            f"forward_mode={mode}: need IDLE, DECODE or EXTEND", field="ranks[0].forward_mode"
+    mode = part.forward_mode
+    if mode not in (pb.FORWARD_MODE_IDLE, pb.FORWARD_MODE_DECODE, pb.FORWARD_MODE_EXTEND):
+        problem = f"forward_mode={mode}: need IDLE, DECODE or EXTEND"
+    elif (mode == pb.FORWARD_MODE_IDLE) != (num_sequences == 0):
+        problem = (
+            f"forward_mode is {pb.ForwardMode.Name(mode)} with {num_sequences} sequences: IDLE if "
+            f"and only if there are none"
         )
-    if (mode == pb.FORWARD_MODE_IDLE) != (count == 0):
-        raise InvalidStep(
-            f"forward_mode is {pb.ForwardMode.Name(mode)} with {count} sequences: IDLE if and only "
-            f"if there are none",
-            field="ranks[0].forward_mode",
-        )
-    is_decode = columns.num_draft_tokens > 0 or (
-        columns.is_sampled.all() and len(columns.is_sampled) == columns.num_tokens.sum()
-    )
-    if mode == pb.FORWARD_MODE_DECODE and not is_decode:
-        raise InvalidStep(
-            "forward_mode is DECODE: every sequence runs 1 token and samples, and none is scored",
-            field="ranks[0].forward_mode",
-        )
-
-
-def _check_agreement(
-    agreement: pb.StepAgreement, part: pb.RankStep, columns: StepColumns, limits: StepLimits
-) -> None:
-    """Checks that what all ranks were told fits this rank's part."""
-    num_tokens, num_logits = len(columns.token_ids), len(columns.is_sampled)
-    budget = limits.budget
-    most_tokens, most_logits = budget.max_num_batched_tokens, budget.max_num_logits
-    if columns.num_draft_tokens:
-        most_tokens = most_logits = budget.max_num_seqs * columns.num_draft_tokens
-    expected = [
-        ("global_num_tokens", num_tokens, most_tokens),
-        ("global_num_tokens_for_logprob", num_logits, most_logits),
-    ]
-    if columns.draft_counts:
-        num_sampled = int(columns.is_sampled.sum())
-        num_rows = num_tokens + num_sampled - int((columns.token_ids < 0).sum())
-        expected.append(("global_num_tokens_for_draft", num_rows, budget.max_tokens_per_rank))
-        expected.append(("global_num_sampled", num_sampled, budget.max_num_seqs))
-    for field, mine, most in expected:
-        counts = counts_by_rank(agreement, field, limits)
-        problem = None
-        if max(counts) > most:  # first, so that all executors say the same
-            problem = f"has {max(counts)}; the budget is {most}"
-        elif counts[limits.topology.dp_rank] != mine:
-            problem = (
-                f"says {counts[limits.topology.dp_rank]} for this executor's part, which has {mine}"
-            )
-        if problem is not None:
-            raise InvalidStep(f"{field} {problem}", field=f"agreement.{field}")
-    check_padded(columns.layout, budget)
-    if part.forward_mode == pb.FORWARD_MODE_EXTEND and not agreement.has_extend:
-        raise InvalidStep(
-            "has_extend is not set, but this part's forward_mode is EXTEND",
-            field="agreement.has_extend",
-        )
+    elif mode == pb.FORWARD_MODE_DECODE and not is_decode:
+        problem = "forward_mode is DECODE: every sequence runs 1 token and samples, none is scored"
+    else:
+        return
+    raise InvalidStep(problem, field="ranks[0].forward_mode")

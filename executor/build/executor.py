@@ -202,7 +202,6 @@ def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
     return StepLimits(
         topology=config.topology,
         budget=blueprint.budget,
-        num_rows=kv_pool.num_rows,
         num_kv_blocks=kv_pool.num_blocks,
         block_size=config.block_size,
         vocab_size=blueprint.model.vocab_size,

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from executor.batch.row_starts import PARAMETER_WIDTH
 from executor.budget.report import RANK_ROWS, BudgetLine, budget_table
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import FLOAT32_BYTES
@@ -16,7 +17,6 @@ from executor.build.plan import Blueprint
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
 from executor.model.families.draft_config import DraftConfig
-from executor.model.sampling.sampler import PARAMETER_WIDTH
 
 INT64_BYTES = 8
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from executor.model.sampling.logits import invert, temper
-from executor.speculative.accept import DRAFT_STREAM, stream_coins
+from executor.speculative.accept import DRAFT_STREAM, stream_samples
 from executor.speculative.draft_batch import Draws
 from executor.speculative.tree import Beams, Drafts, Level, next_level, num_candidates
 
@@ -50,8 +50,8 @@ def pick(
     else:
         assert count == 1, "only chains are drawn"
         probs = distribution(logits, draws.temperature)
-        coin = stream_coins(draws.seeds, draws.positions + offset, DRAFT_STREAM)
-        ids = invert(probs, coin).unsqueeze(1)
+        uniform = stream_samples(draws.seeds, draws.positions + offset, DRAFT_STREAM)
+        ids = invert(probs, uniform).unsqueeze(1)
         scores = probs.gather(1, ids).log()
     tokens = ids if target_ids is None else target_ids.index_select(0, ids.flatten()).view_as(ids)
     return Picks(tokens, scores, probs)

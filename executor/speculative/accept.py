@@ -1,7 +1,7 @@
 """Which drafts the target model accepts. Pure functions; the target is the authority.
 
     match        a draft is accepted if it is the very token that plain decoding would have taken
-                 there, with the same coin: the output is that of plain decoding, token for token
+                 there, with the same uniform sample: the output is that of plain decoding, token for token
     rejection    a draft drawn from q is accepted with probability min(1, p / q), and replaced by a
                  draw from max(p - q, 0) if not: only the distribution is that of plain decoding
 
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from executor.model.sampling.logits import coins, invert
+from executor.model.sampling.logits import invert, uniform_samples
 from executor.speculative.tree import Drafts
 
-# Independent streams of coins, one for each purpose, out of a request's one seed.
+# Independent streams of uniform samples, one for each purpose, out of a request's one seed.
 DRAFT_STREAM = 0x5DEECE66D
 ACCEPT_STREAM = 0x2545F4914F6CDD1D
 RESIDUAL_STREAM = 0x1B873593CC9E2D51
@@ -110,8 +110,8 @@ def reject_chain(
     places = positions.unsqueeze(1) + at
     p_draft = p[:, :-1].gather(2, drafts.unsqueeze(2)).squeeze(2)
     q_draft = q.gather(2, drafts.unsqueeze(2)).squeeze(2)
-    coin = stream_coins(seeds, places[:, :-1], ACCEPT_STREAM)
-    is_accepted = coin * q_draft < p_draft
+    uniform = stream_samples(seeds, places[:, :-1], ACCEPT_STREAM)
+    is_accepted = uniform * q_draft < p_draft
     # A draft beyond the limit is none: the token there is drawn from all of p.
     is_considered = at[:-1] < (limits - 1).unsqueeze(1)
     is_accepted &= is_considered
@@ -123,15 +123,15 @@ def reject_chain(
     is_empty = residual.sum(dim=1, keepdim=True) <= 0  # p and q are equal but for rounding
     residual = torch.where(is_empty, p_last, residual)
     place = positions + num_accepted
-    own = invert(residual, stream_coins(seeds, place, RESIDUAL_STREAM))
+    own = invert(residual, stream_samples(seeds, place, RESIDUAL_STREAM))
     tokens = torch.nn.functional.pad(drafts, (0, 1)).scatter(
         1, num_accepted.unsqueeze(1), own.unsqueeze(1)
     )
     return Accepted(num_accepted + 1, tokens, torch.minimum(at, num_accepted.unsqueeze(1)))
 
 
-def stream_coins(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    """Returns coins in [0, 1) of one stream, float64 in the shape of ``positions``.
+def stream_samples(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """Returns uniform samples in [0, 1) of one stream, float64 in the shape of ``positions``.
 
     Args:
         seeds: int64 [B].
@@ -139,4 +139,4 @@ def stream_coins(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> t
         stream: One of the constants above.
     """
     own = seeds.view(-1, *(1,) * (positions.dim() - 1)).expand_as(positions) ^ stream
-    return coins(own, positions)
+    return uniform_samples(own, positions)

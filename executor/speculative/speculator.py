@@ -353,8 +353,8 @@ class Speculator:
         """Returns how the drafts of rows are drawn, the first of which stand at ``positions``."""
         if not self._is_drawn:
             return None
-        temperature = self._sampler.temperatures.index_select(0, at)
-        return Draws(temperature, self._sampler.seeds.index_select(0, at), positions)
+        parameters = self._sampler.parameters.at(at)
+        return Draws(parameters["temperature"], parameters["seed"], positions)
 
     def _to_device(self, values: Int64Array) -> torch.Tensor:
         return to_device(values, self._device)

@@ -134,7 +134,7 @@ class Verifier:
                 count, size, logits.shape[1]
             )
             q = self._over_target_ids(drafts.probs, p.shape[2])
-            seeds = self._sampler.seeds.index_select(0, verification.at)
+            seeds = self._sampler.parameters.at(verification.at)["seed"]
             first = verification.positions.view(count, size)[:, 0]
             accepted = reject_chain(p, q, drafts.tokens, limits, seeds, first)
         else:

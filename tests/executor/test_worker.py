@@ -296,7 +296,7 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
         raise AssertionError("a copy beside the staged one")
 
     monkeypatch.setattr("executor.model.sampling.sampler.to_device", refuse)
-    for module in ("answers", "step_stager"):
+    for module in ("answers", "batch.staging"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     for length in range(3, 12):
         before = num_copies(apart)

@@ -27,7 +27,6 @@ from executor.model.moe.runner_torch import TorchMoERunner
 from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
-    RowParameters,
     TorchFilters,
     sample_rows,
 )
@@ -285,14 +284,16 @@ WAYS = [
 VOCABULARIES = (64,) if IS_STAND_IN else (1000, 32000, 151936)
 
 
-def parameters(rows: list[tuple[float, int, float, float]], device: torch.device) -> RowParameters:
+def parameters(
+    rows: list[tuple[float, int, float, float]], device: torch.device
+) -> dict[str, torch.Tensor]:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return RowParameters(
-        temperature=torch.tensor(temperature, device=device),
-        top_k=torch.tensor(top_k, device=device),
-        top_p=torch.tensor(top_p, device=device),
-        min_p=torch.tensor(min_p, device=device),
-    )
+    return {
+        "temperature": torch.tensor(temperature, device=device),
+        "top_k": torch.tensor(top_k, device=device),
+        "top_p": torch.tensor(top_p, device=device),
+        "min_p": torch.tensor(min_p, device=device),
+    }
 
 
 @pytest.mark.parametrize("num_rows", [1, 5] if IS_STAND_IN else [1, 2, 64, 256])
@@ -337,22 +338,22 @@ def test_tokens_as_likely_as_the_last_one_kept_stay_too(
 def test_sampled_tokens_are_as_likely_as_on_the_cpu(
     machine: Machine, kind: str, vocab_size: int, request: pytest.FixtureRequest
 ) -> None:
-    """Many coins that lie evenly in [0, 1) count probabilities."""
+    """Many samples that lie evenly in [0, 1) count probabilities."""
     filters: Filters = TorchFilters()
     if kind == "flashinfer":
         filters = FlashInferFilters(request.getfixturevalue("ops"))
-    num_coins = 200 if vocab_size <= 1000 else 50
-    coin = (torch.arange(num_coins, dtype=torch.float64) + 0.5) / num_coins
+    num_samples = 200 if vocab_size <= 1000 else 50
+    uniform = (torch.arange(num_samples, dtype=torch.float64) + 0.5) / num_samples
     for seed, way in enumerate(WAYS):
-        logits = (normal(1, vocab_size, seed=seed) * 3).expand(num_coins, -1).contiguous()
-        rows = [way] * num_coins
-        expected = sample_rows(logits, parameters(rows, CPU), coin, TorchFilters())
+        logits = (normal(1, vocab_size, seed=seed) * 3).expand(num_samples, -1).contiguous()
+        rows = [way] * num_samples
+        expected = sample_rows(logits, parameters(rows, CPU), uniform, TorchFilters())
         got = sample_rows(
             logits.to(machine.device),
             parameters(rows, machine.device),
-            coin.to(machine.device),
+            uniform.to(machine.device),
             filters,
         ).cpu()
-        # Tokens lie by id along the unit interval: where shares differ in their last bits, a coin
+        # Tokens lie by id along the unit interval: where shares differ in their last bits, a sample
         # at the edge of one falls on the next.
-        assert int((got != expected).sum()) <= num_coins // 50, f"temperature and filters {way}"
+        assert int((got != expected).sum()) <= num_samples // 50, f"temperature and filters {way}"

@@ -9,11 +9,10 @@ from executor.graph.backend import ShapeKey
 from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
-    RowParameters,
     TorchFilters,
     sample_rows,
 )
-from executor.model.sampling.logits import coins
+from executor.model.sampling.logits import uniform_samples
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 NUM_ROWS = 8 if IS_STAND_IN else 64
@@ -36,12 +35,12 @@ class Rows:
         generator = torch.Generator().manual_seed(vocab_size)
         ways = [WAYS[i % len(WAYS)] for i in range(NUM_ROWS)]
         temperature, top_k, top_p, min_p = zip(*ways, strict=True)
-        self.parameters = RowParameters(
-            temperature=torch.tensor(temperature, device=device),
-            top_k=torch.tensor(top_k, device=device),
-            top_p=torch.tensor(top_p, device=device),
-            min_p=torch.tensor(min_p, device=device),
-        )
+        self.parameters = {
+            "temperature": torch.tensor(temperature, device=device),
+            "top_k": torch.tensor(top_k, device=device),
+            "top_p": torch.tensor(top_p, device=device),
+            "min_p": torch.tensor(min_p, device=device),
+        }
         logits = torch.randn(NUM_ROWS, vocab_size, generator=generator) * 3
         self.logits = logits.to(device)
         self.seeds = torch.randint(1 << 62, (NUM_ROWS,), generator=generator).to(device)
@@ -50,15 +49,14 @@ class Rows:
     @property
     def tensors(self) -> list[torch.Tensor]:
         p = self.parameters
-        floats = [p.temperature, p.top_p, p.min_p, self.logits]
-        return [*floats, p.top_k, self.seeds, self.positions]
+        floats = [p["temperature"], p["top_p"], p["min_p"], self.logits]
+        return [*floats, p["top_k"], self.seeds, self.positions]
 
     def at(self, rows: torch.Tensor) -> "Rows":
         """Returns these rows, in this order."""
         chosen = object.__new__(Rows)
         names = ("temperature", "top_k", "top_p", "min_p")
-        parameters = {name: getattr(self.parameters, name)[rows] for name in names}
-        chosen.parameters = RowParameters(**parameters)
+        chosen.parameters = {name: self.parameters[name][rows] for name in names}
         chosen.logits, chosen.seeds = self.logits[rows], self.seeds[rows]
         chosen.positions = self.positions[rows]
         return chosen
@@ -68,8 +66,8 @@ class Rows:
             ours.copy_(theirs)
 
     def sample(self, filters: Filters) -> torch.Tensor:
-        coin = coins(self.seeds, self.positions)
-        return sample_rows(self.logits, self.parameters, coin, filters)
+        uniform = uniform_samples(self.seeds, self.positions)
+        return sample_rows(self.logits, self.parameters, uniform, filters)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)

@@ -38,12 +38,15 @@ def test_the_device_reads_what_each_step_wrote(machine: Machine) -> None:
     kept, expected = [], []
     for step in range(50):
         with machine.waiting_refused():
-            staged = staging.begin(lengths_of(step))
-            for place, array in enumerate(staged.arrays):
-                array[:] = np.arange(len(array)) + 1000 * place + 100_000 * step
-            staging.send(staged)
+            inputs = StepInputs(
+                *(
+                    np.arange(length) + 1000 * place + 100_000 * step
+                    for place, length in enumerate(lengths_of(step))
+                )
+            )
+            staged = staging.send(inputs)
             kept.append(torch.cat(staged.tensors))
-        expected.append([value for array in staged.arrays for value in array.tolist()])
+        expected.append([value for array in inputs for value in array.tolist()])
         if machine.device.type == "cuda":
             assert staged.host.is_pinned()
     assert [tensor.tolist() for tensor in kept] == expected

@@ -16,7 +16,7 @@ import torch
 
 from executor.model.sampling.logits import invert
 from executor.speculative import verifier
-from executor.speculative.accept import RESIDUAL_STREAM, Accepted, reject_chain, stream_coins
+from executor.speculative.accept import RESIDUAL_STREAM, Accepted, reject_chain, stream_samples
 from protos.executor.v1 import executor_pb2 as pb
 from router.requests.request import SamplingParams
 from tests.executor.support.checkpoints import save_qwen3_moe
@@ -205,8 +205,8 @@ def draw_from_all_of_p(p, q, drafts, limits, seeds, positions) -> Accepted:
     accepted = reject_chain(p, q, drafts, limits, seeds, positions)
     last = (accepted.num_tokens - 1).unsqueeze(1)
     p_last = p.gather(1, last.unsqueeze(2).expand(-1, -1, p.shape[2])).squeeze(1)
-    coin = stream_coins(seeds, positions + last.squeeze(1), RESIDUAL_STREAM)
-    own = invert(p_last, coin).unsqueeze(1)
+    uniform = stream_samples(seeds, positions + last.squeeze(1), RESIDUAL_STREAM)
+    own = invert(p_last, uniform).unsqueeze(1)
     return accepted._replace(tokens=accepted.tokens.scatter(1, last, own))
 
 

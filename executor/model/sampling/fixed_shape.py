@@ -7,13 +7,13 @@ capture it (tests/gpu/test_sampling.py), though the executor samples after the r
     S rows    V vocabulary
 
 The distribution is that of ``logits.draw_likeliest`` but for ties: here all tokens that are as
-likely as the last one that a filter keeps stay too, as in FlashInfer. One coin may pick another
-token: there tokens lie by likelihood along the unit interval, here by id, as in ``logits.draw``. A
-row's token depends on its own logits, parameters and coin alone: sums that decide are of integers,
-the same in any order.
+likely as the last one that a filter keeps stay too, as in FlashInfer. One uniform sample may pick
+another token: there tokens lie by likelihood along the unit interval, here by id, as in
+``logits.draw``. A row's token depends on its own logits, parameters and uniform sample only: sums
+that decide are of integers, the same in any order.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -22,23 +22,6 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.sampling.logits import temper
 
 _SCALE = 2.0**52  # float64 counts units of probability exactly up to twice this
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowParameters:
-    """How each row samples. All [S] on the device of the logits.
-
-    Attributes:
-        temperature: float32; 0 takes the likeliest token.
-        top_k: int64, 0 is all.
-        top_p: float32, above 0, to 1.
-        min_p: float32, 0 to 1.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
 
 
 class Filters(Protocol):
@@ -90,43 +73,46 @@ class FlashInferFilters:
 
 
 def sample_rows(
-    logits: torch.Tensor, parameters: RowParameters, coin: torch.Tensor, filters: Filters
+    logits: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
+    uniform: torch.Tensor,
+    filters: Filters,
 ) -> torch.Tensor:
     """Samples each row. Filters follow one another: top_k, top_p, min_p.
 
     Args:
         logits: float32 [S, V], penalties and the like applied.
         parameters: Of each row.
-        coin: float64 [S], from ``logits.coins``.
+        uniform: float64 [S], from ``logits.uniform_samples``.
         filters: How to drop tokens.
 
     Returns:
         int64 [S] token ids.
     """
-    is_greedy = parameters.temperature <= 0
-    temperature = parameters.temperature.masked_fill(is_greedy, 1)
-    top_k = parameters.top_k.clamp(max=logits.shape[-1])
+    is_greedy = parameters["temperature"] <= 0
+    temperature = parameters["temperature"].masked_fill(is_greedy, 1)
+    top_k = parameters["top_k"].clamp(max=logits.shape[-1])
     top_k = top_k.masked_fill(top_k == 0, logits.shape[-1]).to(torch.int32)
     probs = torch.softmax(temper(logits, temperature), dim=-1)
-    probs = filters.top_p(filters.top_k(probs, top_k), parameters.top_p)
-    least = probs.amax(dim=-1, keepdim=True) * parameters.min_p[:, None]
-    drawn = _invert(probs.masked_fill(probs < least, 0), coin)
+    probs = filters.top_p(filters.top_k(probs, top_k), parameters["top_p"].contiguous())
+    least = probs.amax(dim=-1, keepdim=True) * parameters["min_p"][:, None]
+    drawn = _invert(probs.masked_fill(probs < least, 0), uniform)
     return torch.where(is_greedy, logits.argmax(dim=-1), drawn)
 
 
-def _invert(weights: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
-    """Returns the first index at which the cumulative weight exceeds the coin's share, [S].
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Returns the first index at which the cumulative weight exceeds the sample's share, [S].
 
     In units of 2^-52, as integers: however a device splits the sum, it comes out the same.
 
     Args:
         weights: float32 [S, V], each row's sum about 1 or less.
-        coin: float64 [S] in [0, 1).
+        uniform: float64 [S] in [0, 1).
     """
     units = (weights.double() * _SCALE).to(torch.int64)
     cumulative = units.cumsum(dim=-1)
     total = cumulative[:, -1]
-    target = (coin * total.double()).to(torch.int64)
+    target = (uniform * total.double()).to(torch.int64)
     target = torch.minimum(target, total - 1)[:, None]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return index.clamp_(max=weights.shape[-1] - 1)  # only rows that are not finite get there

@@ -1,24 +1,55 @@
-"""What is done to logits between the model and a token: pure functions, any device.
+"""Logits processing: pure functions from logits to token ids and scores, on any device.
 
     S rows of logits    V vocabulary    K most likely tokens that a filter looks at
 
 Rows never influence one another, so a sequence samples alike in any batch.
 """
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from executor.batch.row_starts import PARAMETERS
 
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
+_FIELDS = dict(PARAMETERS.fields or {})
+_TORCH_DTYPES = {"<u8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
-def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns a uniform number for each (seed, position), the same one on every device.
 
-    Nothing else goes in, so a sequence that was preempted and starts over tosses the coins
-    that it tossed before.
+class RowParameters(Mapping[str, torch.Tensor]):
+    """Sampling parameters of rows on the device, by name: columns of one table.
+
+    Args:
+        table: int64 [S, PARAMETER_WIDTH], rows as PARAMETERS lays them out.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        dtype, offset = _FIELDS[name][:2]
+        return self.table.view(_TORCH_DTYPES[dtype.str])[:, offset // dtype.itemsize]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FIELDS)
+
+    def __len__(self) -> int:
+        return len(_FIELDS)
+
+    def at(self, rows: torch.Tensor) -> "RowParameters":
+        """Returns those of some rows, int64 [S]."""
+        return RowParameters(self.table.index_select(0, rows))
+
+
+def uniform_samples(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Returns a uniform sample for each (seed, position), the same one on every device.
+
+    Nothing else goes in, so a sequence that was preempted and starts over draws as it drew before.
 
     Args:
         seeds: int64 [S], any bits.
@@ -31,7 +62,7 @@ def coins(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     OOPSLA 2014: output number ``position`` of the generator that output 1 of ``seed`` seeds.
     """
     bits = _mix(_mix(seeds + GOLDEN_GAMMA) + (positions + 1) * GOLDEN_GAMMA)
-    # 52 bits, not 53: then coin * total stays below total after rounding, for any total.
+    # 52 bits, not 53: then uniform * total stays below total after rounding, for any total.
     return _shift_right(bits, 12).to(torch.float64) * 2.0**-52
 
 
@@ -50,10 +81,7 @@ def penalize(
     logits: torch.Tensor,
     prompt_mask: torch.Tensor,
     output_counts: torch.Tensor,
-    *,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
+    parameters: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Returns logits in which tokens seen before are less likely.
 
@@ -61,15 +89,19 @@ def penalize(
         logits: float32 [S, V].
         prompt_mask: bool [S, V], tokens of the prompt.
         output_counts: int32 [S, V], how often each token was sampled.
-        repetition, presence, frequency: float32 [S], one penalty per row.
+        parameters: The penalties, float32 [S] each.
 
     Source: Transformers, RepetitionPenaltyLogitsProcessor; the other two as in the OpenAI API
     reference, "frequency and presence penalties".
     """
+    repetition, presence, frequency = (
+        parameters[name].unsqueeze(1)
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    )
     sampled = output_counts > 0
-    factor = torch.where(prompt_mask | sampled, repetition[:, None], 1.0)
+    factor = torch.where(prompt_mask | sampled, repetition, 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - presence[:, None] * sampled - frequency[:, None] * output_counts
+    return logits - presence * sampled - frequency * output_counts
 
 
 def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -82,18 +114,18 @@ def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
 
 
-def draw(logits: torch.Tensor, min_p: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Samples each row from all of its tokens that min_p leaves.
 
     Args:
         logits: float32 [S, V].
         min_p: float32 [S], 0 to 1.
-        coin: float64 [S], from ``coins``.
+        uniform: float64 [S], from ``uniform_samples``.
 
     Returns:
         int64 [S] token ids.
     """
-    return invert(torch.softmax(_drop_below(logits, min_p), dim=-1), coin)
+    return invert(torch.softmax(_drop_below(logits, min_p), dim=-1), uniform)
 
 
 def draw_likeliest(
@@ -101,7 +133,7 @@ def draw_likeliest(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    coin: torch.Tensor,
+    uniform: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
     """Samples each row from its likeliest tokens.
@@ -113,7 +145,7 @@ def draw_likeliest(
         top_k: int64 [S], 0 is all.
         top_p: float32 [S], above 0, to 1.
         min_p: float32 [S], 0 to 1.
-        coin: float64 [S], from ``coins``.
+        uniform: float64 [S], from ``uniform_samples``.
         width: K, at least every row's top_k; V where a row has none.
 
     Returns:
@@ -127,7 +159,7 @@ def draw_likeliest(
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
     values = _filter(values, top_k, top_p, min_p)
-    chosen = invert(torch.softmax(values, dim=-1), coin)
+    chosen = invert(torch.softmax(values, dim=-1), uniform)
     return ids.gather(-1, chosen[:, None])[:, 0]
 
 
@@ -167,14 +199,14 @@ def _drop_below(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < least, -torch.inf)
 
 
-def invert(probs: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
-    """Returns the first index at which the cumulative probability exceeds the coin, [S].
+def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Returns the first index at which the cumulative probability exceeds the sample, [S].
 
     An index without probability adds nothing to the sum and so is never the first to exceed it.
     float64, because at float32 the steps of a large vocabulary's tail vanish in the sum.
     """
     cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
-    target = coin[:, None] * cumulative[:, -1:]
+    target = uniform[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return index.clamp_(max=probs.shape[-1] - 1)  # only rows that are not finite get there
 

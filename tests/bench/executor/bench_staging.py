@@ -67,7 +67,6 @@ def make_worker(size: int) -> Worker:
             budget=TokenBudget(
                 max_num_batched_tokens=4096, max_num_seqs=size, max_num_logits=size + 256
             ),
-            num_rows=size,
             num_kv_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             vocab_size=VOCAB_SIZE,

@@ -20,14 +20,13 @@ from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import row_starts, sequences, step
 
 
-def limits(vocab_size: int = 100, num_rows: int = 8) -> StepLimits:
+def limits() -> StepLimits:
     return StepLimits(
         topology=Topology(dp_rank=1, dp_size=2),
-        budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=4, max_num_logits=6, dp_size=2),
-        num_rows=num_rows,
+        budget=TokenBudget(max_num_batched_tokens=20, max_num_seqs=8, max_num_logits=8, dp_size=2),
         num_kv_blocks=10,
         block_size=4,
-        vocab_size=vocab_size,
+        vocab_size=100,
         max_model_len=32,
         graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
     )
@@ -74,8 +73,8 @@ def test_a_good_step_reads_as_it_was_written():
     assert columns.layout.padding_mode is DpPaddingMode.MAX_LEN
     assert columns.layout.num_tokens == 10
     assert columns.starts is not None
-    assert columns.starts.seed.tolist() == [-1]
-    assert columns.starts.top_p.tolist() == [1.0]
+    assert columns.starts.parameters["seed"].tolist() == [2**64 - 1]
+    assert columns.starts.parameters["top_p"].tolist() == [1.0]
 
 
 def test_empty_columns_mean_one_sampled_token_each():
@@ -147,7 +146,11 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
         f"{SEQUENCES}.rows",
         "has 13 bytes; 3 entries of 4 bytes are 12",
     ),
-    (change_sequences(num_tokens=[6, 0, 3]), f"{SEQUENCES}.num_tokens", "has 0; need at least 1"),
+    (
+        change_sequences(num_tokens=[6, 0, 3]),
+        f"{SEQUENCES}.num_tokens",
+        "has 0; it must be from 1 to",
+    ),
     (change_sequences(num_tokens=[6, 1]), f"{SEQUENCES}.num_tokens", "has 8 bytes"),
     (change_sequences(num_tokens=[6, 1, 14]), f"{SEQUENCES}.num_tokens", "max_num_batched_tokens"),
     (change_sequences(num_tokens=[6, 1, 2**31 - 1]), f"{SEQUENCES}.num_tokens", "20"),
@@ -169,16 +172,28 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
         "-1 for row 5",
     ),
     (change_sequences(num_new_blocks=[2, 1, -1]), f"{SEQUENCES}.num_new_blocks", "has -1"),
-    (change_sequences(num_new_blocks=[1, 1, 2]), f"{SEQUENCES}.num_new_blocks", "row 5 starts"),
+    (
+        change_sequences(num_new_blocks=[1, 1, 2]),
+        f"{SEQUENCES}.num_new_blocks",
+        "row 5 holds 0 blocks and 1 came; it needs 2 in all",
+    ),
     (change_sequences(num_new_blocks=[2, 2, 0]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
     (change_sequences(num_new_blocks=[2, 0, 2]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
     (change_sequences(new_block_ids=[4, 5, 6]), f"{SEQUENCES}.new_block_ids", "12 bytes"),
     (change_sequences(new_block_ids=[4, 5, 6, 0]), f"{SEQUENCES}.new_block_ids", "has 0"),
     (change_sequences(new_block_ids=[4, 5, 6, 10]), f"{SEQUENCES}.new_block_ids", "has 10"),
-    (change_sequences(samples=[1, 1, 2]), f"{SEQUENCES}.samples", "need 0 or 1"),
+    (change_sequences(samples=[1, 1, 2]), f"{SEQUENCES}.samples", "has 2; it must be from 0 to 1"),
     (change_sequences(samples=[1, 1]), f"{SEQUENCES}.samples", "has 2 bytes"),
-    (change_sequences(num_scored=[7, 0, 0]), f"{SEQUENCES}.num_scored", "fewer tokens"),
-    (change_sequences(num_scored=[5, 0, 0]), f"{SEQUENCES}.num_scored", "max_num_logits is 6"),
+    (
+        change_sequences(num_scored=[7, 0, 0], scored_ids=[2] * 7),
+        f"{SEQUENCES}.num_scored",
+        "fewer tokens",
+    ),
+    (
+        change_sequences(num_scored=[6, 0, 2], scored_ids=[2] * 8),
+        f"{SEQUENCES}.num_scored",
+        "max_num_logits is 8",
+    ),
     (change_sequences(scored_ids=[2]), f"{SEQUENCES}.scored_ids", "4 bytes"),
     (change_sequences(scored_ids=[2, 100]), f"{SEQUENCES}.scored_ids", "has 100"),
     (change_starts(rows=[8]), f"{STARTS}.rows", "has 8"),
@@ -188,12 +203,16 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
     (change_starts(temperature=[float("inf")]), f"{STARTS}.temperature", "has inf"),
     (change_starts(temperature=[0.5, 0.5]), f"{STARTS}.temperature", "has 8 bytes"),
     (change_starts(top_k=[-1]), f"{STARTS}.top_k", "has -1"),
-    (change_starts(top_p=[0.0]), f"{STARTS}.top_p", "above 0.0, at most 1.0"),
-    (change_starts(top_p=[1.1]), f"{STARTS}.top_p", "above 0.0, at most 1.0"),
-    (change_starts(min_p=[1.1]), f"{STARTS}.min_p", "at least 0.0, at most 1.0"),
-    (change_starts(repetition_penalty=[0.0]), f"{STARTS}.repetition_penalty", "above 0.0"),
+    (change_starts(top_p=[0.0]), f"{STARTS}.top_p", "must be above 0 and at most 1"),
+    (change_starts(top_p=[1.1]), f"{STARTS}.top_p", "must be above 0 and at most 1"),
+    (change_starts(min_p=[1.1]), f"{STARTS}.min_p", "must be from 0 to 1"),
+    (
+        change_starts(repetition_penalty=[0.0]),
+        f"{STARTS}.repetition_penalty",
+        "above 0 and at most 100",
+    ),
     (change_starts(presence_penalty=[float("nan")]), f"{STARTS}.presence_penalty", "nan"),
-    (change_starts(num_top_logprobs=[101]), f"{STARTS}.num_top_logprobs", "at most 100 fits"),
+    (change_starts(num_top_logprobs=[101]), f"{STARTS}.num_top_logprobs", "must be from 0 to 100"),
     (change_starts(num_suppressed_ids=[1]), f"{STARTS}.suppressed_ids", "0 bytes"),
     (change_starts(num_biases=[1], bias_ids=[1]), f"{STARTS}.biases", "0 bytes"),
     (change_starts(num_biases=[1], bias_ids=[100]), f"{STARTS}.bias_ids", "has 100"),
@@ -296,18 +315,6 @@ def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_do
     request.agreement.graph_size = 16
     with pytest.raises(InvalidStep, match=r"the decode graphs are \[1, 2, 4\]"):
         read_step(request, limits(), progress())
-
-
-def test_more_sequences_than_the_budget_are_refused():
-    rows = RowProgress.empty(np.ones(8, dtype=np.int64))
-    rows.is_live[:] = True
-    part = pb.RankStep(
-        dp_rank=1,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(rows=range(5), num_computed_tokens=[0] * 5, token_ids=[1] * 5),
-    )
-    with pytest.raises(InvalidStep, match="comes to 5; max_num_seqs is 4"):
-        read_step(step(1, part, num_tokens=[0, 5]), limits(), rows)
 
 
 def test_a_row_that_starts_has_no_last_token_of_the_sequence_before_it():

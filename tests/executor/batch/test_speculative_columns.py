@@ -41,7 +41,7 @@ def test_a_speculative_step_reads_as_so_many_rows_of_each_sequence_from_its_true
     assert columns.num_draft_tokens == 4
     assert columns.num_computed_tokens.tolist() == [8, 13]
     assert columns.num_tokens.tolist() == [4, 3]
-    assert columns.num_rows.tolist() == [4, 4]
+    assert columns.num_query_tokens.tolist() == [4, 4]
     assert columns.token_ids.tolist() == [LAST_SAMPLED] * 8
     assert columns.num_kept_blocks.tolist() == [4, 4]
     assert columns.num_new_blocks.tolist() == [0, 2]
@@ -78,7 +78,7 @@ def test_a_plain_step_resolves_the_lengths_of_what_decodes_and_of_nothing_else()
     columns = read_step(request, limits(CHAIN), rows())
     assert columns.num_draft_tokens == 0
     assert columns.num_computed_tokens.tolist() == [8, 4, 13]
-    assert columns.num_rows.tolist() == columns.num_tokens.tolist() == [1, 3, 1]
+    assert columns.num_query_tokens.tolist() == columns.num_tokens.tolist() == [1, 3, 1]
     assert columns.draft_counts == (10, 6)
     assert columns.num_sampled == (2, 3)
 
@@ -138,13 +138,13 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
         "ranks[0].forward_mode",
         "IDLE with 2 sequences",
     ),
-    (change(samples=[1, 1]), f"{SEQUENCES}.samples", "a speculative step has no samples"),
-    (change(num_scored=[0, 0]), f"{SEQUENCES}.samples", "num_scored or token_ids"),
-    (change(token_ids=[-1] * 8), f"{SEQUENCES}.samples", "goes on from its last token"),
-    (change(token_ids=[-1] * 2), f"{SEQUENCES}.token_ids", "8 bytes; 8 entries"),
-    (change(scored_ids=[1]), f"{SEQUENCES}.scored_ids", "4 bytes"),
-    (change(num_tokens=[5, 3]), f"{SEQUENCES}.num_tokens", "has 5; at most 4 fits"),
-    (change(num_tokens=[4, 0]), f"{SEQUENCES}.num_tokens", "has 0; need at least 1"),
+    (change(samples=[1, 1]), f"{SEQUENCES}.samples", "a speculative step has none"),
+    (change(num_scored=[0, 0]), f"{SEQUENCES}.num_scored", "a speculative step has none"),
+    (change(token_ids=[-1] * 8), f"{SEQUENCES}.token_ids", "goes on from its last token"),
+    (change(token_ids=[-1] * 2), f"{SEQUENCES}.token_ids", "a speculative step has none"),
+    (change(scored_ids=[1]), f"{SEQUENCES}.scored_ids", "a speculative step has none"),
+    (change(num_tokens=[5, 3]), f"{SEQUENCES}.num_tokens", "has 5; it must be from 1 to 4"),
+    (change(num_tokens=[4, 0]), f"{SEQUENCES}.num_tokens", "has 0; it must be from 1 to 4"),
     (
         change(num_computed_tokens=[7, 13]),
         f"{SEQUENCES}.num_computed_tokens",
@@ -158,7 +158,7 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
     (
         change(num_new_blocks=[0, 7], new_block_ids=list(range(1, 8))),
         f"{SEQUENCES}.num_new_blocks",
-        "comes to 11; a row's blocks is 10",
+        "comes to 11; max_blocks_per_row is 10",
     ),
     (start_row_2, f"{SEQUENCES}.token_ids", "-1 for row 2, which has not sampled a token"),
     (change(rows=[2, 3]), f"{SEQUENCES}.rows", "row 3 runs without having started"),
@@ -217,7 +217,7 @@ def test_a_bad_speculative_step_is_refused_by_field_and_changes_nothing(
 
 def test_a_row_with_too_few_blocks_for_what_it_may_gain_is_refused():
     request = speculative_step([5], [13], [4])
-    assert refused(request, "row 5 comes to 4 blocks and needs 5").field == (
+    assert refused(request, "row 5 holds 4 blocks and 0 came; it needs 5").field == (
         f"{SEQUENCES}.num_new_blocks"
     )
     # What it may gain decides, not what it verifies, and not the router's bound.
@@ -227,7 +227,7 @@ def test_a_row_with_too_few_blocks_for_what_it_may_gain_is_refused():
 def test_a_plain_step_that_brings_a_row_too_few_blocks_is_refused():
     request = mixed_step([Run(3, 4, [7, 8, 9])])
     request.ranks[0].sequences.MergeFrom(sequences(num_new_blocks=[1], new_block_ids=[1]))
-    assert refused(request, "row 3 comes to 1 blocks and needs 2").field == (
+    assert refused(request, "row 3 holds 0 blocks and 1 came; it needs 2").field == (
         f"{SEQUENCES}.num_new_blocks"
     )
 

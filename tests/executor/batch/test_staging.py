@@ -8,13 +8,12 @@ from executor.batch.staging import (
     MAX_CACHED_VIEWS,
     Copier,
     ReadBack,
-    SharedMemory,
-    Staged,
     StagingBuffer,
     StepInputs,
 )
 from tests.executor.support.recording.copiers import LazyDevice, SeparateMemory, read
 
+CPU = Copier(torch.device("cpu"))
 NUM_COLUMNS = len(StepInputs._fields)
 CAPACITY = StepInputs(*range(20, 20 + NUM_COLUMNS))
 
@@ -25,45 +24,42 @@ def lengths_of(seed: int) -> StepInputs[int]:
     return StepInputs(*(int(rng.integers(0, most + 1)) * (rng.random() < 0.8) for most in CAPACITY))
 
 
-def fill(staged: Staged, step: int) -> list[list[int]]:
-    """Writes numbers that no other step and no other column has. Returns them."""
-    for place, array in enumerate(staged.arrays):
-        array[:] = np.arange(len(array)) + 1000 * place + 100_000 * step
-    return [array.tolist() for array in staged.arrays]
+def numbers(lengths: StepInputs[int], step: int = 0) -> StepInputs[np.ndarray]:
+    """Returns numbers that no other step and no other column has."""
+    return StepInputs(
+        *(np.arange(length) + 1000 * place + 100_000 * step for place, length in enumerate(lengths))
+    )
 
 
-@pytest.mark.parametrize("copier", [SharedMemory(), SeparateMemory()])
+@pytest.mark.parametrize("copier", [CPU, SeparateMemory()])
 def test_every_column_arrives_as_it_was_written(copier: Copier):
     staging = StagingBuffer(CAPACITY, 3, copier)
     for step in range(20):
-        staged = staging.begin(lengths_of(step))
-        assert tuple(map(len, staged.arrays)) == lengths_of(step)
-        expected = fill(staged, step)
-        staging.send(staged)
-        assert [tensor.tolist() for tensor in staged.tensors] == expected
+        inputs = numbers(lengths_of(step), step)
+        staged = staging.send(inputs)
+        for columns in (staged.arrays, staged.tensors):
+            assert [x.tolist() for x in columns] == [x.tolist() for x in inputs]
 
 
 def test_a_step_goes_to_the_device_in_one_copy_of_no_more_than_its_columns():
     copier = SeparateMemory()
     staging = StagingBuffer(CAPACITY, 3, copier)
-    staged = staging.begin(CAPACITY._replace(positions=1))
-    staging.send(staged)
+    staging.send(numbers(CAPACITY._replace(positions=1)))
     assert copier.num_copies == 1
-    staged = staging.begin(StepInputs(*[2] * NUM_COLUMNS))
+    staged = staging.send(numbers(StepInputs(*[2] * NUM_COLUMNS)))
     assert len(staged.host) == len(staged.device) == 8 * NUM_COLUMNS
 
 
 def test_a_step_without_columns_is_not_sent():
     copier = SeparateMemory()
     staging = StagingBuffer(CAPACITY, 3, copier)
-    staged = staging.begin(StepInputs(*[0] * NUM_COLUMNS))
-    staging.send(staged)
+    staged = staging.send(numbers(StepInputs(*[0] * NUM_COLUMNS)))
     assert copier.num_copies == 0
     assert all(tensor.shape == (0,) for tensor in staged.tensors)
 
 
 def test_on_the_cpu_the_tensors_are_the_arrays():
-    staged = StagingBuffer(CAPACITY, 3, SharedMemory()).begin(CAPACITY)
+    staged = StagingBuffer(CAPACITY, 3, CPU).send(numbers(CAPACITY))
     for array, tensor in zip(staged.arrays, staged.tensors, strict=True):
         assert array.ctypes.data == tensor.data_ptr()
 
@@ -76,10 +72,9 @@ def test_no_slot_is_overwritten_before_the_device_has_read_it(num_slots: int):
     seen: list[list[list[int]]] = []
     expected = []
     for step in range(12):
-        staged = staging.begin(lengths_of(step))
-        expected.append(fill(staged, step))
-        staging.send(staged)
-        tensors = staged.tensors
+        inputs = numbers(lengths_of(step), step)
+        expected.append([column.tolist() for column in inputs])
+        tensors = staging.send(inputs).tensors
         device.begin_work(lambda tensors=tensors: seen.append([t.tolist() for t in tensors]))
         assert len(seen) == max(step + 1 - num_slots, 0), "waited for more than the slot needs"
     device.run_all()
@@ -92,9 +87,7 @@ def test_what_is_begun_late_in_a_step_still_belongs_to_it():
     staging = StagingBuffer(CAPACITY, 2, device)
     read = []
     for step in range(4):
-        staged = staging.begin(CAPACITY)
-        fill(staged, step)
-        staging.send(staged)
+        staged = staging.send(numbers(CAPACITY, step))
         device.begin_work(lambda: None)
         host = staged.arrays.seq_lens
         device.begin_work(lambda host=host: read.append(int(host[0]) // 100_000))
@@ -103,33 +96,33 @@ def test_what_is_begun_late_in_a_step_still_belongs_to_it():
 
 
 def test_views_of_lengths_that_come_again_are_made_once_per_slot():
-    staging = StagingBuffer(CAPACITY, 2, SharedMemory())
+    staging = StagingBuffer(CAPACITY, 2, CPU)
     decode, prompt = lengths_of(1), lengths_of(2)
-    first = [staging.begin(lengths) for lengths in (decode, decode, prompt, prompt)]
-    again = [staging.begin(lengths) for lengths in (decode, decode, prompt, prompt)]
+    first = [staging.send(numbers(lengths)) for lengths in (decode, decode, prompt, prompt)]
+    again = [staging.send(numbers(lengths)) for lengths in (decode, decode, prompt, prompt)]
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert first[0] is not first[1]
 
 
 def test_views_are_forgotten_before_they_are_too_many():
-    staging = StagingBuffer(CAPACITY._replace(positions=1000), 1, SharedMemory())
+    staging = StagingBuffer(CAPACITY._replace(positions=1000), 1, CPU)
     for step in range(3 * MAX_CACHED_VIEWS):
-        staged = staging.begin(CAPACITY._replace(positions=step))
+        staged = staging.send(numbers(CAPACITY._replace(positions=step)))
         assert len(staged.arrays.positions) == step
         [slot] = staging._slots
         assert len(slot.views) <= MAX_CACHED_VIEWS
 
 
 def test_columns_begin_where_a_wide_load_may():
-    staged = StagingBuffer(CAPACITY, 1, SharedMemory()).begin(lengths_of(5))
+    staged = StagingBuffer(CAPACITY, 1, CPU).send(numbers(lengths_of(5)))
     start = staged.host.data_ptr()
     assert all((tensor.data_ptr() - start) % 64 == 0 for tensor in staged.tensors if len(tensor))
 
 
 def test_more_than_the_capacity_is_refused_by_column():
-    staging = StagingBuffer(CAPACITY, 1, SharedMemory())
+    staging = StagingBuffer(CAPACITY, 1, CPU)
     with pytest.raises(AssertionError, match="seq_lens has 25 entries; the slot has 24"):
-        staging.begin(CAPACITY._replace(seq_lens=25))
+        staging.send(numbers(CAPACITY._replace(seq_lens=25)))
 
 
 def test_tokens_are_waited_for():
@@ -172,4 +165,4 @@ def test_no_tokens_of_a_device_that_the_host_cannot_read_are_none_on_the_host():
 
 def test_on_the_cpu_tokens_are_read_where_they_are():
     tokens = torch.arange(5)
-    assert read(ReadBack(8, SharedMemory()), tokens).ctypes.data == tokens.data_ptr()
+    assert read(ReadBack(8, CPU), tokens).ctypes.data == tokens.data_ptr()

@@ -153,7 +153,6 @@ def test_a_step_at_exactly_the_budget_is_read_and_one_token_more_is_not():
                 dp_rank=dp_rank, dp_size=budget.dp_size, attn_tp_size=budget.attn_tp_size
             ),
             budget=budget,
-            num_rows=budget.max_num_seqs,
             num_kv_blocks=100,
             block_size=16,
             vocab_size=10,
@@ -187,7 +186,6 @@ def graph_limits(**sizes: int) -> StepLimits:
     return StepLimits(
         topology=Topology(dp_size=2, attn_tp_size=sizes.get("attn_tp_size", 1)),
         budget=make_budget(**(defaults | sizes)),
-        num_rows=4,
         num_kv_blocks=10,
         block_size=16,
         vocab_size=10,

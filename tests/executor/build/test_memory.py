@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.batch.row_starts import PARAMETERS, RowStarts
 from executor.build import executor as build
 from executor.build import kv as build_kv
 from executor.build.devices import Cpu, Cuda
@@ -23,7 +24,7 @@ from executor.config import ExecutorConfig
 from executor.graph.slots import global_num_tokens_slots
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
-from executor.model.sampling.sampler import RowStarts, Sampler
+from executor.model.sampling.sampler import Sampler
 from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.forward_pass import ForwardPass
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
@@ -239,17 +240,14 @@ class PeakMemory(TorchDispatchMode):
 def sampling_starts(num_rows: int) -> RowStarts:
     """Returns rows of which each goes through every filter."""
     none = np.zeros(0, dtype=np.int64)
-    zeros, ones = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=np.float32)
+    zeros = np.zeros(num_rows, dtype=np.int64)
+    parameters = np.zeros(num_rows, PARAMETERS)
+    given = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    for name, value in {**given, "repetition_penalty": 1}.items():
+        parameters[name] = value
     return RowStarts(
         rows=np.arange(num_rows),
-        temperature=0.7 * ones,
-        top_k=zeros + 50,
-        top_p=0.9 * ones,
-        min_p=0.01 * ones,
-        repetition_penalty=ones,
-        presence_penalty=0 * ones,
-        frequency_penalty=0 * ones,
-        seed=zeros,
+        parameters=parameters,
         scores_output=zeros.astype(np.bool_),
         num_top_logprobs=zeros,
         suppressed_until=zeros,

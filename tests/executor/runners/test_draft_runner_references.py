@@ -14,7 +14,7 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.sampling.logits import invert
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.speculative.accept import DRAFT_STREAM, stream_coins
+from executor.speculative.accept import DRAFT_STREAM, stream_samples
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step
 from executor.speculative.tree import Drafts
 from tests.executor.model.families.test_draft_models import reference
@@ -246,7 +246,7 @@ def test_frozen_drafts_are_the_likeliest_that_the_targets_keys_allow(
 def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
     target: Path, tmp_path: Path, texts: Any, kind: str
 ):
-    """With the coins of their own position and stream; the likeliest at temperature 0."""
+    """With the uniform samples of their own position and stream; the likeliest at temperature 0."""
     way = Way(kind, "eagle" if kind == "draft" else kind, is_drawn=True)
     case, expected = new_case(target, tmp_path, way)
     seeds, positions = torch.tensor([11, 12]), torch.tensor(LENGTHS)
@@ -290,8 +290,8 @@ def assert_drawn(
                 q = torch.softmax(logits / temperature, 0)
                 torch.testing.assert_close(given, q, rtol=TOLERANCE, atol=TOLERANCE)
             position = draws.positions[sequence : sequence + 1] + step
-            coin = stream_coins(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
-            assert token == ids[int(invert(given[None], coin))]
+            uniform = stream_samples(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
+            assert token == ids[int(invert(given[None], uniform))]
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
@@ -356,8 +356,8 @@ def assert_pick(
         q = torch.softmax(logits / temperature, 0)
         torch.testing.assert_close(probs, q, rtol=TOLERANCE, atol=TOLERANCE)
     position = draws.positions[sequence : sequence + 1] + layer
-    coin = stream_coins(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
-    assert token == int(invert(probs[None], coin))
+    uniform = stream_samples(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
+    assert token == int(invert(probs[None], uniform))
 
 
 def assert_outputs(extended: Extended, texts: Any, cuts: Sequence[int], expected: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from executor.model.sampling.logits import coins, invert
+from executor.model.sampling.logits import invert, uniform_samples
 from executor.speculative import accept
 from executor.speculative.accept import (
     ACCEPT_STREAM,
@@ -18,7 +18,7 @@ from executor.speculative.accept import (
     match_chain,
     match_tree,
     reject_chain,
-    stream_coins,
+    stream_samples,
 )
 from executor.speculative.tree import ancestors
 from tests.executor.support.chi_square import p_value, two_sample_p_value
@@ -123,19 +123,19 @@ def plain_rejection(
 ) -> tuple[list[int], int]:
     """Returns the tokens that one sequence gains, and how many of its drafts are among them."""
 
-    def coin(place: int, stream: int) -> torch.Tensor:
-        return coins(torch.tensor([seed ^ stream]), torch.tensor([place]))
+    def uniform(place: int, stream: int) -> torch.Tensor:
+        return uniform_samples(torch.tensor([seed ^ stream]), torch.tensor([place]))
 
     gained: list[int] = []
     for draft in drafts[: limit - 1]:
         at = len(gained)
         ratio = p[at, draft].double() / q[at, draft].double()
-        if not coin(position + at, ACCEPT_STREAM) < ratio:
+        if not uniform(position + at, ACCEPT_STREAM) < ratio:
             left = (p[at] - q[at]).clamp(min=0)
-            return [*gained, int(invert(left[None], coin(position + at, RESIDUAL_STREAM)))], at
+            return [*gained, int(invert(left[None], uniform(position + at, RESIDUAL_STREAM)))], at
         gained.append(draft)
     at = len(gained)
-    return [*gained, int(invert(p[at][None], coin(position + at, RESIDUAL_STREAM)))], at
+    return [*gained, int(invert(p[at][None], uniform(position + at, RESIDUAL_STREAM)))], at
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
@@ -173,7 +173,7 @@ def draw_drafts(q: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -
     """Draws drafts int64 [B, D] as a draft runner does."""
     return torch.stack(
         [
-            invert(q[:, step], stream_coins(seeds, positions + step, DRAFT_STREAM))
+            invert(q[:, step], stream_samples(seeds, positions + step, DRAFT_STREAM))
             for step in range(q.shape[1])
         ],
         dim=1,
@@ -245,8 +245,8 @@ def _gain(
     positions: torch.Tensor,
     rule: Rule,
 ) -> Accepted:
-    first = invert(q[last], stream_coins(seeds, positions, DRAFT_STREAM))
-    second = invert(q[first], stream_coins(seeds, positions + 1, DRAFT_STREAM))
+    first = invert(q[last], stream_samples(seeds, positions, DRAFT_STREAM))
+    second = invert(q[first], stream_samples(seeds, positions + 1, DRAFT_STREAM))
     drafts = torch.stack((first, second), dim=1)
     drawn_from = torch.stack((q[last], q[first]), dim=1)
     targets = torch.stack((p[last], p[first], p[second]), dim=1)
@@ -289,7 +289,7 @@ def draw_from_all_of_p(p, q, drafts, limits, seeds, positions):
     place = positions + last.squeeze(1)
     own = invert(
         p.gather(1, last.unsqueeze(2).expand(-1, -1, p.shape[2])).squeeze(1),
-        stream_coins(seeds, place, RESIDUAL_STREAM),
+        stream_samples(seeds, place, RESIDUAL_STREAM),
     )
     return accepted._replace(tokens=accepted.tokens.scatter(1, last, own.unsqueeze(1)))
 
@@ -321,29 +321,29 @@ def test_a_broken_rule_is_noticed(pair: str, rule: Rule):
 
 @pytest.mark.parametrize("stream", ["ACCEPT_STREAM", "RESIDUAL_STREAM"])
 @pytest.mark.parametrize("pair", ["apart", "opposed"])
-def test_coins_that_decide_two_things_are_noticed(
+def test_uniform_samples_that_decide_two_things_are_noticed(
     pair: str, stream: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The coin that drew a draft must not also accept it, nor the one that refused it replace it."""
+    """The sample that drew a draft must not also accept it, nor the one that refused it replace it."""
     other = DRAFT_STREAM if stream == "ACCEPT_STREAM" else ACCEPT_STREAM
     monkeypatch.setattr(accept, stream, other)
     assert min(p_values(*PAIRS[pair], LIMITS["three"], reject_chain)) < SIGNIFICANCE
 
 
-# ---- coins
+# ---- uniform samples
 
 
-def test_streams_are_uniform_and_independent_of_one_another_and_of_plain_coins():
+def test_streams_are_uniform_and_independent_of_one_another_and_of_plain_samples():
     count = 60_000
     seeds, positions = torch.arange(count) // 200, torch.arange(count) % 200
     streams = [
-        coins(seeds, positions),
+        uniform_samples(seeds, positions),
         *(
-            stream_coins(seeds, positions, s)
+            stream_samples(seeds, positions, s)
             for s in (DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM)
         ),
     ]
-    tenths = [(coin * 10).long() for coin in streams]
+    tenths = [(uniform * 10).long() for uniform in streams]
     flat = torch.full((100,), 0.01)
     for i, one in enumerate(tenths):
         assert p_value(one, torch.full((10,), 0.1)) > 1e-3
@@ -353,18 +353,18 @@ def test_streams_are_uniform_and_independent_of_one_another_and_of_plain_coins()
             assert p_value(one[1:] * 10 + other[:-1], flat) > 1e-3
 
 
-def test_coins_depend_on_seed_position_and_stream_and_on_nothing_else():
+def test_uniform_samples_depend_on_seed_position_and_stream_and_on_nothing_else():
     seeds, positions = torch.tensor([5, -9]), torch.tensor([[0, 1, 2], [7, 8, 9]])
-    table = stream_coins(seeds, positions, DRAFT_STREAM)
+    table = stream_samples(seeds, positions, DRAFT_STREAM)
     assert table.dtype == torch.float64
     for row in range(2):
         for place in range(3):
-            alone = stream_coins(
+            alone = stream_samples(
                 seeds[row : row + 1], positions[row, place : place + 1], DRAFT_STREAM
             )
             assert float(alone) == float(table[row, place])
-    assert len({float(coin) for coin in table.flatten()}) == 6
-    assert not torch.equal(table, stream_coins(seeds, positions, ACCEPT_STREAM))
+    assert len({float(uniform) for uniform in table.flatten()}) == 6
+    assert not torch.equal(table, stream_samples(seeds, positions, ACCEPT_STREAM))
 
 
 def test_the_same_seeds_gain_the_same_tokens_in_any_batch():

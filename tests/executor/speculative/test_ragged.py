@@ -23,7 +23,7 @@ def random_runs(seed: int) -> tuple[list[Run], dict[int, int]]:
     """Returns a step's sequences, and the tokens of those that decode."""
     rng = random.Random(seed)
     runs, held = [], {}
-    for row in rng.sample(range(8), rng.randint(1, 6)):
+    for row in rng.sample(range(6), rng.randint(1, 6)):
         if rng.random() < 0.4:
             held[row] = rng.randint(2, 20)
             runs.append(Run(row, held[row] - 1))

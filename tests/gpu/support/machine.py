@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 
-from executor.batch.staging import Copier, PinnedMemory
+from executor.batch.staging import Copier
 from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
@@ -163,7 +163,7 @@ class Gpu:
             self._backends.pop().discard()
 
     def copier(self) -> Copier:
-        return PinnedMemory(self.device)
+        return Copier(self.device)
 
     @contextmanager
     def waiting_refused(self) -> Iterator[None]:

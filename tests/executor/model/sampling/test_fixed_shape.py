@@ -11,11 +11,10 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.sampling.fixed_shape import (
     Filters,
     FlashInferFilters,
-    RowParameters,
     TorchFilters,
     sample_rows,
 )
-from executor.model.sampling.logits import coins, draw, draw_likeliest, temper
+from executor.model.sampling.logits import draw, draw_likeliest, temper, uniform_samples
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
     real_flashinfer,
@@ -50,52 +49,52 @@ def flashinfer_filters(real: Any) -> Iterator[Filters]:
         yield FlashInferFilters(FlashInferOps(enable_pdl=True))
 
 
-def parameters(rows: list[tuple[float, int, float, float]]) -> RowParameters:
+def parameters(rows: list[tuple[float, int, float, float]]) -> dict[str, torch.Tensor]:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return RowParameters(
-        temperature=torch.tensor(temperature),
-        top_k=torch.tensor(top_k),
-        top_p=torch.tensor(top_p),
-        min_p=torch.tensor(min_p),
-    )
+    return {
+        "temperature": torch.tensor(temperature),
+        "top_k": torch.tensor(top_k),
+        "top_p": torch.tensor(top_p),
+        "min_p": torch.tensor(min_p),
+    }
 
 
 def random_logits(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def sweep(num_coins: int) -> torch.Tensor:
+def sweep(num_samples: int) -> torch.Tensor:
     """Coins that lie evenly in [0, 1): they count probabilities."""
-    return (torch.arange(num_coins, dtype=torch.float64) + 0.5) / num_coins
+    return (torch.arange(num_samples, dtype=torch.float64) + 0.5) / num_samples
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row[0] > 0], ids=str)
 def test_tokens_are_as_likely_as_the_other_sampler_makes_them(
     row: tuple[float, int, float, float],
 ) -> None:
-    num_coins = 5000
-    logits = random_logits(1).expand(num_coins, -1).contiguous()
-    row_parameters = parameters([row] * num_coins)
-    ours = sample_rows(logits, row_parameters, sweep(num_coins), TorchFilters())
+    num_samples = 5000
+    logits = random_logits(1).expand(num_samples, -1).contiguous()
+    row_parameters = parameters([row] * num_samples)
+    ours = sample_rows(logits, row_parameters, sweep(num_samples), TorchFilters())
     theirs = draw_likeliest(
-        temper(logits, row_parameters.temperature),
-        row_parameters.top_k,
-        row_parameters.top_p,
-        row_parameters.min_p,
-        sweep(num_coins),
+        temper(logits, row_parameters["temperature"]),
+        row_parameters["top_k"],
+        row_parameters["top_p"],
+        row_parameters["min_p"],
+        sweep(num_samples),
         width=VOCAB,
     )
     counts = [torch.bincount(tokens, minlength=VOCAB) for tokens in (ours, theirs)]
-    assert (counts[0] - counts[1]).abs().max() <= 2  # a token's share may begin between two coins
+    assert (counts[0] - counts[1]).abs().max() <= 2  # a token's share may begin between two samples
 
 
 def test_a_row_without_filters_draws_what_the_other_sampler_draws() -> None:
     num_rows = 500
     logits = random_logits(num_rows)
-    coin = coins(torch.arange(num_rows), torch.full((num_rows,), 7))
+    uniform = uniform_samples(torch.arange(num_rows), torch.full((num_rows,), 7))
     row_parameters = parameters([(0.8, 0, 1.0, 0.05)] * num_rows)
-    ours = sample_rows(logits, row_parameters, coin, TorchFilters())
-    theirs = draw(temper(logits, row_parameters.temperature), row_parameters.min_p, coin)
+    ours = sample_rows(logits, row_parameters, uniform, TorchFilters())
+    theirs = draw(temper(logits, row_parameters["temperature"]), row_parameters["min_p"], uniform)
     assert torch.equal(ours, theirs)
 
 
@@ -106,22 +105,24 @@ def test_temperature_zero_takes_the_likeliest() -> None:
 
 
 def test_a_rows_token_depends_on_no_other_row_and_not_on_its_place() -> None:
-    logits, coin = random_logits(len(ROWS)), sweep(len(ROWS))
-    together = sample_rows(logits, parameters(ROWS), coin, TorchFilters())
+    logits, uniform = random_logits(len(ROWS)), sweep(len(ROWS))
+    together = sample_rows(logits, parameters(ROWS), uniform, TorchFilters())
     for i, row in enumerate(ROWS):
-        alone = sample_rows(logits[i : i + 1], parameters([row]), coin[i : i + 1], TorchFilters())
+        alone = sample_rows(
+            logits[i : i + 1], parameters([row]), uniform[i : i + 1], TorchFilters()
+        )
         assert alone == together[i]
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(3))
     shuffled = parameters([ROWS[i] for i in order.tolist()])
-    tokens = sample_rows(logits[order], shuffled, coin[order], TorchFilters())
+    tokens = sample_rows(logits[order], shuffled, uniform[order], TorchFilters())
     assert torch.equal(tokens, together[order])
 
 
 def test_both_filters_sample_alike(flashinfer_filters: Filters) -> None:
     rows = ROWS * 30
-    logits, coin = random_logits(len(rows)), sweep(len(rows)).flip(0).contiguous()
-    ours = sample_rows(logits, parameters(rows), coin, TorchFilters())
-    assert torch.equal(sample_rows(logits, parameters(rows), coin, flashinfer_filters), ours)
+    logits, uniform = random_logits(len(rows)), sweep(len(rows)).flip(0).contiguous()
+    ours = sample_rows(logits, parameters(rows), uniform, TorchFilters())
+    assert torch.equal(sample_rows(logits, parameters(rows), uniform, flashinfer_filters), ours)
 
 
 @pytest.mark.parametrize("use_flashinfer", [False, True])
@@ -144,22 +145,22 @@ def test_top_p_of_one_keeps_every_token(use_flashinfer: bool, flashinfer_filters
     assert torch.equal(filters.top_p(probs, torch.ones(3)), probs)
 
 
-def test_coins_at_the_ends_give_tokens_that_are_allowed() -> None:
+def test_uniform_samples_at_the_ends_give_tokens_that_are_allowed() -> None:
     logits = random_logits(3)
     logits[:, 0] = logits[:, -1] = -torch.inf
     for value in (0.0, 1 - 2.0**-52):
-        coin = torch.full((3,), value, dtype=torch.float64)
-        tokens = sample_rows(logits, parameters([(1.0, 0, 1.0, 0.0)] * 3), coin, TorchFilters())
+        uniform = torch.full((3,), value, dtype=torch.float64)
+        tokens = sample_rows(logits, parameters([(1.0, 0, 1.0, 0.0)] * 3), uniform, TorchFilters())
         assert torch.isfinite(logits.gather(-1, tokens[:, None])).all()
 
 
 def test_a_graph_of_it_follows_the_parameters_of_each_replay() -> None:
     backend = RecordingBackend()
-    logits, coin, row_parameters = random_logits(len(ROWS)), sweep(len(ROWS)), parameters(ROWS)
+    logits, uniform, row_parameters = random_logits(len(ROWS)), sweep(len(ROWS)), parameters(ROWS)
     tokens = torch.zeros(len(ROWS), dtype=torch.int64)
 
     def run() -> None:
-        tokens.copy_(sample_rows(logits, row_parameters, coin, TorchFilters()))
+        tokens.copy_(sample_rows(logits, row_parameters, uniform, TorchFilters()))
 
     with backend.session(label="sampling", num_captures=1):
         backend.warm_up(run)
@@ -168,10 +169,10 @@ def test_a_graph_of_it_follows_the_parameters_of_each_replay() -> None:
         order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(seed))
         other = parameters([ROWS[i] for i in order.tolist()])
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            getattr(row_parameters, name).copy_(getattr(other, name))
+            row_parameters[name].copy_(other[name])
         logits.copy_(random_logits(len(ROWS), seed=seed + 1))
         backend.replay(ShapeKey(len(ROWS)))
-        assert torch.equal(tokens, sample_rows(logits, other, coin, TorchFilters()))
+        assert torch.equal(tokens, sample_rows(logits, other, uniform, TorchFilters()))
 
 
 def test_filters_keep_what_the_library_keeps(real: Any) -> None:

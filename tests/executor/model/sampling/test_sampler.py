@@ -15,17 +15,30 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from executor.batch.read_starts import read_starts
+from executor.batch.limits import StepLimits
+from executor.batch.row_starts import RowStarts, read_starts
+from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import TorchFilters
-from executor.model.sampling.logits import coins, draw, score
-from executor.model.sampling.sampler import PARAMETER_WIDTH, PICK_WIDTH, RowStarts, Sampler
+from executor.model.sampling.logits import draw, score, uniform_samples
+from executor.model.sampling.sampler import PICK_WIDTH, Sampler
+from executor.parallel.topology import Topology
 from tests.executor.support.steps import row_starts
 
 VOCAB_SIZE = 20
 
 
 def starts(vocab_size: int = VOCAB_SIZE, num_rows: int = 4096, **columns: Any) -> RowStarts:
-    return read_starts(row_starts(**columns), num_rows=num_rows, vocab_size=vocab_size)
+    limits = StepLimits(
+        topology=Topology(),
+        budget=TokenBudget(
+            max_num_batched_tokens=num_rows, max_num_seqs=num_rows, max_num_logits=num_rows
+        ),
+        num_kv_blocks=2,
+        block_size=4,
+        vocab_size=vocab_size,
+        max_model_len=8,
+    )
+    return read_starts(row_starts(**columns), limits)
 
 
 def sample_one(
@@ -137,8 +150,12 @@ def test_repetition_penalty_equals_transformers(penalty: float):
 def edited_logits(logits: torch.Tensor, seq_len: int = 0, **columns: Any) -> torch.Tensor:
     sampler = Sampler(2, len(logits))
     sampler.start(starts(len(logits), rows=[1], **columns))
-    is_suppressed = seq_len < sampler._suppressed_until[[1]]
-    return sampler._edit(logits[None].clone(), np.array([1]), is_suppressed)[0]
+    return edited_row(sampler, logits, 1, seq_len)
+
+
+def edited_row(sampler: Sampler, logits: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
+    stages = sampler._stages_at(np.array([row]), np.array([seq_len]))
+    return sampler._edit(logits[None].clone(), stages, torch.tensor([row]))[0]
 
 
 def test_presence_penalty_counts_a_token_once_and_frequency_each_time():
@@ -214,7 +231,7 @@ def test_a_row_that_starts_again_forgets_what_it_held():
 
     used.start(starts(rows=[0], **columns(10)))
 
-    edited = [sampler._edit(logits.clone(), rows, np.array([True])) for sampler in (used, fresh)]
+    edited = [edited_row(sampler, logits[0], 0, 3) for sampler in (used, fresh)]
     assert torch.equal(*edited)
     assert not used.scores_output[0]
     assert used.num_top_logprobs[0] == 0
@@ -222,8 +239,8 @@ def test_a_row_that_starts_again_forgets_what_it_held():
 
 def test_a_token_without_probability_is_never_drawn():
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(3, -1)
-    edge_coins = torch.tensor([0.0, 0.5, 1 - 2.0**-52], dtype=torch.float64)
-    assert draw(logits, torch.zeros(3), edge_coins).tolist() == [1, 3, 3]
+    edge_samples = torch.tensor([0.0, 0.5, 1 - 2.0**-52], dtype=torch.float64)
+    assert draw(logits, torch.zeros(3), edge_samples).tolist() == [1, 3, 3]
 
 
 def test_a_preempted_row_goes_on_as_if_nothing_had_happened():
@@ -281,7 +298,7 @@ def test_a_sequence_samples_alike_in_any_batch():
 
 
 @pytest.mark.parametrize("columns", [{}, {"top_k": 7}, {"top_p": 0.9}])
-def test_rows_of_one_kind_each_toss_their_own_coin(columns: dict[str, Any]):
+def test_rows_of_one_kind_each_draw_their_own_sample(columns: dict[str, Any]):
     count = 30
     logits = random_logits().expand(count, -1)
     rows, seq_lens = np.arange(count), np.arange(count) * 3 + 1
@@ -334,25 +351,16 @@ def test_what_is_on_the_device_already_samples_like_what_is_not():
     plain, staged = Sampler(6, VOCAB_SIZE), Sampler(6, VOCAB_SIZE)
     rows, seq_lens = np.array([5, 0, 3, 2]), np.array([4, 9, 2, 7])
     begun = starts(rows=rows, **columns)
-    packed = np.empty(4 * PARAMETER_WIDTH, dtype=np.int64)
-    begun.pack_parameters(packed)
     plain.start(begun)
-    staged.start(begun, torch.from_numpy(rows), torch.from_numpy(packed))
+    staged.start(begun, torch.from_numpy(rows), torch.from_numpy(begun.packed_parameters))
     for step in range(20):
         expected = plain.sample(logits, rows, seq_lens + step)
         at, positions = torch.from_numpy(rows), torch.from_numpy(seq_lens + step)
         assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
     assert torch.equal(staged.last_tokens, plain.last_tokens)
-    assert staged._seed[[5, 0, 3, 2]].tolist() == [1, -1, -(2**63), 4]
-    for name, state in (
-        ("temperature", staged._temperature),
-        ("top_p", staged._top_p),
-        ("min_p", staged._min_p),
-        ("repetition_penalty", staged._repetition),
-        ("presence_penalty", staged._presence),
-        ("frequency_penalty", staged._frequency),
-    ):
-        assert state[[5, 0, 3, 2]].tolist() == pytest.approx(columns[name])
+    for name, values in columns.items():
+        state = staged.parameters[name][[5, 0, 3, 2]].tolist()
+        assert [x % 2**64 for x in state] == pytest.approx(values), name
 
 
 def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
@@ -378,7 +386,7 @@ def test_bfloat16_logits_sample_as_their_float32_values():
     assert sample_one(logits, **columns) == sample_one(logits.float(), **columns)
 
 
-def test_coins_equal_splitmix64_in_plain_integers():
+def test_uniform_samples_equal_splitmix64_in_plain_integers():
     mask = 2**64 - 1
 
     def mix(z: int) -> int:
@@ -394,13 +402,13 @@ def test_coins_equal_splitmix64_in_plain_integers():
     ]
     seeds = torch.from_numpy(np.array([seed for seed, _ in pairs], np.uint64).view(np.int64))
     positions = torch.tensor([position for _, position in pairs])
-    assert coins(seeds, positions).tolist() == expected
+    assert uniform_samples(seeds, positions).tolist() == expected
 
 
-def test_coins_are_uniform_over_seeds_and_over_positions():
+def test_uniform_samples_are_uniform_over_seeds_and_over_positions():
     count = 20_000
     ramp, fixed = torch.arange(count), torch.full((count,), 3)
-    for uniform in (coins(ramp, fixed), coins(fixed, ramp)):
+    for uniform in (uniform_samples(ramp, fixed), uniform_samples(fixed, ramp)):
         assert_distributed_like((uniform * 50).long(), torch.full((50,), 1 / 50))
         neighbours = (uniform[:-1] * 7).long() * 7 + (uniform[1:] * 7).long()
         assert_distributed_like(neighbours[::2], torch.full((49,), 1 / 49))

@@ -157,7 +157,7 @@ def test_a_row_is_sampled_from_the_probabilities_that_it_says(kind: str, vocab_s
 
     assert probs.dtype == torch.float32
     assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
-    if kind == "suppressed":  # as many coins as there are lengths below 100, so other rows
+    if kind == "suppressed":  # as many samples as there are lengths below 100, so other rows
         sampler = sampler_of([KINDS[kind]] * 200, vocab_size)
         rows = np.arange(NUM_DRAWS) // 100
         at = torch.from_numpy(rows)

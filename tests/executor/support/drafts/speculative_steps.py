@@ -14,19 +14,18 @@ from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import row_starts, sequences, step
 
-NUM_ROWS = 8
+NUM_ROWS = 6
 CHAIN = SpeculationPlan(algorithm="eagle", num_draft_steps=3)
 LAYERS = SpeculationPlan(algorithm="multi_layer_eagle", num_draft_steps=3)
 FROZEN = SpeculationPlan(algorithm="frozen_kv_mtp", num_draft_steps=3)
 
 
 def limits(plan: SpeculationPlan | None, **budget: Any) -> StepLimits:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "max_num_logits": 24, **budget}
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": NUM_ROWS, "max_num_logits": 24, **budget}
     width = 1 if plan is None else plan.num_rows_per_sequence
     return StepLimits(
         topology=Topology(dp_rank=1, dp_size=2),
         budget=TokenBudget(dp_size=2, num_tokens_per_bs=width, **sizes),
-        num_rows=NUM_ROWS,
         num_kv_blocks=64,
         block_size=4,
         vocab_size=100,

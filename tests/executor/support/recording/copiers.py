@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 
 from executor.batch.columns import Int64Array
-from executor.batch.staging import Event, ReadBack
+from executor.batch.staging import Copier, ReadBack
 
 
-class SeparateMemory:
+class SeparateMemory(Copier):
     """Copies at once, and counts.
 
     Attributes:
@@ -30,7 +30,7 @@ class SeparateMemory:
         self.num_copies += 1
         target.copy_(source)
 
-    def event(self) -> Event:
+    def event(self) -> "_Point":
         return _Point(self.num_begun, self.run_until)
 
     def num_begun(self) -> int:
