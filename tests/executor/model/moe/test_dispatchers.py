@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executor.budget.token_budget import TokenBudget
-from executor.config import MOE_A2A
+from executor.config import ExecutorConfig
 from executor.model.moe.dispatch import DISPATCHERS, new_dispatcher, require_capturable
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
 from executor.model.moe.layer import Dispatcher, DispatchSetup
@@ -32,6 +32,7 @@ from tests.executor.model.moe.dispatch_cases import (
     wrong_arrivals,
 )
 from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.support.paths import DEMO_MODEL
 
 # What moe_a2a and moe_a2a_extend say.
 KINDS = {
@@ -289,7 +290,8 @@ def test_flashinfer_is_refused_where_it_does_not_run():
 
 
 def test_every_choice_of_the_setting_has_a_dispatcher():
-    assert tuple(DISPATCHERS) == MOE_A2A
+    with pytest.raises(ValueError, match=f"moe_a2a=: need one of {', '.join(DISPATCHERS)}$"):
+        ExecutorConfig(model=DEMO_MODEL, moe_a2a="")
 
 
 @pytest.mark.parametrize(
