@@ -26,7 +26,7 @@ from deploy.local.processes import Process, ProcessEnded
 from protos.settings import BAD_CONFIGURATION
 from router.api.health import READINESS
 from router.client import CallFailed, Client, TlsFiles
-from router.client.client import Connector
+from router.client.client import channel_opener
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
@@ -298,7 +298,8 @@ class LocalStack:
         return [*self.executors, self.router]
 
     async def _watch_readiness(self) -> None:
-        async with Connector(self.address, self._tls, self._token).open(()) as channel:
+        opener = channel_opener(self.address, self._tls, self._token)
+        async with opener.open(self.address, ()) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its stub lacks methods
             request = health_pb2.HealthCheckRequest(service=READINESS)
             try:

@@ -31,7 +31,7 @@ log = structlog.stdlib.get_logger(__name__)
 NUM_READS = 5  # of TLS files, while somebody writes them
 TOKEN_RELOAD_S = 1.0  # a file of tokens is looked at so often at most, since every call asks
 MIN_TOKEN_LENGTH = 16
-SCHEME = "Bearer "
+AUTHORIZATION, SCHEME = "authorization", "Bearer "  # of the metadata that bring a token
 
 Raw = TypeVar("Raw")
 Parsed = TypeVar("Parsed")

@@ -1,18 +1,18 @@
 """Interceptors of a gRPC port: who may call, and requests read out of the bytes that came.
 
 A call passes `NameInterceptor` and `TokenInterceptor`, as far as a port has them
-(protos/transport/port.py), and then `RequestReader`. The caller's side of the tokens is
-`with_token`.
+(protos/transport/port.py), and then `RequestReader`.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from protos.transport.credentials import SCHEME, AcceptedTokens
+from protos.transport.channel import KINDS
+from protos.transport.credentials import AUTHORIZATION, SCHEME, AcceptedTokens
 from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
 
 if TYPE_CHECKING:
@@ -20,13 +20,10 @@ if TYPE_CHECKING:
 else:
     Handler = grpc.RpcMethodHandler
 
-AUTHORIZATION = "authorization"
 NEEDED = "send the metadata 'authorization: Bearer TOKEN'"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
-
-KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class Unauthenticated(RpcError):
@@ -148,47 +145,6 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
                 raise Unauthenticated(
                     f"the client certificate has {shown}; callers here have another name"
                 )
-
-
-def with_token(channel: grpc.aio.Channel, token: Callable[[], str]) -> grpc.aio.Channel:
-    """Returns a channel whose calls bring a token.
-
-    gRPC's call credentials would refuse a channel without TLS, and its interceptors would put a
-    queue before every message of a stream.
-
-    Args:
-        channel: What carries the calls.
-        token: Returns the token, at each call.
-    """
-    return cast(grpc.aio.Channel, _TokenChannel(channel, token))
-
-
-class _TokenChannel:
-    def __init__(self, channel: grpc.aio.Channel, token: Callable[[], str]) -> None:
-        self._channel = channel
-        self._token = token
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns the channel's own attribute; methods that make callables add the token."""
-        found = getattr(self._channel, name)
-        if name in KINDS:
-            return lambda *args, **kwargs: self._bring_token(found(*args, **kwargs))
-        return found
-
-    async def __aenter__(self) -> "_TokenChannel":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
-
-    def _bring_token(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(
-            *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
-        ) -> Any:
-            authorization = (AUTHORIZATION, f"{SCHEME}{self._token()}")
-            return method(*args, metadata=(*(metadata or ()), authorization), **kwargs)
-
-        return call
 
 
 class MalformedMessage(RpcError):

@@ -19,7 +19,7 @@ on its stream.
 
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from protos.transport.credentials import TlsFiles, channel_credentials, token_sender, watch
-from protos.transport.interceptors import with_token
+from protos.transport.channel import ChannelOpener, Option
+from protos.transport.credentials import TlsFiles, token_sender, watch
 from protos.transport.port import is_loopback
 from router.client.many import Many
 from router.client.messages import (
@@ -46,7 +46,6 @@ from router.client.messages import (
     to_request,
 )
 
-Option = tuple[str, str | int]
 Credentials = grpc.ChannelCredentials | TlsFiles | None
 
 RELOAD_S = 1.0  # TLS files are looked at so often at most, since every call asks
@@ -112,7 +111,8 @@ class Client:
         plaintext: bool = False,
         watches_health: bool = False,
     ) -> None:
-        self._connector = Connector(target, credentials, token, plaintext=plaintext)
+        self._target = target
+        self._opener = channel_opener(target, credentials, token, plaintext=plaintext)
         self._watches_health = watches_health
         self._channels: list[grpc.aio.Channel] = []  # also those that were replaced
 
@@ -130,12 +130,12 @@ class Client:
 
     def _open_channel(self, config: dict[str, Any]) -> grpc.aio.Channel:
         options: list[Option] = [*_CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
-        self._channels.append(self._connector.open(options))
+        self._channels.append(self._opener.open(self._target, options))
         return self._channels[-1]
 
     def _renew(self) -> None:
         """Has calls from now on use the TLS files as they are; those that run go on as before."""
-        if self._connector.has_changed():
+        if self._opener.has_changed():
             self._connect()
 
     async def __aexit__(
@@ -249,11 +249,17 @@ def _typed_failures() -> Iterator[None]:
         raise failure_of_call(error) from error
 
 
-class Connector:
-    """Opens channels to a router, and tells when TLS files have changed since.
+def channel_opener(
+    target: str,
+    credentials: Credentials = None,
+    token: str | Path | None = None,
+    *,
+    plaintext: bool = False,
+) -> ChannelOpener:
+    """Returns the opener of channels to a router.
 
     Args:
-        target: What gRPC calls a target.
+        target: gRPC's name of the router.
         credentials: For TLS; files are read again when they change. None is plain text.
         token: It, or the file whose first line it is, which is read again when it changes.
         plaintext: Whether a token may leave this machine in plain text.
@@ -262,50 +268,18 @@ class Connector:
         OSError: A file cannot be read.
         ValueError: A file makes no sense, or the token would be sent in plain text.
     """
-
-    def __init__(
-        self,
-        target: str,
-        credentials: Credentials = None,
-        token: str | Path | None = None,
-        *,
-        plaintext: bool = False,
-    ) -> None:
-        if token is not None and credentials is None and not plaintext and not _is_here(target):
-            raise ValueError(
-                f"target {target}: the token would be sent in plain text that others can read: give "
-                f"credentials, or plaintext=True where the network itself keeps others out"
-            )
-        self._target = target
-        self._credentials = credentials
-        self._token = _sender(token)
-        if isinstance(credentials, TlsFiles):
-            self._watched = watch("tls", credentials, interval_s=RELOAD_S)
-            self._used = self._watched.value()
-
-    def has_changed(self) -> bool:
-        """Returns, once for each change, whether open channels have files that are replaced."""
-        if not isinstance(self._credentials, TlsFiles) or self._watched.value() is self._used:
-            return False
-        self._used = self._watched.value()
-        return True
-
-    def open(self, options: Sequence[Option]) -> grpc.aio.Channel:
-        """Returns a channel, which connects when it is used."""
-        credentials = self._credentials
-        if isinstance(credentials, TlsFiles):
-            credentials = channel_credentials(self._used)
-        if credentials is None:
-            channel = grpc.aio.insecure_channel(self._target, options)
-        else:
-            channel = grpc.aio.secure_channel(self._target, credentials, options)
-        return channel if self._token is None else with_token(channel, self._token)
-
-
-def _sender(token: str | Path | None) -> Callable[[], str] | None:
-    if isinstance(token, Path):
-        return token_sender(token)
-    return None if token is None else lambda: token
+    if token is not None and credentials is None and not plaintext and not _is_here(target):
+        raise ValueError(
+            f"target {target}: the token would be sent in plain text that others can read: give "
+            f"credentials, or plaintext=True where the network itself keeps others out"
+        )
+    if isinstance(credentials, TlsFiles):
+        tls: Any = watch("tls", credentials, interval_s=RELOAD_S)
+    else:
+        tls = credentials
+    if isinstance(token, str):
+        return ChannelOpener(tls, token=lambda: token)
+    return ChannelOpener(tls, token=None if token is None else token_sender(token))
 
 
 def _is_here(target: str) -> bool:

@@ -1,27 +1,20 @@
-"""Credentials towards executors: the settings of a router, and the channels that use them."""
+"""Credentials towards executors: settings of a router, and the channels that follow of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import grpc
-
 from protos.settings import ON_OFF, setting
+from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import (
-    TlsBytes,
     TlsFiles,
-    Watched,
-    channel_credentials,
     read_tokens,
     token_sender,
     watch,
 )
-from protos.transport.interceptors import with_token
 from protos.transport.port import check_files, check_pair, is_loopback
 from router.executors.discovery import DNS, DnsGroup
-
-Option = tuple[str, str | int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +68,8 @@ class ExecutorSecurity:
     def _executor_files(self) -> TlsFiles:
         return TlsFiles(self.executor_cert, self.executor_key, self.executor_ca)
 
-    def opener(self, group: Sequence[str]) -> "ChannelOpener":
-        """Returns what opens the channels to one group.
+    def opener(self, group: Sequence[str]) -> ChannelOpener:
+        """Returns the opener of the channels to one group.
 
         Args:
             group: Its addresses, as the operator gave them.
@@ -87,41 +80,3 @@ class ExecutorSecurity:
         tls = None if self.executor_ca is None else watch("executor_ca", self._executor_files)
         token = None if self.executor_token is None else token_sender(self.executor_token)
         return ChannelOpener(tls, name, token)
-
-
-class ChannelOpener:
-    """Opens channels to executors, with the files as they are then.
-
-    Args:
-        tls: Follows the files; None is plain text.
-        name: What certificates must be for, if not for the host of the address.
-        token: Returns what goes with every call.
-    """
-
-    def __init__(
-        self,
-        tls: Watched[TlsBytes, TlsBytes] | None = None,
-        name: str | None = None,
-        token: Callable[[], str] | None = None,
-    ) -> None:
-        self._tls = tls
-        self._name = name
-        self._token = token
-        self._used = None if tls is None else tls.value()
-
-    def has_changed(self) -> bool:
-        """Returns, once for each change, whether channels that are open have other files."""
-        if self._tls is None or self._tls.value() is self._used:
-            return False
-        self._used = self._tls.value()
-        return True
-
-    def open(self, address: str, options: Sequence[Option]) -> grpc.aio.Channel:
-        """Returns a channel to "host:port"."""
-        if self._used is None:
-            channel = grpc.aio.insecure_channel(address, options)
-        else:
-            if self._name is not None:
-                options = [*options, ("grpc.ssl_target_name_override", self._name)]
-            channel = grpc.aio.secure_channel(address, channel_credentials(self._used), options)
-        return channel if self._token is None else with_token(channel, self._token)

@@ -11,9 +11,9 @@ import structlog
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+from protos.transport.channel import ChannelOpener
 from protos.transport.errors import error_details
 from router.errors import ExecutorLost, StepLost, WordLost
-from router.executors.credentials import ChannelOpener
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, encode_step

@@ -14,6 +14,7 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 
 from protos.transport import credentials as credentials_module
+from protos.transport.channel import with_token
 from protos.transport.credentials import (
     AcceptedTokens,
     TlsFiles,
@@ -23,7 +24,6 @@ from protos.transport.credentials import (
 )
 from protos.transport.errors import error_details
 from protos.transport.health import HealthServicer
-from protos.transport.interceptors import with_token
 from protos.transport.port import ServiceConfig
 from router.client import Client
 from router.client import client as client_module

@@ -37,7 +37,8 @@ from protos.serving.v1.serving_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
-from protos.transport.interceptors import RequestReader, with_token
+from protos.transport.channel import with_token
+from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine

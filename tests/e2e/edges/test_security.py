@@ -15,9 +15,9 @@ from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
+from protos.transport.channel import with_token
 from protos.transport.credentials import TlsFiles, channel_credentials
 from protos.transport.health import SERVICE_NAME as HEALTH
-from protos.transport.interceptors import with_token
 from router.client import Client, Many, Rejected, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.support.certificates import Authority, replace
