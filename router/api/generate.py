@@ -1,4 +1,4 @@
-"""The public API's edge: what a client sends becomes a Request, what comes of it is sent back."""
+"""Generation service: a client's message becomes a Request, its tokens become responses."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +113,8 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         Raises:
             RpcError: The request was refused, or failed.
         """
-        self.check_room()
         with self._open_listener() as listener:
-            try:
+            with self._engines.measures.counting_refusals():
                 submitted = await read_request(
                     message,
                     model=self._engines.model,
@@ -124,9 +123,6 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                     call_timeout_s=call_timeout_s,
                 )
                 self._engines.submit(submitted)
-            except RpcError as error:
-                self._engines.measures.refused[error.reason] += 1
-                raise
             try:
                 await _write_responses(submitted, write)
             finally:
@@ -137,28 +133,25 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         return {GENERATE: self.check_room, GENERATE_VLLM: self.check_room}
 
     def check_room(self) -> None:
-        """Refuses a request, whatever it says, if none is taken at present.
+        """Refuses any request while none is taken.
 
         Raises:
             QueueFull, NotReady, ShuttingDown: None is.
         """
-        try:
+        with self._engines.measures.counting_refusals():
             self._engines.check_room()
-        except RpcError as error:
-            self._engines.measures.refused[error.reason] += 1
-            raise
 
     @contextmanager
     def _open_listener(self) -> Iterator[Listener]:
         """Lends a call its listener. All its sequences have ended when it gives it back."""
         listeners = self._engines.listeners
-        if not listeners.num_free:
-            self._engines.measures.refused[QueueFull.reason] += 1
-            raise QueueFull(
-                "as many calls are open as this router takes: try again, or send many requests "
-                "on one GenerateMany stream",
-                retry_delay_s=RETRY_DELAY_S,
-            )
+        with self._engines.measures.counting_refusals():
+            if not listeners.num_free:
+                raise QueueFull(
+                    "as many calls are open as this router takes: try again, or send many "
+                    "requests on one GenerateMany stream",
+                    retry_delay_s=RETRY_DELAY_S,
+                )
         listener = listeners.open()
         try:
             yield listener

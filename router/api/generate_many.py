@@ -1,4 +1,4 @@
-"""GenerateMany: many requests on one stream, one listener and one message per wake for all.
+"""GenerateMany stream: many requests, one listener and one message per wake for all.
 
     client ──start, cancel──▶ _read ──submit──▶ engines
                                 │                 │ tokens of plain requests, as columns
@@ -35,7 +35,7 @@ class ManyCall:
     Args:
         engines: What runs the requests.
         tokenizer: Of the model, where the router has one.
-        listener: Of this stream alone.
+        listener: Of this stream only.
     """
 
     def __init__(self, engines: Engines, tokenizer: Tokenizer | None, listener: Listener) -> None:
@@ -128,7 +128,7 @@ class ManyCall:
 
     def _counted(self, error: RpcError) -> RpcError:
         """Counts a refusal and returns it."""
-        self._engines.measures.refused[error.reason] += 1
+        self._engines.measures.add_refusal(error.reason)
         return error
 
     def _forget(self, tag: int) -> None:

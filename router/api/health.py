@@ -1,4 +1,4 @@
-"""Whether this router lives and should get requests, and server reflection for tools."""
+"""Health of this router for load balancers and Kubernetes, and reflection for tools."""
 
 from grpc.aio import Server
 from grpc_health.v1 import health_pb2_grpc

@@ -1,4 +1,4 @@
-"""What a client is told, as messages of serving.proto, from what the engine knows."""
+"""Responses of serving.proto, from what the engine knows of sequences and errors."""
 
 from google.protobuf.duration_pb2 import Duration
 

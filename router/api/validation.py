@@ -1,4 +1,4 @@
-"""Turns a GenerateRequest into a Request, or says which field can never work and why.
+"""Validation: a GenerateRequest becomes a Request, or an error names the field at fault.
 
 Every limit of serving.proto is checked here and nowhere else: behind this, values are resolved,
 in range, and of the engine's types.

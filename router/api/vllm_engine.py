@@ -1,6 +1,6 @@
-"""vllm.grpc.engine.VllmEngine: what gateways such as `smg` call, beside our own API.
+"""Gateway service vllm.grpc.engine.VllmEngine, for gateways such as `smg`.
 
-A thin adapter. A request becomes one of serving.proto and runs as that does (frontend.py), with
+A thin adapter. A request becomes one of serving.proto and runs as that does (generate.py), with
 the same checks and limits; only the messages differ. Methods that are not here answer
 UNIMPLEMENTED, which gateways take for "this engine has none".
 
@@ -91,11 +91,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 del self._calls[request.request_id]
 
     async def _generate(self, request: Message, context: Context) -> None:
-        try:
+        with self._engines.measures.counting_refusals():
             message = read_generate(request)
-        except RpcError as error:  # else `run` counts it
-            self._engines.measures.refused[error.reason] += 1
-            raise
         answers = Answers(request)
 
         async def write(response: serving_pb2.GenerateResponse) -> None:

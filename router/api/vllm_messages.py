@@ -1,4 +1,4 @@
-"""Between the messages of vllm.grpc.engine and our own, both ways.
+"""Messages of vllm.grpc.engine as our own, both ways.
 
 A request becomes one of serving.proto, which read_request then checks like any other; what is
 there but has no counterpart is refused by name, never left out. Answers are made from the

@@ -3,7 +3,12 @@
 It imports nothing else of the router.
 """
 
-from protos.serving.v1.serving_pb2 import GROUP_STATE_FORMING, GROUP_STATE_READY, GroupStatus
+from protos.serving.v1.serving_pb2 import (
+    GROUP_STATE_FORMING,
+    GROUP_STATE_READY,
+    GetModelResponse,
+    GroupStatus,
+)
 from protos.transport.credentials import TlsFiles
 from router.client.client import Client
 from router.client.many import Many
@@ -13,7 +18,6 @@ from router.client.messages import (
     Completion,
     Delta,
     Finish,
-    ModelInfo,
     Options,
     Overloaded,
     Prompt,
@@ -32,9 +36,9 @@ __all__ = [
     "Completion",
     "Delta",
     "Finish",
+    "GetModelResponse",
     "GroupStatus",
     "Many",
-    "ModelInfo",
     "Options",
     "Overloaded",
     "Prompt",

@@ -1,4 +1,4 @@
-"""The client library: prompts in, tokens and text out, no protobuf in between.
+"""Client of a router: prompts in, tokens and text out.
 
     async with Client("router:50051") as client:
         completion = await client.complete("Once upon a time", max_tokens=64, temperature=0.8)
@@ -37,12 +37,10 @@ from router.client.messages import (
     Collector,
     Completion,
     Delta,
-    ModelInfo,
     Options,
     Prompt,
     failure_of_call,
     to_delta,
-    to_model,
     to_request,
 )
 
@@ -93,8 +91,8 @@ class Client:
         token: Goes with every call: a bearer token, or a file whose first line it is, which is
             read again when it changes.
         plaintext: Whether the token may leave this machine in plain text.
-        watches_health: Ask every address whether it is ready, and send requests to those that
-            are. For a target that names several routers; not behind a proxy, which looks after
+        watches_health: Ask every address whether it is ready, and send requests to ready
+            ones. For a target that names several routers; not behind a proxy, which looks after
             that itself, and would pass the question on to any one of them.
 
     Raises:
@@ -114,7 +112,7 @@ class Client:
         self._target = target
         self._opener = channel_opener(target, credentials, token, plaintext=plaintext)
         self._watches_health = watches_health
-        self._channels: list[grpc.aio.Channel] = []  # also those that were replaced
+        self._channels: list[grpc.aio.Channel] = []  # replaced ones too
 
     async def __aenter__(self) -> Self:
         self._connect()
@@ -134,7 +132,7 @@ class Client:
         return self._channels[-1]
 
     def _renew(self) -> None:
-        """Has calls from now on use the TLS files as they are; those that run go on as before."""
+        """Has calls from now on use the TLS files as they are; running ones go on as before."""
         if self._opener.has_changed():
             self._connect()
 
@@ -199,7 +197,7 @@ class Client:
         return Many(self._stub.GenerateMany)
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a live request; whoever waits for it gets Cancelled.
+        """Ends a live request; its caller gets Cancelled.
 
         Raises:
             Rejected: No live request has this id.
@@ -208,7 +206,7 @@ class Client:
         with _typed_failures():
             await self._operator_stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))
 
-    async def get_model(self) -> ModelInfo:
+    async def get_model(self) -> serving_pb2.GetModelResponse:
         """Returns the model served.
 
         Raises:
@@ -216,7 +214,7 @@ class Client:
         """
         self._renew()
         with _typed_failures():
-            return to_model(await self._stub.GetModel(serving_pb2.GetModelRequest()))
+            return await self._stub.GetModel(serving_pb2.GetModelRequest())
 
     async def get_status(self) -> list[serving_pb2.GroupStatus]:
         """Returns what every group is doing, by number."""

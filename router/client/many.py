@@ -1,4 +1,4 @@
-"""The client's side of GenerateMany: many requests on one stream, and on another one if it must be."""
+"""Stream of many requests: a client's side of GenerateMany, and a new stream where one is refused."""
 
 import asyncio
 import itertools
@@ -185,7 +185,7 @@ class _Stream:
         await self._reading
 
     async def close(self) -> None:
-        """Ends the call, whatever runs."""
+        """Ends the call and all requests on it."""
         self._call.cancel()
         self._writing.cancel()
         await asyncio.gather(self._writing, self._reading, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What a user of the client gives and gets, and its way to and from serving.proto."""
+"""Messages of the client library: options, deltas, completions and failures, and serving.proto's."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,19 +104,6 @@ class Completion:
     finish: Finish
     first_token_s: float
     total_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelInfo:
-    """The model served, as GetModel tells it."""
-
-    name: str
-    architecture: str
-    fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
-    has_tokenizer: bool
 
 
 class CallFailed(Exception):
@@ -228,18 +215,6 @@ def to_delta(message: serving_pb2.GenerateResponse) -> Delta:
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
         finish=_finish(message.finish) if message.HasField("finish") else None,
-    )
-
-
-def to_model(message: serving_pb2.GetModelResponse) -> ModelInfo:
-    return ModelInfo(
-        name=message.name,
-        architecture=message.architecture,
-        fingerprint=message.fingerprint,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        eos_token_ids=tuple(message.eos_token_ids),
-        has_tokenizer=message.has_tokenizer,
     )
 
 

@@ -3,7 +3,7 @@
 from google.protobuf.duration_pb2 import Duration
 
 from protos.serving.v1 import serving_pb2 as pb
-from router.scheduling.counters import EpochStats
+from router.scheduling.counters import EpochStats, by_rank
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import GateState
 from router.scheduling.step import GroupInfo
@@ -54,20 +54,20 @@ def epoch_status(
 
 
 def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.RankStatus]:
-    step_s, total_tokens = stats.last_step_s, stats.total_tokens
+    last_step, counts = stats.last_step(), by_rank(stats.counts())
     return [
         pb.RankStatus(
             dp_rank=rank,
             address=info.addresses[rank],
             num_running=scheduler.table.num_bound(rank),
-            last_step_tokens=stats.last_tokens[rank] if stats.last_tokens else 0,
-            last_step_time=duration(step_s[rank]) if step_s else None,
-            total_tokens=total_tokens[rank],
+            last_step_tokens=last_step[rank][0] if last_step else 0,
+            last_step_time=duration(last_step[rank][1]) if last_step else None,
+            total_tokens=counts[rank].scheduled_tokens,
             num_used_blocks=cache.pool.num_used,
             num_cached_blocks=cache.pool.num_cached,
             num_free_blocks=cache.pool.num_free,
             prefix_hit_rate=cache.hit_rate,
-            num_preemptions=scheduler.num_preemptions[rank],
+            num_preemptions=counts[rank].preemptions,
         )
         for rank, cache in enumerate(scheduler.caches)
     ]

@@ -1,4 +1,4 @@
-"""What steps and requests amounted to, as plain numbers that grow while the router runs.
+"""Counters of steps and requests: plain numbers that grow while the router runs.
 
 An epoch's numbers are in its EpochStats; GroupMeasures adds them up over epochs, since what is
 counted for months must not fall back at each recovery. The step loop pays for a few additions;
@@ -7,15 +7,18 @@ everything else is worked out when somebody asks (GetStatus, a scrape).
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
-from operator import add, itemgetter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
+from protos.transport.errors import RpcError
 from protos.transport.interceptors import MalformedMessage, Unauthenticated
 from router.errors import (
     Cancelled,
@@ -63,14 +66,15 @@ _QUEUED_NS, _FORWARD_NS = (
     itemgetter(RankResult._fields.index(n)) for n in ("queued_ns", "forward_ns")
 )
 
+Counts = npt.NDArray[np.int64]
+
 FOLD_STEPS = 64  # steps are added up so many at a time, or when somebody asks
 
 PHASES = ("plan", "encode", "wire", "queue", "execute", "commit")
 
 
-@dataclass(slots=True)
-class RankCounts:
-    """What one DP rank did, in all.
+class RankCounts(NamedTuple):
+    """Counters of one DP rank.
 
     Attributes:
         scheduled_tokens: Tokens of its sequences.
@@ -82,17 +86,17 @@ class RankCounts:
         preemptions: Sequences that lost their blocks to others.
     """
 
-    scheduled_tokens: int = 0
-    padding_tokens: int = 0
-    imbalance_tokens: int = 0
-    idle_steps: int = 0
-    prompt_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
+    scheduled_tokens: int
+    padding_tokens: int
+    imbalance_tokens: int
+    idle_steps: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
 
-    def __add__(self, other: "RankCounts") -> "RankCounts":
-        names = [field.name for field in fields(self)]
-        return RankCounts(*[getattr(self, name) + getattr(other, name) for name in names])
+
+def by_rank(counts: Counts) -> list[RankCounts]:
+    return [RankCounts(*rank) for rank in counts.T.tolist()]
 
 
 class EpochStats:
@@ -123,13 +127,12 @@ class EpochStats:
         self._caches = caches
         self._num_preemptions = num_preemptions
         self._graph_sizes = graph_sizes
+        self._last_tokens: tuple[int, ...] = ()
         self._last_result: StepResult = ()
-        # [4, dp_size]: scheduled, padding and imbalance tokens, idle steps; see RankCounts.
-        self._counts = np.zeros((4, len(caches)), dtype=np.int64)
+        self._counts = np.zeros((4, len(caches)), np.int64)  # the first four of RankCounts
         # By whether a rank extended, whether any drafted, the graph's size, and why there was none.
         self._num_steps: Counter[tuple[bool, bool, int | None, GraphMiss | None]] = Counter()
         self._agreements: list[Agreement] = []  # of steps that are not in the counts yet
-        self._last_tokens: tuple[int, ...] = ()
 
     def add(
         self, plan: StepPlan, result: StepResult, now: float, drafts: DraftCounts = NO_DRAFTS
@@ -137,7 +140,7 @@ class EpochStats:
         """Counts a step that was committed now, and what came of its drafts."""
         self.num_steps += 1
         self.last_time = now
-        self._last_result = result
+        self._last_tokens, self._last_result = plan.agreement.global_num_tokens, result
         if plan.limits is None:
             self.num_output_tokens += len(plan.sampled_rows)
         else:
@@ -152,7 +155,6 @@ class EpochStats:
         agreements, self._agreements = self._agreements, []
         if not agreements:
             return
-        self._last_tokens = agreements[-1].global_num_tokens
         self._num_steps.update(
             (a.has_extend, a.num_draft_tokens > 0, a.graph_size, a.graph_miss) for a in agreements
         )
@@ -168,41 +170,18 @@ class EpochStats:
             (tokens == 0).sum(axis=0),
         )
 
-    @property
-    def last_tokens(self) -> tuple[int, ...]:
-        """[dp_size] tokens of each rank in the last step; empty before the first."""
-        self._fold()
-        return self._last_tokens
+    def last_step(self) -> list[tuple[int, float]]:
+        """Returns each rank's tokens and its executor's seconds of the last step; [] before it."""
+        seconds = [part.forward_ns / 1e9 for part in self._last_result]
+        return list(zip(self._last_tokens, seconds, strict=True))
 
-    @property
-    def total_tokens(self) -> list[int]:
-        """[dp_size] tokens of each rank in all steps."""
+    def counts(self) -> Counts:
+        """Returns what each rank did: int64 [7, dp_size], in the order of RankCounts."""
         self._fold()
-        totals: list[int] = self._counts[0].tolist()
-        return totals
-
-    @property
-    def last_step_s(self) -> list[float]:
-        """[dp_size] how long each rank's executor took for the last step; empty before the first."""
-        return [part.forward_ns / 1e9 for part in self._last_result]
-
-    def rank_counts(self) -> list[RankCounts]:
-        """Returns what each rank did."""
-        self._fold()
-        return [
-            RankCounts(
-                scheduled,
-                padding,
-                imbalance,
-                idle_steps,
-                cache.num_queried_tokens,
-                cache.num_hit_tokens,
-                preemptions,
-            )
-            for (scheduled, padding, imbalance, idle_steps), cache, preemptions in zip(
-                self._counts.T.tolist(), self._caches, self._num_preemptions, strict=True
-            )
-        ]
+        queried = [cache.num_queried_tokens for cache in self._caches]
+        hits = [cache.num_hit_tokens for cache in self._caches]
+        others = np.array((queried, hits, self._num_preemptions), np.int64)
+        return np.concatenate((self._counts, others))
 
     def graph_counts(self) -> dict[tuple[str, int, str], int]:
         """Returns the steps by what ran them: runner, size, and why there was no graph; sorted."""
@@ -315,7 +294,7 @@ class GroupMeasures:
         self._is_lost = False
         self._current = EpochStats()
         # What the epochs before the current one came to.
-        self._ranks: list[RankCounts] = []
+        self._counts = self._current.counts()
         self._steps: Counter[tuple[str, str]] = Counter()
         self._num_output_tokens = 0
         self._drafts = DraftCounts()
@@ -341,7 +320,7 @@ class GroupMeasures:
         self._is_lost = not is_planned
         self._losses["left" if is_planned else "lost"] += 1
         self.times.forget_sent()
-        self._ranks, self._steps = self._all_ranks(), self._all_steps()
+        self._counts, self._steps = self._all_counts(), self._all_steps()
         self._num_output_tokens += self._current.num_output_tokens
         self._drafts += self._current.drafts
         self._current = EpochStats()
@@ -349,7 +328,7 @@ class GroupMeasures:
     def totals(self) -> GroupTotals:
         """Returns all numbers as they are now."""
         return GroupTotals(
-            ranks=self._all_ranks(),
+            ranks=by_rank(self._all_counts()),
             steps=dict(self._all_steps()),
             step_seconds=self.times.total(),
             num_output_tokens=self._num_output_tokens + self._current.num_output_tokens,
@@ -363,11 +342,12 @@ class GroupMeasures:
             recovery_s=self.recovery_s.copy(),
         )
 
-    def _all_ranks(self) -> list[RankCounts]:
-        old, new = self._ranks, self._current.rank_counts()
-        longest = max(len(old), len(new))
-        old, new = ([*ranks, *[RankCounts()] * (longest - len(ranks))] for ranks in (old, new))
-        return list(map(add, old, new))
+    def _all_counts(self) -> Counts:
+        parts = self._counts, self._current.counts()
+        total = np.zeros((len(RankCounts._fields), max(part.shape[1] for part in parts)), np.int64)
+        for part in parts:
+            total[:, : part.shape[1]] += part
+        return total
 
     def _all_steps(self) -> Counter[tuple[str, str]]:
         steps = self._steps.copy()
@@ -394,6 +374,15 @@ class RequestMeasures:
     def add_refusal(self, reason: str) -> None:
         """Counts a call that was turned away before anybody read a request in it."""
         self.refused[reason] += 1
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts an error that leaves the block."""
+        try:
+            yield
+        except RpcError as error:
+            self.refused[error.reason] += 1
+            raise
 
     def add_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has just ended."""

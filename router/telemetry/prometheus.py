@@ -188,7 +188,7 @@ def collector(engines: Engines, version: str) -> Callable[[], Iterable[Family]]:
 
 
 def families(now: Snapshot) -> Iterator[Family]:
-    """Yields every metric of a router, also those that have no series yet."""
+    """Yields every metric of a router, with or without series."""
     prefix, group, rank = "lockstep_router_", ("group",), ("group", "rank")
     groups = [((str(status.group),), status) for status in now.groups]
     totals = [(labels, t) for (labels, _), t in zip(groups, now.totals, strict=True)]

@@ -1,8 +1,7 @@
-"""What the log says of single requests: that one was taken, and what became of it.
+"""Request log: that a request was taken, and how it ended.
 
-With --log-level debug, two lines for each request. Otherwise only those that this router itself
-gave up have one: whose fault a request's end was, and where it ran, is asked when it is too late to
-turn a level up. A line has the request's id, and the group, epoch and step at that moment.
+With --log-level debug, two lines for each request. Otherwise only requests that this router
+itself gave up have one: where they ran is asked when it is too late to turn a level up. A line has the request's id, and the group, epoch and step at that moment.
 """
 
 import logging

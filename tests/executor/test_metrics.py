@@ -1,4 +1,4 @@
-"""Where an executor's time goes is what one looks at when a group is slow."""
+"""Executor metrics: where its time goes is the first question when a group is slow."""
 
 import itertools
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, in time linear in their number.
+"""Detokenizers: tokens to text as they come, in time linear in their number.
 
 Neither kind ever returns half a character: bytes that may still become one are held back. What
 all calls return, end to end, is what the tokenizer makes of all the tokens at once, with one
@@ -48,7 +48,7 @@ class WindowDetokenizer:
     """For all other tokenizers: decodes the last few tokens again with each new one.
 
     A decoder may look back, for instance to drop the space before the first word. So a token is
-    decoded behind those that made the last piece of text, and what they made is cut off.
+    decoded behind the tokens of the last piece of text, and that piece is cut off.
 
     A tokenizer that spells out unknown characters as byte tokens gives up on a whole run of them
     if one is wrong. Here the characters before the wrong byte have been returned by then.

@@ -1,4 +1,4 @@
-"""The text of one sequence: whole characters, up to the first stop string."""
+"""Output text of one sequence: whole characters, up to the first stop string."""
 
 from router.api.text.detokenizer import Detokenizer
 from router.api.text.stop_strings import ROOT, StopStrings
@@ -13,7 +13,7 @@ class OutputText:
     that are completed together.
 
     Args:
-        detokenizer: Of this sequence alone.
+        detokenizer: Of this sequence only.
         stops: What ends the text, if anything does; shared by a request's sequences.
     """
 

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that comes in pieces, at one table look-up per character.
+"""Stop strings in text that comes in pieces, found at one table look-up per character.
 
 The strings are laid out as a trie. A position in the text is at the node that spells the
-longest end of the text which could begin a stop string, so the position alone says how much
+longest end of the text which could begin a stop string, so the position says how much
 text must be held back, and which string has just been completed:
 
     stop strings "ab", "bcd"      text  x a b c e

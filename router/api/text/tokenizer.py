@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the tokenizer.json of the model served.
+"""Tokenizer of the model served: text to tokens and back, by its tokenizer.json.
 
 Only the public API uses this; the engine and the executors see token ids.
 """
@@ -117,7 +117,7 @@ def zip_tokenizer(tokenizer_file: Path) -> bytes:
     """Returns a zip file of the tokenizer and of what stands beside it, for a gateway without it.
 
     Args:
-        tokenizer_file: The tokenizer.json, whatever its name; in the archive, that is its name.
+        tokenizer_file: The tokenizer's file; in the archive its name is tokenizer.json.
 
     Raises:
         OSError: It cannot be read.

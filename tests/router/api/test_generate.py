@@ -1,4 +1,4 @@
-"""What callers of the API see: every token once and in order, one end, no request left behind."""
+"""Generation service: every token once and in order, one end, no request left behind."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a busy router does not do: read what it refuses, or keep what nobody fetches."""
+"""Overload: a busy router reads nothing that it refuses, and keeps nothing that nobody fetches."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What gateways are told by vllm.grpc.engine.VllmEngine, and how they end what they asked for."""
+"""Gateway service: its answers, and how gateways end what they asked for."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""What gateways may ask of vllm.grpc.engine.VllmEngine, each field of theirs on its own."""
+"""Gateway messages: each field of a request on its own."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -292,7 +292,7 @@ async def test_the_model_is_described(engines: FakeEngines):
     async with connected(engines) as client:
         model = await client.get_model()
         assert (model.name, model.vocab_size) == (MODEL.name, MODEL.vocab_size)
-        assert (model.eos_token_ids, model.has_tokenizer) == ((2,), False)
+        assert (model.eos_token_ids, model.has_tokenizer) == ([2], False)
 
 
 async def test_the_status_comes_back_as_it_was_given(engines: FakeEngines):

@@ -15,7 +15,14 @@ from router.errors import Cancelled, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
-from router.scheduling.counters import PHASES, EpochStats, GroupMeasures, RequestMeasures, StepTimes
+from router.scheduling.counters import (
+    PHASES,
+    EpochStats,
+    GroupMeasures,
+    RequestMeasures,
+    StepTimes,
+    by_rank,
+)
 from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import CapturedSizes, GroupShape, PaddingMode, RankResult, StepPlan
 from tests.router.scheduling.test_speculation import speculation
@@ -227,7 +234,7 @@ def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width(
         stats.add(plan, result, 1.0, stepper.commit())
     assert stats.drafts == DraftCounts(num_steps=1, num_drafts=3, num_accepted=3)
     assert stats.num_output_tokens == 1 + 4
-    [rank] = stats.rank_counts()
+    [rank] = by_rank(stats.counts())
     assert (rank.scheduled_tokens, rank.padding_tokens) == (3 + 4, 2 * 4 - 4)
     assert [(runner, size) for runner, size, _ in stats.graph_counts()] == [
         ("eager", 0),
