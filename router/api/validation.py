@@ -8,10 +8,10 @@ import asyncio
 import random
 import uuid
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
+from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import quoted
 from router.api.text.stop_strings import StopStrings
@@ -40,15 +40,6 @@ MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not en
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
 NOT_READY_DELAY_S = 1.0
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
-
-_NumberField = Literal[
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-]
 
 _NO_TOKENIZER = "this router has no tokenizer"
 
@@ -192,18 +183,20 @@ def _read_timeout(
 
 
 def _read_sampling(message: serving_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
-    temperature = _number(message, "temperature", absent=0.0, low=0.0, high=100.0)
-    top_k = message.top_k
+    values: dict[str, float] = {}
+    for field in SAMPLING_FIELDS:
+        value: float = getattr(message, field.name)
+        if not message.HasField(field.name) or value == field.default:  # type: ignore[arg-type]
+            continue
+        if not field.contains(value):
+            raise InvalidRequest(f"sampling.{field.name}", f"{value:g} is not {field.range}")
+        values[field.name] = value
+    if values.get("temperature", 0.0) < MIN_TEMPERATURE:
+        values.pop("temperature", None)
+    if values.get("top_k", 0) >= model.vocab_size:
+        del values["top_k"]
     return SamplingParams(
-        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        top_p=_number(message, "top_p", absent=1.0, above=0.0, high=1.0),
-        top_k=top_k if top_k < model.vocab_size else 0,
-        min_p=_number(message, "min_p", absent=0.0, low=0.0, high=1.0),
-        repetition_penalty=_number(
-            message, "repetition_penalty", absent=1.0, above=0.0, high=100.0
-        ),
-        presence_penalty=_number(message, "presence_penalty", absent=0.0, low=-100.0, high=100.0),
-        frequency_penalty=_number(message, "frequency_penalty", absent=0.0, low=-100.0, high=100.0),
+        values=values,
         logit_bias=_read_logit_bias(message, model),
         seed=message.seed if message.HasField("seed") else random.getrandbits(64),
     )
@@ -295,28 +288,6 @@ def _give_texts(request: Request, tokenizer: Tokenizer, stop_strings: list[str])
     stops = StopStrings(stop_strings) if stop_strings else None
     for sequence in request.sequences:
         sequence.text = tokenizer.new_text(stops)
-
-
-def _number(
-    message: serving_pb2.SamplingParams,
-    name: _NumberField,
-    *,
-    absent: float,
-    high: float,
-    low: float | None = None,
-    above: float | None = None,
-) -> float:
-    """Returns a field's value if it lies in [low, high], or in (above, high]."""
-    if not message.HasField(name):
-        return absent
-    value: float = getattr(message, name)
-    if low is not None and not low <= value <= high:  # this way round, NaN is outside
-        raise InvalidRequest(f"sampling.{name}", f"{value:g} is not from {low:g} to {high:g}")
-    if above is not None and not above < value <= high:
-        raise InvalidRequest(
-            f"sampling.{name}", f"{value:g} is not above {above:g} and at most {high:g}"
-        )
-    return value
 
 
 def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.errors import InvalidRequest
@@ -285,16 +286,14 @@ def _read_sampling(params: Message) -> serving_pb2.SamplingParams:
         raise InvalidRequest(
             f"sampling_params.logit_bias[{negative[0]}]", f"{negative[0]} is no token"
         )
-    sampling = serving_pb2.SamplingParams(
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_p=params.top_p or 1.0,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-    )
+    known = params.DESCRIPTOR.fields_by_name
+    numbers: dict[str, Any] = {
+        field.name: getattr(params, field.name) or field.default
+        for field in SAMPLING_FIELDS
+        if field.name in known
+    }
+    numbers["temperature"] = params.temperature if params.HasField("temperature") else 1.0
+    sampling = serving_pb2.SamplingParams(**numbers, logit_bias=dict(params.logit_bias))
     if params.HasField("seed") and params.seed != -1:  # -1 is none, as in vLLM
         sampling.seed = params.seed % (1 << 64)
     return sampling

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.requests.request import Int32Array, Request
@@ -27,19 +28,6 @@ PADDING_MODES = {
     PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
     PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
-
-INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-
-# Columns of RowStarts that are called as in SamplingParams, with their type and default.
-SAMPLING_COLUMNS = (
-    ("temperature", FLOAT32, 0.0),
-    ("top_k", INT32, 0),
-    ("top_p", FLOAT32, 1.0),
-    ("min_p", FLOAT32, 0.0),
-    ("repetition_penalty", FLOAT32, 1.0),
-    ("presence_penalty", FLOAT32, 0.0),
-    ("frequency_penalty", FLOAT32, 0.0),
-)
 
 
 def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[bytes]:
@@ -105,10 +93,10 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
     requests = [start.sequence.request for start in starts]
     sampling = [request.sampling for request in requests]
     columns.rows = _bytes([start.row for start in starts], np.int32)
-    for name, dtype, default in SAMPLING_COLUMNS:
-        values = [getattr(params, name) for params in sampling]
-        if values.count(default) != len(values):
-            setattr(columns, name, _bytes(values, dtype))
+    for field in SAMPLING_FIELDS:
+        if any(field.name in params.values for params in sampling):
+            values = [params[field.name] for params in sampling]
+            setattr(columns, field.name, _bytes(values, field.dtype))
     columns.seed = _column([start.sequence.seed for start in starts], np.uint64)
     columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
     columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
@@ -129,7 +117,7 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
 
 
 def _penalised_prompt(request: Request) -> Sequence[int]:
-    if request.sampling.repetition_penalty == 1.0:
+    if "repetition_penalty" not in request.sampling.values:
         return ()
     prompt: list[int] = request.prompt.tolist()
     return prompt

@@ -11,6 +11,7 @@ SequenceTable; before and after, they are here.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listener
 
@@ -33,35 +35,31 @@ class FinishReason(Enum):
     LENGTH = auto()  # max_tokens, or the context is full
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_DEFAULTS = {field.name: field.default for field in SAMPLING_FIELDS}
+_PENALTIES = frozenset(field.name for field in SAMPLING_FIELDS if field.is_penalty)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are picked; resolved, in range. The fields are those of serving.proto.
+    """How tokens are picked; resolved, in range.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 is all.
+        values: Numbers by their names in SAMPLING_FIELDS, without those that are defaults.
         logit_bias: Pairs of token id and shift.
         seed: Of continuation 0; drawn at random if the client gave none.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    values: Mapping[str, float] = field(default_factory=dict)
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+
+    def __getitem__(self, name: str) -> float:
+        return self.values.get(name, _DEFAULTS[name])
 
     @property
     def has_output_penalty(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return not _PENALTIES.isdisjoint(self.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

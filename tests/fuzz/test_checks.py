@@ -20,6 +20,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
 from executor.parallel.topology import Topology
+from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
@@ -117,11 +118,11 @@ def check_path(message: Descriptor | None, path: str) -> None:
 def check_request(request: Request) -> None:
     sampling, stop = request.sampling, request.stop
     numbers = [
-        *(sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty),
-        *(sampling.presence_penalty, sampling.frequency_penalty),
+        *sampling.values.values(),
         *(bias for _, bias in sampling.logit_bias),
     ]
     assert np.isfinite(np.array(numbers, np.float32)).all()
+    assert all(field.contains(sampling[field.name]) for field in SAMPLING_FIELDS)
     assert 0 <= request.prompt.min() <= request.prompt.max() < VOCAB_SIZE
     assert 1 <= stop.max_tokens <= MAX_MODEL_LEN - len(request.prompt)
     assert stop.min_tokens <= stop.max_tokens

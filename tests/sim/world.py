@@ -174,7 +174,7 @@ class World:
             prompt=np.array(settings.pop("prompt", prompt), np.int32),
             sampling=SamplingParams(
                 seed=rng.choice([0, rng.getrandbits(64)]),
-                presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.0]),
+                values=rng.choice([{}, {}, {}, {"presence_penalty": 1.0}]),
             ),
             arrival_time=now,
             **settings,

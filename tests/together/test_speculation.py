@@ -79,8 +79,7 @@ def mixed_asks(seed: int, count: int) -> list[Ask]:
                 stop_ids=rng.choice([(), (NEWLINE,), (NEWLINE, 49 + rng.randrange(10))]),
                 min_tokens=rng.choice([0, 0, 1, 3]),
                 sampling=SamplingParams(
-                    repetition_penalty=1.3 if kind == 0 else 1.0,
-                    frequency_penalty=0.4 if kind == 1 else 0.0,
+                    {0: {"repetition_penalty": 1.3}, 1: {"frequency_penalty": 0.4}}.get(kind, {}),
                     logit_bias=((50, 2.0),) if kind == 2 else (),
                 ),
                 logprobs=kind == 3,

@@ -43,7 +43,7 @@ def sampled(asks: list[Ask], first_seed: int) -> list[Ask]:
     """Returns requests that sample, each with a seed of its own."""
     ways = ({"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9})
     return [
-        replace(ask, sampling=SamplingParams(**ways[i % 3], seed=first_seed + i * 7919))
+        replace(ask, sampling=SamplingParams(ways[i % 3], seed=first_seed + i * 7919))
         for i, ask in enumerate(asks)
     ]
 

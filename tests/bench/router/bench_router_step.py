@@ -163,7 +163,7 @@ class Bench:
         return Request(
             request_id=str(self._num_requests),
             prompt=self.rng.integers(1, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32),
-            sampling=SamplingParams(temperature=0.7, seed=self._num_requests),
+            sampling=SamplingParams({"temperature": 0.7}, seed=self._num_requests),
             stop=StopConditions(max_tokens=num_output_tokens, stop_token_ids=(0,)),
             output=OutputOptions(),
             listener=self.listener,

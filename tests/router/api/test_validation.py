@@ -247,13 +247,15 @@ async def test_what_is_given_arrives():
     )
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 3, -7)
     assert request.sampling == SamplingParams(
-        temperature=0.5,
-        top_p=0.25,
-        top_k=9,
-        min_p=0.125,
-        repetition_penalty=2,
-        presence_penalty=3,
-        frequency_penalty=-4,
+        {
+            "temperature": 0.5,
+            "top_p": 0.25,
+            "top_k": 9,
+            "min_p": 0.125,
+            "repetition_penalty": 2,
+            "presence_penalty": 3,
+            "frequency_penalty": -4,
+        },
         logit_bias=((3, -1), (9, 1)),
         seed=2**64 - 1,
     )
@@ -278,11 +280,11 @@ async def test_ignoring_the_end_of_the_sequence_leaves_the_own_stop_tokens():
 
 
 async def test_a_temperature_too_small_to_divide_by_is_greedy():
-    assert (await read(sampling(temperature=1e-30))).sampling.temperature == 0.0
+    assert (await read(sampling(temperature=1e-30))).sampling["temperature"] == 0.0
 
 
 async def test_a_top_k_of_the_whole_vocabulary_or_more_is_all():
-    assert (await read(sampling(top_k=2**32 - 1))).sampling.top_k == 0
+    assert (await read(sampling(top_k=2**32 - 1))).sampling["top_k"] == 0
 
 
 async def test_the_shorter_of_the_two_timeouts_holds():

@@ -38,9 +38,14 @@ async def test_what_a_gateway_leaves_out_is_what_vllm_takes_for_it():
     assert request.prompt.tolist() == PROMPT
     assert len(request.sequences) == 1
     sampling = request.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
-    assert sampling.repetition_penalty == 1
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0, 0)
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
+        1,
+        1,
+        0,
+        0,
+    )
+    assert sampling["repetition_penalty"] == 1
+    assert (sampling["presence_penalty"], sampling["frequency_penalty"]) == (0, 0)
     assert sampling.logit_bias == ()
     assert request.stop.max_tokens == MODEL.max_model_len - len(PROMPT)
     assert request.stop.stop_token_ids == MODEL.eos_token_ids
@@ -51,15 +56,15 @@ async def test_what_a_gateway_leaves_out_is_what_vllm_takes_for_it():
 @pytest.mark.parametrize(
     ("params", "read", "value"),
     [
-        ({"temperature": 0.0}, lambda r: r.sampling.temperature, 0),
-        ({"temperature": 0.5}, lambda r: r.sampling.temperature, 0.5),
-        ({"top_p": 0.25}, lambda r: r.sampling.top_p, 0.25),
-        ({"top_k": 7}, lambda r: r.sampling.top_k, 7),
-        ({"top_k": 2**32 - 1}, lambda r: r.sampling.top_k, 0),
-        ({"min_p": 0.125}, lambda r: r.sampling.min_p, 0.125),
-        ({"repetition_penalty": 1.5}, lambda r: r.sampling.repetition_penalty, 1.5),
-        ({"presence_penalty": -0.5}, lambda r: r.sampling.presence_penalty, -0.5),
-        ({"frequency_penalty": 0.75}, lambda r: r.sampling.frequency_penalty, 0.75),
+        ({"temperature": 0.0}, lambda r: r.sampling["temperature"], 0),
+        ({"temperature": 0.5}, lambda r: r.sampling["temperature"], 0.5),
+        ({"top_p": 0.25}, lambda r: r.sampling["top_p"], 0.25),
+        ({"top_k": 7}, lambda r: r.sampling["top_k"], 7),
+        ({"top_k": 2**32 - 1}, lambda r: r.sampling["top_k"], 0),
+        ({"min_p": 0.125}, lambda r: r.sampling["min_p"], 0.125),
+        ({"repetition_penalty": 1.5}, lambda r: r.sampling["repetition_penalty"], 1.5),
+        ({"presence_penalty": -0.5}, lambda r: r.sampling["presence_penalty"], -0.5),
+        ({"frequency_penalty": 0.75}, lambda r: r.sampling["frequency_penalty"], 0.75),
         ({"logit_bias": {9: 2.0}}, lambda r: r.sampling.logit_bias, ((9, 2.0),)),
         ({"seed": 0}, lambda r: r.sampling.seed, 0),
         ({"seed": 41}, lambda r: r.sampling.seed, 41),

@@ -150,14 +150,14 @@ async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Cli
     sampling, stop = request.sampling, request.stop
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 2, 4)
     assert request.deadline is not None
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
         0.5,
         0.25,
         7,
         0.125,
     )
-    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -1)
-    assert (sampling.frequency_penalty, sampling.logit_bias) == (2, ((9, 3.0),))
+    assert (sampling["repetition_penalty"], sampling["presence_penalty"]) == (1.5, -1)
+    assert (sampling["frequency_penalty"], sampling.logit_bias) == (2, ((9, 3.0),))
     assert sampling.seed == 77
     assert (stop.max_tokens, stop.min_tokens, stop.stop_token_ids) == (6, 2, (8,))
     assert stop.has_stop_strings

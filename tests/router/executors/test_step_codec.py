@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protos.executor.sampling_fields import SAMPLING_FIELDS, SamplingField
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.executors.step_codec import decode_result, encode_starts, encode_step
@@ -215,29 +216,24 @@ def test_a_row_of_nothing_but_defaults_sends_its_number_alone() -> None:
 
 
 def test_one_row_s_setting_gives_the_others_their_defaults() -> None:
-    columns = starts_of(make_sequence(), make_sequence(SamplingParams(temperature=0.5, top_p=0.25)))
+    columns = starts_of(
+        make_sequence(), make_sequence(SamplingParams({"temperature": 0.5, "top_p": 0.25}))
+    )
     assert column(columns.temperature, "<f4") == [0.0, 0.5]
     assert column(columns.top_p, "<f4") == [1.0, 0.25]
     assert columns.top_k == b""
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "default", "dtype"),
-    [
-        ("temperature", 0.5, 0.0, "<f4"),
-        ("top_k", 40, 0, "<i4"),
-        ("top_p", 0.5, 1.0, "<f4"),
-        ("min_p", 0.25, 0.0, "<f4"),
-        ("repetition_penalty", 1.5, 1.0, "<f4"),
-        ("presence_penalty", -0.5, 0.0, "<f4"),
-        ("frequency_penalty", 0.75, 0.0, "<f4"),
-        ("seed", (1 << 64) - 1, 0, "<u8"),
-    ],
-)
-def test_each_sampling_setting_travels(name: str, value: float, default: float, dtype: str) -> None:
-    given = make_sequence(SamplingParams(**{name: value}))  # type: ignore[arg-type]
-    columns = starts_of(given, make_sequence())
-    assert column(getattr(columns, name), dtype) == [value, default]
+@pytest.mark.parametrize("field", SAMPLING_FIELDS, ids=lambda field: field.name)
+def test_each_sampling_setting_travels(field: SamplingField) -> None:
+    value = field.default / 2 + 0.25 if field.dtype == np.float32 else 40
+    columns = starts_of(make_sequence(SamplingParams({field.name: value})), make_sequence())
+    assert column(getattr(columns, field.name), field.dtype) == [value, field.default]
+
+
+def test_a_seed_of_64_bits_travels() -> None:
+    columns = starts_of(make_sequence(SamplingParams(seed=(1 << 64) - 1)), make_sequence())
+    assert column(columns.seed, "<u8") == [(1 << 64) - 1, 0]
 
 
 def test_logprob_settings_travel() -> None:
@@ -269,9 +265,9 @@ def test_biases_travel_end_to_end() -> None:
 
 
 def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
-    repeated = make_sequence(SamplingParams(repetition_penalty=1.5))
+    repeated = make_sequence(SamplingParams({"repetition_penalty": 1.5}))
     repeated.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
-    present = make_sequence(SamplingParams(presence_penalty=1.0))
+    present = make_sequence(SamplingParams({"presence_penalty": 1.0}))
     present.tokens = ints(1, 2, 3, 9)
     columns = starts_of(repeated, make_sequence(), present)
     assert column(columns.num_prompt_ids) == [3, 0, 0]

@@ -96,8 +96,8 @@ def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blo
 @pytest.mark.parametrize(
     "fields",
     [
-        {"sampling": SamplingParams(presence_penalty=0.5)},
-        {"sampling": SamplingParams(repetition_penalty=1.1)},
+        {"sampling": SamplingParams({"presence_penalty": 0.5})},
+        {"sampling": SamplingParams({"repetition_penalty": 1.1})},
         {"output": OutputOptions(logprobs=True)},
     ],
 )

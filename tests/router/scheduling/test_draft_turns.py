@@ -122,7 +122,7 @@ def test_a_great_number_lets_prompts_always_go_first() -> None:
 
 def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
     world = stepper(drafts=turns(1), **LONG)
-    penalty = SamplingParams(presence_penalty=0.5)
+    penalty = SamplingParams({"presence_penalty": 0.5})
     careful = [world.submit([number, 9], 200, sampling=penalty) for number in range(1, 9)]
     world.step()
     assert kinds(list(under_prompts(world, 6))) == "P" * 6
