@@ -312,8 +312,8 @@ class Worker:
             self._rows.num_tokens[columns.rows] = columns.num_computed_tokens + columns.num_tokens
             self._rows.num_tokens[staged.arrays.sampled_rows] += 1
             speculator = self._speculation.speculator
-            if speculator.follows(columns):
-                self._put_behind(partial(speculator.follow, columns, batch, tokens))
+            if speculator.extends(columns):
+                self._put_behind(partial(speculator.extend, columns, batch, tokens))
             else:
                 self._rows.is_followed[columns.rows] = False
         return Gained(None, self._sampled.wait(), scored)
@@ -340,7 +340,7 @@ class Worker:
         scored = self._answers.take_scored(columns, logits)
         gained = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
         self._sampled.begin(gained.flatten())
-        self._put_behind(partial(speculator.follow_accepted, verification, accepted))
+        self._put_behind(partial(speculator.extend_accepted, verification, accepted))
         table = self._sampled.wait().reshape(gained.shape)
         num_tokens = table[:, 0].copy()
         self._rows.num_tokens[rows] += num_tokens

@@ -28,12 +28,14 @@ from executor.model.sampling.sampler import Sampler
 from executor.model.weights import OnProgress
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
-from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.eagle_draft import EagleDraftRunner
-from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
-from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
+from executor.runners.eagle_draft_extend import (
+    EagleDraftExtendRunner,
+    MultiLayerDraftExtendRunner,
+)
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
+from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier
@@ -237,7 +239,7 @@ class _Builder:
         """Rows that a sequence has behind a speculative step, and behind one of decodes."""
         return self.plan.num_extend_rows, self.plan.num_layers
 
-    def _extend_graphs(self, forward_pass: ForwardPass) -> dict[int, PhaseGraphs]:
+    def _extend_graphs(self, forward_pass: ForwardPass) -> dict[int, RunnerGraphs]:
         found = {}
         for width in self._extend_widths:
             slots = draft_extend_slots(
@@ -285,7 +287,7 @@ class _Builder:
 
     def _graphs(
         self, forward_pass: ForwardPass, slots: Sequence[GraphSlot], width: int
-    ) -> PhaseGraphs | None:
+    ) -> RunnerGraphs | None:
         sizes = self.blueprint.graph_sizes.decode
         if not sizes:
             return None
@@ -296,4 +298,4 @@ class _Builder:
             width=width,
             **row_counts(forward_pass),
         )
-        return PhaseGraphs(registry, self.device.new_backend(), sizes)
+        return RunnerGraphs(registry, self.device.new_backend(), sizes)

@@ -129,7 +129,6 @@ class _Drafts:
             outputs = (plan.num_layers - 1) * plan.num_extend_rows
             num_bytes += self._num_first * (INT64_BYTES + FLOAT32_BYTES)
             num_bytes += (1 + outputs) * self._hidden_bytes
-            num_bytes += len(self._extend_widths) * INT64_BYTES  # where sequences start
         return num_bytes
 
     @property

@@ -17,10 +17,8 @@ from executor.graph.cuda_graph_buffer_registry import (
 )
 from executor.runners import Capturable, GraphRunner
 from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
-from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from executor.runners.forward_pass import EagerRunner, ForwardPass
+from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
 from executor.runners.select import RunnerByLayout
 
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block

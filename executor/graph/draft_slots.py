@@ -5,15 +5,20 @@ scratch block has to be finite, since a sequence that is padded reads it there.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
-from executor.graph.graph_slot import GraphSlot, PaddingPolicy
+from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy, PostFill
 
 _per_sequence = partial(GraphSlot, axis="bs", padding_policy=PaddingPolicy.ZERO)
 _per_token = partial(GraphSlot, axis="tokens", padding_policy=PaddingPolicy.ZERO)
-# One line of rows for each pass of a phase.
-_of_passes = partial(GraphSlot, slice_fn=lambda buffer, count: buffer[:, :count])
+_lens = partial(GraphSlot, padding_policy=PaddingPolicy.FILL_SENTINEL)
+# One line for each pass of a phase.
+
+
+def _lines(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    return buffer[:, :count]
 
 
 def eagle_draft_slots(
@@ -24,7 +29,7 @@ def eagle_draft_slots(
     dtype: torch.dtype,
     drawn_vocab_size: int = 0,
 ) -> list[GraphSlot]:
-    """Returns the inputs of an EAGLE draft phase (``DraftInputs``), ``topk`` rows per sequence.
+    """Returns the inputs of an EAGLE draft phase (``DraftBatch``), ``topk`` rows per sequence.
 
     Args:
         num_steps: Drafts on the longest path.
@@ -34,21 +39,17 @@ def eagle_draft_slots(
         drawn_vocab_size: The draft's vocabulary if drafts are drawn from it, else 0.
     """
     passes = num_steps - 1
-    by_token = partial(_of_passes, axis="tokens", padding_policy=PaddingPolicy.ZERO)
-    # A padded sequence has room for the last pass's drafts, so that no pass has a negative prefix.
-    by_sequence = partial(
-        _of_passes,
-        axis="bs",
-        padding_policy=PaddingPolicy.FILL_SENTINEL,
-        pad_value=1 + passes * topk,
-    )
+    # A padded sequence has slots for the last pass's drafts, so that no pass has a negative prefix.
+    lens = partial(_lens, axis="bs", pad_value=1 + passes * topk, slice_fn=_lines)
     slots = [
-        by_token("positions", lambda _, tokens: (passes, tokens), torch.int64),
-        by_token("out_cache_loc", lambda _, tokens: (passes, tokens), torch.int64),
+        _per_token("input_ids", lambda _, tokens: (tokens,), torch.int64),
+        _per_token("positions", lambda _, tokens: (passes, tokens), torch.int64, slice_fn=_lines),
+        _per_token(
+            "out_cache_loc", lambda _, tokens: (passes, tokens), torch.int64, slice_fn=_lines
+        ),
         _per_sequence("req_pool_indices", lambda bs, _: (bs,), torch.int64),
-        by_sequence("seq_lens", lambda bs, _: (passes, bs), torch.int64),
-        by_sequence("seq_lens_cpu", lambda bs, _: (passes, bs), torch.int64, device="cpu"),
-        _per_sequence("tokens", lambda bs, _: (bs, topk), torch.int64),
+        lens("seq_lens", lambda bs, _: (passes, bs), torch.int64),
+        lens("seq_lens_cpu", lambda bs, _: (passes, bs), torch.int64, device="cpu"),
         _per_sequence("scores", lambda bs, _: (bs, topk), torch.float32),
         _per_sequence("hidden_states", lambda bs, _: (bs, hidden_size), dtype),
     ]
@@ -61,7 +62,7 @@ def eagle_draft_slots(
 def frozen_kv_slots(
     *, num_steps: int, hidden_size: int, dtype: torch.dtype, is_drawn: bool = False
 ) -> list[GraphSlot]:
-    """Returns the inputs of a frozen-KV draft phase (``DraftInputs``).
+    """Returns the inputs of a frozen-KV draft phase (``DraftBatch``).
 
     To attention each row is a sequence, so what attention reads has an entry for each row.
 
@@ -71,20 +72,15 @@ def frozen_kv_slots(
         dtype: Their type.
         is_drawn: Whether drafts are drawn.
     """
-    lens = partial(
-        GraphSlot, axis="tokens", padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=1
-    )
+    lens = partial(_lens, axis="tokens", pad_value=1)
     slots = [
+        _per_token("input_ids", lambda _, tokens: (tokens,), torch.int64),
         _per_token(
-            "positions",
-            lambda _, tokens: (num_steps, tokens),
-            torch.int64,
-            slice_fn=lambda buffer, count: buffer[:, :count],
+            "positions", lambda _, tokens: (num_steps, tokens), torch.int64, slice_fn=_lines
         ),
         _per_token("req_pool_indices", lambda _, tokens: (tokens,), torch.int64),
         lens("seq_lens", lambda _, tokens: (tokens,), torch.int64),
         lens("seq_lens_cpu", lambda _, tokens: (tokens,), torch.int64, device="cpu"),
-        _per_sequence("tokens", lambda bs, _: (bs, 1), torch.int64),
         _per_sequence("hidden_states", lambda bs, _: (bs, hidden_size), dtype),
     ]
     return slots + _draw_slots() if is_drawn else slots
@@ -98,7 +94,7 @@ def draft_extend_slots(
     num_layers: int = 1,
     is_drawn: bool = False,
 ) -> list[GraphSlot]:
-    """Returns the inputs of a draft-extend (``ExtendInputs``), ``width`` rows per sequence.
+    """Returns the inputs of a draft-extend (``ExtendBatch``), ``width`` rows per sequence.
 
     Args:
         width: Rows of each sequence, and the length of a padded one.
@@ -107,8 +103,12 @@ def draft_extend_slots(
         num_layers: Draft layers that take one another's output.
         is_drawn: Whether drafts are drawn.
     """
-    lens = partial(
-        GraphSlot, axis="bs", padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=width
+    lens = partial(_lens, axis="bs", pad_value=width)
+    rows = partial(
+        GraphSlot,
+        axis="bs",
+        padding_policy=PaddingPolicy.KEEP_PAD,
+        post_fill=_own_first_rows(width),
     )
     slots = [
         _per_token("input_ids", lambda _, tokens: (tokens,), torch.int64),
@@ -118,7 +118,8 @@ def draft_extend_slots(
         _per_sequence("req_pool_indices", lambda bs, _: (bs,), torch.int64),
         lens("seq_lens", lambda bs, _: (bs,), torch.int64),
         lens("seq_lens_cpu", lambda bs, _: (bs,), torch.int64, device="cpu"),
-        _per_sequence("last_offsets", lambda bs, _: (bs,), torch.int64),
+        rows("starts", lambda bs, _: (bs,), torch.int64),
+        rows("lasts", lambda bs, _: (bs,), torch.int64),
     ]
     if num_layers > 1:
         slots.append(
@@ -135,14 +136,22 @@ def tree_mask_slot(num_nodes: int) -> GraphSlot:
     Args:
         num_nodes: Of each sequence's tree, the root included.
     """
-    return GraphSlot(
-        "tree_mask",
-        lambda bs, _: (bs, num_nodes, num_nodes),
-        torch.bool,
-        axis="bs",
-        padding_policy=PaddingPolicy.FILL_SENTINEL,
-        pad_value=1,
+    return _lens(
+        "tree_mask", lambda bs, _: (bs, num_nodes, num_nodes), torch.bool, axis="bs", pad_value=1
     )
+
+
+def _own_first_rows(width: int) -> PostFill:
+    """Returns a hook that lets a padded sequence begin and end with the first of its own rows.
+
+    Else its drafts would be written into the rows of a real sequence.
+    """
+
+    def fill(buffer: torch.Tensor, _: Any, context: FillContext) -> None:
+        raw, padded = context.raw_bs, context.padded_bs
+        torch.arange(raw * width, padded * width, width, out=buffer[raw:padded])
+
+    return fill
 
 
 def _draw_slots() -> list[GraphSlot]:

@@ -1,8 +1,8 @@
-"""What runs in a step: one file per kind of forward pass.
+"""Graph runners: from a batch to logits or drafts, one class per kind of forward pass.
 
-A runner takes a ForwardBatch to logits. It is given callables, never a model, and runners do not
-inherit from one another. How a pass is recorded and replayed is the backend's business
-(``executor/graph``): on a CPU the same runners call what a GPU replays.
+A runner is given callables, never a model, and runners do not inherit from one another. How a pass
+is recorded and replayed is the backend's business (``executor/graph``): on a CPU the same runners
+call what a GPU replays.
 """
 
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Decodes: one graph per number of sequences, from token ids to logits.
+"""Decode runner: one graph per number of sequences, from token ids to logits.
 
     batch [raw] ──fill──▶ buffers [size], padded ──replay──▶ logits [size], of which [raw] are real
 
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.graph.backend import RunnerBackend, ShapeKey
+from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.runners.dummy_batches import decode_stand_in
+from executor.runners.dummy_batches import dummy_decode
 from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.runner_graphs import RunnerGraphs, Work
 
 
 class DecodeRunner:
@@ -42,48 +43,44 @@ class DecodeRunner:
         *,
         num_tokens_per_bs: int = 1,
     ) -> None:
-        self.sizes = tuple(sizes)
+        self.graphs = RunnerGraphs(registry, backend, sizes)
+        self.sizes = self.graphs.sizes
         self.num_tokens_per_bs = num_tokens_per_bs
         self._pass = forward_pass
-        self._registry = registry
-        self._backend = backend
         self._has_tree = registry.has_slot("tree_mask")
         padded_len = registry.get_slot("seq_lens").pad_value or 0
         assert padded_len >= num_tokens_per_bs or num_tokens_per_bs == 1, (
             f"a padded sequence of {padded_len} tokens cannot run {num_tokens_per_bs}"
         )
         self._logits = forward_pass.new_logits(self.sizes[-1] * num_tokens_per_bs)
-        attend = forward_pass.attention.forward
-        is_whole = forward_pass.attention.is_capturable
-        self._attend = attend if is_whole else backend.eager_region(attend)
-        self._record = backend.capture if is_whole else backend.capture_breakable
+        self._attend = self.graphs.attend(forward_pass.attention)
 
     def discard(self) -> None:
         """Drops what was captured."""
-        self._backend.discard()
+        self.graphs.discard()
 
     def capture(self) -> None:
-        """Captures every size, the largest first, so that smaller ones fit into its memory."""
-        self._registry.reset_for_capture()
-        label = "decode" if self.num_tokens_per_bs == 1 else "verify"
-        with self._backend.session(label=label, num_captures=len(self.sizes)):
-            for size in reversed(self.sizes):
-                stand_in = decode_stand_in(
-                    self._pass, size, self.num_tokens_per_bs, has_tree=self._has_tree
-                )
-                view = self._load(stand_in, size)
-                run = partial(self._forward, view)
-                self._backend.warm_up(run)
-                self._pass.attention.on_after_cuda_graph_warmup()
-                self._record(ShapeKey(size), run)
+        """Captures every size."""
+        attention = self._pass.attention
+        self.graphs.capture_sizes(
+            "decode" if self.num_tokens_per_bs == 1 else "verify",
+            [attention],
+            self._load_dummy,
+            breaks=not attention.is_capturable,
+        )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [T, V] of the batch's real rows, a view of the runner's buffer."""
         assert batch.layout.graph_size is not None, "the step names a graph"
         size = batch.layout.graph_size // self.num_tokens_per_bs
         self._load(batch, size)
-        self._backend.replay(ShapeKey(size))
+        self.graphs.replay(size)
         return self._logits[: len(batch.input_ids)]
+
+    def _load_dummy(self, size: int) -> tuple[Work, list[Work]]:
+        dummy = dummy_decode(self._pass, size, self.num_tokens_per_bs, has_tree=self._has_tree)
+        run = partial(self._forward, self._load(dummy, size))
+        return run, [run]
 
     def _load(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         """Fills the buffers, plans attention, and returns the batch that a graph of ``size`` sees.
@@ -93,7 +90,7 @@ class DecodeRunner:
         width = self.num_tokens_per_bs
         assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         view = fill(
-            self._registry,
+            self.graphs.registry,
             batch,
             padded_bs=size,
             padded_num_tokens=size * width,

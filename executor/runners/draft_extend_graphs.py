@@ -1,149 +1,162 @@
-"""The graphs of a draft-extend of one width: their inputs, and how their results are left."""
+"""Draft-extend, eager or from graphs: what its runners have in common.
 
-from collections.abc import Callable
+behind a speculative step, all ranks' sequences have the same rows ─┐
+behind a step of decodes, they have fewer ──────────────────────────┴─▶ the graphs of that width
+behind any other step, and without graphs ───────────────────────────▶ the runner's pass as it is
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.runners.draft_graphs import PhaseGraphs, layout_of, put, step_of_graph
-from executor.runners.draft_inputs import ExtendInputs, draw_inputs
-from executor.runners.dummy_batches import extend_stand_in_of_drafts
-from executor.runners.forward_pass import ForwardPass
+from executor.batch.forward_batch import ForwardMode
+from executor.model.layers.attention import Attend
+from executor.runners.draft_picks import copy_results
+from executor.runners.dummy_batches import dummy_draft_extend
+from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.runner_graphs import RunnerGraphs, Work
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
-Run = Callable[[ExtendBatch], Extended]
+Run = Callable[[Attend, ExtendBatch], Extended]
 
 
-class ExtendGraphs:
-    """Graphs over sequences of equally many rows, each of which samples.
+class DraftExtendGraphs:
+    """Runs draft-extend. The graphs of a width are over sequences that all sample.
 
     Args:
+        label: The runner's name.
         forward_pass: Of the draft model, or of its first layer.
-        graphs: What to capture with (``draft_extend_slots``).
-        run: What to record: device work alone, on a planned batch.
-        room: Where results stay, for the largest graph at least.
-        width: Rows of each sequence.
+        run: The runner's device work on a planned batch, given what calls attention.
+        num_drafts: Drafts of each sequence: K, or the whole chain.
         num_layers: Draft layers that take one another's output.
         is_drawn: Whether batches say how drafts are drawn.
+        graphs: What to capture with (``draft_extend_slots``), by the rows of each sequence; empty
+            runs everything eagerly. All have the same sizes.
+
+    Attributes:
+        sizes: Sequences of each graph, ascending.
+        graphs: By the rows of each sequence, in the order of their captures: the widest first.
     """
 
     def __init__(
         self,
+        label: str,
         forward_pass: ForwardPass,
-        graphs: PhaseGraphs,
         run: Run,
-        room: Extended,
         *,
-        width: int,
+        num_drafts: int,
         num_layers: int = 1,
-        is_drawn: bool = False,
+        is_drawn: bool,
+        graphs: Mapping[int, RunnerGraphs],
     ) -> None:
+        self._label = label
         self._pass = forward_pass
-        self._graphs = graphs
         self._run = run
-        self._room = room
-        self._width = width
         self._num_layers = num_layers
         self._is_drawn = is_drawn
-        # Also of padding: its drafts must not be written into the rows of a real sequence.
-        places = torch.arange(graphs.sizes[-1], device=forward_pass.kv_pool.device)
-        self._starts = places * width
+        self.graphs = {width: graphs[width] for width in sorted(graphs, reverse=True)}
+        self._attends = {
+            width: of_width.attend(forward_pass.attention)
+            for width, of_width in self.graphs.items()
+        }
+        self.sizes: tuple[int, ...] = ()
+        if graphs:
+            widest, *others = self.graphs.values()
+            self.sizes = widest.sizes
+            assert all(other.sizes == self.sizes for other in others), "one list for all widths"
+            num_rows = self.sizes[-1] * max(graphs)
+            self._results = self._new_results(self.sizes[-1], num_rows, num_drafts)
 
-    def capture(self, label: str) -> None:
-        """Captures every size, under the runner's name."""
+    def extend(self, batch: ExtendBatch) -> Extended:
+        """Runs the graph that the batch's layout and width name, else the runner's pass.
 
-        def load(size: int) -> Callable[[], None]:
-            stand_in = extend_stand_in_of_drafts(
-                self._pass, size, self._width, num_layers=self._num_layers, is_drawn=self._is_drawn
-            )
-            return partial(self._run_and_keep, *self._load(stand_in, size))
-
-        self._graphs.capture(label, [self._pass.attention], load)
-
-    def replay(self, batch: ExtendBatch) -> Extended:
-        """Runs the graph that a batch's layout names. Only ``outputs`` are the graphs' own."""
-        assert batch.width == self._width, f"captured with {self._width} rows for each sequence"
-        assert batch.batch.layout.graph_size is not None, "the step names a graph"
-        size = batch.batch.layout.graph_size // self._width
-        self._load(batch, size)
-        self._graphs.replay(size)
-        count, room = len(batch.lasts), self._room
+        Of a graph's results only ``outputs`` are its own.
+        """
+        assert (batch.draws is not None) == self._is_drawn, "drafts are drawn always or never"
+        width, graph_size = batch.width, batch.layout.graph_size
+        if graph_size is None:
+            self._pass.plan(batch)
+            return self._run(self._pass.attention.forward, batch)
+        assert width in self.graphs, f"captured with {[*self.graphs]} rows for a sequence"
+        count, size, kept = batch.batch_size, graph_size // width, self._results
+        assert len(batch.lasts) == count, "every sequence samples"
+        self._load(batch, width, size)
+        self.graphs[width].replay(size)
         return Extended(
-            tokens=room.tokens[:count].clone(),
-            scores=room.scores[:count].clone(),
-            hidden=room.hidden[:count].clone(),
-            outputs=tuple(states[: count * self._width] for states in room.outputs),
-            probs=None if room.probs is None else room.probs[:count].clone(),
+            tokens=kept.tokens[:count].clone(),
+            scores=kept.scores[:count].clone(),
+            hidden=kept.hidden[:count].clone(),
+            outputs=tuple(states[: count * width] for states in kept.outputs),
+            probs=None if kept.probs is None else kept.probs[:count].clone(),
         )
 
     def discard(self) -> None:
         """Drops what was captured."""
-        self._graphs.discard()
+        for graphs in self.graphs.values():
+            graphs.discard()
 
-    def _load(self, batch: ExtendBatch, size: int) -> tuple[ExtendBatch, torch.Tensor]:
-        """Fills the buffers and plans attention.
+    def capture(self) -> None:
+        """Captures every size of every width."""
+        attention = self._pass.attention
+        for width, graphs in self.graphs.items():
+            graphs.capture_sizes(
+                self._label,
+                [attention],
+                partial(self._load_dummy, width),
+                breaks=not attention.is_capturable,
+            )
+
+    def _load_dummy(self, width: int, size: int) -> tuple[Work, list[Work]]:
+        dummy = dummy_draft_extend(
+            self._pass, size, width, num_layers=self._num_layers, is_drawn=self._is_drawn
+        )
+        run = partial(self._run_and_keep, self._attends[width], self._load(dummy, width, size))
+        return run, [run]
+
+    def _load(self, batch: ExtendBatch, width: int, size: int) -> ExtendBatch:
+        """Fills the buffers, plans attention, and returns what a graph of ``size`` reads.
 
         An idle rank runs the graph as well: every row is padding then.
-
-        Returns:
-            What a graph of ``size`` reads, ``lasts`` excepted, and how far these are from
-            ``starts``.
         """
-        width, topology = self._width, self._pass.topology
-        count = batch.batch.batch_size
-        assert len(batch.lasts) == count, "every sequence samples"
-        inputs = self._graphs.fill(_inputs(batch), count, size, width)
-        view = ForwardBatch(
+        view = fill(
+            self.graphs[width].registry,
+            batch,
+            padded_bs=size,
+            padded_num_tokens=size * width,
+            layout=self._pass.captured_layout(size * width, has_extend=False),
+        )
+        view = replace(
+            view,
             forward_mode=ForwardMode.EXTEND,
-            batch_size=size,
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            out_cache_loc=inputs.out_cache_loc,
-            req_pool_indices=inputs.req_pool_indices,
-            seq_lens=inputs.seq_lens,
-            seq_lens_cpu=inputs.seq_lens_cpu,
-            layout=layout_of(step_of_graph(size, topology), width, topology),
-            logits_indices=inputs.last_offsets[:0],
-            extend_prefix_lens_cpu=inputs.seq_lens_cpu.numpy() - width,
+            extend_prefix_lens_cpu=view.seq_lens_cpu.numpy() - width,
             extend_seq_lens_cpu=np.full(size, width),
-            num_token_non_padded=inputs.num_token_non_padded,
-            global_num_tokens_gpu=inputs.global_num_tokens_gpu,
-            global_num_tokens_for_logprob_gpu=inputs.global_num_tokens_for_logprob_gpu,
-            hidden_states=inputs.hidden_states,
         )
         self._pass.plan(view)
-        starts = self._starts[:size]
-        return (
-            ExtendBatch(view, width, starts, starts, inputs.carries, inputs.draws),
-            inputs.last_offsets,
+        return view
+
+    def _run_and_keep(self, attend: Attend, batch: ExtendBatch) -> None:
+        copy_results(_tensors(self._run(attend, batch)), _tensors(self._results))
+
+    def _new_results(self, size: int, num_rows: int, num_drafts: int) -> Extended:
+        """Returns output buffers of every graph: memory that none of them owns."""
+        device, new_hidden = self._pass.kv_pool.device, self._pass.new_hidden
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+        probs = None
+        if self._is_drawn:
+            shape = (size, num_drafts) if self._num_layers > 1 else (size,)
+            probs = zeros(*shape, self._pass.vocab_size)
+        return Extended(
+            tokens=zeros(size, num_drafts, dtype=torch.int64),
+            scores=zeros(size, num_drafts),
+            hidden=new_hidden(size),
+            outputs=tuple(new_hidden(num_rows) for _ in range(self._num_layers - 1)),
+            probs=probs,
         )
 
-    def _run_and_keep(self, batch: ExtendBatch, last_offsets: torch.Tensor) -> None:
-        extended = self._run(replace(batch, lasts=batch.starts + last_offsets))
-        room = self._room
-        put(extended.tokens, room.tokens)
-        put(extended.scores, room.scores)
-        put(extended.hidden, room.hidden)
-        put(extended.probs, room.probs)
-        for states, into in zip(extended.outputs, room.outputs, strict=True):
-            put(states, into)
 
-
-def _inputs(extend: ExtendBatch) -> ExtendInputs:
-    batch = extend.batch
-    assert batch.hidden_states is not None, "a draft reads hidden states"
-    return ExtendInputs(
-        input_ids=batch.input_ids,
-        positions=batch.positions,
-        out_cache_loc=batch.out_cache_loc,
-        req_pool_indices=batch.req_pool_indices,
-        seq_lens=batch.seq_lens,
-        seq_lens_cpu=batch.seq_lens_cpu,
-        hidden_states=batch.hidden_states,
-        last_offsets=extend.lasts - extend.starts,
-        carries=extend.carries,
-        **draw_inputs(extend.draws),
-    )
+def _tensors(extended: Extended) -> Iterator[torch.Tensor | None]:
+    yield from (extended.tokens, extended.scores, extended.hidden, extended.probs)
+    yield from extended.outputs

@@ -1,123 +1,119 @@
-"""The graphs of one phase of the draft model: one for each number of sequences.
+"""Draft phase, eager or from graphs: what the runners of drafts have in common.
 
-    inputs [B] ──fill──▶ buffers [size], padded ──replay──▶ the runner's results [size]
-
-Every phase has a width, the token rows of a sequence, and gets its layout from the step's numbers of
-requests: eagerly, at warm-up, at capture and at each replay.
+batch [B] ──fill──▶ buffers [size], padded ──replay──▶ drafts [size]
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
-import torch
-
-from executor.graph.backend import RunnerBackend, ShapeKey
-from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.model.layers.attention import Attend, Attention
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
-from executor.speculative.draft_batch import Step
-
-Inputs = TypeVar("Inputs")
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.budget.speculation import SpeculationPlan
+from executor.runners.draft_picks import copy_results, new_drafts
+from executor.runners.forward_pass import ForwardPass, fill
+from executor.runners.runner_graphs import RunnerGraphs, Work
+from executor.speculative.draft_batch import DraftBatch
+from executor.speculative.tree import Drafts
 
 
-class PhaseGraphs:
-    """What a runner of a phase captures with, if it has graphs.
+class Phase(Protocol):
+    """What differs between draft runners."""
+
+    def spread(self, batch: DraftBatch) -> DraftBatch:
+        """Returns a batch as the passes of a phase read it: a line of positions for each."""
+        ...
+
+    def plan(self, batch: DraftBatch) -> Sequence[ForwardBatch]:
+        """Plans attention of every pass, and returns what each reads besides the drafts so far."""
+        ...
+
+    def run(self, batch: DraftBatch, passes: Sequence[ForwardBatch]) -> Drafts:
+        """Returns the drafts. Only device work."""
+        ...
+
+    def dummy(self, size: int) -> DraftBatch:
+        """Returns a batch of ``size`` sequences that is safe to run."""
+        ...
+
+
+class DraftGraphs:
+    """Runs a draft phase.
 
     Args:
-        registry: Its inputs, for the largest size.
-        backend: Records and replays; the phase's own.
-        sizes: Sequences to capture, ascending.
+        label: The runner's name.
+        phase: The runner's own part.
+        passes: Of the draft model; none for a single draft.
+        plan: How it drafts.
+        is_drawn: Whether batches say how drafts are drawn.
+        graphs: What to capture with; None runs everything eagerly.
+
+    Attributes:
+        sizes: Sequences of each graph, ascending.
     """
 
     def __init__(
-        self, registry: CudaGraphBufferRegistry, backend: RunnerBackend, sizes: Sequence[int]
-    ) -> None:
-        self.sizes = tuple(sizes)
-        self._registry = registry
-        self._backend = backend
-
-    def attends(self, attentions: Sequence[Attention]) -> list[Attend]:
-        """Returns what a pass calls of each attention: what cannot be captured breaks a graph."""
-        return [
-            attention.forward
-            if attention.is_capturable
-            else self._backend.eager_region(attention.forward)
-            for attention in attentions
-        ]
-
-    def capture(
         self,
         label: str,
-        attentions: Sequence[Attention],
-        load: Callable[[int], Callable[[], None]],
+        phase: Phase,
+        passes: Sequence[ForwardPass],
+        plan: SpeculationPlan,
+        *,
+        is_drawn: bool,
+        graphs: RunnerGraphs | None,
     ) -> None:
-        """Captures every size, the largest first, so that smaller ones fit into its memory.
+        self._label = label
+        self._phase = phase
+        self._passes = passes
+        self._topk = plan.topk
+        self._is_drawn = is_drawn
+        self.graphs = graphs if passes else None
+        self.sizes: tuple[int, ...] = ()
+        if self.graphs is not None:
+            self.sizes = self.graphs.sizes
+            self._drafts = new_drafts(passes[0], plan, self.sizes[-1], is_drawn=is_drawn)
 
-        Args:
-            label: The runner's name.
-            attentions: Of its passes.
-            load: Fills the buffers for a size with what is safe to run, plans, and returns what
-                to record.
-        """
-        self._registry.reset_for_capture()
-        is_whole = all(attention.is_capturable for attention in attentions)
-        record = self._backend.capture if is_whole else self._backend.capture_breakable
-        with self._backend.session(label=label, num_captures=len(self.sizes)):
-            for size in reversed(self.sizes):
-                run = load(size)
-                self._backend.warm_up(run)
-                for attention in attentions:
-                    attention.on_after_cuda_graph_warmup()
-                record(ShapeKey(size), run)
-
-    def fill(self, inputs: Inputs, count: int, size: int, width: int) -> Inputs:
-        """Puts inputs into the buffers and returns them as a graph reads them.
-
-        Args:
-            inputs: Of ``count`` sequences.
-            count: May be 0: an idle rank runs padding alone.
-            size: Sequences of the graph.
-            width: Rows of each.
-        """
-        self._registry.fill_from(
-            inputs,
-            raw_bs=count,
-            padded_bs=size,
-            raw_num_tokens=count * width,
-            padded_num_tokens=size * width,
-        )
-        return self._registry.extract_buffer(
-            padded_bs=size, padded_num_tokens=size * width, forward_batch_template=inputs
-        )
-
-    def replay(self, size: int) -> None:
-        """Runs the graph of ``size`` sequences."""
-        self._backend.replay(ShapeKey(size))
+    def draft(self, batch: DraftBatch) -> Drafts:
+        """Returns the drafts of each sequence; those of a graph are valid until the next replay."""
+        assert (batch.draws is not None) == self._is_drawn, "drafts are drawn always or never"
+        count, size = batch.batch_size, batch.layout.graph_size
+        batch = self._phase.spread(batch)
+        if self.graphs is None or size is None:
+            return self._phase.run(batch, self._phase.plan(batch))
+        self._load(batch, size // self._topk)
+        self.graphs.replay(size // self._topk)
+        return Drafts(*(x if x is None else x[:count] for x in self._drafts))  # type: ignore[arg-type]
 
     def discard(self) -> None:
         """Drops what was captured."""
-        self._backend.discard()
+        if self.graphs is not None:
+            self.graphs.discard()
 
+    def capture(self) -> None:
+        """Captures every size, if there are any."""
+        if self.graphs is not None:
+            attentions = [forward_pass.attention for forward_pass in self._passes]
+            breaks = not all(attention.is_capturable for attention in attentions)
+            self.graphs.capture_sizes(self._label, attentions, self._load_dummy, breaks=breaks)
 
-def layout_of(step: Step, width: int, topology: Topology) -> DpLayout:
-    """Returns the layout of a step's phase that has ``width`` rows for each sequence."""
-    return DpLayout.of_requests(
-        step.num_requests,
-        width,
-        topology,
-        step.padding_mode,
-        graph_requests=step.graph_requests,
-    )
+    def _load_dummy(self, size: int) -> tuple[Work, list[Work]]:
+        batch = self._phase.spread(self._phase.dummy(size))
+        run = partial(self._run_and_keep, *self._load(batch, size))
+        return run, [run]
 
+    def _load(self, batch: DraftBatch, size: int) -> tuple[DraftBatch, Sequence[ForwardBatch]]:
+        """Fills the buffers, plans attention, and returns what a graph of ``size`` reads."""
+        assert self.graphs is not None, "there are graphs"
+        num_rows = size * self._topk
+        view = fill(
+            self.graphs.registry,
+            batch,
+            padded_bs=size,
+            padded_num_tokens=num_rows,
+            layout=self._passes[0].captured_layout(num_rows, has_extend=False),
+        )
+        view = replace(view, forward_mode=ForwardMode.DECODE)
+        return view, self._phase.plan(view)
 
-def step_of_graph(size: int, topology: Topology) -> Step:
-    """Returns the step that a graph sees: ``size`` sequences on every DP rank."""
-    return Step((size,) * topology.dp_size, DpPaddingMode.MAX_LEN, size)
-
-
-def put(results: torch.Tensor | None, into: torch.Tensor | None) -> None:
-    """Copies a graph's results to where they stay; nothing if there are none."""
-    if results is not None:
-        assert into is not None, "there is room for every result"
-        into[: len(results)].copy_(results)
+    def _run_and_keep(self, batch: DraftBatch, passes: Sequence[ForwardBatch]) -> None:
+        copy_results(self._phase.run(batch, passes), self._drafts)

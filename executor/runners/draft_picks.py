@@ -1,14 +1,18 @@
-"""Which tokens a draft model proposes. Device work of fixed shapes alone.
+"""Picks of a draft model: the tokens that it proposes, and output buffers for them.
+
+Only device work of fixed shapes.
 
 S rows of logits    K tokens of each    V the draft's vocabulary
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from executor.budget.speculation import SpeculationPlan
 from executor.model.sampling.logits import invert, temper
+from executor.runners.forward_pass import ForwardPass
 from executor.speculative.accept import DRAFT_STREAM, stream_samples
 from executor.speculative.draft_batch import Draws
 from executor.speculative.tree import Beams, Drafts, Level, next_level, num_candidates
@@ -101,3 +105,33 @@ def distribution(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tenso
     tempered = temper(logits, torch.where(temperature <= 0, 1.0, temperature))
     likeliest = torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
     return torch.where(is_greedy, likeliest, torch.softmax(tempered, dim=-1))
+
+
+def new_drafts(
+    forward_pass: ForwardPass, plan: SpeculationPlan, count: int, *, is_drawn: bool
+) -> Drafts:
+    """Returns output buffers for the drafts of ``count`` sequences: memory that no graph owns.
+
+    Args:
+        forward_pass: Of the draft model.
+        plan: How it drafts.
+        count: Sequences of the largest graph.
+        is_drawn: Whether drafts are drawn.
+    """
+    device, num_drafts = forward_pass.kv_pool.device, plan.num_draft_tokens - 1
+    tokens, parents = torch.zeros(2, count, num_drafts, dtype=torch.int64, device=device)
+    probs = None
+    if is_drawn:
+        size = (count, num_drafts, forward_pass.vocab_size)
+        probs = torch.zeros(size, dtype=torch.float32, device=device)
+    return Drafts(tokens, parents if plan.is_tree else None, probs)
+
+
+def copy_results(
+    results: Iterable[torch.Tensor | None], buffers: Iterable[torch.Tensor | None]
+) -> None:
+    """Copies a graph's results to the front of their buffers; None where there are none."""
+    for result, buffer in zip(results, buffers, strict=True):
+        if result is not None:
+            assert buffer is not None, "every result has a buffer"
+            buffer[: len(result)].copy_(result)

@@ -1,15 +1,16 @@
-"""Batches that stand for a size while it is captured: all padding, and valid to run."""
+"""Dummy batches: all padding, and valid to run, for the capture of a size."""
+
+from typing import Any
 
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
-from executor.parallel.layout import DpPaddingMode
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.runners.forward_pass import ForwardPass
-from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 
 
-def decode_stand_in(
+def dummy_decode(
     forward_pass: ForwardPass, size: int, width: int = 1, *, has_tree: bool = False
 ) -> ForwardBatch:
     """Returns ``size`` sequences of ``width`` tokens each, which is all that they have.
@@ -17,14 +18,14 @@ def decode_stand_in(
     Args:
         has_tree: Whether they are a tree, in which every token sees all others.
     """
-    batch = _stand_in(forward_pass, np.full(size, width))
+    batch = _dummy(forward_pass, np.full(size, width))
     if has_tree:
         device = forward_pass.kv_pool.device
         batch.tree_mask = torch.ones(size, width, width, dtype=torch.bool, device=device)
     return batch
 
 
-def extend_stand_in(forward_pass: ForwardPass, num_tokens: int) -> ForwardBatch:
+def dummy_extend(forward_pass: ForwardPass, num_tokens: int) -> ForwardBatch:
     """Returns a prompt of ``num_tokens`` tokens, cut into as many as a sequence may have.
 
     Raises:
@@ -40,14 +41,15 @@ def extend_stand_in(forward_pass: ForwardPass, num_tokens: int) -> ForwardBatch:
         )
     lengths = np.full(num_rows, row_tokens)
     lengths[-1] = num_tokens - row_tokens * (num_rows - 1)
-    return _stand_in(forward_pass, lengths)
+    return _dummy(forward_pass, lengths)
 
 
-def draft_stand_in(
+def dummy_draft(
     forward_pass: ForwardPass,
     size: int,
+    width: int,
     *,
-    num_tokens: int,
+    num_first: int,
     num_slots: int = 0,
     is_drawn: bool = False,
     has_probs: bool = False,
@@ -55,31 +57,38 @@ def draft_stand_in(
     """Returns ``size`` sequences of two tokens to draft after.
 
     Args:
-        num_tokens: First drafts of each, or 1, its last token.
+        width: Rows of each in a pass.
+        num_first: First drafts of each, or 1, its last token.
         num_slots: Slots that its drafts are stored in.
         is_drawn: Whether drafts are drawn.
         has_probs: Whether the first drafts were.
     """
-    device = forward_pass.kv_pool.device
+    pool, device = forward_pass.kv_pool, forward_pass.kv_pool.device
+    zeros = torch.zeros(size * max(num_first, num_slots), dtype=torch.int64, device=device)
     seq_lens_cpu = torch.full((size,), 2)
+    seq_lens = seq_lens_cpu.to(device)
     probs = None
     if has_probs:
         probs = torch.zeros(size, forward_pass.vocab_size, dtype=torch.float32, device=device)
     return DraftBatch(
-        step=Step((size,), DpPaddingMode.MAX_LEN, size),
-        req_pool_indices=_rows(forward_pass, size),
-        seq_lens=seq_lens_cpu.to(device),
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        input_ids=zeros[: size * num_first],
+        positions=seq_lens,
+        out_cache_loc=zeros[: size * num_slots],
+        req_pool_indices=torch.arange(size, device=device).clamp_(max=pool.num_rows - 1),
+        seq_lens=seq_lens,
         seq_lens_cpu=seq_lens_cpu,
-        out_cache_loc=torch.zeros(size * num_slots, dtype=torch.int64, device=device),
-        tokens=torch.zeros(size, num_tokens, dtype=torch.int64, device=device),
-        scores=torch.zeros(size, num_tokens, dtype=torch.float32, device=device),
+        layout=forward_pass.captured_layout(size * width, has_extend=False),
+        logits_indices=zeros[:0],
         hidden_states=forward_pass.new_hidden(size),
+        scores=torch.zeros(size, num_first, dtype=torch.float32, device=device),
         probs=probs,
-        draws=_draws(size, device) if is_drawn else None,
+        **_draws(size, device, is_drawn=is_drawn),
     )
 
 
-def extend_stand_in_of_drafts(
+def dummy_draft_extend(
     forward_pass: ForwardPass,
     size: int,
     width: int,
@@ -94,17 +103,23 @@ def extend_stand_in_of_drafts(
         is_drawn: Whether drafts are drawn.
     """
     device = forward_pass.kv_pool.device
-    batch = _stand_in(forward_pass, np.full(size, width))
+    batch = _dummy(forward_pass, np.full(size, width))
     batch.hidden_states = forward_pass.new_hidden(size * width)
     starts = torch.arange(size, device=device) * width
     carries = None
     if num_layers > 1:
         carries = forward_pass.new_hidden(size * (num_layers - 1)).view(size, num_layers - 1, -1)
-    draws = _draws(size, device) if is_drawn else None
-    return ExtendBatch(batch, width, starts, starts, carries, draws)
+    return ExtendBatch.of(
+        batch,
+        width=width,
+        starts=starts,
+        lasts=starts,
+        carries=carries,
+        **_draws(size, device, is_drawn=is_drawn),
+    )
 
 
-def _stand_in(forward_pass: ForwardPass, lengths: np.ndarray) -> ForwardBatch:
+def _dummy(forward_pass: ForwardPass, lengths: np.ndarray) -> ForwardBatch:
     """Returns new sequences in rows 0, 1, … Their tokens are written to the scratch block."""
     total = int(lengths.sum())
     device = forward_pass.kv_pool.device
@@ -118,12 +133,9 @@ def _stand_in(forward_pass: ForwardPass, lengths: np.ndarray) -> ForwardBatch:
     )
 
 
-def _rows(forward_pass: ForwardPass, size: int) -> torch.Tensor:
-    pool = forward_pass.kv_pool
-    return torch.arange(size, device=pool.device).clamp_(max=pool.num_rows - 1)
-
-
-def _draws(size: int, device: torch.device) -> Draws:
+def _draws(size: int, device: torch.device, *, is_drawn: bool) -> dict[str, Any]:
     """Returns draws of the likeliest token."""
-    whole = torch.zeros(2, size, dtype=torch.int64, device=device)
-    return Draws(torch.zeros(size, dtype=torch.float32, device=device), whole[0], whole[1])
+    if not is_drawn:
+        return {}
+    zeros = torch.zeros(size, dtype=torch.int64, device=device)
+    return {"temperature": zeros.to(torch.float32), "seeds": zeros, "draw_positions": zeros}

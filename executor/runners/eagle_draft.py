@@ -1,4 +1,4 @@
-"""Drafts with a model that has keys and values of its own: all steps and the selection at once.
+"""EAGLE draft runner: a draft model with keys and values of its own, all steps and the selection at once.
 
     first drafts ─▶ pass 1 ─▶ K best of K * K ─▶ pass 2 ─▶ … ─▶ pass D - 1 ─▶ chain or best nodes
     slots           L …       (K = 1: the best)  L + K …
@@ -9,23 +9,20 @@ Pass s runs level s of the tree at position L + s - 1, K rows of a sequence, and
 K slots behind those of the passes before. In a tree, each row sees its ancestors among them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.forward_batch import ForwardBatch
 from executor.budget.speculation import SpeculationPlan
 from executor.model.layers.attention import Attend
-from executor.parallel.layout import DpLayout
-from executor.runners.draft_graphs import PhaseGraphs, layout_of, step_of_graph
-from executor.runners.draft_inputs import DraftInputs, draw_inputs
+from executor.runners.draft_graphs import DraftGraphs
 from executor.runners.draft_picks import chain_of, pick, pick_level
-from executor.runners.draft_room import new_room, put_drafts, taken
-from executor.runners.dummy_batches import draft_stand_in
+from executor.runners.dummy_batches import dummy_draft
 from executor.runners.forward_pass import ForwardPass
+from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, beam_ancestors, best_nodes, first_level
 
@@ -52,7 +49,7 @@ class EagleDraftRunner:
         *,
         target_ids: torch.Tensor | None = None,
         is_drawn: bool = False,
-        graphs: PhaseGraphs | None = None,
+        graphs: RunnerGraphs | None = None,
     ) -> None:
         assert len(passes) == plan.num_draft_steps - 1, "a pass for each draft but the first"
         self._passes = tuple(passes)
@@ -60,132 +57,90 @@ class EagleDraftRunner:
         self._topk = plan.topk
         self._target_ids = target_ids
         self._is_drawn = is_drawn
-        self._graphs = graphs if passes else None  # a single draft needs no pass
-        self._attentions = [forward_pass.attention for forward_pass in passes]
-        self.sizes: tuple[int, ...] = ()
-        self._attends: list[Attend] = [attention.forward for attention in self._attentions]
+        self._graphs = DraftGraphs("draft", self, passes, plan, is_drawn=is_drawn, graphs=graphs)
+        self.sizes = self._graphs.sizes
+        attentions = [forward_pass.attention for forward_pass in passes]
+        self._attends: list[Attend] = [attention.forward for attention in attentions]
         self._masks: list[torch.Tensor] = []
-        if self._graphs is not None:
-            self.sizes = self._graphs.sizes
-            self._attends = self._graphs.attends(self._attentions)
-            self._room = new_room(passes[0], plan, self.sizes[-1], is_drawn=is_drawn)
+        if graphs is not None and passes:
+            self._attends = [graphs.attend(attention) for attention in attentions]
             self._masks = self._new_masks(self.sizes[-1])
 
     def draft(self, batch: DraftBatch) -> Drafts:
         """Returns the drafts of each sequence. Every DP rank must call it, also with none."""
-        assert (batch.draws is not None) == self._is_drawn, "drafts are drawn always or never"
-        inputs, size = self._inputs(batch), batch.step.graph_requests
-        if not self._passes:
-            return self._run(inputs, [])
-        if self._graphs is None or size is None:
-            layout = layout_of(batch.step, self._topk, self._passes[0].topology)
-            masks = self._new_masks(len(batch.tokens))
-            return self._run(inputs, self._planned(inputs, layout, masks))
-        self._load(inputs, size)
-        self._graphs.replay(size)
-        return taken(self._room, len(batch.tokens))
+        return self._graphs.draft(batch)
 
     def discard(self) -> None:
         """Drops what was captured."""
-        if self._graphs is not None:
-            self._graphs.discard()
+        self._graphs.discard()
 
     def capture(self) -> None:
         """Captures every size, if there are any. All ranks must call it, at the same time."""
-        if self._graphs is not None:
-            self._graphs.capture("draft", self._attentions, self._record)
+        self._graphs.capture()
 
-    # ---- a graph
+    # ---- the phase
 
-    def _record(self, size: int) -> Callable[[], None]:
-        """Fills the buffers with ``size`` sequences and returns what a graph of that size does."""
-        stand_in = draft_stand_in(
+    def dummy(self, size: int) -> DraftBatch:
+        """Returns a batch of ``size`` sequences that is safe to run."""
+        return dummy_draft(
             self._passes[0],
             size,
-            num_tokens=self._topk,
+            self._topk,
+            num_first=self._topk,
             num_slots=len(self._passes) * self._topk,
             is_drawn=self._is_drawn,
             has_probs=self._is_drawn,
         )
-        return partial(self._run_and_keep, *self._load(self._inputs(stand_in), size))
 
-    def _load(self, inputs: DraftInputs, size: int) -> tuple[DraftInputs, list[ForwardBatch]]:
-        """Fills the buffers, plans attention, and returns what a graph of ``size`` reads."""
-        assert self._graphs is not None, "there are graphs"
-        view = self._graphs.fill(inputs, len(inputs.tokens), size, self._topk)
-        topology = self._passes[0].topology
-        layout = layout_of(step_of_graph(size, topology), self._topk, topology)
-        return view, self._planned(view, layout, [mask[:size] for mask in self._masks])
-
-    def _run_and_keep(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> None:
-        put_drafts(self._run(inputs, batches), self._room)
-
-    # ---- the phase
-
-    def _inputs(self, batch: DraftBatch) -> DraftInputs:
-        """Says what each pass reads of a batch."""
-        num_passes, width, count = len(self._passes), self._topk, len(batch.seq_lens)
+    def spread(self, batch: DraftBatch) -> DraftBatch:
+        """Returns positions and slots [D - 1, B * K] and lengths [D - 1, B] of each pass."""
+        num_passes, width, count = len(self._passes), self._topk, batch.batch_size
         before = torch.arange(num_passes)[:, None]
         # Made there: a copy would wait for the device.
         on_device = torch.arange(num_passes, device=batch.seq_lens.device)[:, None]
         positions = batch.seq_lens + on_device
         if self._passes:
             positions.clamp_(max=self._passes[0].max_seq_len - 1)
-        if width > 1:
-            positions = positions.repeat_interleave(width, dim=1)
         locations = batch.out_cache_loc.view(count, num_passes, width).transpose(0, 1)
-        return DraftInputs(
-            positions=positions,
-            req_pool_indices=batch.req_pool_indices,
+        return replace(
+            batch,
+            positions=positions.repeat_interleave(width, dim=1),
+            out_cache_loc=locations.reshape(num_passes, count * width),
             seq_lens=batch.seq_lens + (on_device + 1) * width,
             seq_lens_cpu=batch.seq_lens_cpu + (before + 1) * width,
-            tokens=batch.tokens,
-            hidden_states=batch.hidden_states,
-            out_cache_loc=locations.reshape(num_passes, count * width),
-            scores=batch.scores,
-            probs=batch.probs,
-            **draw_inputs(batch.draws),
         )
 
-    def _planned(
-        self, inputs: DraftInputs, layout: DpLayout, masks: Sequence[torch.Tensor]
-    ) -> list[ForwardBatch]:
+    def plan(self, batch: DraftBatch) -> list[ForwardBatch]:
         """Plans attention of all passes, and returns their batches, tokens and hidden states
         excepted."""
-        width, count = self._topk, len(inputs.tokens)
-        mode = ForwardMode.DECODE if count else ForwardMode.IDLE
-        assert inputs.out_cache_loc is not None, "keys and values are stored"
-        batches = []
+        width, count = self._topk, batch.batch_size
+        masks = self._masks
+        if batch.layout.graph_size is None or not masks:
+            masks = self._new_masks(count)
+        passes: list[ForwardBatch] = []
         for place, forward_pass in enumerate(self._passes):
-            seq_lens_cpu = inputs.seq_lens_cpu[place]
-            batch = ForwardBatch(
-                forward_mode=mode,
-                batch_size=count,
-                input_ids=inputs.positions[place],  # its length alone counts: see ``_run``
-                positions=inputs.positions[place],
-                out_cache_loc=inputs.out_cache_loc[place],
-                req_pool_indices=inputs.req_pool_indices,
-                seq_lens=inputs.seq_lens[place],
-                seq_lens_cpu=seq_lens_cpu,
-                layout=layout,
-                logits_indices=inputs.req_pool_indices[:0],
-                num_token_non_padded=inputs.num_token_non_padded,
-                global_num_tokens_gpu=inputs.global_num_tokens_gpu,
-                global_num_tokens_for_logprob_gpu=inputs.global_num_tokens_for_logprob_gpu,
+            of_pass = replace(
+                batch,
+                positions=batch.positions[place],
+                out_cache_loc=batch.out_cache_loc[place],
+                seq_lens=batch.seq_lens[place],
+                seq_lens_cpu=batch.seq_lens_cpu[place],
             )
             if width > 1:
-                batch.extend_seq_lens_cpu = np.full(count, width)
-                batch.extend_prefix_lens_cpu = seq_lens_cpu.numpy() - width
-                batch.tree_mask = masks[place]
-            forward_pass.plan(batch)
-            batches.append(batch)
-        return batches
+                of_pass.extend_seq_lens_cpu = np.full(count, width)
+                of_pass.extend_prefix_lens_cpu = of_pass.seq_lens_cpu.numpy() - width
+                of_pass.tree_mask = masks[place][:count]
+            forward_pass.plan(of_pass)
+            passes.append(of_pass)
+        return passes
 
-    def _run(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> Drafts:
-        return (self._chain if self._topk == 1 else self._tree)(inputs, batches)
+    def run(self, batch: DraftBatch, passes: Sequence[ForwardBatch]) -> Drafts:
+        """Returns the drafts. Only device work."""
+        return (self._chain if self._topk == 1 else self._tree)(batch, passes)
 
-    def _chain(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> Drafts:
-        tokens, probs, hidden = [inputs.tokens], [inputs.probs], inputs.hidden_states
+    def _chain(self, inputs: DraftBatch, batches: Sequence[ForwardBatch]) -> Drafts:
+        assert inputs.hidden_states is not None, "a draft reads hidden states"
+        tokens, probs, hidden = [inputs.input_ids[:, None]], [inputs.probs], inputs.hidden_states
         passes = zip(self._passes, batches, self._attends, strict=True)
         for step, (forward_pass, batch, attend) in enumerate(passes, start=1):
             batch = replace(batch, input_ids=tokens[-1].flatten(), hidden_states=hidden)
@@ -196,11 +151,12 @@ class EagleDraftRunner:
             probs.append(picks.probs)
         return chain_of(tokens, probs)
 
-    def _tree(self, inputs: DraftInputs, batches: Sequence[ForwardBatch]) -> Drafts:
-        count, width = inputs.tokens.shape
-        size = inputs.hidden_states.shape[1]
+    def _tree(self, inputs: DraftBatch, batches: Sequence[ForwardBatch]) -> Drafts:
+        assert inputs.hidden_states is not None, "a draft reads hidden states"
         assert inputs.scores is not None, "first drafts have log probabilities"
-        level, beams = first_level(inputs.tokens, inputs.scores)
+        count, width = inputs.scores.shape
+        size = inputs.hidden_states.shape[1]
+        level, beams = first_level(inputs.input_ids.view(count, width), inputs.scores)
         levels, seen = [level], None
         hidden = inputs.hidden_states.unsqueeze(1)
         passes = zip(self._passes, batches, self._attends, strict=True)
@@ -220,11 +176,11 @@ class EagleDraftRunner:
         return best_nodes(levels, self._plan.num_draft_tokens - 1)
 
     def _new_masks(self, count: int) -> list[torch.Tensor]:
-        """Returns room for the tree mask of each pass."""
+        """Returns buffers for the tree mask of each pass."""
         width = self._topk
         if width == 1:
             return []
-        device = self._passes[0].kv_pool.device
+        device = self._passes[0].kv_pool.device if self._passes else None
         return [
             torch.ones(count, width, step * width, dtype=torch.bool, device=device)
             for step in range(1, len(self._passes) + 1)

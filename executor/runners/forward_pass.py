@@ -1,7 +1,8 @@
-"""The pass that every runner runs: the model's stages, and attention between them."""
+"""Forward pass: the model's stages with attention between them, as every runner runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology, require_attn_tp_gather
+
+Batch = TypeVar("Batch", bound=ForwardBatch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +78,7 @@ class ForwardPass:
     def keep_features(self, out: torch.Tensor) -> torch.Tensor:
         """Copies features to their buffer, if there is one; returns the hidden states [T, D].
 
-        Device work alone. Whoever runs ``stages`` without ``run`` calls it, in what is captured.
+        Only device work. A runner of ``stages`` without ``run`` calls it within its capture.
 
         Args:
             out: What ``stages`` returned, [T, D] or [T, D + F].
@@ -102,12 +105,12 @@ class ForwardPass:
 
 def fill(
     registry: CudaGraphBufferRegistry,
-    batch: ForwardBatch,
+    batch: Batch,
     *,
     padded_bs: int,
     padded_num_tokens: int,
     layout: DpLayout,
-) -> ForwardBatch:
+) -> Batch:
     """Puts a batch into a registry's buffers and returns it as a captured pass reads it.
 
     Args:
@@ -130,19 +133,27 @@ def fill(
     return replace(view, layout=layout)
 
 
-def load_extend(
-    forward_pass: ForwardPass, registry: CudaGraphBufferRegistry, batch: ForwardBatch, size: int
-) -> ForwardBatch:
-    """Fills a prefill registry, plans attention, and returns the batch that a graph sees.
+class EagerRunner:
+    """Runs any batch as it comes, without a graph: plans attention, then calls the model.
 
-    Attention gets the batch's real sequences; everything else ``size`` token rows.
+    Args:
+        forward_pass: What to run.
+        registry: Its inputs, sized for the largest step (``build_eager_registry``).
     """
-    view = fill(
-        registry,
-        batch,
-        padded_bs=batch.batch_size,
-        padded_num_tokens=size,
-        layout=forward_pass.captured_layout(size, has_extend=True),
-    )
-    forward_pass.plan(view)
-    return view
+
+    def __init__(self, forward_pass: ForwardPass, registry: CudaGraphBufferRegistry) -> None:
+        self._pass = forward_pass
+        self._registry = registry
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Returns float32 logits [L, V] of ``batch.logits_indices``."""
+        view = fill(
+            self._registry,
+            batch,
+            padded_bs=batch.batch_size,
+            padded_num_tokens=len(batch.input_ids),
+            layout=batch.layout,
+        )
+        self._pass.plan(view)
+        hidden = self._pass.run(view)
+        return self._pass.compute_logits(hidden.index_select(0, batch.logits_indices))

@@ -1,4 +1,4 @@
-"""Chooses what runs a batch. The router has decided; this only looks its decision up."""
+"""Runner selection: the router has decided what runs a batch, and says it in the layout."""
 
 from collections.abc import Sequence
 

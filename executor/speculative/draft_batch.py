@@ -1,20 +1,21 @@
-"""What the runners of a draft model take and give. Data only.
+"""Batches of a draft model, and what its draft-extend leaves. Data only.
 
 B sequences    D draft steps    K drafts that each goes on from (topk)    H hidden size
 V the draft's vocabulary
+
+They are ``ForwardBatch``es with more fields, so that a buffer registry fills a graph's inputs from
+them and hands them back like any other.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.parallel.layout import DpPaddingMode
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """How drafts are drawn from the draft's distribution, for rejection sampling.
 
     Attributes:
@@ -28,75 +29,73 @@ class Draws:
     positions: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What every rank knows of a speculative step; layouts of all phases follow from it.
+@dataclass(slots=True, kw_only=True)
+class DrawnBatch(ForwardBatch):
+    """A batch whose drafts may be drawn.
 
     Attributes:
-        num_requests: Sequences of each DP rank.
-        padding_mode: How the ranks' rows are gathered.
-        graph_requests: Sequences of the graph that all ranks replay; None: all run eagerly.
+        temperature, seeds, draw_positions: As in ``Draws``; None takes the likeliest.
     """
 
-    num_requests: tuple[int, ...]
-    padding_mode: DpPaddingMode
-    graph_requests: int | None = None
+    temperature: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+    draw_positions: torch.Tensor | None = None
+
+    @property
+    def draws(self) -> Draws | None:
+        temperature, seeds, positions = self.temperature, self.seeds, self.draw_positions
+        if temperature is None or seeds is None or positions is None:
+            return None
+        return Draws(temperature, seeds, positions)
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, **more: Any) -> Self:
+        """Returns a batch with more fields."""
+        return cls(**{field.name: getattr(batch, field.name) for field in fields(batch)}, **more)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
+@dataclass(slots=True, kw_only=True)
+class DraftBatch(DrawnBatch):
     """The sequences of a draft phase, each with L tokens so far. B may be 0.
 
+    ``layout`` is that of a pass, K rows for each sequence. A runner gives ``positions``,
+    ``out_cache_loc`` and the lengths a line for each pass.
+
     Attributes:
-        step: Counts of all ranks.
-        req_pool_indices: int64 [B], rows of the block table.
-        seq_lens: int64 [B], L: the first draft stands at this position.
-        seq_lens_cpu: The same on the host.
+        input_ids: int64 [B * K], the first drafts, target ids. Where the draft model reads the
+            target's KV: int64 [B], the last token.
+        positions, seq_lens: int64 [B], L: the first draft stands at this position.
         out_cache_loc: int64 [B * (D - 1) * K], slots of the drafts that the draft model runs, those
             of a sequence step after step: behind its L tokens. Empty where it stores none.
-        tokens: int64 [B, K], the first drafts, target ids. Where the draft model reads the
-            target's KV: int64 [B, 1], the last token.
-        scores: float32 [B, K], log probabilities of the first drafts; unused with the last token.
         hidden_states: [B, H], what the draft model takes with them: of the position before.
+        scores: float32 [B, K], log probabilities of the first drafts; None with the last token.
         probs: float32 [B, V], what each first draft was drawn from; None if it is the likeliest.
-        draws: How later drafts are drawn; None takes the likeliest.
     """
 
-    step: Step
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor
-    out_cache_loc: torch.Tensor
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    hidden_states: torch.Tensor
+    scores: torch.Tensor | None = None
     probs: torch.Tensor | None = None
-    draws: Draws | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExtendBatch:
+@dataclass(slots=True, kw_only=True)
+class ExtendBatch(DrawnBatch):
     """What the draft model runs over tokens that the target has run: R rows of B sequences.
 
+    ``hidden_states`` are those that the first draft layer takes. With more than one layer, every
+    sequence that samples has a row more for each further layer, which its drafts fill in; the last
+    rows of a captured batch may stand for tokens that were not accepted. Draws have [S] entries.
+
     Attributes:
-        batch: The rows of each sequence, in order, with the hidden states that the first draft
-            layer takes. With more than one layer, every sequence that samples has a row more for
-            each further layer, which its drafts fill in; the last rows of a captured batch may
-            stand for tokens that were not accepted.
         width: Rows of every sequence; None if they differ, and then no graph is replayed.
         starts: int64 [B], row in which each sequence begins.
         lasts: int64 [S], row of the last token of each sequence that samples.
         carries: [B, layers - 1, H], what each further layer takes with a sequence's first token:
             the output of the layer before, one position before. None with one layer.
-        draws: How drafts are drawn, [S] entries; None takes the likeliest.
     """
 
-    batch: ForwardBatch
     width: int | None
     starts: torch.Tensor
     lasts: torch.Tensor
     carries: torch.Tensor | None = None
-    draws: Draws | None = None
 
 
 class Extended(NamedTuple):

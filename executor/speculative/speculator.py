@@ -1,4 +1,4 @@
-"""A step's speculative side: draft, verify, accept, draft-extend, in terms of runners.
+"""Speculator: the draft model's part in every step, in terms of runners.
 
     speculative step   draft ─▶ verify (target) ─▶ accept ─▶ draft-extend over what was gained
     any other step              run (target) ───▶ sample ─▶ draft-extend over what was run
@@ -10,7 +10,7 @@ position L - 1, and what it gives are the first drafts of the next step.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from executor.model.sampling.sampler import Sampler
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology
 from executor.speculative.accept import Accepted
-from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Extended
 from executor.speculative.ragged import Ragged, filled_blocks
 from executor.speculative.state import DraftState
 from executor.speculative.tree import Drafts
-from executor.speculative.verifier import Verification, step_of
+from executor.speculative.verifier import Verification
 
 
 class Drafter(Protocol):
@@ -115,31 +115,37 @@ class Speculator:
         if self._drafter is None:
             probs = None if state.probs is None else state.probs.index_select(0, at)
             return Drafts(state.tokens.index_select(0, at), None, probs)
-        seq_lens = columns.num_computed_tokens + 1
-        count = (plan.num_draft_steps - 1) * plan.topk if plan.extends else 0
-        tokens, hidden = state.tokens.index_select(0, at), state.hidden.index_select(0, at)
-        if not plan.extends:
-            tokens = self._sampler.last_tokens.index_select(0, at).unsqueeze(1)
+        rows, seq_lens = columns.rows, columns.num_computed_tokens + 1
+        num_slots = (plan.num_draft_steps - 1) * plan.topk if plan.extends else 0
+        _, locations = self._locate(rows, seq_lens, np.full(len(rows), num_slots))
+        lens = self._to_device(seq_lens)
+        if plan.extends:
+            tokens, hidden = state.tokens.index_select(0, at), state.hidden.index_select(0, at)
+        else:
+            tokens = self._sampler.last_tokens.index_select(0, at)
             hidden = state.carries[:, 0].index_select(0, at)
         return self._drafter.draft(
             DraftBatch(
-                step=step_of(columns),
+                forward_mode=ForwardMode.DECODE if len(rows) else ForwardMode.IDLE,
+                batch_size=len(rows),
+                input_ids=tokens.flatten(),
+                positions=lens,
+                out_cache_loc=self._to_device(locations),
                 req_pool_indices=at,
-                seq_lens=self._to_device(seq_lens),
+                seq_lens=lens,
                 seq_lens_cpu=torch.from_numpy(seq_lens),
-                out_cache_loc=self._locate(columns.rows, seq_lens, count).flatten(),
-                tokens=tokens,
-                scores=state.scores.index_select(0, at),
+                layout=self._layout(columns, plan.topk),
+                logits_indices=at[:0],
                 hidden_states=hidden,
+                scores=state.scores.index_select(0, at),
                 probs=None if state.probs is None else state.probs.index_select(0, at),
-                draws=self._draws(at, self._to_device(seq_lens)),
+                **self._draws(at, lens),
             )
         )
 
-    def follow_accepted(self, verification: Verification, accepted: Accepted) -> None:
-        """Brings the draft model up to the tokens gained. Every rank must call it."""
+    def extend_accepted(self, verification: Verification, accepted: Accepted) -> None:
+        """Runs draft-extend over the tokens gained. Every rank must call it."""
         columns, plan, at = verification.columns, self.plan, verification.at
-        step = verification.step
         size, width, count = plan.num_draft_tokens, plan.num_extend_rows, len(columns.rows)
         hidden = self._project(self._features[: count * size])
         firsts = torch.arange(count, device=self._device)
@@ -159,25 +165,19 @@ class Speculator:
             columns,
             starts,
             np.full(count, width),
-            DpLayout.of_requests(
-                step.num_requests,
-                width,
-                self._topology,
-                step.padding_mode,
-                graph_requests=step.graph_requests,
-            ),
+            self._layout(columns, width),
             input_ids=tokens.flatten(),
             hidden_states=hidden.index_select(0, nodes.flatten()),
         )
         first_positions = verification.positions.view(count, size)[:, 0]
         extended = self._extender.extend(
-            ExtendBatch(
+            ExtendBatch.of(
                 batch,
-                width,
-                extend_starts,
-                lasts,
-                self._carries(at),
-                self._draws(at, first_positions + accepted.num_tokens),
+                width=width,
+                starts=extend_starts,
+                lasts=lasts,
+                carries=self._carries(at),
+                **self._draws(at, first_positions + accepted.num_tokens),
             )
         )
         self._state.keep(at, extended)
@@ -195,20 +195,15 @@ class Speculator:
         for layer, states in enumerate(extended.outputs, start=1):
             self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
 
-    def follows(self, columns: StepColumns) -> bool:
-        """Whether the draft model is brought up to a step that is not speculative.
+    def extends(self, columns: StepColumns) -> bool:
+        """Whether draft-extend runs behind a step that is not speculative.
 
         The router has decided for all ranks: one that plans no speculative steps spares it.
         """
         return bool(columns.draft_counts) or not self.plan.extends
 
-    def follow(
-        self,
-        columns: StepColumns,
-        batch: ForwardBatch,
-        tokens: torch.Tensor,
-    ) -> None:
-        """Brings the draft model up to what such a step ran. Every rank must call it.
+    def extend(self, columns: StepColumns, batch: ForwardBatch, tokens: torch.Tensor) -> None:
+        """Runs draft-extend over what such a step ran. Every rank must call it.
 
         Args:
             columns: The step.
@@ -225,7 +220,7 @@ class Speculator:
             ragged = Ragged.of(columns, plan.num_layers)
             source = torch.cat((hidden, self._state.carries[:, 0].index_select(0, at)))
             ids = torch.cat((batch.input_ids, tokens)) if len(tokens) else batch.input_ids
-            layout = self._layout_behind(columns)
+            layout = self._plain_layout(columns)
             extend = self._extend_batch(
                 columns,
                 ragged.positions,
@@ -237,13 +232,13 @@ class Speculator:
             sampled = self._to_device(columns.rows[ragged.samples])
             lens = (columns.num_computed_tokens + columns.num_tokens + 1)[ragged.samples]
             extended = self._extender.extend(
-                ExtendBatch(
+                ExtendBatch.of(
                     extend,
-                    None if layout.graph_size is None else plan.num_layers,
-                    self._to_device(ragged.starts),
-                    self._to_device(ragged.lasts[ragged.samples]),
-                    self._carries(at),
-                    self._draws(sampled, self._to_device(lens)),
+                    width=None if layout.graph_size is None else plan.num_layers,
+                    starts=self._to_device(ragged.starts),
+                    lasts=self._to_device(ragged.lasts[ragged.samples]),
+                    carries=self._carries(at),
+                    **self._draws(sampled, self._to_device(lens)),
                 )
             )
             self._state.keep(sampled, extended)
@@ -265,7 +260,18 @@ class Speculator:
 
     # ---- parts of them
 
-    def _layout_behind(self, columns: StepColumns) -> DpLayout:
+    def _layout(self, columns: StepColumns, width: int) -> DpLayout:
+        """Returns the layout of a phase of a speculative step, ``width`` rows for each sequence."""
+        layout, size = columns.layout, columns.num_draft_tokens
+        return DpLayout.of_requests(
+            [count // size for count in layout.global_num_tokens_cpu],
+            width,
+            self._topology,
+            layout.padding_mode,
+            graph_requests=None if layout.graph_size is None else layout.graph_size // size,
+        )
+
+    def _plain_layout(self, columns: StepColumns) -> DpLayout:
         """Returns the layout of draft-extend behind a step that is not speculative.
 
         Where all ranks decode in a graph, a token of each sequence, each has as many rows of the
@@ -299,14 +305,10 @@ class Speculator:
         hidden_states: torch.Tensor,
     ) -> ForwardBatch:
         """Returns a batch of the draft model: ``num_rows`` of each sequence from ``starts`` on."""
-        ends = np.cumsum(num_rows)
-        rows = np.repeat(columns.rows, num_rows)
-        positions = np.arange(len(rows)) + np.repeat(starts - (ends - num_rows), num_rows)
-        locations = np.empty_like(positions)
-        self._kv_pool.locate(rows, positions, out=locations)
+        positions, locations = self._locate(columns.rows, starts, num_rows)
         seq_lens = starts + num_rows
         return ForwardBatch(
-            forward_mode=ForwardMode.EXTEND if len(rows) else ForwardMode.IDLE,
+            forward_mode=ForwardMode.EXTEND if len(positions) else ForwardMode.IDLE,
             batch_size=len(columns.rows),
             input_ids=input_ids,
             positions=self._to_device(np.minimum(positions, self._max_position)),
@@ -315,18 +317,21 @@ class Speculator:
             seq_lens=self._to_device(seq_lens),
             seq_lens_cpu=torch.from_numpy(seq_lens),
             layout=layout,
-            logits_indices=self._to_device(ends[:0]),
+            logits_indices=self._to_device(starts[:0]),
             extend_prefix_lens_cpu=starts,
             extend_seq_lens_cpu=num_rows,
             hidden_states=hidden_states,
         )
 
-    def _locate(self, rows: Int64Array, starts: Int64Array, count: int) -> torch.Tensor:
-        """Returns the slots [B, count] of the positions from ``starts`` on."""
-        positions = (starts[:, None] + np.arange(count)).ravel()
+    def _locate(
+        self, rows: Int64Array, starts: Int64Array, counts: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Returns the positions of some rows from ``starts`` on, row after row, and their slots."""
+        ends = np.cumsum(counts)
+        positions = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
         locations = np.empty_like(positions)
-        self._kv_pool.locate(np.repeat(rows, count), positions, out=locations)
-        return self._to_device(locations).view(len(rows), count)
+        self._kv_pool.locate(np.repeat(rows, counts), positions, out=locations)
+        return positions, locations
 
     def _keep_blocks(
         self,
@@ -349,12 +354,16 @@ class Speculator:
             return None
         return self._state.carries.index_select(0, at)[:, 1:]
 
-    def _draws(self, at: torch.Tensor, positions: torch.Tensor) -> Draws | None:
+    def _draws(self, at: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
         """Returns how the drafts of rows are drawn, the first of which stand at ``positions``."""
         if not self._is_drawn:
-            return None
+            return {}
         parameters = self._sampler.parameters.at(at)
-        return Draws(parameters["temperature"], parameters["seed"], positions)
+        return {
+            "temperature": parameters["temperature"],
+            "seeds": parameters["seed"],
+            "draw_positions": positions,
+        }
 
     def _to_device(self, values: Int64Array) -> torch.Tensor:
         return to_device(values, self._device)

@@ -1,4 +1,4 @@
-"""Verify and accept: the target model runs the drafts of a step, and says what they are worth."""
+"""Verifier: the target model runs the drafts of a step, and says how many of them it accepts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
 from executor.model.sampling.sampler import Sampler
 from executor.speculative.accept import Accepted, match_chain, match_tree, reject_chain
-from executor.speculative.draft_batch import Step
 from executor.speculative.tree import Drafts, ancestors
 
 
@@ -24,7 +23,6 @@ class Verification:
 
     Attributes:
         columns: The step.
-        step: Counts of all ranks.
         at: int64 [B], its rows, on the device.
         drafts: What was proposed.
         sees: bool [B, N, N], the tree's ``ancestors``; None for a chain.
@@ -33,7 +31,6 @@ class Verification:
     """
 
     columns: StepColumns
-    step: Step
     at: torch.Tensor
     drafts: Drafts
     sees: torch.Tensor | None
@@ -94,7 +91,6 @@ class Verifier:
             positions = (root + sees.sum(dim=2) - 1).flatten()
         verification = Verification(
             columns,
-            step_of(columns),
             at,
             drafts,
             sees,
@@ -119,12 +115,8 @@ class Verifier:
             verification: From ``batch``.
             logits: [B * N, V].
         """
-        columns, drafts, size = (
-            verification.columns,
-            verification.drafts,
-            self._plan.num_draft_tokens,
-        )
-        count = len(columns.rows)
+        columns, drafts = verification.columns, verification.drafts
+        count, size = len(columns.rows), self._plan.num_draft_tokens
         rows = columns.rows.repeat(size)
         at = verification.at.unsqueeze(1).expand(-1, size).flatten()
         lens = (columns.num_computed_tokens[:, None] + np.arange(1, size + 1)).ravel()
@@ -189,13 +181,3 @@ class Verifier:
 
     def _to_device(self, values: Int64Array) -> torch.Tensor:
         return to_device(values, self._device)
-
-
-def step_of(columns: StepColumns) -> Step:
-    """Returns what every rank knows of a speculative step."""
-    layout, size = columns.layout, columns.num_draft_tokens
-    return Step(
-        tuple(count // size for count in layout.global_num_tokens_cpu),
-        layout.padding_mode,
-        None if layout.graph_size is None else layout.graph_size // size,
-    )

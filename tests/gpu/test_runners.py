@@ -268,7 +268,7 @@ def test_metadata_that_upgrades_itself_is_upgraded_by_each_replay(
     machine: Machine, width: int
 ) -> None:
     kind = KINDS["torch"]
-    lazy = new_case(machine, kind, lazily(LazyAttention))
+    lazy = new_case(machine, kind, lazily(LazyAttention.of))
     graphs = lazy.decode(machine.new_backend(), width)
     for what, batch in decode_batches(lazy, width):
         assert_alike(lazy.run(graphs, batch), lazy.run_eagerly(batch), OTHER_KERNELS, what)
@@ -276,7 +276,7 @@ def test_metadata_that_upgrades_itself_is_upgraded_by_each_replay(
 
 def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(machine: Machine) -> None:
     """The check of the check above."""
-    broken = new_case(machine, KINDS["torch"], lazily(LazyAttention, restores=False))
+    broken = new_case(machine, KINDS["torch"], lazily(LazyAttention.of, restores=False))
     graphs = broken.decode(machine.new_backend())
     batch = broken.decode_batch(np.random.default_rng(0), broken.sizes.decode[-1])
     got, expected = broken.run(graphs, batch), broken.run_eagerly(batch)

@@ -30,7 +30,7 @@ def note_extends(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> list[list[Given
         given: list[Given] = []
 
         def extend(batch: ExtendBatch, inner: Any = extender.extend, given: Any = given) -> Any:
-            given.append((batch.batch.layout.graph_size, batch.width))
+            given.append((batch.layout.graph_size, batch.width))
             return inner(batch)
 
         monkeypatch.setattr(extender, "extend", extend)
@@ -121,6 +121,6 @@ def test_behind_a_decode_that_brings_its_token_draft_extend_runs_eagerly() -> No
         found = []
         for draft_counts in ((2,), (3,)):
             columns = SimpleNamespace(layout=layout, draft_counts=draft_counts, num_sampled=(2,))
-            behind = speculator._layout_behind(columns)
+            behind = speculator._plain_layout(columns)
             found.append((behind.graph_size, behind.global_num_tokens_cpu))
     assert found == [(4, (2,)), (None, (3,))]

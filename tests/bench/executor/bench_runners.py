@@ -31,10 +31,8 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner, Runner
 from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
-from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from executor.runners.forward_pass import EagerRunner, ForwardPass
+from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
 from tests.bench.executor.bench_cpu_model import BLOCK_SIZE, PROMPT_LEN, make_checkpoint, seconds
 
 MAX_ROWS = 32

@@ -25,8 +25,8 @@ from executor.graph.slots import global_num_tokens_slots
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
 from executor.model.sampling.sampler import Sampler
-from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.forward_pass import ForwardPass
+from executor.runners.runner_graphs import RunnerGraphs
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
@@ -71,7 +71,7 @@ class Held:
 
     def __init__(self, *runners: Any) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.phases: list[PhaseGraphs] = []
+        self.phases: list[RunnerGraphs] = []
         self._seen: set[int] = set()
         for runner in runners:
             self._walk(runner)
@@ -82,7 +82,7 @@ class Held:
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-        elif isinstance(value, PhaseGraphs):
+        elif isinstance(value, RunnerGraphs):
             self.phases.append(value)
         elif isinstance(value, dict):
             self._walk_all(value.values())
@@ -100,8 +100,8 @@ class Held:
         """Yields the buffers on the device, but for the few numbers that say how many rows run."""
         counts = {"num_token_non_padded", *(slot.name for slot in COUNTS)}
         for phase in self.phases:
-            for name in phase._registry.slot_names():
-                slot = phase._registry.get_slot(name)
+            for name in phase.registry.slot_names():
+                slot = phase.registry.get_slot(name)
                 if name not in counts and slot.device is None:
                     yield slot.allocated()
 

@@ -13,14 +13,20 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.sampling.logits import invert
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout
 from executor.speculative.accept import DRAFT_STREAM, stream_samples
-from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended, Step
+from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
 from executor.speculative.tree import Drafts
-from tests.executor.model.families.test_draft_models import reference
 from tests.executor.support.checkpoints import save_qwen3_moe
-from tests.executor.support.drafts.draft_cases import FILE_OF, NUM_STEPS, DraftCase, Way
+from tests.executor.support.drafts.draft_cases import (
+    FILE_OF,
+    NUM_STEPS,
+    DraftCase,
+    Way,
+    draft_batch,
+)
 from tests.executor.support.drafts.draft_checkpoints import save_draft
+from tests.executor.support.drafts.draft_references import reference
 
 ROWS, LENGTHS = [3, 7], [9, 14]
 TOLERANCE = 1e-4
@@ -56,6 +62,12 @@ def new_case(target: Path, folder: Path, way: Way) -> tuple[DraftCase, Any]:
     return DraftCase(target, folder, way), reference(target, folder)
 
 
+def fields_of(draws: Draws | None) -> dict[str, Any]:
+    """Returns how a batch carries them."""
+    names = ("temperature", "seeds", "draw_positions")
+    return {} if draws is None else dict(zip(names, draws, strict=True))
+
+
 def extend_batch(
     case: DraftCase,
     texts: Sequence[tuple[list[int], torch.Tensor]],
@@ -88,7 +100,14 @@ def extend_batch(
         start + b - a - 1 for start, (a, b), s in zip(starts, spans, samples, strict=True) if s
     ]
     at = torch.tensor(lasts, dtype=torch.int64)
-    return ExtendBatch(batch, None, torch.from_numpy(starts), at, carries, draws)
+    return ExtendBatch.of(
+        batch,
+        width=None,
+        starts=torch.from_numpy(starts),
+        lasts=at,
+        carries=carries,
+        **fields_of(draws),
+    )
 
 
 def extend_all(case: DraftCase, topk: int, texts: Any, draws: Draws | None = None) -> Extended:
@@ -105,14 +124,14 @@ def extend_all(case: DraftCase, topk: int, texts: Any, draws: Draws | None = Non
     return extended
 
 
-def draft_batch(case: DraftCase, **fields: Any) -> DraftBatch:
+def batch_of(case: DraftCase, draws: Draws | None = None, **fields: Any) -> DraftBatch:
     """Returns the texts' sequences, to draft after them."""
     num_slots = 0 if case.way.runner == "frozen_kv" else (NUM_STEPS - 1) * case.way.topk
-    return DraftBatch(
-        step=Step((len(ROWS),), DpPaddingMode.MAX_LEN),
-        req_pool_indices=torch.tensor(ROWS),
-        seq_lens=torch.tensor(LENGTHS),
-        seq_lens_cpu=torch.tensor(LENGTHS),
+    return draft_batch(
+        ROWS,
+        LENGTHS,
+        DpLayout.single(len(ROWS) * case.way.topk),
+        **fields_of(draws),
         out_cache_loc=case.pool.out_cache_loc(ROWS, LENGTHS, [num_slots] * len(ROWS)),
         **fields,
     )
@@ -199,9 +218,9 @@ def test_drafts_are_the_likeliest_of_whole_texts(
     extended = extend_all(case, topk, texts)
     drafts = drafted(
         case,
-        draft_batch(
+        batch_of(
             case,
-            tokens=extended.tokens,
+            input_ids=extended.tokens.flatten(),
             scores=extended.scores,
             hidden_states=extended.hidden,
         ),
@@ -227,9 +246,9 @@ def test_frozen_drafts_are_the_likeliest_that_the_targets_keys_allow(
     case, expected = new_case(target, tmp_path, way)
     tokens = [[ids[-1]] for ids, _ in texts]
     hidden = torch.stack([given[-1] for _, given in texts])
-    batch = draft_batch(
+    batch = batch_of(
         case,
-        tokens=torch.tensor(tokens),
+        input_ids=torch.tensor(tokens).flatten(),
         scores=torch.zeros(len(ROWS), 1),
         hidden_states=hidden,
     )
@@ -254,7 +273,7 @@ def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
     if kind == "draft":
         extended = extend_all(case, 1, texts, draws)
         fields: dict[str, Any] = {
-            "tokens": extended.tokens,
+            "input_ids": extended.tokens.flatten(),
             "scores": extended.scores,
             "hidden_states": extended.hidden,
             "probs": extended.probs,
@@ -262,7 +281,7 @@ def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
         expands = [eagle_expand(expected, ids, given) for ids, given in texts]
     else:
         fields = {
-            "tokens": torch.tensor([[ids[-1]] for ids, _ in texts]),
+            "input_ids": torch.tensor([ids[-1] for ids, _ in texts]),
             "scores": torch.zeros(len(ROWS), 1),
             "hidden_states": torch.stack([given[-1] for _, given in texts]),
         }
@@ -271,7 +290,7 @@ def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
             frozen_expand(expected, case, row, length, ids[-1], given[-1])
             for row, length, (ids, given) in places
         ]
-    drafts = drafted(case, draft_batch(case, draws=draws, **fields))
+    drafts = drafted(case, batch_of(case, draws=draws, **fields))
     assert_drawn(drafts, expands, ids_of(case), draws)
 
 

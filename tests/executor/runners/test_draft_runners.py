@@ -1,6 +1,6 @@
 """If these fail, what a draft model proposes depends on padding, on a replay or on other ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,50 +11,54 @@ import torch
 
 from executor.budget.speculation import SpeculationPlan
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, PaddingPolicy
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.parallel.layout import DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
-from executor.runners.draft_graphs import layout_of
 from executor.runners.eagle_draft import EagleDraftRunner
-from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Step
-from tests.executor.runners.test_runners import DTYPES, assert_same
-from tests.executor.support.checkpoints import save_qwen3_moe
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import (
     FILE_OF,
     WAYS,
     DraftCase,
     Way,
     eager,
-    phase_graphs_of,
+    graphs_of,
     registry_of,
 )
 from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.ranks.draft_runner_ranks import DraftStep, draft_on_ranks
 from tests.executor.support.ranks.ranks import run_ranks
+from tests.executor.support.recording.capture_state import check_reset_before_capture
+from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, captured
+from tests.executor.support.runner_cases import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    assert_same,
+    captured,
+    keep_padding,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 SIZES = (1, 2, 4, 8)
 
+ONE_OF_EACH = [
+    Way("draft", "eagle"),
+    Way("extend", "eagle"),
+    Way("multi_layer", "multi_layer"),
+    Way("frozen_kv", "frozen_kv"),
+]
+
+TREES = [Way("draft", "eagle", 2), Way("frozen_kv", "frozen_kv", 2)]
+
 NewCase = Callable[..., DraftCase]
 
 
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(targets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Returns the checkpoints: targets by type, and drafts."""
-    found = {}
-    for name, dtype in DTYPES.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        save_qwen3_moe(found[name], "wide", dtype=dtype, rope_theta=10000.0)
+    found = dict(targets)
     for name, kind in FILE_OF.items():
         found[name] = tmp_path_factory.mktemp(name)
         save_draft(found[name], kind)
@@ -69,59 +73,58 @@ def new_case(folders: dict[str, Path]) -> NewCase:
     return new
 
 
-every_way = pytest.mark.parametrize("way", WAYS, ids=str)
+Made = tuple[DraftCase, Any]  # and a runner that has captured
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@every_way
-def test_a_replay_equals_eager(new_case: NewCase, way: Way, dtype: str):
-    case = new_case(way, dtype)
-    runner = captured(case.build(SIZES, EagerBackend))
+@pytest.fixture(scope="module", params=WAYS, ids=str)
+def called(request: pytest.FixtureRequest, new_case: NewCase) -> Made:
+    case = new_case(request.param)
+    with fresh_input_buffer_pool():
+        return case, captured(case.build(SIZES, EagerBackend))
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=str)
+def recorded(request: pytest.FixtureRequest, new_case: NewCase) -> Made:
+    case = new_case(request.param, is_capturable=True)
+    with fresh_input_buffer_pool():
+        return case, captured(case.build(SIZES, RecordingBackend))
+
+
+def test_a_replay_equals_eager_with_poisoned_tails_too(called: Made):
+    """And poison does not reach the scratch block: where a sequence has no block yet, its attention
+    reads there, and no mask hides NaN."""
+    case, runner = called
     rng = np.random.default_rng(0)
-    for size in SIZES:
-        for count in {size, size // 2 + 1}:
-            batch = case.batch(rng, count, size)
-            assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-@every_way
-def test_a_recorded_replay_equals_eager_for_batches_it_was_not_captured_with(
-    new_case: NewCase, way: Way
-):
-    case = new_case(way, is_capturable=True)
-    runner = captured(case.build(SIZES, RecordingBackend))
-    rng = np.random.default_rng(1)
-    for size in SIZES * 2:
-        batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-@every_way
-def test_poisoned_tails_change_no_draft(new_case: NewCase, way: Way):
-    case = new_case(way)
-    runner = captured(case.build(SIZES, EagerBackend))
-    rng = np.random.default_rng(2)
-    batches = [(case.batch(rng, count, size), size) for size in SIZES for count in {1, size // 2}]
-    expected = [case.run(runner, batch) for batch, _ in batches]
-    registry_of(runner, way).poison_tails()
-    for (batch, _), unpoisoned in zip(batches, expected, strict=True):
-        assert_same(case.run(runner, batch), unpoisoned)
-
-
-@every_way
-def test_poison_does_not_reach_the_scratch_block(new_case: NewCase, way: Way):
-    """Where a sequence has no block yet, its attention reads there, and no mask hides NaN."""
-    case = new_case(way)
-    runner = captured(case.build(SIZES, EagerBackend))
-    registry_of(runner, way).poison_tails()
+    batches = [case.batch(rng, n, size) for size in SIZES for n in {1, size // 2 + 1, size}]
+    expected = [case.run_eagerly(batch) for batch in batches]
+    for _ in range(2):
+        for batch, eagerly in zip(batches, expected, strict=True):
+            assert_same(case.run(runner, batch), eagerly)
+        registry_of(runner, case.way).poison_tails()
     before = [cache.clone() for cache in case.caches]
-    batch = case.batch(np.random.default_rng(0), 3, 8)
     with torch.inference_mode():
-        (runner.extend if way.is_extend else runner.draft)(batch)
+        (runner.extend if case.way.is_extend else runner.draft)(batches[-2])
     is_finite = all(cache.isfinite().all() for cache in case.caches)
     for cache, old in zip(case.caches, before, strict=True):
         cache.copy_(old)
     assert is_finite
+
+
+@pytest.mark.parametrize("way", ONE_OF_EACH + TREES, ids=str)
+def test_a_replay_in_bfloat16_equals_eager(new_case: NewCase, way: Way):
+    case = new_case(way, "bfloat16")
+    runner = captured(case.build(SIZES, EagerBackend))
+    for size in (2, 8):
+        batch = case.batch(np.random.default_rng(size), size - 1, size)
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+
+
+def test_a_recorded_replay_equals_eager_for_batches_it_was_not_captured_with(recorded: Made):
+    case, runner = recorded
+    rng = np.random.default_rng(1)
+    for size in SIZES * 2:
+        batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)
+        assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
 @pytest.mark.parametrize(
@@ -129,10 +132,15 @@ def test_poison_does_not_reach_the_scratch_block(new_case: NewCase, way: Way):
     [
         (way, name)
         for way, names in {
-            Way("draft", "eagle", 2): ("positions", "out_cache_loc", "req_pool_indices", "tokens"),
-            Way("multi_layer", "multi_layer"): ("input_ids", "out_cache_loc", "last_offsets"),
-            Way("extend", "eagle", is_plain=True): ("input_ids", "positions", "last_offsets"),
-            Way("frozen_kv", "frozen_kv", 2): ("positions", "req_pool_indices", "tokens"),
+            Way("draft", "eagle", 2): (
+                "positions",
+                "out_cache_loc",
+                "req_pool_indices",
+                "input_ids",
+            ),
+            Way("multi_layer", "multi_layer"): ("input_ids", "out_cache_loc", "starts", "lasts"),
+            Way("extend", "eagle", is_plain=True): ("input_ids", "positions", "lasts"),
+            Way("frozen_kv", "frozen_kv", 2): ("positions", "req_pool_indices", "input_ids"),
         }.items()
         for name in names
     ],
@@ -148,11 +156,10 @@ def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way:
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-@every_way
-def test_an_idle_rank_replays_and_drafts_nothing(new_case: NewCase, way: Way):
-    case = new_case(way, is_capturable=True)
+def test_an_idle_rank_replays_and_drafts_nothing(recorded: Made):
+    case, recorder = recorded
     idle = case.batch(np.random.default_rng(0), 0, 4)
-    for runner in (captured(case.build(SIZES, RecordingBackend)), case.build()):
+    for runner in (recorder, case.build()):
         given = idle if runner.sizes else eager(idle)
         results = case.run(runner, given)
         caches = [cache[BLOCK_SIZE:] for cache in case.caches]
@@ -162,29 +169,56 @@ def test_an_idle_rank_replays_and_drafts_nothing(new_case: NewCase, way: Way):
         assert_same(results[len(drafts) :], caches)
 
 
-@every_way
-def test_a_replay_writes_to_none_of_its_inputs(new_case: NewCase, way: Way):
+def test_a_replay_writes_to_none_of_its_inputs(recorded: Made):
     """So a warm-up, or a replay once more, does the same again."""
-    case = new_case(way, is_capturable=True)
-    runner = captured(case.build(SIZES, RecordingBackend))
+    case, runner = recorded
     batch = case.batch(np.random.default_rng(3), 3, 4)
     expected = case.run(runner, batch)
-    registry = registry_of(runner, way)
+    registry = registry_of(runner, case.way)
     inputs = {name: registry.get_slot(name).allocated() for name in registry.slot_names()}
     filled = {name: x.clone() for name, x in inputs.items()}
-    phase_graphs = phase_graphs_of(runner, way)
-    replay = phase_graphs.replay
+    graphs = graphs_of(runner, case.way)
+    replay = graphs.replay
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(phase_graphs, "replay", lambda size: [replay(size) for _ in range(3)])
+        patched.setattr(graphs, "replay", lambda size: [replay(size) for _ in range(3)])
         assert_same(case.run(runner, batch), expected)
     for name, x in inputs.items():
         assert torch.equal(x, filled[name]), name
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.is_extend], ids=str)
-def test_what_a_later_step_needs_outlives_the_next_replay(new_case: NewCase, way: Way):
-    case = new_case(way, is_capturable=True)
+@pytest.mark.parametrize("way", ONE_OF_EACH, ids=str)
+def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
+    new_case: NewCase, way: Way, monkeypatch: pytest.MonkeyPatch
+):
+    runner = new_case(way).build(SIZES, EagerBackend)
+    graphs = runner._graphs.graphs
+    registries = [x.registry for x in (graphs.values() if way.is_extend else [graphs])]
+    check_reset_before_capture(runner, registries, monkeypatch)
+
+
+@pytest.mark.parametrize("way", ONE_OF_EACH, ids=str)
+def test_metadata_that_a_warm_up_upgraded_is_put_back_before_a_capture(
+    folders: dict[str, Path], way: Way
+):
+    """Else every replay attends as the batch did that it was captured with."""
+
+    def lazy(case: DraftCase) -> LazyAttention:
+        return LazyAttention(case.num_heads, case.pool.shape.num_kv_heads)
+
+    paths = folders["float32"], folders[way.draft]
+    case = DraftCase(*paths, way, is_capturable=True, new_attention=lazy)
     runner = captured(case.build(SIZES, RecordingBackend))
+    rng = np.random.default_rng(6)
+    for size in (8, 2, 4):
+        batch = case.batch(rng, size - 1, size)
+        for got, expected in zip(case.run(runner, batch), case.run_eagerly(batch), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_later_step_needs_outlives_the_next_replay(recorded: Made):
+    case, runner = recorded
+    if not case.way.is_extend:
+        return  # drafts are read before the next replay
     rng = np.random.default_rng(4)
     first, other = case.batch(rng, 4, 4), case.batch(rng, 8, 8)
     with torch.inference_mode():
@@ -225,7 +259,7 @@ def test_a_single_draft_needs_no_pass(new_case: NewCase):
     batch = case.batch(np.random.default_rng(0), 2, 2)
     assert isinstance(batch, DraftBatch)
     drafts = runner.draft(replace(batch, out_cache_loc=batch.out_cache_loc[:0]))
-    assert drafts.tokens.tolist() == batch.tokens[:, :2].tolist()
+    assert drafts.tokens.tolist() == batch.input_ids.view(2, 4)[:, :2].tolist()
     assert drafts.parents is not None
     assert drafts.parents.tolist() == [[0, 0]] * 2
     assert runner.sizes == ()
@@ -239,7 +273,7 @@ def test_drafts_behind_the_last_position_stand_at_it(new_case: NewCase, way: Way
     assert isinstance(batch, DraftBatch)
     runner = case.build()
     lens = torch.tensor([MAX_LEN - 1, MAX_LEN])
-    seen = runner._inputs(replace(batch, seq_lens=lens, seq_lens_cpu=lens)).positions
+    seen = runner.spread(replace(batch, seq_lens=lens, seq_lens_cpu=lens)).positions
     assert int(seen.max()) == MAX_LEN - 1
 
 
@@ -275,14 +309,13 @@ def test_every_phase_runs_a_graphs_requests_times_its_own_width(
 def test_a_graph_for_too_few_requests_is_refused():
     topology = Topology(dp_rank=0, dp_size=2)
     with pytest.raises(ValueError, match="graph_size=8 is below the 32 tokens given"):
-        layout_of(Step((8, 3), DpPaddingMode.MAX_LEN, 8 // 4), 4, topology)
+        DpLayout.of_requests((8, 3), 4, topology, DpPaddingMode.MAX_LEN, graph_requests=8 // 4)
 
 
 RANKS_STEPS = [
     DraftStep((3, 0), 4),
     DraftStep((0, 2), 2),
     DraftStep((1, 4), 4),
-    DraftStep((2, 3), None),
     DraftStep((0, 2), None),
     DraftStep((3, 1), None, DpPaddingMode.SUM_LEN),
     DraftStep((2, 0), None, DpPaddingMode.SUM_LEN),
@@ -302,10 +335,9 @@ RANKS_WAYS = [
 def test_two_dp_ranks_draft_what_each_would_alone(folders: dict[str, Path], attn_tp_size: int):
     """Eagerly and in graphs, also where one of them is idle: nobody waits, nothing changes."""
     paths = {name: str(path) for name, path in folders.items()}
-    ranks = run_ranks(
-        draft_on_ranks, 2 * attn_tp_size, paths, attn_tp_size, RANKS_WAYS, RANKS_STEPS
-    )
-    for way in RANKS_WAYS:
+    ways = [way for way in RANKS_WAYS if attn_tp_size == 1 or not way.is_plain]
+    ranks = run_ranks(draft_on_ranks, 2 * attn_tp_size, paths, attn_tp_size, ways, RANKS_STEPS)
+    for way in ways:
         alone = DraftCase(folders["float32"], folders[way.draft], way)
         for place, step in enumerate(RANKS_STEPS):
             for rank, of_rank in enumerate(ranks):
@@ -326,11 +358,3 @@ def assert_drafts(ours: list[Any], expected: list[torch.Tensor], attn_tp_rank: i
         if got.shape != wanted.shape:  # keys and values of some heads
             wanted = wanted.chunk(wanted.shape[1] // got.shape[1], dim=1)[attn_tp_rank]
         torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-3, atol=1e-3)
-
-
-def keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
-    """Poisons a registry and makes one of its ZERO slots KEEP_PAD."""
-    slot = registry.get_slot(name)
-    assert slot.padding_policy is PaddingPolicy.ZERO
-    slot.padding_policy = PaddingPolicy.KEEP_PAD
-    registry.poison_tails({name: torch.iinfo(slot.dtype).max})

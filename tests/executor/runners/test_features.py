@@ -1,6 +1,6 @@
 """If these fail, a draft is fed other features than it was trained on, and guesses badly."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,10 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
-from tests.executor.runners.test_runners import assert_same
 from tests.executor.support.checkpoints import VOCAB_SIZE, save_qwen3_moe
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.ranks.feature_ranks import features_on_ranks
@@ -28,6 +26,7 @@ from tests.executor.support.runner_cases import (
     PREFILL_GRAPHS,
     PREFILL_SIZES,
     RunnerCase,
+    assert_same,
     registry_of,
 )
 
@@ -35,12 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 AUX_LAYERS: dict[str, Sequence[int]] = {"three_sums": (0, 2, 1), "final_hidden": ()}
 BACKENDS: dict[str, Callable[[], Any]] = {"called": EagerBackend, "recorded": RecordingBackend}
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +129,7 @@ def test_a_prefill_replay_leaves_the_features_of_eager(case: RunnerCase, backend
 def test_a_whole_recorded_decode_leaves_the_features_of_eager(
     saved: tuple[Path, Any], aux_layers: Sequence[int]
 ):
-    case = RunnerCase(saved[0], LazyAttention, is_capturable=True, aux_layers=aux_layers)
+    case = RunnerCase(saved[0], LazyAttention.of, is_capturable=True, aux_layers=aux_layers)
     rng = np.random.default_rng(4)
     runner = case.decode(RecordingBackend())
     for size in DECODE_SIZES * 2:

@@ -5,7 +5,6 @@ runs no Python again. So a number that a forward pass baked in, or an input that
 refresh, shows as a wrong result.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.moe import experts
-from tests.executor.runners.test_runners import assert_padding_reaches_no_expert, assert_same
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
@@ -24,15 +21,11 @@ from tests.executor.support.runner_cases import (
     PREFILL_GRAPHS,
     PREFILL_SIZES,
     RunnerCase,
+    assert_padding_reaches_no_expert,
+    assert_same,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def capturable(checkpoint: Path) -> RunnerCase:
     """Attention too is captured."""
-    return RunnerCase(checkpoint, LazyAttention, is_capturable=True)
+    return RunnerCase(checkpoint, LazyAttention.of, is_capturable=True)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +103,7 @@ def test_no_padded_row_of_a_recorded_prefill_reaches_an_expert(
 
 def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(checkpoint: Path):
     """The crash that the contract is there for, put back on purpose."""
-    broken = RunnerCase(checkpoint, partial(LazyAttention, restores=False), is_capturable=True)
+    broken = RunnerCase(checkpoint, partial(LazyAttention.of, restores=False), is_capturable=True)
     runner = broken.decode(RecordingBackend())
     batch = broken.decode_batch(np.random.default_rng(0), 8)
     got, expected = broken.run(runner, batch)[0], broken.run_eagerly(batch)[0]
@@ -121,6 +114,6 @@ def test_layers_that_read_results_on_the_host_are_refused(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(experts, "are_small", lambda *sizes: False)
-    case = RunnerCase(checkpoint, LazyAttention)  # experts of the CPU, one by one
+    case = RunnerCase(checkpoint, LazyAttention.of)  # experts of the CPU, one by one
     with pytest.raises(CannotBeCaptured):
         case.decode(RecordingBackend())

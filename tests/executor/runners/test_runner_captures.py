@@ -1,6 +1,6 @@
 """If these fail, ranks wait for each other in different captures, or graphs hold a warm-up's state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import ShapeKey
-from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families.config import ModelConfig
 from executor.model.layers.attention_torch import TorchAttention
 from executor.runners.select import RunnerByLayout
+from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.runner_cases import RunnerCase, torch_attention
+from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, torch_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -80,12 +81,6 @@ class LoggingBackend:
     def discard(self) -> None:
         self._log.append("discard")
         self._inner.discard()
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +181,22 @@ def test_a_replay_plans_on_the_host_first_and_on_the_device_only_where_no_graph_
     log.clear()
     case.run(runner, batch)
     assert log == expected
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify", *PREFILL_GRAPHS])
+def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
+    tiny_checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    case = RunnerCase(tiny_checkpoint)
+    runner: Any
+    if kind in PREFILL_GRAPHS:
+        runner = case.build(EXTENDS, prefill_graphs=kind)._prefill
+    elif kind == "decode":
+        runner = case.build(DECODES)._decode
+    else:
+        runner = case.decode(EagerBackend(), 3, has_tree=True)
+        runner.discard()
+    check_reset_before_capture(runner, [runner.graphs.registry], monkeypatch)
 
 
 class FakeGraphRunner:

@@ -1,6 +1,5 @@
 """If these fail, padding or a replay changes somebody's answer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +8,20 @@ import pytest
 import torch
 
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, PaddingPolicy
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep, replay_on_ranks
 from tests.executor.support.runner_cases import (
     DECODE_SIZES,
+    DTYPES,
     PREFILL_GRAPHS,
     PREFILL_SIZES,
     RunnerCase,
+    assert_padding_reaches_no_expert,
+    assert_same,
+    keep_padding,
     registry_of,
 )
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -36,12 +29,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path: Path = tmp_path_factory.mktemp(request.param)
     save_qwen3_moe(path, "wide", dtype=DTYPES[request.param])
     return RunnerCase(path)
-
-
-def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Bit for bit: logits, keys and values."""
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("size", DECODE_SIZES)
@@ -114,7 +101,7 @@ def test_poisoned_tails_change_no_prefill(case: RunnerCase, kind: str, size: int
 def test_a_decode_index_that_kept_its_padding_would_be_noticed(case: RunnerCase, name: str):
     """The check of the check above: the same poison, and one slot that no longer resets it."""
     runner = case.decode(EagerBackend())
-    _keep_padding(registry_of(runner), name)
+    keep_padding(registry_of(runner), name)
     batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=5)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
@@ -126,7 +113,7 @@ def test_a_prefill_index_that_kept_its_padding_would_be_noticed(
     case: RunnerCase, name: str, kind: str
 ):
     runner = case.prefill(kind, EagerBackend())
-    _keep_padding(registry_of(runner), name)
+    keep_padding(registry_of(runner), name)
     batch = case.batch(np.random.default_rng(0), [3, 4], 8, has_extend=True)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
@@ -154,17 +141,6 @@ def test_no_padded_row_of_a_prefill_reaches_an_expert(
     seen = case.watch_experts(monkeypatch)
     case.run(runner, batch)
     assert_padding_reaches_no_expert(case, seen, num_real=sum(num_tokens), num_rows=8)
-
-
-def assert_padding_reaches_no_expert(
-    case: RunnerCase, seen: list[torch.Tensor], *, num_real: int, num_rows: int
-) -> None:
-    """Each layer's experts got every real row, and no other."""
-    assert len(seen) == case.num_layers
-    for ids in seen:
-        assert len(ids) == num_rows
-        assert (ids[:num_real] < case.num_experts).all()
-        assert (ids[num_real:] == case.num_experts).all()
 
 
 def test_real_rows_that_no_expert_sees_would_be_noticed(case: RunnerCase):
@@ -276,11 +252,3 @@ def test_every_graph_sees_its_size_of_all_dp_ranks_and_the_real_rows_of_its_own_
                 # What is called and not recorded outlives its group.
                 assert epoch.counts_at_capture == (at_capture if is_recorded else [])
                 assert epoch.counts == wanted
-
-
-def _keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
-    """Poisons a registry and makes one of its ZERO slots KEEP_PAD."""
-    slot = registry.get_slot(name)
-    assert slot.padding_policy is PaddingPolicy.ZERO
-    slot.padding_policy = PaddingPolicy.KEEP_PAD
-    registry.poison_tails({name: torch.iinfo(slot.dtype).max})

@@ -1,6 +1,5 @@
 """If these fail, the target model answers otherwise to drafts than it would token by token."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,25 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.runners.decode import DecodeRunner
-from executor.runners.dummy_batches import extend_stand_in
+from executor.runners.dummy_batches import dummy_extend
 from executor.runners.select import RunnerByLayout
 from executor.speculative.tree import ancestors
-from tests.executor.runners.test_runners import DTYPES, assert_same
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
     DECODE_SIZES,
+    DTYPES,
     MAX_LEN,
     NUM_ROWS,
     RunnerCase,
+    assert_same,
     registry_of,
 )
 
 NUM_NODES = 4
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -166,11 +159,11 @@ def test_drafts_are_verified_by_the_graph_that_the_layout_names_and_else_eagerly
 def test_a_prompt_that_stands_for_a_graph_ends_where_a_sequence_must(case: RunnerCase):
     """Rows of the block table may be longer: for drafts, whose positions have no rotation."""
     limited = replace(case.forward_pass, max_len=MAX_LEN - 5)
-    stand_in = extend_stand_in(limited, 2 * MAX_LEN)
-    assert int(stand_in.positions.max()) == MAX_LEN - 6
-    assert stand_in.seq_lens_cpu.tolist() == [59, 59, 10]
+    dummy = dummy_extend(limited, 2 * MAX_LEN)
+    assert int(dummy.positions.max()) == MAX_LEN - 6
+    assert dummy.seq_lens_cpu.tolist() == [59, 59, 10]
     with pytest.raises(ValueError, match="16 rows of 59 tokens hold 944"):
-        extend_stand_in(limited, NUM_ROWS * MAX_LEN)
+        dummy_extend(limited, NUM_ROWS * MAX_LEN)
 
 
 def test_drafts_are_captured_last_and_everything_is_dropped_first():

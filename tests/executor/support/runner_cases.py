@@ -22,6 +22,7 @@ from executor.graph.backend import RunnerBackend
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
+    PaddingPolicy,
     build_decode_registry,
 )
 from executor.model.families import load_model
@@ -46,6 +47,7 @@ MAX_TOKENS = 64
 DECODE_SIZES = (1, 2, 4, 8, 16)
 PREFILL_SIZES = (4, 8, 16, 32, 64)
 PREFILL_GRAPHS = ("piecewise", "breakable")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HasGraphs(Protocol):
@@ -315,7 +317,7 @@ def registry_of(runner: Any) -> CudaGraphBufferRegistry:
     """Returns the inputs of what ``RunnerCase.decode`` or ``prefill`` returned."""
     if isinstance(runner, RunnerByLayout):
         runner = runner._decode or runner._prefill
-    registry: CudaGraphBufferRegistry = runner._registry
+    registry: CudaGraphBufferRegistry = runner.graphs.registry
     return registry
 
 
@@ -324,3 +326,28 @@ def captured(runner: R) -> R:
     with torch.inference_mode():
         runner.capture()
     return runner
+
+
+def keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
+    """Poisons a registry and leaves the padding of one of its slots as it is."""
+    slot = registry.get_slot(name)
+    assert slot.padding_policy is PaddingPolicy.ZERO or slot.post_fill is not None
+    slot.padding_policy, slot.post_fill = PaddingPolicy.KEEP_PAD, None
+    registry.poison_tails({name: torch.iinfo(slot.dtype).max})
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Bit for bit: logits, keys and values."""
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_padding_reaches_no_expert(
+    case: RunnerCase, seen: list[torch.Tensor], *, num_real: int, num_rows: int
+) -> None:
+    """Each layer's experts got every real row, and no other."""
+    assert len(seen) == case.num_layers
+    for ids in seen:
+        assert len(ids) == num_rows
+        assert (ids[:num_real] < case.num_experts).all()
+        assert (ids[num_real:] == case.num_experts).all()

@@ -34,10 +34,8 @@ from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology
 from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
-from executor.runners.prefill_piecewise import PiecewisePrefillRunner
+from executor.runners.forward_pass import EagerRunner, ForwardPass
+from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
 from tests.gpu.support.shapes import Sizes
 from tests.gpu.support.weights import NewTensor, fill, random_tensor
 

@@ -23,7 +23,7 @@ from tests.executor.support.drafts.draft_checkpoints import (
     VOCAB,
     save_draft,
 )
-from tests.executor.support.drafts.draft_references import DraftReference, TargetTensors
+from tests.executor.support.drafts.draft_references import DraftReference, reference
 from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.serving import Rank
@@ -48,23 +48,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlashInferOps]:
     with CpuFlashInfer(real_flashinfer(tmp_path_factory)).installed():
         yield FlashInferOps(enable_pdl=True)
-
-
-def shared_with(target: Path, tensors: dict[str, torch.Tensor] | None = None) -> TargetTensors:
-    tensors = tensors or load_file(target / "model.safetensors")
-    return TargetTensors(
-        tensors["model.embed_tokens.weight"].float(), tensors["lm_head.weight"].float()
-    )
-
-
-def reference(target: Path, path: Path) -> DraftReference:
-    tensors = {
-        name: tensor.float() if tensor.is_floating_point() else tensor
-        for name, tensor in load_file(path / "model.safetensors").items()
-    }
-    return DraftReference(
-        json.loads((path / "config.json").read_text()), tensors, shared_with(target)
-    )
 
 
 def texts(vocab_size: int, hidden_size: int) -> Entries:

@@ -23,9 +23,8 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
 from executor.runners.decode import DecodeRunner
-from executor.runners.eager import EagerRunner
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.prefill_breakable import BreakablePrefillRunner
+from executor.runners.forward_pass import EagerRunner, ForwardPass
+from executor.runners.prefill import BreakablePrefillRunner
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
+from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
 from executor.graph.backend import RunnerBackend
@@ -28,13 +28,15 @@ from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
-from executor.runners.draft_graphs import PhaseGraphs
 from executor.runners.eagle_draft import EagleDraftRunner
-from executor.runners.eagle_draft_extend import EagleDraftExtendRunner
-from executor.runners.eagle_multi_layer_draft_extend import MultiLayerDraftExtendRunner
+from executor.runners.eagle_draft_extend import (
+    EagleDraftExtendRunner,
+    MultiLayerDraftExtendRunner,
+)
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Step
+from executor.runners.runner_graphs import RunnerGraphs
+from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
 
 NUM_STEPS = 3
@@ -239,7 +241,7 @@ class DraftCase:
                     width=width,
                     **row_counts(passes[0]),
                 )
-                graphs[width] = PhaseGraphs(registry, new_backend(), sizes)
+                graphs[width] = RunnerGraphs(registry, new_backend(), sizes)
             common["graphs"] = graphs if way.is_extend else graphs[way.width]
         if way.runner == "draft":
             return EagleDraftRunner(passes, plan, **common)
@@ -278,35 +280,36 @@ class DraftCase:
             graph_requests: Sequences of the graph that runs it; None if none does.
         """
         counts = [num_requests] if isinstance(num_requests, int) else num_requests
-        step = Step(tuple(counts), padding_mode, graph_requests)
-        count = counts[self.topology.dp_rank]
-        rows = rng.permutation(NUM_ROWS)[:count]
+        layout = DpLayout.of_requests(
+            counts, self.way.width, self.topology, padding_mode, graph_requests=graph_requests
+        )
+        rows = rng.permutation(NUM_ROWS)[: counts[self.topology.dp_rank]]
         new_batch = self._extend_batch if self.way.is_extend else self._draft_batch
-        return new_batch(rng, rows, step)
+        return new_batch(rng, rows, layout)
 
     def _draft_batch(
-        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], step: Step
+        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], layout: DpLayout
     ) -> DraftBatch:
         way, count = self.way, len(rows)
         is_frozen = way.runner == "frozen_kv"
         num_slots = 0 if is_frozen else (NUM_STEPS - 1) * way.topk
         lens = rng.integers(2, MAX_LEN - num_slots + 1, count)
         num_tokens = 1 if is_frozen else way.topk
-        return DraftBatch(
-            step=step,
-            req_pool_indices=torch.from_numpy(rows),
-            seq_lens=torch.from_numpy(lens),
-            seq_lens_cpu=torch.from_numpy(lens),
+        tokens = torch.from_numpy(rng.integers(0, self.target.vocab_size, count * num_tokens))
+        return draft_batch(
+            rows,
+            lens,
+            layout,
+            input_ids=tokens,
             out_cache_loc=self.pool.out_cache_loc(rows, lens, np.full(count, num_slots)),
-            tokens=torch.from_numpy(rng.integers(0, self.target.vocab_size, (count, num_tokens))),
             scores=-_normal(rng, (count, num_tokens)).abs().sort(dim=1).values,
             hidden_states=_normal(rng, (count, self.model.hidden_size)).to(self.dtype),
             probs=self._probs(rng, count) if way.is_drawn and not is_frozen else None,
-            draws=self._draws(rng, torch.from_numpy(lens)),
+            **self._draws(rng, torch.from_numpy(lens)),
         )
 
     def _extend_batch(
-        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], step: Step
+        self, rng: np.random.Generator, rows: np.ndarray[Any, Any], layout: DpLayout
     ) -> ExtendBatch:
         width, count = self.way.width, len(rows)
         layers = NUM_STEPS if self.way.runner == "multi_layer" else 1
@@ -318,36 +321,30 @@ class DraftCase:
             num_tokens=np.full(count, width),
             input_ids=torch.from_numpy(rng.integers(0, self.target.vocab_size, count * width)),
             out_cache_loc=self.pool.out_cache_loc(rows, starts, np.full(count, width)),
-            layout=DpLayout.of_requests(
-                step.num_requests,
-                width,
-                self.topology,
-                step.padding_mode,
-                graph_requests=step.graph_requests,
-            ),
+            layout=layout,
         )
         size = self.model.hidden_size
         batch.hidden_states = _normal(rng, (count * width, size)).to(self.dtype)
         firsts = torch.arange(count) * width
         carries = _normal(rng, (count, layers - 1, size)).to(self.dtype) if layers > 1 else None
-        return ExtendBatch(
+        return ExtendBatch.of(
             batch,
-            width,
-            firsts,
-            firsts + torch.from_numpy(num_tokens - 1),
-            carries,
-            self._draws(rng, torch.from_numpy(starts + num_tokens)),
+            width=width,
+            starts=firsts,
+            lasts=firsts + torch.from_numpy(num_tokens - 1),
+            carries=carries,
+            **self._draws(rng, torch.from_numpy(starts + num_tokens)),
         )
 
     def _probs(self, rng: np.random.Generator, count: int) -> torch.Tensor:
         return _normal(rng, (count, self.model.vocab_size)).softmax(dim=-1)
 
-    def _draws(self, rng: np.random.Generator, positions: torch.Tensor) -> Draws | None:
+    def _draws(self, rng: np.random.Generator, positions: torch.Tensor) -> dict[str, Any]:
         if not self.way.is_drawn:
-            return None
+            return {}
         temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], len(positions)))
         seeds = torch.from_numpy(rng.integers(0, 2**62, len(positions)))
-        return Draws(temperature.float(), seeds, positions)
+        return {"temperature": temperature.float(), "seeds": seeds, "draw_positions": positions}
 
     # ---- runs
 
@@ -374,24 +371,40 @@ class DraftCase:
         return self.run(self.build(), eager(batch))
 
 
+def draft_batch(
+    rows: Any, lens: Any, layout: DpLayout, *, input_ids: torch.Tensor, **fields: Any
+) -> DraftBatch:
+    """Returns some rows, with so many tokens each, to draft after."""
+    seq_lens = torch.as_tensor(lens)
+    return DraftBatch(
+        forward_mode=ForwardMode.DECODE if len(seq_lens) else ForwardMode.IDLE,
+        batch_size=len(seq_lens),
+        input_ids=input_ids,
+        positions=seq_lens,
+        req_pool_indices=torch.as_tensor(rows),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        layout=layout,
+        logits_indices=input_ids[:0],
+        **fields,
+    )
+
+
 def eager(batch: DraftBatch | ExtendBatch) -> DraftBatch | ExtendBatch:
     """Returns the batch as a step without a graph has it."""
-    if isinstance(batch, DraftBatch):
-        return replace(batch, step=replace(batch.step, graph_requests=None))
-    layout = replace(batch.batch.layout, graph_size=None)
-    return replace(batch, batch=replace(batch.batch, layout=layout))
+    return replace(batch, layout=replace(batch.layout, graph_size=None))
 
 
-def phase_graphs_of(runner: Any, way: Way) -> PhaseGraphs:
+def graphs_of(runner: Any, way: Way) -> RunnerGraphs:
     """Returns what replays a way's batches in a runner that has graphs."""
-    graphs: PhaseGraphs
-    graphs = runner._phase._graphs[way.width]._graphs if way.is_extend else runner._graphs
-    return graphs
+    graphs = runner._graphs.graphs
+    found: RunnerGraphs = graphs[way.width] if way.is_extend else graphs
+    return found
 
 
 def registry_of(runner: Any, way: Way) -> CudaGraphBufferRegistry:
     """Returns their inputs."""
-    return phase_graphs_of(runner, way)._registry
+    return graphs_of(runner, way).registry
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:

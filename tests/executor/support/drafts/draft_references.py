@@ -3,11 +3,14 @@
 Reads a checkpoint's tensors by their published names. Knows nothing of the executor.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -179,3 +182,22 @@ class DraftReference:
         gate = x @ self.tensors[f"{prefix}gate_proj.weight"].T
         up = x @ self.tensors[f"{prefix}up_proj.weight"].T
         return (gate * torch.sigmoid(gate) * up) @ self.tensors[f"{prefix}down_proj.weight"].T
+
+
+def shared_with(target: Path, tensors: Tensors | None = None) -> TargetTensors:
+    """Returns what drafts have of a target: of its checkpoint, or of these tensors."""
+    tensors = tensors or load_file(target / "model.safetensors")
+    return TargetTensors(
+        tensors["model.embed_tokens.weight"].float(), tensors["lm_head.weight"].float()
+    )
+
+
+def reference(target: Path, path: Path) -> DraftReference:
+    """Returns the draft of a checkpoint."""
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    return DraftReference(
+        json.loads((path / "config.json").read_text()), tensors, shared_with(target)
+    )

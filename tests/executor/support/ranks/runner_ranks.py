@@ -151,7 +151,7 @@ def _capture(runner: RunnerByLayout) -> list[dict[str, list[int]]]:
 
 
 def _counts(runner: Any) -> dict[str, list[int]]:
-    return {name: runner._registry.get_slot(name).allocated().tolist() for name in COUNTS}
+    return {name: runner.graphs.registry.get_slot(name).allocated().tolist() for name in COUNTS}
 
 
 class RecordedGroup:

@@ -20,19 +20,24 @@ class LazyAttention:
     """Decodes over every key of the block table, masked: device work alone, and slow.
 
     Args:
-        config: Sizes.
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys and values.
         restores: False breaks it: metadata stays upgraded after a warm-up.
     """
 
     is_capturable = True
 
-    def __init__(self, config: ModelConfig, *, restores: bool = True) -> None:
-        self.num_kv_heads = config.num_key_value_heads
-        self.group_size = config.num_attention_heads // self.num_kv_heads
+    def __init__(self, num_heads: int, num_kv_heads: int, *, restores: bool = True) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
         self.restores = restores
         self._batch: ForwardBatch | None = None
         self._pool: KVPool | None = None
         self._upgraded: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, restores: bool = True) -> "LazyAttention":
+        return cls(config.num_attention_heads, config.num_key_value_heads, restores=restores)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         self._batch, self._pool, self._upgraded = batch, kv_pool, None
@@ -47,18 +52,19 @@ class LazyAttention:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
-        assert k is not None, "it stores keys and values"
-        assert v is not None, "it stores keys and values"
         batch, pool = self._batch, self._pool
         assert batch is not None
         assert pool is not None
-        pool.key_cache[layer_id].index_copy_(0, batch.out_cache_loc, k)
-        pool.value_cache[layer_id].index_copy_(0, batch.out_cache_loc, v)
+        if k is not None and v is not None:
+            pool.key_cache[layer_id].index_copy_(0, batch.out_cache_loc, k)
+            pool.value_cache[layer_id].index_copy_(0, batch.out_cache_loc, v)
         if self._upgraded is None:
             self._upgraded = self._upgrade(batch, pool)
         slots, is_seen = self._upgraded
         keys, values = (
-            cache[layer_id].index_select(0, slots.flatten()).view(*slots.shape, *k.shape[1:])
+            cache[layer_id]
+            .index_select(0, slots.flatten())
+            .view(*slots.shape, *cache[layer_id].shape[1:])
             for cache in (pool.key_cache, pool.value_cache)
         )
         width = len(q) // len(slots)
