@@ -245,11 +245,6 @@ class ExecutorConfig(ServiceConfig):
         )
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the block table."""
-        return self.max_num_seqs
-
-    @property
     def num_logits(self) -> int:
         """``max_num_logits``, resolved."""
         return self.max_num_seqs + 256 if self.max_num_logits is None else self.max_num_logits

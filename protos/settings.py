@@ -152,6 +152,8 @@ def command(
             callback=main,
             params=list(options),
             help=run.__doc__,
+            epilog=f"A flag comes before its variable. A variable that begins with {prefix} and is "
+            f"no setting stops the start.",
             context_settings={"max_content_width": 100},
         )
 

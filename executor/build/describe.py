@@ -51,7 +51,7 @@ def describe(
         ),
         model=model,
         num_kv_blocks=limits.num_kv_blocks,
-        num_rows=config.num_rows,
+        num_rows=config.max_num_seqs,
         budget=pb.TokenBudget(
             max_num_batched_tokens=budget.max_num_batched_tokens,
             max_num_seqs=budget.max_num_seqs,

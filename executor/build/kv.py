@@ -23,7 +23,7 @@ def build_kv_pool(blueprint: Blueprint, device: torch.device) -> KVPool:
     return KVPool(
         blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology),
         num_blocks=config.num_kv_blocks or _num_kv_blocks(blueprint, device),
-        num_rows=config.num_rows,
+        num_rows=config.max_num_seqs,
         max_blocks_per_row=blueprint.max_blocks_per_row,
         spill_blocks_per_row=blueprint.spill_blocks_per_row,
         device=device,
@@ -47,7 +47,7 @@ def _num_kv_blocks(blueprint: Blueprint, device: torch.device) -> int:
     """Returns how many blocks fit in the memory for KV beside all rows' spill blocks."""
     config, block_bytes = blueprint.config, bytes_per_block(blueprint)
     kv_bytes = _kv_bytes(blueprint, device)
-    num_spilled = config.num_rows * blueprint.spill_blocks_per_row
+    num_spilled = config.max_num_seqs * blueprint.spill_blocks_per_row
     num_blocks = kv_bytes // block_bytes - num_spilled
     if num_blocks < 2:
         spilled = f", and {num_spilled} for drafts behind sequences' blocks" if num_spilled else ""

@@ -37,7 +37,7 @@ def state_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
     config, budget = blueprint.config, blueprint.budget
     vocab, graph = blueprint.model.vocab_size, max(blueprint.graph_sizes.decode, default=0)
     row_bytes = vocab * _VOCABULARY_BYTES + (1 + PARAMETER_WIDTH) * INT64_BYTES
-    lines = [_line("sampling state of each row", _ROWS, config.num_rows, row_bytes)]
+    lines = [_line("sampling state of each row", _ROWS, config.max_num_seqs, row_bytes)]
     if graph:
         lines.append(_line("logits of decode graphs", _GRAPH, graph, vocab * FLOAT32_BYTES))
     if blueprint.draft is None or blueprint.speculation is None:
@@ -82,7 +82,7 @@ class _Drafts:
         self._has_passes = plan.algorithm != "eagle" or plan.num_draft_steps > 1
 
     def lines(self) -> Iterator[BudgetLine]:
-        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.num_rows
+        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.max_num_seqs
         first_bytes = self._num_first * (INT64_BYTES + FLOAT32_BYTES)
         state_bytes = first_bytes + (1 + plan.num_layers) * self._hidden_bytes
         yield _line("drafts and hidden states of each row", _ROWS, num_rows, state_bytes)
@@ -97,7 +97,7 @@ class _Drafts:
 
     def _probability_lines(self) -> Iterator[BudgetLine]:
         """Lines of rejection sampling, which needs what each draft was drawn from."""
-        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.num_rows
+        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.max_num_seqs
         draft_bytes = self._vocab_size * FLOAT32_BYTES
         num_kept = plan.num_draft_steps if self._is_multi else 1
         kept = "probabilities of the first drafts of each row"

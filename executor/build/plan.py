@@ -160,12 +160,12 @@ def plan_graph_sizes(
             config.max_num_seqs, alignment=alignment, listed=config.decode_graph_sizes
         )
     if config.prefill_graphs != "off":
-        held, listed = config.num_rows * max_model_len, config.prefill_graph_sizes
+        held, listed = config.max_num_seqs * max_model_len, config.prefill_graph_sizes
         most = min(config.max_num_batched_tokens, held)
         extend = prefill_capture_sizes(most, alignment=alignment, listed=listed)
         if listed is not None and extend[-1] > held:
             raise ValueError(
-                f"prefill_graph_sizes has {extend[-1]}: {config.num_rows} sequences of "
+                f"prefill_graph_sizes has {extend[-1]}: {config.max_num_seqs} sequences of "
                 f"{max_model_len} tokens make {held} at most, so no step is larger"
             )
         extend = tuple(size for size in extend if size <= held)  # alignment may bring one above

@@ -1,4 +1,4 @@
-"""Where a group's executors are: a list that the operator gave, or a DNS name asked each time.
+"""Discovery of a group's executors: a list that the operator gave, or a DNS name asked each time.
 
     10.0.0.7:50061,10.0.0.8:50061       a list; each may be a name that resolves to one executor
     dns:executor:50061?size=2           what the name resolves to, one executor on each host
@@ -16,6 +16,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from protos.settings import ADDRESS
 from router.errors import ExecutorLost
 
 DNS = "dns:"
@@ -101,14 +102,15 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
 
 
 def check_group(addresses: Sequence[str]) -> None:
-    """Checks one --group: addresses, or one DNS form alone.
+    """Checks one --group: addresses, or only one DNS form.
 
     Raises:
         ValueError: Says what is wrong and what fits.
     """
     for address in addresses:
         if not address.startswith(DNS):
-            check_address("group", address)
+            if not ADDRESS.fits(address):
+                raise ValueError(f"group: {address!r}: need {ADDRESS.need}")
             continue
         DnsGroup.parse(address)
         if len(addresses) > 1:
@@ -118,23 +120,12 @@ def check_group(addresses: Sequence[str]) -> None:
             )
 
 
-def check_address(name: str, address: str) -> None:
-    """Checks the host:port that the setting ``name`` gave.
-
-    Raises:
-        ValueError: It is none.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{name}: {address!r} is no host:port, such as 10.0.0.7:50061")
-
-
 def find_addresses(addresses: Sequence[str], resolve: Resolve = resolve_hosts) -> FindAddresses:
-    """Returns what tells, each time that it is called, where a checked group's executors are.
+    """Returns a function that finds the addresses of a checked group's executors as they are then.
 
     Args:
         addresses: One --group.
-        resolve: Returns what a name stands for.
+        resolve: Returns the hosts of a name.
     """
     if not addresses[0].startswith(DNS):
         fixed = tuple(addresses)

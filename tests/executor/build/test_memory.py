@@ -283,7 +283,7 @@ def test_the_kv_pool_leaves_memory_for_what_is_made_after_it(
     free, device = 1 << 30, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
     later = sum(line.bytes for line in state_lines(blueprint))
-    spilled = blueprint.config.num_rows * blueprint.spill_blocks_per_row
+    spilled = blueprint.config.max_num_seqs * blueprint.spill_blocks_per_row
     taken = build_kv._num_kv_blocks(blueprint, device) + spilled
     assert taken == int((free - later) * CUDA_KV_SHARE) // bytes_per_block(blueprint)
 

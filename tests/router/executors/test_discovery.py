@@ -97,7 +97,7 @@ def test_size_counts_executors_not_hosts() -> None:
         ("dns:executor:50064-50061?size=4", "ports go up"),
         ("dns:executor:99999?size=1", "ports go up"),
         ("dns:executor:50061?size=2,10.0.0.7:50061", "give it a --group of its own"),
-        ("executor", "no host:port"),
+        ("executor", "need host:port"),
     ],
 )
 def test_what_is_no_group_is_refused_at_start(group: str, told: str) -> None:
