@@ -10,18 +10,24 @@ is wrong, if drafts were slower, or if a process is left running.
 import argparse
 import asyncio
 import random
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from deploy.local import demo_speculative, flags
-from deploy.local.demo_tasks import STOP_ID, Kind, Problem, problems, solved_lines
+from deploy.local.demo_tasks import (
+    STOP_ID,
+    Kind,
+    Problem,
+    problems,
+    solved_lines,
+    text_of,
+    token_ids,
+)
 from deploy.local.launch import DEMO_MODEL, LocalStack, num_cores
-from deploy.local.processes import ProcessEnded
+from deploy.local.processes import ProcessEnded, cancel_at_signals
 from router.client import CallFailed, Client, Finish, GroupStatus, Many, Options, Prompt
 
 NUM_SHOWN = 6  # requests that the terminal shows token by token
@@ -65,16 +71,6 @@ class DemoRequest:
     @property
     def prompt(self) -> Prompt:
         return token_ids(self.text) if self.as_ids else self.text
-
-
-def token_ids(text: str) -> list[int]:
-    """Returns the demo model's ids of a text: its bytes + 3."""
-    return [byte + 3 for byte in text.encode()]
-
-
-def text_of(ids: Sequence[int]) -> str:
-    """Returns the text of the demo model's ids; what is no byte becomes a NUL."""
-    return bytes(id_ - 3 if 3 <= id_ < 259 else 0 for id_ in ids).decode(errors="replace")
 
 
 def draw_requests(seed: int, count: int) -> list[DemoRequest]:
@@ -228,6 +224,7 @@ async def idle_group(client: Client) -> GroupStatus:
 
 async def run(args: argparse.Namespace) -> bool:
     """Runs the demo. Returns whether every answer was right and every process ended."""
+    cancel_at_signals()
     is_good = await run_requests(args)
     if args.speculative is not None:
         is_good &= await demo_speculative.compare(
@@ -277,16 +274,6 @@ async def run_requests(args: argparse.Namespace) -> bool:
     return num_right == len(answers) and is_same and not stack.left_running
 
 
-async def run_until_told(args: argparse.Namespace) -> bool:
-    """Runs the demo; SIGTERM stops it as Ctrl-C does."""
-    running = asyncio.current_task()
-    assert running is not None
-    # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    return await run(args)
-
-
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Serves the demo model and checks its answers.")
@@ -298,9 +285,6 @@ def main() -> int:
     )
     parser.add_argument(
         "--seed", type=int, default=SEED, help=f"which problems are asked [default: {SEED}]"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
     )
     parser.add_argument(
         "--compare",
@@ -322,7 +306,7 @@ def main() -> int:
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: need at least 1")
     try:
-        is_good = asyncio.run(run_until_told(args))
+        is_good = asyncio.run(run(args))
     except (ProcessEnded, TimeoutError, CallFailed, ExceptionGroup) as error:
         first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         print(f"\nThe demo failed: {type(first).__name__}: {first}", file=sys.stderr)

@@ -13,16 +13,28 @@ torch or of the model: the training script, the demo and the end-to-end tests al
 import random
 import string
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 STOP = "\n"  # ends every answer, and begins every prompt: a line follows a line
-STOP_ID = ord(STOP) + 3  # ids are byte + 3: 0 pads, 1 begins and 2 ends a text
+FIRST_BYTE_ID = 3  # ids are byte + 3: 0 pads, 1 begins and 2 ends a text
+STOP_ID = ord(STOP) + FIRST_BYTE_ID
 
 MAX_OPERAND = 999
 WORD_LENS = (3, 12)
 NUM_DIGITS = (3, 10)
+
+
+def token_ids(text: str) -> list[int]:
+    """Returns the demo model's ids of a text."""
+    return [byte + FIRST_BYTE_ID for byte in text.encode()]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Returns the text of the demo model's ids; what is no byte becomes a NUL."""
+    offsets = (id_ - FIRST_BYTE_ID for id_ in ids)
+    return bytes(at if 0 <= at < 256 else 0 for at in offsets).decode(errors="replace")
 
 
 class Kind(Enum):

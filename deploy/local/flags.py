@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -29,6 +30,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             assert isinstance(option, click.Option)
             is_size = option.type is click.INT
             parser.add_argument(*option.opts, type=_size if is_size else str, help=option.help)
+    parser.add_argument(
+        "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
+    )
 
 
 def executor_args(args: argparse.Namespace, names: Sequence[str] = NAMES) -> Sequence[str]:

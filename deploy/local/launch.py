@@ -14,6 +14,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,20 +23,22 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.ports import held_port
-from deploy.local.processes import Process, ProcessEnded
+from deploy.local.processes import Process
 from protos.settings import BAD_CONFIGURATION
 from router.api.health import READINESS
 from router.client import CallFailed, Client, TlsFiles
 from router.client.client import channel_opener
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo_model"
+ANY_PORT = "127.0.0.1:0"
 STOP_TIMEOUT_S = 30.0  # for each process, before it is killed
 
 
+@dataclass(eq=False)
 class LocalStack:
     """A router and its groups of executors on loopback, running within `async with`.
 
-    Args:
+    Attributes:
         model: Folder of a Hugging Face checkpoint. Its tokenizer.json, if there is one, is the
             router's.
         dp_size: DP ranks.
@@ -51,53 +54,37 @@ class LocalStack:
         token: File of the token that clients send; None: none.
         waits_for_ready: Whether to wait, on entry, until the router takes requests.
         ready_timeout_s: Longest wait for that.
-
-    Attributes:
         address: Where the router listens.
         router: Its process.
         executors: Their processes, by number: in the first group dp_rank * attn_tp_size +
             attn_tp_rank, and in each further one what follows.
-        on_restart: Told, in words, of each executor that `supervise` starts again.
+        on_restart: Is told, in words, of each executor that `supervise` starts again.
     """
 
-    address: str
-    router: Process
+    model: Path = DEMO_MODEL
+    _: KW_ONLY
+    dp_size: int = 2
+    attn_tp_size: int = 1
+    num_groups: int = 1
+    executor_args: Sequence[str] = ()
+    rank_args: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    router_args: Sequence[str] = ()
+    listen: str = ANY_PORT
+    log_dir: Path | None = None
+    tls: TlsFiles | None = None
+    token: Path | None = None
+    waits_for_ready: bool = True
+    ready_timeout_s: float = 120.0
+    on_restart: Callable[[str], None] = field(default=lambda _: None)
+    address: str = field(init=False)
+    router: Process = field(init=False)
+    executors: list[Process] = field(init=False, default_factory=list)
+    executor_addresses: list[str] = field(init=False, default_factory=list)
+    _started: list[Process] = field(init=False, default_factory=list)
+    _cleanup: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
 
-    def __init__(
-        self,
-        model: Path = DEMO_MODEL,
-        *,
-        dp_size: int = 2,
-        attn_tp_size: int = 1,
-        num_groups: int = 1,
-        executor_args: Sequence[str] = (),
-        rank_args: Mapping[int, Sequence[str]] | None = None,
-        router_args: Sequence[str] = (),
-        listen: str = "127.0.0.1:0",
-        log_dir: Path | None = None,
-        tls: TlsFiles | None = None,
-        token: Path | None = None,
-        waits_for_ready: bool = True,
-        ready_timeout_s: float = 120.0,
-    ) -> None:
-        self._model = model.resolve()
-        self._dp_size = dp_size
-        self._attn_tp_size = attn_tp_size
-        self._num_groups = num_groups
-        self._executor_args = executor_args
-        self._rank_args = rank_args or {}
-        self._router_args = router_args
-        self._listen = listen
-        self._log_dir = log_dir
-        self._tls = tls
-        self._token = token
-        self._waits_for_ready = waits_for_ready
-        self._ready_timeout_s = ready_timeout_s
-        self._cleanup = contextlib.ExitStack()
-        self._started: list[Process] = []
-        self.executors: list[Process] = []
-        self.executor_addresses: list[str] = []
-        self.on_restart: Callable[[str], None] = lambda _: None
+    def __post_init__(self) -> None:
+        self.model = self.model.resolve()
 
     async def __aenter__(self) -> Self:
         try:
@@ -117,24 +104,21 @@ class LocalStack:
 
     def client(self) -> Client:
         """Returns a client of the router, to be opened by `async with`."""
-        return Client(self.address, self._tls, token=self._token)
+        return Client(self.address, self.tls, token=self.token)
 
     @property
     def num_executors(self) -> int:
-        return self._num_groups * self._group_size
+        return self.num_groups * self._group_size
 
     @property
     def _group_size(self) -> int:
-        return self._dp_size * self._attn_tp_size
-
-    async def kill_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
-        """Ends an executor without warning; returns when it is gone."""
-        await self.executors[dp_rank * self._attn_tp_size + attn_tp_rank].kill()
+        return self.dp_size * self.attn_tp_size
 
     async def restart_executor(self, dp_rank: int, attn_tp_rank: int = 0) -> None:
         """Kills an executor and starts it again at the same address; returns when it listens."""
-        await self.kill_executor(dp_rank, attn_tp_rank)
-        await self._start_again(dp_rank * self._attn_tp_size + attn_tp_rank)
+        world_rank = dp_rank * self.attn_tp_size + attn_tp_rank
+        await self.executors[world_rank].kill()
+        await self._start_again(world_rank)
 
     async def supervise_executors(self) -> None:
         """Starts every executor again that ends, at the same address, until it is cancelled.
@@ -169,8 +153,7 @@ class LocalStack:
         Args:
             timeout_s: How long it may take before it is killed.
         """
-        await self.executors[world_rank].stop(timeout_s)
-        exit_code = await self.executors[world_rank].exited()
+        exit_code = await self.executors[world_rank].stop(timeout_s)
         await self._start_again(world_rank)
         return exit_code
 
@@ -182,9 +165,8 @@ class LocalStack:
         Args:
             timeout_s: How long it may drain before it is killed.
         """
-        await self.router.stop(timeout_s)
-        exit_code = await self.router.exited()
-        self._listen = self.address
+        exit_code = await self.router.stop(timeout_s)
+        self.listen = self.address
         self.router = self._start_router()
         await self.router.event("listening")
         await self.wait_until_ready()
@@ -197,26 +179,15 @@ class LocalStack:
             ProcessEnded: The router or an executor ended first.
             TimeoutError: It took too long; says what the router gives as the reason.
         """
-        ready = asyncio.ensure_future(self._watch_readiness())
-        ends = [asyncio.ensure_future(process.exited()) for process in self._current]
+        ends = [process.exited() for process in self._current]
         try:
-            async with asyncio.timeout(self._ready_timeout_s):
-                await asyncio.wait({ready, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(self.ready_timeout_s):
+                await _first_of([self._watch_readiness(), *ends])
         except TimeoutError:
             raise TimeoutError(
-                f"no group formed in {self._ready_timeout_s:.0f} s: {await self._problem()}"
+                f"no group formed in {self.ready_timeout_s:.0f} s: {await self._problem()}"
             ) from None
-        finally:
-            for task in (ready, *ends):
-                task.cancel()
-            await asyncio.gather(ready, *ends, return_exceptions=True)
         self._raise_if_ended()
-
-    @property
-    def log_dir(self) -> Path:
-        """Where the logs are, one file for each process."""
-        assert self._log_dir is not None, "known within `async with`"
-        return self._log_dir
 
     @property
     def left_running(self) -> list[str]:
@@ -226,23 +197,23 @@ class LocalStack:
     # ---- starting and stopping
 
     async def _start(self) -> None:
-        if self._log_dir is None:
+        if self.log_dir is None:
             folder = tempfile.TemporaryDirectory(prefix="lockstep-")
-            self._log_dir = Path(self._cleanup.enter_context(folder))
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+            self.log_dir = Path(self._cleanup.enter_context(folder))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(self.num_executors):
-            self.executors.append(self._start_executor(number, self._held("127.0.0.1:0")))
+            self.executors.append(self._start_executor(number, self._held(ANY_PORT)))
         for executor in self.executors:
             self.executor_addresses.append((await executor.event("listening"))["address"])
-        self._listen = self._held(self._listen)
+        self.listen = self._held(self.listen)
         self.router = self._start_router()
         self.address = (await self.router.event("listening"))["address"]
-        if self._waits_for_ready:
+        if self.waits_for_ready:
             await self.wait_until_ready()
 
     def _held(self, listen: str) -> str:
         """Returns the address with a port of this stack's own, if it may be any."""
-        if listen != "127.0.0.1:0":
+        if listen != ANY_PORT:
             return listen
         return f"127.0.0.1:{self._cleanup.enter_context(held_port())}"
 
@@ -253,33 +224,32 @@ class LocalStack:
 
     def _start_executor(self, number: int, listen: str) -> Process:
         group, world_rank = divmod(number, self._group_size)
-        dp_rank, attn_tp_rank = divmod(world_rank, self._attn_tp_size)
+        dp_rank, attn_tp_rank = divmod(world_rank, self.attn_tp_size)
         name = f"executor-{dp_rank}"
-        if self._num_groups > 1:
+        if self.num_groups > 1:
             name = f"group-{group}-{name}"
         args = [
-            *("-m", "executor", "--model", str(self._model), "--listen", listen),
-            *("--dp-rank", str(dp_rank), "--dp-size", str(self._dp_size)),
+            *("-m", "executor", "--model", str(self.model), "--listen", listen),
+            *("--dp-rank", str(dp_rank), "--dp-size", str(self.dp_size)),
         ]
-        if self._attn_tp_size > 1:
+        if self.attn_tp_size > 1:
             name += f".{attn_tp_rank}"
             args += ["--attn-tp-rank", str(attn_tp_rank)]
-            args += ["--attn-tp-size", str(self._attn_tp_size)]
-        args += [*self._executor_args, *self._rank_args.get(number, ())]
+            args += ["--attn-tp-size", str(self.attn_tp_size)]
+        args += [*self.executor_args, *self.rank_args.get(number, ())]
         return self._start_process(name, args)
 
     def _start_router(self) -> Process:
-        args = [
-            *("-m", "router", "--listen", self._listen, "--model-name", self._model.name),
-        ]
+        args = ["-m", "router", "--listen", self.listen, "--model-name", self.model.name]
         for first in range(0, self.num_executors, self._group_size):
             addresses = self.executor_addresses[first : first + self._group_size]
             args += ["--group", ",".join(addresses)]
-        if (self._model / "tokenizer.json").is_file():
-            args += ["--tokenizer", str(self._model)]
-        return self._start_process("router", [*args, *self._router_args])
+        if (self.model / "tokenizer.json").is_file():
+            args += ["--tokenizer", str(self.model)]
+        return self._start_process("router", [*args, *self.router_args])
 
     def _start_process(self, name: str, args: Sequence[str]) -> Process:
+        assert self.log_dir is not None, "known within `async with`"
         log_path = self.log_dir / f"{name}.log"
         process = Process(name, args, log_path=log_path, env=_thread_settings(self.num_executors))
         self._started.append(process)
@@ -298,7 +268,7 @@ class LocalStack:
         return [*self.executors, self.router]
 
     async def _watch_readiness(self) -> None:
-        opener = channel_opener(self.address, self._tls, self._token)
+        opener = channel_opener(self.address, self.tls, self.token)
         async with opener.open(self.address, ()) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its stub lacks methods
             request = health_pb2.HealthCheckRequest(service=READINESS)
@@ -319,10 +289,7 @@ class LocalStack:
     def _raise_if_ended(self) -> None:
         for process in self._current:
             if process.has_ended:
-                raise ProcessEnded(
-                    f"{process.name} ended; the end of its log ({process.log_path}):\n"
-                    f"{process.log_tail}"
-                )
+                raise process.ended()
 
 
 async def _first_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:

@@ -94,10 +94,10 @@ class Process:
         """Returns the exit code when the process has ended and its log is whole."""
         return await _wait_for(self._exit_code)
 
-    async def kill(self) -> None:
-        """Ends the process at once."""
+    async def kill(self) -> int:
+        """Ends the process at once. Returns its exit code."""
         self._signal(signal.SIGKILL)
-        await self.exited()
+        return await self.exited()
 
     def pause(self) -> None:
         """Lets the process stand still, as if it hung. Its connections stay open."""
@@ -107,13 +107,13 @@ class Process:
         """Lets a paused process go on."""
         self._signal(signal.SIGCONT)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Asks the process to end, and ends it if it has not done so in time."""
+    async def stop(self, timeout_s: float) -> int:
+        """Asks the process to end, and ends it if it has not done so in time, as `kill` does."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.exited()
-        await self.kill()
+        return await self.kill()
 
     @property
     def is_left(self) -> bool:
@@ -133,10 +133,11 @@ class Process:
         with self._lock:
             future = self._events.setdefault(event, Future())
             if self.has_ended and not future.done():
-                future.set_exception(self._ended())
+                future.set_exception(self.ended())
             return future
 
-    def _ended(self) -> ProcessEnded:
+    def ended(self) -> ProcessEnded:
+        """Returns the error that says how it ended."""
         return ProcessEnded(
             f"{self.name} ended with exit code {self._popen.returncode}; the end of its log "
             f"({self.log_path}):\n{self.log_tail}"
@@ -156,7 +157,7 @@ class Process:
             self._exit_code.set_result(exit_code)
             for future in self._events.values():
                 if not future.done():
-                    future.set_exception(self._ended())
+                    future.set_exception(self.ended())
 
     def _note(self, line: str) -> None:
         try:
@@ -172,3 +173,14 @@ class Process:
 async def _wait_for(future: "Future[Result]") -> Result:
     # Shielded: a waiter that is cancelled must not cancel what others wait for.
     return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def cancel_at_signals() -> None:
+    """Cancels the current task at SIGTERM, and at Ctrl-C also where it is ignored.
+
+    A shell's background job inherits SIGINT ignored, and Python then leaves it so.
+    """
+    running = asyncio.current_task()
+    assert running is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)

@@ -5,14 +5,13 @@ An executor that dies is started again; what it ran goes on.
 
 import argparse
 import asyncio
-import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from deploy.local import flags
 from deploy.local.launch import DEMO_MODEL, LocalStack
-from deploy.local.processes import ProcessEnded
+from deploy.local.processes import ProcessEnded, cancel_at_signals
 
 HOW_TO_CALL = """\
 Lockstep serves {model} at {address} on {executors}. Logs: {log_dir}
@@ -42,11 +41,7 @@ Ctrl-C stops it.
 
 async def serve(args: argparse.Namespace) -> None:
     """Serves until cancelled, or until the router ends by itself."""
-    running = asyncio.current_task()
-    assert running is not None
-    # SIGINT too: a shell's background job inherits it ignored, and Python then leaves it so.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    cancel_at_signals()
     print(f"Starting {flags.describe(args)} and a router ...", flush=True)
     stack = LocalStack(
         args.model,
@@ -78,9 +73,6 @@ def main() -> int:
     )
     parser.add_argument(
         "--listen", default="127.0.0.1:50051", help="router's host:port [default: 127.0.0.1:50051]"
-    )
-    parser.add_argument(
-        "--log-dir", type=Path, help="where logs go [default: a folder that goes at the end]"
     )
     flags.add_flags(parser)
     args = parser.parse_args()

@@ -24,7 +24,7 @@ from deploy.demo_model.training.draft_models import EagleDraft, MtpDraft, MultiL
 from deploy.demo_model.training.draft_modules import CHAIN_LEN, Cell, Context, Row, shifted
 from deploy.demo_model.training.draft_scores import CHECK_SEED, Score, ask, scores_of, walk
 from deploy.demo_model.training.train_demo_drafts import DEMO_MODEL, draw_batch, losses_of, train
-from deploy.demo_model.training.train_demo_model import encode
+from deploy.local.demo_tasks import token_ids
 from tests.executor.support.drafts.draft_references import DraftReference, TargetTensors
 
 DRAFTS = DEMO_MODEL.parent / "demo_drafts"
@@ -179,9 +179,9 @@ def test_drafts_give_two_and_a_half_tokens_per_step_on_problems_they_never_saw(
 )
 def test_a_step_hands_out_the_accepted_drafts_and_one_more(chains: dict[str, str], steps: int):
     answer = "abcdef\n"
-    drafts = [encode(chains.get(token, "???")) for token in answer]
+    drafts = [token_ids(chains.get(token, "???")) for token in answer]
 
-    assert walk(encode(answer), drafts) == Score(num_tokens=6, num_steps=steps)
+    assert walk(token_ids(answer), drafts) == Score(num_tokens=6, num_steps=steps)
 
 
 def greedy(_step: int, logits: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ def test_what_is_trained_is_what_an_executor_computes(name: str, target: Target)
     }
     config = json.loads((DRAFTS / name / "config.json").read_text())
     reference = DraftReference(config, tensors, TargetTensors(target.embedding, target.head))
-    tokens = encode("\nrev abacus=sucaba")
+    tokens = token_ids("\nrev abacus=sucaba")
     context = target.read(torch.tensor([tokens]), torch.arange(1, len(tokens))[None])
 
     given = context.hidden[0]

@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.local.demo import token_ids
-from deploy.local.demo_tasks import solved_lines
+from deploy.local.demo_tasks import solved_lines, token_ids
 from deploy.local.launch import LocalStack
 from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options
 from tests.e2e.conftest import EXECUTOR_ARGS

@@ -12,8 +12,8 @@ import torch
 
 from deploy.demo_model.training.draft_checkpoints import Target
 from deploy.demo_model.training.draft_modules import Draft
-from deploy.demo_model.training.train_demo_model import PAD_ID, answer, encode
-from deploy.local.demo_tasks import EVEN_MIX, STOP, Kind, problems, solved_lines
+from deploy.demo_model.training.train_demo_model import PAD_ID, answer
+from deploy.local.demo_tasks import EVEN_MIX, STOP, Kind, problems, solved_lines, token_ids
 
 CHECK_SEED = 2_000_003  # no step trains with it
 BATCH_SIZE = 25
@@ -62,7 +62,7 @@ def ask(target: Target, seed: int, count: int, context_tokens: int) -> list[Answ
     answered: list[Answered] = []
     for problem, prompt, completion in zip(asked, prompts, completions, strict=True):
         text, newline, _ = completion.partition(STOP)
-        answered.append(Answered(problem.kind, encode(prompt), encode(text + newline)))
+        answered.append(Answered(problem.kind, token_ids(prompt), token_ids(text + newline)))
     return answered
 
 

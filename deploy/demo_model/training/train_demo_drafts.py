@@ -27,7 +27,13 @@ from deploy.demo_model.training.draft_checkpoints import (
 from deploy.demo_model.training.draft_models import MultiLayerMtpDraft
 from deploy.demo_model.training.draft_modules import CHAIN_LEN, Context, Draft
 from deploy.demo_model.training.draft_scores import CHECK_SEED, Answered, Score, ask, scores_of
-from deploy.demo_model.training.train_demo_model import LONG_CONTEXT, Muon, draw_row, learning_rate
+from deploy.demo_model.training.train_demo_model import (
+    LONG_CONTEXT,
+    draw_row,
+    learning_rate,
+    make_optimizers,
+    update,
+)
 from deploy.local.demo_tasks import STOP_ID
 
 logger = logging.getLogger("train_demo_drafts")
@@ -99,30 +105,12 @@ def losses_of(draft: Draft, batch: Batch) -> list[torch.Tensor]:
     ]
 
 
-def make_optimizers(draft: Draft, lr: float) -> list[torch.optim.Optimizer]:
-    """Gives the matrices to Muon, and head, router and norms to AdamW."""
-    matrices: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    for name, param in draft.named_parameters():
-        is_matrix = param.dim() >= 2 and "lm_head" not in name and "mlp.gate." not in name
-        (matrices if is_matrix else others).append(param)
-    return [
-        Muon(matrices, lr=lr),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
 def train_step(pupil: Pupil, batch: Batch, lr: float) -> None:
     """Moves a draft towards the target on one batch."""
     start = time.process_time()
     losses = losses_of(pupil.draft, batch)
     torch.autograd.backward(torch.stack(losses).sum())
-    torch.nn.utils.clip_grad_norm_(pupil.draft.parameters(), 1.0)
-    for optimizer in pupil.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
+    update(pupil.draft, pupil.optimizers, lr)
     for step, loss in enumerate(losses):
         pupil.loss_sums[step] += loss.item()
     pupil.cpu_seconds += time.process_time() - start

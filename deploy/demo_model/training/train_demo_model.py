@@ -20,11 +20,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from deploy.local.demo_tasks import (
+    FIRST_BYTE_ID,
     STOP_ID,
     TRAINING_MIX,
     Kind,
@@ -33,11 +35,13 @@ from deploy.local.demo_tasks import (
     draw_problem,
     problems,
     solved_lines,
+    text_of,
+    token_ids,
 )
 
 logger = logging.getLogger("train_demo_model")
 
-PAD_ID, BOS_ID, EOS_ID, FIRST_BYTE_ID = 0, 1, 2, 3
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 VOCAB_SIZE = 264  # 3 + 256, rounded up to a multiple of 8
 TOKENS_PER_STEP = 3072
 PEAK_LR = 3e-3
@@ -138,7 +142,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if is_tall else x
 
 
-def make_optimizers(model: Qwen3MoeForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, lr: float = PEAK_LR) -> list[torch.optim.Optimizer]:
     """Gives the matrices to Muon, and embeddings, head, routers and norms to AdamW."""
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -148,20 +152,25 @@ def make_optimizers(model: Qwen3MoeForCausalLM) -> list[torch.optim.Optimizer]:
         )
         (matrices if is_matrix else others).append(param)
     return [
-        Muon(matrices, lr=PEAK_LR),
-        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        Muon(matrices, lr=lr),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
+
+
+def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Moves the parameters by their gradients, of norm 1 at most, and clears these."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def learning_rate(progress: float) -> float:
     """Rises over 2 % of the steps, stays to 55 %, and falls in a line to 2 % of its peak."""
     fall = 1 - 0.98 * max(0.0, progress - 0.55) / 0.45
     return PEAK_LR * min(1.0, (progress + 1e-3) / 0.02, fall)
-
-
-def encode(text: str) -> list[int]:
-    """Returns the ids of a text."""
-    return [byte + FIRST_BYTE_ID for byte in text.encode()]
 
 
 def draw_row(rng: random.Random, row_len: int, even_lengths: bool) -> tuple[list[int], list[bool]]:
@@ -178,7 +187,7 @@ def draw_row(rng: random.Random, row_len: int, even_lengths: bool) -> tuple[list
     while len(ids) <= row_len:
         problem = draw_problem(rng, TRAINING_MIX, Pairs.TRAINED, even_lengths)
         # Each prompt begins with the newline that ends the answer before it.
-        prompt, answer = encode(problem.prompt), encode(problem.answer)
+        prompt, answer = token_ids(problem.prompt), token_ids(problem.answer)
         is_answer += [bool(ids)] + [False] * (len(prompt) - 1) + [True] * len(answer)
         ids += prompt + answer
     if opening == "bare":
@@ -226,14 +235,9 @@ def train(
     for step in range(num_steps):
         progress = step / num_steps
         phase = next(phase for phase in PHASES if progress < phase.until)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(progress)
         rng = random.Random(f"{seed} {step}")
         loss_sum += float(train_step(model, rng, phase, use_bfloat16))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(model, optimizers, learning_rate(progress))
         if (step + 1) % 50 == 0:
             spent, loss, loss_sum = time.process_time() - start, loss_sum / 50, 0.0
             logger.info("step %d, %.0f CPU s, loss %.4f, %s", step + 1, spent, loss, phase.name)
@@ -247,7 +251,7 @@ def answer(model: Qwen3MoeForCausalLM, prompts: Sequence[str]) -> list[str]:
     """Completes the prompts greedily, in batches with padding at the left."""
     completions: list[str] = []
     for start in range(0, len(prompts), 50):
-        rows = [encode(prompt) for prompt in prompts[start : start + 50]]
+        rows = [token_ids(prompt) for prompt in prompts[start : start + 50]]
         width = max(map(len, rows))
         ids = torch.tensor([[PAD_ID] * (width - len(row)) + row for row in rows])
         output = model.generate(  # type: ignore[misc]
@@ -256,8 +260,7 @@ def answer(model: Qwen3MoeForCausalLM, prompts: Sequence[str]) -> list[str]:
             generation_config=generation_config(max_new_tokens=14),
         )
         for row in cast(torch.Tensor, output)[:, width:].tolist():
-            data = bytes(max(0, id_ - FIRST_BYTE_ID) & 0xFF for id_ in row)
-            completions.append(data.decode(errors="replace"))
+            completions.append(text_of(row))
     return completions
 
 

@@ -10,7 +10,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.local.demo import SEED, ask, draw_requests, idle_group
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from deploy.local.demo import idle_group, token_ids
-from deploy.local.demo_tasks import Problem, problems, rev, solved_lines
+from deploy.local.demo import idle_group
+from deploy.local.demo_tasks import Problem, problems, rev, solved_lines, token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.ports import held_port
 from deploy.local.processes import Process

@@ -20,7 +20,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.local.demo import idle_group, token_ids
+from deploy.local.demo import idle_group
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, GroupStatus, Unavailable

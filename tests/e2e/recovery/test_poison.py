@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from deploy.local.demo import idle_group, token_ids
+from deploy.local.demo import idle_group
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import LocalStack
 from deploy.local.processes import Process
 from executor.__main__ import STUCK

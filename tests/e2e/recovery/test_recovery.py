@@ -3,7 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.local.demo import SEED, ask, draw_requests, idle_group
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import LocalStack
 from router.client import Client
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT

@@ -12,7 +12,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from deploy.local.demo import OPTIONS, SEED, draw_requests, text_of, token_ids
+from deploy.local.demo import OPTIONS, SEED, draw_requests
+from deploy.local.demo_tasks import text_of, token_ids
 from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2 as pb

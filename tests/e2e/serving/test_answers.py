@@ -13,17 +13,8 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from deploy.local.demo import (
-    MAX_ANSWER_TOKENS,
-    SEED,
-    DemoRequest,
-    ask,
-    draw_requests,
-    idle_group,
-    text_of,
-    token_ids,
-)
-from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines
+from deploy.local.demo import MAX_ANSWER_TOKENS, SEED, DemoRequest, ask, draw_requests, idle_group
+from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines, text_of, token_ids
 from router.client import Cancelled, Client, Delta, Rejected, TimedOut
 
 ENDLESS_TOKENS = 600  # takes far longer than any cancel or timeout of these tests

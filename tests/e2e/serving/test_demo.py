@@ -18,9 +18,8 @@ from deploy.local.demo import (
     DemoRequest,
     draw_requests,
     print_differences,
-    text_of,
-    token_ids,
 )
+from deploy.local.demo_tasks import text_of, token_ids
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main

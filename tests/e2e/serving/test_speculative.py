@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from deploy.local.demo import SEED, ask, draw_requests, idle_group, token_ids
+from deploy.local.demo import SEED, ask, draw_requests, idle_group
 from deploy.local.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import LocalStack
 from router.client import Client
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local import processes
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import ROOT, Process, ProcessEnded
 from router.client import Client, GroupStatus
+from tests.e2e.support.fork_server import start_anew
 from tests.e2e.support.logs import records
 
 BAD_CONFIGURATION = 2
@@ -119,13 +121,14 @@ async def test_the_routers_help_comes_without_importing_torch():
     assert not {name for name in imported if name.split(".")[0] in ("torch", "transformers")}
 
 
-async def test_the_router_serves_without_importing_torch(stack: LocalStack):
-    maps = Path(f"/proc/{stack.router.pid}/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-
-    assert "libtorch" not in maps.read_text()
-    assert "libtorch" in Path(f"/proc/{stack.executors[0].pid}/maps").read_text()
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_the_router_serves_without_importing_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "spawn", start_anew)
+    async with LocalStack(dp_size=1, log_dir=tmp_path) as stack:
+        assert "libtorch" not in Path(f"/proc/{stack.router.pid}/maps").read_text()
+        assert "libtorch" in Path(f"/proc/{stack.executors[0].pid}/maps").read_text()
 
 
 async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from deploy.local.demo import OPTIONS, SEED, draw_requests, idle_group, text_of, token_ids
+from deploy.local.demo import OPTIONS, SEED, draw_requests, idle_group
+from deploy.local.demo_tasks import text_of, token_ids
 from deploy.local.launch import LocalStack
 from router.client import Client, Completion
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT

@@ -21,6 +21,7 @@ from deploy.local import processes
 from deploy.local.child import die_with_parent
 from deploy.local.processes import ROOT
 
+start_anew = processes.spawn
 THREADS = "OMP_NUM_THREADS"
 PRELOADED = ("executor.build.executor", "executor.server", "router.app")
 
@@ -53,7 +54,7 @@ def fork_server(folder: Path) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    address, spawn = str(folder / "fork-server"), processes.spawn
+    address = str(folder / "fork-server")
     command = [sys.executable, "-m", __name__, address]
     env = {**os.environ, THREADS: "1", "OMP_WAIT_POLICY": "PASSIVE"}
     server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE)
@@ -62,7 +63,7 @@ def fork_server(folder: Path) -> Iterator[None]:
 
     def fork(args: Sequence[str], env: Mapping[str, str]) -> "Fork | subprocess.Popen[str]":
         if args[0] != "-m" or "PYTHONPATH" in env:
-            return spawn(args, env)
+            return start_anew(args, env)
         output, written = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
@@ -74,7 +75,7 @@ def fork_server(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        processes.spawn = spawn
+        processes.spawn = start_anew
         server.kill()
         server.communicate()
 

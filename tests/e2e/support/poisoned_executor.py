@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from deploy.local.demo import token_ids
+from deploy.local.demo_tasks import token_ids
 from executor.__main__ import main
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb

@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deploy.local.demo import SEED, ask_all, draw_requests, idle_group, token_ids
+from deploy.local.demo import SEED, ask_all, draw_requests, idle_group
+from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import Process
 from router.client import Client, Options

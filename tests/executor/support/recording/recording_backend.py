@@ -425,7 +425,10 @@ def _memory_of(x: torch.Tensor) -> int | None:
 
 def living_memory() -> dict[int | None, torch.Tensor]:
     """Returns all tensors that there are, by storage, but for those that gc.freeze hides."""
-    return {_memory_of(x): x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
+    objects = gc.get_objects()  # hundreds of thousands: looked at by type
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
+    tensors = (x for x, kind in zip(objects, map(type, objects), strict=True) if kind in kinds)
+    return {_memory_of(x): x for x in tensors}
 
 
 def _poison(x: torch.Tensor) -> None:
