@@ -42,12 +42,17 @@ class Rule:
     """Values that fit a setting.
 
     Attributes:
-        need: The same in words, which follow "need".
-        fits: Tells of a value that is not None.
+        need: The same in words, which follow "need" in an error.
+        fits: Whether a value, which is not None, is one of them.
+        form: The same as a placeholder for --help, where that can be.
     """
 
     need: str
     fits: Callable[[Any], Any]
+    form: str | None = None
+
+
+NO_RULE = Rule("", lambda value: True)
 
 
 def at_least(bound: float, why: str = "") -> Rule:
@@ -61,7 +66,7 @@ def above(bound: float, why: str = "") -> Rule:
 
 
 def one_of(*choices: str) -> Rule:
-    return Rule(f"one of {', '.join(choices)}", choices.__contains__)
+    return Rule(f"one of {', '.join(choices)}", choices.__contains__, f"[{'|'.join(choices)}]")
 
 
 def folder_with(file: str) -> Rule:
@@ -73,16 +78,16 @@ _ADDRESS = re.compile(r"(\[[0-9a-zA-Z:.%]+\]|[^\[\]:\s]+):(\d{1,5})")
 ADDRESS = Rule(
     "host:port, such as 127.0.0.1:50051 or [::]:0",
     lambda text: (match := _ADDRESS.fullmatch(text)) and int(match[2]) <= 65535,
+    "HOST:PORT",
 )
 
 
 def setting(
     default: Any = MISSING,
-    rule: Rule | None = None,
+    rule: Rule = NO_RULE,
     *,
     unset: str = "",
     flag: str = "",
-    metavar: str | None = None,
     variables: tuple[str, ...] = (),
 ) -> Any:
     """Returns a dataclass field that is a setting. A plain default is one too, without a rule.
@@ -92,10 +97,9 @@ def setting(
         rule: The values that fit, besides None.
         unset: What None stands for, in a few words for --help.
         flag: Its flag, if that is not named as the field.
-        metavar: Form of its value, for --help.
         variables: Further environment variables that set it where its own does not.
     """
-    extra = {"rule": rule, "unset": unset, "flag": flag, "metavar": metavar, "variables": variables}
+    extra = {"rule": rule, "unset": unset, "flag": flag, "variables": variables}
     return field(default=default, metadata=extra)
 
 
@@ -106,18 +110,18 @@ def check_settings(config: Any) -> None:
         ValueError: Names the setting, its value and what fits.
     """
     for each in fields(config):
-        value, rule = getattr(config, each.name), each.metadata.get("rule")
-        if value is not None and rule is not None and not rule.fits(value):
+        value, rule = getattr(config, each.name), each.metadata.get("rule", NO_RULE)
+        if value is not None and not rule.fits(value):
             raise ValueError(f"{each.name}={value}: need {rule.need}")
 
 
 def command(
     config_type: type[Any], program: str
 ) -> Callable[[Callable[[Any], None]], click.Command]:
-    """Decorates what runs a program: makes the command that reads its configuration.
+    """Decorates the function that runs a program: returns the command that reads its configuration.
 
-    Settings that make no sense, and an OSError of what runs, are logged in one line and end the
-    process with BAD_CONFIGURATION.
+    Invalid settings, and an OSError of the function, are logged in one line and end the process
+    with BAD_CONFIGURATION.
 
     Args:
         config_type: Dataclass of the settings; one is named ``log_level``.
@@ -195,8 +199,8 @@ def _option(each: Field[Any], type_: Any, text: str, prefix: str) -> click.Optio
     is_repeated = get_origin(item) is tuple  # of lists: the flag is given once for each
     if is_repeated:
         item = get_args(item)[0]
-    rule = extra.get("rule")
-    if rule is not None:
+    rule = extra.get("rule", NO_RULE)
+    if rule.need and rule.form is None:
         text = f"{text}  [{rule.need}]"
     return click.Option(
         [extra.get("flag") or "--" + each.name.replace("_", "-"), each.name],
@@ -207,7 +211,7 @@ def _option(each: Field[Any], type_: Any, text: str, prefix: str) -> click.Optio
         show_default=extra.get("unset") or not (is_required or each.default is None),
         envvar=[prefix + each.name.upper(), *extra.get("variables", ())],
         show_envvar=True,
-        metavar=extra.get("metavar"),
+        metavar=rule.form,
         help=text,
     )
 
@@ -231,11 +235,9 @@ def _descriptions(config_type: type[Any]) -> dict[str, str]:
     texts = {}
     for each in filter(is_dataclass, config_type.__mro__):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        for above_it, below in itertools.pairwise(getattr(tree, "body", ())):
-            if isinstance(above_it, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[ast.unparse(above_it.target)] = inspect.cleandoc(
-                    ast.literal_eval(below.value)
-                )
+        for node, text in itertools.pairwise(getattr(tree, "body", ())):
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(node.target)] = inspect.cleandoc(ast.literal_eval(text.value))
     return texts
 
 

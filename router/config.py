@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from protos.settings import ON_OFF, above, at_least, setting
+from protos.settings import ON_OFF, Rule, above, at_least, setting
 from protos.transport.port import ServiceConfig
 from router.executors.credentials import ExecutorSecurity
 from router.executors.discovery import check_group
@@ -17,7 +17,7 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
     """Every setting of a router: these, those of its ports, and those of the way to executors."""
 
     groups: tuple[tuple[str, ...], ...] = setting(
-        flag="--group", metavar="HOST:PORT,...|dns:NAME:PORT?size=N"
+        rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"
     )
     """The executors of one group: their addresses in any order, or a DNS name and how many
     executors it stands for. Repeat the flag for each group; in the variable, groups are separated
@@ -89,8 +89,6 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.groups:
-            raise ValueError("groups: none was given; give the addresses of at least one group")
         addresses = [address for group in self.groups for address in group]
         for group in self.groups:
             check_group(group)

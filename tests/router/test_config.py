@@ -53,7 +53,7 @@ def test_a_name_counts_as_another_machine(group: str):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"groups": ()}, "groups: none was given"),
+        ({"groups": ()}, r"groups=\(\): need at least one group"),
         ({"listen": "localhost"}, "listen=localhost: need host:port"),
         ({"max_calls": 0}, "max_calls=0: need at least 1"),
         ({"prompt_steps_between_drafts": 0}, "prompt_steps_between_drafts=0: need at least 1"),
