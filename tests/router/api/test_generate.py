@@ -17,7 +17,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
-from router.requests.request import FinishReason, Request, TokenLogprob
+from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
 
@@ -53,12 +53,19 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_ended():
+@asynccontextmanager
+async def generating(
+    request: pb.GenerateRequest, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[tuple[FakeEngines, Any, list[Sequence]]]:
+    """Runs a Generate call whose request has arrived."""
     engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt(request_id="mine"))
-        request = await engines.arrivals.get()
-        [sequence] = request.sequences
+    async with connected(engines, tokenizer) as stub:
+        call = stub.Generate(request)
+        yield engines, call, (await engines.arrivals.get()).sequences
+
+
+async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_ended():
+    async with generating(prompt(request_id="mine")) as (engines, call, [sequence]):
         engines.give(sequence, [10, 11])
         first = await call.read()
         engines.give(sequence, [12])
@@ -80,11 +87,8 @@ async def test_tokens_come_as_they_are_made_and_the_last_message_says_how_it_end
 
 
 async def test_the_finish_tells_what_the_request_took():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt())
-        request = await engines.arrivals.get()
-        [sequence] = request.sequences
+    async with generating(prompt()) as (engines, call, [sequence]):
+        request = sequence.request
         progress, arrival = sequence.progress, request.arrival_time
         progress.start_time, progress.first_token_time = arrival + 1, arrival + 2.5
         progress.end_time = arrival + 4
@@ -103,10 +107,7 @@ async def test_the_finish_tells_what_the_request_took():
 
 
 async def test_what_came_since_the_last_wake_is_one_message():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt())
-        [sequence] = (await engines.arrivals.get()).sequences
+    async with generating(prompt()) as (engines, call, [sequence]):
         for token_id in range(50):
             engines.give(sequence, [token_id])
         engines.finish(sequence)
@@ -114,32 +115,9 @@ async def test_what_came_since_the_last_wake_is_one_message():
         assert list(message.token_ids) == list(range(50))
 
 
-async def test_every_continuation_is_told_apart_and_finishes_by_itself():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt(n=3))
-        request = await engines.arrivals.get()
-        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        finished = []
-        for sequence in (request.sequences[1], request.sequences[0], request.sequences[2]):
-            engines.give(sequence, [sequence.index])
-            engines.give(sequence, [sequence.index])
-            engines.finish(sequence)
-        for message in await responses(call):
-            tokens[message.index] += message.token_ids
-            if message.HasField("finish"):
-                finished.append(message.index)
-        assert tokens == {0: [0, 0], 1: [1, 1], 2: [2, 2]}
-        assert sorted(finished) == [0, 1, 2]
-
-
 async def test_a_text_prompt_is_answered_in_whole_characters(tokenizer: Tokenizer):
-    engines = FakeEngines()
-    async with connected(engines, tokenizer) as stub:
-        call = stub.Generate(pb.GenerateRequest(text="hi"))
-        request = await engines.arrivals.get()
-        assert request.prompt.tolist() == tokenizer.encode("hi").tolist()
-        [sequence] = request.sequences
+    async with generating(pb.GenerateRequest(text="hi"), tokenizer) as (engines, call, [sequence]):
+        assert sequence.request.prompt.tolist() == tokenizer.encode("hi").tolist()
         pieces = []
         for token_id in tokenizer.encode("é🚀!").tolist():
             engines.give(sequence, [token_id])
@@ -150,95 +128,19 @@ async def test_a_text_prompt_is_answered_in_whole_characters(tokenizer: Tokenize
         assert pieces == ["", "é", "", "", "", "🚀", "!", "\N{REPLACEMENT CHARACTER}"]
 
 
-async def test_text_ends_before_the_stop_string_and_tokens_after_it(tokenizer: Tokenizer):
-    engines = FakeEngines()
-    async with connected(engines, tokenizer) as stub:
-        stop = pb.StopConditions(stop_strings=["END"])
-        call = stub.Generate(prompt(stop=stop, output=pb.OutputOptions(text=True)))
-        [sequence] = (await engines.arrivals.get()).sequences
+@pytest.mark.parametrize(("wants_text", "text"), [(True, "one "), (False, "")])
+async def test_text_ends_before_the_stop_string_and_tokens_after_it(
+    wants_text: bool, text: str, tokenizer: Tokenizer
+):
+    stop, output = pb.StopConditions(stop_strings=["END"]), pb.OutputOptions(text=wants_text)
+    message = prompt(stop=stop, output=output)
+    async with generating(message, tokenizer) as (engines, call, [sequence]):
         for piece in ("one E", "ND"):
             engines.give(sequence, tokenizer.encode(piece))
         messages = await responses(call)
-        assert "".join(message.text for message in messages) == "one "
+        assert "".join(message.text for message in messages) == text
         assert sum(len(message.token_ids) for message in messages) == len("one END")
         assert messages[-1].finish.stop_string == "END"
-
-
-async def test_stop_strings_alone_bring_no_text(tokenizer: Tokenizer):
-    engines = FakeEngines()
-    async with connected(engines, tokenizer) as stub:
-        call = stub.Generate(prompt(stop=pb.StopConditions(stop_strings=["b"])))
-        [sequence] = (await engines.arrivals.get()).sequences
-        engines.give(sequence, tokenizer.encode("ab"))
-        [message] = await responses(call)
-        assert (message.text, message.finish.stop_string) == ("", "b")
-
-
-async def test_log_probabilities_stand_beside_their_tokens():
-    def scored(token_id: int) -> TokenLogprob:
-        top_ids, top_logprobs = np.array([token_id, 1], np.int32), np.array([-0.5, -2], np.float32)
-        return TokenLogprob(token_id, -0.5, top_ids, top_logprobs)
-
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        output = pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=2)
-        call = stub.Generate(prompt(output=output))
-        [sequence] = (await engines.arrivals.get()).sequences
-        sequence.prompt_logprobs += [scored(6), scored(7)]
-        sequence.logprobs.append(scored(10))
-        engines.give(sequence, [10])
-        first = await call.read()
-        sequence.logprobs.append(scored(11))
-        engines.give(sequence, [11])
-        engines.finish(sequence)
-        [last] = await responses(call)
-
-        assert [entry.token_id for entry in first.prompt_logprobs] == [6, 7]
-        assert [entry.token_id for entry in first.logprobs] == [10]
-        assert [entry.token_id for entry in last.logprobs] == [11]
-        assert not last.prompt_logprobs
-        assert [(top.token_id, top.logprob) for top in last.logprobs[0].top] == [
-            (11, -0.5),
-            (1, -2.0),
-        ]
-
-
-async def test_dropping_the_call_cancels_the_request():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt())
-        await engines.arrivals.get()
-        call.cancel()
-        await engines.idle()
-
-
-async def test_cancel_by_id_ends_the_call_of_whoever_started_it():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(prompt(request_id="mine"))
-        await engines.arrivals.get()
-        await stub.Cancel(pb.CancelRequest(request_id="mine"))
-        error = await failure(call)
-        assert error.code() is grpc.StatusCode.CANCELLED
-        assert error_details(error).reason == "CANCELLED"
-
-
-async def test_cancel_of_an_unknown_id_says_so():
-    async with connected(FakeEngines()) as stub:
-        error = await failure(stub.Cancel(pb.CancelRequest(request_id="gone")))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert error_details(error).reason == "REQUEST_NOT_FOUND"
-        assert "'gone'" in error.details()
-
-
-async def test_the_timeout_ends_the_call_with_deadline_exceeded():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        request = prompt()
-        request.timeout.FromMilliseconds(1)
-        error = await failure(stub.Generate(request))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert error_details(error).reason == "DEADLINE_EXCEEDED"
 
 
 async def test_the_deadline_of_the_call_is_the_deadline_of_the_request():
@@ -259,23 +161,6 @@ async def test_a_call_whose_deadline_passes_leaves_nothing_behind():
         await engines.idle()
 
 
-async def test_what_the_engines_refuse_reaches_the_caller_with_its_details():
-    engines = FakeEngines()
-    engines.refusal = QueueFull("900 tokens wait, and 900 may: try again", retry_delay_s=2.5)
-    async with connected(engines) as stub:
-        error = await failure(stub.Generate(prompt()))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert error.details() == "900 tokens wait, and 900 may: try again"
-        assert error_details(error).retry_delay_s == 2.5
-
-
-async def test_an_invalid_request_is_refused_with_its_field():
-    async with connected(FakeEngines()) as stub:
-        error = await failure(stub.Generate(prompt(n=65)))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error_details(error).field == "n"
-
-
 async def test_a_call_too_many_is_told_when_to_come_again():
     engines = FakeEngines(max_listeners=1)
     async with connected(engines) as stub:
@@ -287,34 +172,14 @@ async def test_a_call_too_many_is_told_when_to_come_again():
         call.cancel()
 
 
-async def test_before_a_group_has_formed_calls_are_unavailable():
-    async with connected(FakeEngines(model=None)) as stub:
+async def test_before_a_group_has_formed_only_the_status_is_there():
+    engines = FakeEngines(model=None)
+    engines.groups = [pb.GroupStatus(state=pb.GROUP_STATE_FORMING, problem="no answer")]
+    async with connected(engines) as stub:
         for call in (stub.Generate(prompt()), stub.GetModel(pb.GetModelRequest())):
             error = await failure(call)
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert error_details(error).reason == "NOT_READY"
-
-
-async def test_the_model_is_described(tokenizer: Tokenizer):
-    async with connected(FakeEngines(), tokenizer) as stub:
-        assert await stub.GetModel(pb.GetModelRequest()) == pb.GetModelResponse(
-            name="tiny-moe",
-            architecture="Qwen3MoeForCausalLM",
-            fingerprint="f00d",
-            vocab_size=1000,
-            max_model_len=100,
-            eos_token_ids=[2],
-            has_tokenizer=True,
-        )
-
-
-async def test_the_status_is_told_even_while_nothing_works():
-    engines = FakeEngines(model=None)
-    engines.groups = [
-        pb.GroupStatus(group=0, state=pb.GROUP_STATE_FORMING, problem="executor 1: no answer"),
-        pb.GroupStatus(group=1, state=pb.GROUP_STATE_READY, ranks=[pb.RankStatus(num_running=3)]),
-    ]
-    async with connected(engines) as stub:
         status = await stub.GetStatus(pb.GetStatusRequest())
         assert (status.version, list(status.groups)) == ("1.2.3", engines.groups)
 
@@ -342,10 +207,11 @@ class Stream:
 
 @asynccontextmanager
 async def streaming(
-    engines: FakeEngines, tokenizer: Tokenizer | None = None
-) -> AsyncIterator[Stream]:
+    tokenizer: Tokenizer | None = None,
+) -> AsyncIterator[tuple[FakeEngines, Stream]]:
+    engines = FakeEngines()
     async with connected(engines, tokenizer) as stub:
-        yield Stream(engines, stub.GenerateMany())
+        yield engines, Stream(engines, stub.GenerateMany())
 
 
 def columns(message: pb.GenerateManyResponse) -> dict[int, list[int]]:
@@ -360,8 +226,7 @@ def columns(message: pb.GenerateManyResponse) -> dict[int, list[int]]:
 
 
 async def test_plain_requests_share_the_columns_of_one_message():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         one = await stream.start(7, prompt())
         other = await stream.start(2**32 - 1, prompt())
         engines.give(one.sequences[0], [10, 11])
@@ -388,8 +253,7 @@ async def test_plain_requests_share_the_columns_of_one_message():
 
 
 async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(tokenizer: Tokenizer):
-    engines = FakeEngines()
-    async with streaming(engines, tokenizer) as stream:
+    async with streaming(tokenizer) as (engines, stream):
         text = await stream.start(1, pb.GenerateRequest(text="hi"))
         two = await stream.start(2, prompt(n=2))
         engines.give(text.sequences[0], tokenizer.encode("ok"))
@@ -410,8 +274,7 @@ async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(token
 
 
 async def test_a_refused_request_leaves_the_stream_open():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         await stream.send(tag=1, start=prompt(n=65))
         [error] = (await stream.read()).errors
         assert (error.tag, error.code) == (1, code_pb2.INVALID_ARGUMENT)
@@ -434,8 +297,7 @@ async def test_a_refused_request_leaves_the_stream_open():
 
 
 async def test_more_refusals_than_may_wait_all_arrive():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (_, stream):
         for tag in range(600):
             await stream.send(tag=tag, start=prompt(n=65))
         await stream.call.done_writing()
@@ -444,8 +306,7 @@ async def test_more_refusals_than_may_wait_all_arrive():
 
 
 async def test_a_request_that_fails_is_told_under_its_tag_once():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         request = await stream.start(4, prompt(n=3))
         engines.finish(request.sequences[0])
         engines.cancel(request)
@@ -457,8 +318,7 @@ async def test_a_request_that_fails_is_told_under_its_tag_once():
 
 
 async def test_cancelling_a_tag_is_answered_under_it():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (_, stream):
         await stream.start(4, prompt())
         await stream.send(tag=3, cancel=pb.CancelTag())  # nobody's; not answered
         await stream.send(tag=4, cancel=pb.CancelTag())
@@ -468,20 +328,8 @@ async def test_cancelling_a_tag_is_answered_under_it():
         assert await stream.read() is grpc.aio.EOF
 
 
-async def test_a_timeout_holds_on_a_stream_too():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
-        request = prompt()
-        request.timeout.FromMilliseconds(1)
-        await stream.start(1, request)
-        [error] = (await stream.read()).errors
-        assert (error.code, error.reason) == (code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-        await stream.call.done_writing()
-
-
 async def test_half_closing_lets_running_requests_finish():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         request = await stream.start(1, prompt())
         await stream.call.done_writing()
         engines.give(request.sequences[0], [8])
@@ -492,14 +340,13 @@ async def test_half_closing_lets_running_requests_finish():
 
 
 async def test_half_closing_an_idle_stream_ends_it():
-    async with streaming(FakeEngines()) as stream:
+    async with streaming() as (_, stream):
         await stream.call.done_writing()
         assert await stream.read() is grpc.aio.EOF
 
 
 async def test_dropping_the_stream_cancels_all_its_requests():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         await stream.start(1, prompt())
         await stream.start(2, prompt(n=2))
         stream.call.cancel()
@@ -513,8 +360,7 @@ async def test_dropping_the_stream_cancels_all_its_requests():
 async def test_a_message_that_no_tag_can_answer_ends_the_stream(
     message: pb.GenerateManyRequest, field: str
 ):
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         await stream.start(1, prompt())
         await stream.call.write(message)
         error = await failure(stream.call)
@@ -548,8 +394,7 @@ async def test_an_idle_stream_that_a_shutdown_ends_is_not_one_that_was_refused()
 
 
 async def test_a_tag_may_be_used_again_once_its_request_has_ended():
-    engines = FakeEngines()
-    async with streaming(engines) as stream:
+    async with streaming() as (engines, stream):
         for _ in range(3):
             request = await stream.start(1, prompt())
             engines.finish(request.sequences[0])

@@ -21,7 +21,14 @@ from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
 from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer
-from tests.router.support.vllm_calls import PROMPT, answers, connected, failure, generate
+from tests.router.support.vllm_calls import (
+    PROMPT,
+    answers,
+    connected,
+    failure,
+    generate,
+    generating,
+)
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
 
@@ -40,10 +47,7 @@ def scored(token_id: int, *top_ids: int) -> TokenLogprob:
 
 
 async def test_a_stream_has_each_token_once_and_then_the_end():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate())
-        [sequence] = (await engines.arrivals.get()).sequences
+    async with generating() as (engines, call, [sequence]):
         engines.give(sequence, [10, 11])
         first = (await call.read()).chunk
         sequence.progress.num_cached_tokens = 2
@@ -61,10 +65,7 @@ async def test_a_stream_has_each_token_once_and_then_the_end():
 
 
 async def test_without_a_stream_there_is_one_message_per_continuation():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(stream=False, n=2))
-        first, second = (await engines.arrivals.get()).sequences
+    async with generating(stream=False, n=2) as (engines, call, [first, second]):
         for token_id in (10, 11, 12):
             engines.give(second, [token_id])
             engines.give(first, [token_id + 10])
@@ -81,10 +82,7 @@ async def test_without_a_stream_there_is_one_message_per_continuation():
 
 
 async def test_a_stream_of_several_continuations_names_each():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(n=2))
-        first, second = (await engines.arrivals.get()).sequences
+    async with generating(n=2) as (engines, call, [first, second]):
         engines.give(second, [10])
         engines.finish(second)
         engines.give(first, [20])
@@ -105,10 +103,8 @@ async def test_a_stream_of_several_continuations_names_each():
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(stream=stream, logprobs=2, prompt_logprobs=1))
-        [sequence] = (await engines.arrivals.get()).sequences
+    asked = {"stream": stream, "logprobs": 2, "prompt_logprobs": 1}
+    async with generating(**asked) as (engines, call, [sequence]):
         assert sequence.request.output.top_logprobs == 2
         sequence.prompt_logprobs += [scored(6, 1, 2), scored(7, 3, 4)]
         sequence.logprobs.append(scored(10, 10, 11))
@@ -137,10 +133,7 @@ async def test_log_probabilities_stand_beside_their_tokens(stream: bool):
 
 
 async def test_log_probabilities_without_alternatives_have_none():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(stream=False, logprobs=0))
-        [sequence] = (await engines.arrivals.get()).sequences
+    async with generating(stream=False, logprobs=0) as (engines, call, [sequence]):
         sequence.logprobs.append(scored(10))
         engines.give(sequence, [10])
         engines.finish(sequence)
@@ -151,10 +144,8 @@ async def test_log_probabilities_without_alternatives_have_none():
 
 
 async def test_what_stopped_it_is_told_but_for_the_models_own_end(tokenizer: Tokenizer):
-    engines = FakeEngines()
-    async with connected(engines, tokenizer) as stub:
-        call = stub.Generate(generate(n=3, stream=False, stop=["END"], stop_token_ids=[9]))
-        by_string, by_token, by_eos = (await engines.arrivals.get()).sequences
+    asked = {"n": 3, "stream": False, "stop": ["END"], "stop_token_ids": [9]}
+    async with generating(tokenizer, **asked) as (engines, call, [by_string, by_token, by_eos]):
         engines.give(by_string, tokenizer.encode("no END"))
         for sequence, token_id in ((by_token, 9), (by_eos, 2)):
             sequence.stop_token_id = token_id
@@ -210,12 +201,6 @@ async def test_abort_without_a_stream_returns_the_tokens_so_far():
         other.cancel()
 
 
-async def test_abort_of_nobody_is_fine():
-    async with connected(FakeEngines()) as stub:
-        await stub.Abort(pb.AbortRequest(request_ids=["nobody"]))
-        await stub.Abort(pb.AbortRequest())
-
-
 async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -224,6 +209,7 @@ async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
     async with connected(engines) as stub:
         call = stub.Generate(generate(request_id=""))
         [sequence] = (await engines.arrivals.get()).sequences
+        await stub.Abort(pb.AbortRequest())
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
         for _ in range(10):
             await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
@@ -263,14 +249,11 @@ async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reset_ends_the_request_without_abort(stream: bool):
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(stream=stream))
-        request = await engines.arrivals.get()
-        engines.give(request.sequences[0], [10])
+    async with generating(stream=stream) as (engines, call, [sequence]):
+        engines.give(sequence, [10])
         call.cancel()
         await engines.idle()
-        assert not request.is_live
+        assert not sequence.request.is_live
 
 
 # ---- what gateways ask besides
@@ -370,14 +353,7 @@ async def test_loads_are_those_of_each_rank_and_what_waits_is_counted_once():
         assert (first.num_used_tokens, first.max_total_num_tokens) == (480, 1600)
         assert (first.cache_hit_rate, first.max_running_requests) == (0.5, 64)
         assert unformed.max_total_num_tokens == 0
-
-
-async def test_loads_of_one_rank_can_be_asked_for():
-    engines = FakeEngines()
-    engines.groups = GROUPS
-    async with connected(engines) as stub:
         answer = await stub.GetLoads(pb.GetLoadsRequest(dp_rank=1))
-
         assert [load.dp_rank for load in answer.loads] == [1]
 
 

@@ -19,6 +19,7 @@ from router.client import (
     Completion,
     Delta,
     Many,
+    Options,
     Overloaded,
     Rejected,
     TimedOut,
@@ -28,7 +29,7 @@ from router.client import (
 from router.errors import NotReady, QueueFull
 from router.requests.request import FinishReason
 from router.requests.request import TokenLogprob as EngineLogprob
-from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer, serve
+from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
 
 
 @asynccontextmanager
@@ -104,21 +105,29 @@ async def test_deltas_come_while_the_request_runs(engines: FakeEngines, either: 
         assert last.finish.num_completion_tokens == 2
 
 
-async def test_log_probabilities_arrive_with_their_alternatives(
+def scored(token_id: int) -> EngineLogprob:
+    top_ids, top_logprobs = np.array([token_id, 1], np.int32), np.array([-0.5, -2], np.float32)
+    return EngineLogprob(token_id, -0.5, top_ids, top_logprobs)
+
+
+async def test_log_probabilities_stand_beside_their_tokens_once(
     engines: FakeEngines, either: Client | Many
 ):
-    completing = asyncio.create_task(
-        either.complete([5, 6], logprobs=True, prompt_logprobs=True, top_logprobs=1)
-    )
-    [sequence] = (await engines.arrivals.get()).sequences
-    top_ids, top_logprobs = np.array([3], np.int32), np.array([-0.25], np.float32)
-    sequence.prompt_logprobs.append(EngineLogprob(6, -1.5, top_ids, top_logprobs))
-    sequence.logprobs.append(EngineLogprob(10, -0.5, top_ids, top_logprobs))
-    engines.give(sequence, [10])
-    engines.finish(sequence)
-    completion = await completing
-    assert completion.logprobs == [TokenLogprob(10, -0.5, ((3, -0.25),))]
-    assert completion.prompt_logprobs == [TokenLogprob(6, -1.5, ((3, -0.25),))]
+    asked: Options = {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 2}
+    async with aclosing(either.generate([5, 6, 7], **asked)) as deltas:
+        coming = asyncio.ensure_future(anext(deltas))
+        [sequence] = (await engines.arrivals.get()).sequences
+        sequence.prompt_logprobs += [scored(6), scored(7)]
+        sequence.logprobs.append(scored(10))
+        engines.give(sequence, [10])
+        first = await coming
+        sequence.logprobs.append(scored(11))
+        engines.give(sequence, [11])
+        engines.finish(sequence)
+        [last] = [delta async for delta in deltas]
+    assert [entry.token_id for entry in first.prompt_logprobs] == [6, 7]
+    assert first.logprobs == [TokenLogprob(10, -0.5, ((10, -0.5), (1, -2.0)))]
+    assert (last.prompt_logprobs, [entry.token_id for entry in last.logprobs]) == ([], [11])
 
 
 async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Client | Many):
@@ -194,7 +203,7 @@ async def test_an_overloaded_router_says_when_to_come_again(
     engines: FakeEngines, either: Client | Many
 ):
     engines.refusal = QueueFull("full", retry_delay_s=2.5)
-    with pytest.raises(Overloaded) as caught:
+    with pytest.raises(Overloaded, match="full") as caught:
         await either.complete([5])
     assert caught.value.retry_delay_s == 2.5
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -227,10 +236,11 @@ async def test_cancel_by_id_fails_the_one_who_waits(engines: FakeEngines):
         completing = asyncio.create_task(client.complete([5], request_id="mine"))
         await engines.arrivals.get()
         await client.cancel("mine")
-        with pytest.raises(Cancelled):
+        with pytest.raises(Cancelled) as cancelled:
             await completing
-        with pytest.raises(Rejected, match="'mine'"):
+        with pytest.raises(Rejected, match="'mine'") as unknown:
             await client.cancel("mine")
+    assert (cancelled.value.reason, unknown.value.reason) == ("CANCELLED", "REQUEST_NOT_FOUND")
 
 
 async def test_hundreds_of_requests_share_a_stream(engines: FakeEngines):
@@ -288,20 +298,22 @@ async def test_a_broken_stream_fails_what_runs_and_what_comes_later(engines: Fak
             await many.complete([5])
 
 
-async def test_the_model_is_described(engines: FakeEngines):
-    async with connected(engines) as client:
-        model = await client.get_model()
-        assert (model.name, model.vocab_size) == (MODEL.name, MODEL.vocab_size)
-        assert (model.eos_token_ids, model.has_tokenizer) == ([2], False)
-
-
-async def test_the_status_comes_back_as_it_was_given(engines: FakeEngines):
+async def test_the_model_and_the_status_come_as_they_were_sent(engines: FakeEngines):
     engines.groups = [
         pb.GroupStatus(group=0, state=pb.GROUP_STATE_FORMING, problem="executor 1: no answer"),
         pb.GroupStatus(group=1, state=pb.GROUP_STATE_READY, ranks=[pb.RankStatus(num_running=3)]),
     ]
     async with connected(engines) as client:
         assert await client.get_status() == engines.groups
+        assert await client.get_model() == pb.GetModelResponse(
+            name="tiny-moe",
+            architecture="Qwen3MoeForCausalLM",
+            fingerprint="f00d",
+            vocab_size=1000,
+            max_model_len=100,
+            eos_token_ids=[2],
+            has_tokenizer=False,
+        )
 
 
 async def test_nobody_at_the_other_end_is_unavailable():

@@ -14,6 +14,7 @@ from protos.transport.interceptors import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.text.tokenizer import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
+from router.requests.request import Sequence
 from tests.router.support.fake_engines import FakeEngines
 
 PROMPT = [5, 6, 7]
@@ -47,6 +48,17 @@ async def connected(
         await engines.idle()  # whatever the test did, no call may leave anything behind
     finally:
         await server.stop(grace=None)
+
+
+@asynccontextmanager
+async def generating(
+    tokenizer: Tokenizer | None = None, **fields: Any
+) -> AsyncIterator[tuple[FakeEngines, Any, list[Sequence]]]:
+    """Runs a Generate call whose request has arrived; `fields` are those of `generate`."""
+    engines = FakeEngines()
+    async with connected(engines, tokenizer) as stub:
+        call = stub.Generate(generate(**fields))
+        yield engines, call, (await engines.arrivals.get()).sequences
 
 
 def generate(*, stream: bool = True, request_id: str = "mine", **params: Any) -> Any:
