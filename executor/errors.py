@@ -18,7 +18,6 @@ RpcError               what the router sees
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
 ├── InvalidStep        INVALID_ARGUMENT     the step contradicts itself or what is here
-├── StepDisagreement   INVALID_ARGUMENT     members were told different things about the step
 └── StepFailed         INTERNAL             the forward pass failed
 """
 
@@ -36,7 +35,7 @@ class CaptureError(ValueError):
 
 
 class PeerLost(RuntimeError):
-    """Another member of the group left it, or did not begin a step in time."""
+    """Another member of the group left it in the middle of a step."""
 
 
 class NotLoaded(RpcError):
@@ -87,11 +86,6 @@ class StepOutOfOrder(RpcError):
 class InvalidStep(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_STEP"
-
-
-class StepDisagreement(RpcError):
-    code = StatusCode.INVALID_ARGUMENT
-    reason = "STEP_DISAGREEMENT"
 
 
 class StepFailed(RpcError):

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from executor.errors import InvalidStep, StepDisagreement, StepFailed
+from executor.errors import InvalidStep, StepFailed
 from protos.telemetry.metrics import STEP_BOUNDS, Family, Histogram, Metric, families_of
 
-PHASES = ("queue", "fill", "peers", "draft", "forward", "sample")
+PHASES = ("queue", "fill", "draft", "forward", "sample")
 
 
 class Measures:
@@ -19,10 +19,10 @@ class Measures:
 
     Attributes:
         phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
-            columns read, staged and sent to the device. "peers": waiting until every executor had
-            begun the step. "draft": the draft model's passes, those behind the answer as well.
-            "forward": the forward pass. "sample": until the tokens were on the host. On a GPU
-            passes count as long as their launch takes, and "sample" includes waiting for them.
+            columns read, staged and sent to the device. "draft": the draft model's passes, those
+            behind the answer as well. "forward": the forward pass. "sample": until the tokens were
+            on the host. On a GPU passes count as long as their launch takes, and "sample" includes
+            waiting for them.
         execute_s: From a step's beginning to its answer.
         steps: By the forward mode of this rank, and whether a graph was replayed.
         scheduled_tokens: Tokens of its rank's sequences.
@@ -38,7 +38,7 @@ class Measures:
         self.scheduled_tokens = 0
         self.padding_tokens = 0
         # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
-        self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepDisagreement, StepFailed)})
+        self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepFailed)})
         self.joins = Counter({"joined": 0, "failed": 0})
         self._start_ns = 0
         self._lap_ns = 0
@@ -56,11 +56,6 @@ class Measures:
         now_ns = time.perf_counter_ns()
         self.phase_ns[phase] += now_ns - self._lap_ns
         self._lap_ns = now_ns
-
-    def waited_for_peers(self, wait_ns: int) -> None:
-        """So much of the phase under way was "peers"."""
-        self.phase_ns["peers"] += wait_ns
-        self._lap_ns += wait_ns
 
     def end_step(self, mode: str, *, num_tokens: int, num_rows: int, is_replay: bool) -> int:
         """A step has its answer. Returns how many nanoseconds that took."""
@@ -119,8 +114,7 @@ METRICS: list[Metric[Numbers]] = [
     Metric("step_seconds_total", "counter", ("phase",),
            lambda n: {phase: ns / 1e9 for phase, ns in n.measures.phase_ns.items()},
            "Where the time of steps went: queue (while the step before ran), fill (columns to the "
-           "device), peers (until every executor had begun), forward (on a GPU: its launch), "
-           "sample (until tokens were on the host)."),
+           "device), forward (on a GPU: its launch), sample (until tokens were on the host)."),
     Metric("execute_seconds", "histogram", (), lambda n: n.measures.execute_s.copy(),
            "From a step's beginning to its answer."),
 ]

@@ -1,17 +1,18 @@
-"""The executor's edge: one Step stream in, one compute thread, one stream out.
+"""Executor service: one Step stream in, one compute thread, one stream out.
 
     Step stream ──▶ reader ──▶ [ step 7 running | step 8 waiting ] ──▶ answers, in order
                                └──────── compute thread ─────────┘
 
 The reader hands a step over as soon as it arrives, so the next one is already there when a step
 ends. One thread computes, because steps are ordered and share tensors; it is not the event
-loop's, so that health checks are answered while a step runs or a model loads. What a step leaves to
-be run behind its answer, it runs before the next one.
+loop's, so that health checks are answered while a step runs or a model loads. What a step defers
+until its answer is out, the thread runs before the next one.
 
-The stream's life is that of its epoch: when it ends, for whatever reason, an executor with peers
-leaves their group at once, so that all of them are free for the next one. A step that goes on for
-long after that is stuck, in a kernel or a driver, and nothing can free its thread: the process has
-to end, and to be started again.
+The stream is the executor's part in its epoch. However it ends, an executor with peers first says
+why, so that the router hears the cause before its consequences, and then closes their group, which
+frees its own thread and theirs from any collective. A step that goes on for long after that is
+stuck, in a kernel or a driver, and nothing can free its thread: the process has to end, and to be
+started again.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -40,10 +41,7 @@ from executor.errors import (
     StreamHeld,
 )
 from executor.metrics import Measures
-from executor.parallel.epochs import Epochs
-from executor.parallel.join_attempt import JoinAttempt
-from executor.served import Store, Worker
-from executor.step_stream import Answer, StepStream
+from executor.parallel.epochs import Epochs, JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
@@ -59,6 +57,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 LIVENESS, READINESS = "liveness", "readiness"
 
+# Steps taken off a stream and not answered yet. A router sends 2; more only wait.
+MAX_UNANSWERED_STEPS = 8
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
 MESSAGE_BYTES = 256 * 1024 * 1024
@@ -73,6 +73,65 @@ SERVER_OPTIONS = [
     # client that pings every 10 s with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
+
+
+# Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
+# is the answer of a step that was dropped.
+Answer = pb.StepResponse | RpcError | None
+
+
+class Worker(Protocol):
+    """``executor.worker.Worker``, as far as the service calls it."""
+
+    @property
+    def has_peers(self) -> bool: ...
+    @property
+    def has_deferred(self) -> bool: ...
+    def execute(self, request: pb.StepRequest) -> pb.StepResponse: ...
+    def run_deferred(self) -> None: ...
+    def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None: ...
+    def leave(self) -> None: ...
+
+
+class Store(Protocol):
+    """A rendezvous store; it listens for as long as it is referred to."""
+
+    @property
+    def port(self) -> int: ...
+
+
+class StepStream:
+    """One open Step call: the answers it is owed, in order, and how it ends.
+
+    Attributes:
+        answers: Awaitable answers; None after the last one.
+        has_ended: Whether steps that have not begun are dropped.
+        is_over: Set when the router has been told how the call ended.
+        epoch: The epoch whose group is left when the call is over; None: no group is.
+    """
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()
+        self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
+        self.has_ended = False
+        self.is_over = asyncio.Event()
+        self.epoch: int | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def end(self, error: RpcError) -> None:
+        """Answers what has begun, then ends the call with ``error``."""
+        self.has_ended = True
+        self.refuse(error)
+
+    def refuse(self, error: RpcError) -> None:
+        """Answers all steps that came, then ends the call with ``error``."""
+        ending: asyncio.Future[Answer] = self._loop.create_future()
+        ending.set_result(error)
+        self.answers.put_nowait(ending)
+
+    def refuse_soon(self, error: RpcError) -> None:
+        """Does so from another thread."""
+        self._loop.call_soon_threadsafe(self.refuse, error)
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
@@ -163,8 +222,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_stopping = True
         self._publish_readiness()
         self._call_off_join("this executor was told to stop")
-        stream, self._stream = self._stream, None  # its end is not the group's
+        stream, self._stream = self._stream, None
         if stream is not None:
+            stream.epoch = None
             stream.end(ShuttingDown("this executor was told to stop"))
             await stream.is_over.wait()
         if self._worker is not None:
@@ -215,7 +275,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._epochs.join(request.epoch)
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
-                self._stream = None  # its end is not that of the epoch that begins here
+                self._stream = None
             self._call_off_join(f"epoch {request.epoch} has begun")
             self._leave()  # from here, so that a step that waits for lost peers fails now
             self._publish_readiness()
@@ -236,30 +296,47 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Step(  # type: ignore[override]
         self, requests: AsyncIterator[pb.StepRequest], context: Context
     ) -> None:
-        async with StepStream() as stream, abort_on_error(context):
-            worker = self._loaded_worker()
-            if self._stream is not None and not self._stream.has_ended:
-                raise StreamHeld("another stream drives this executor")
-            self._stream = stream
-            reader = asyncio.create_task(self._read(stream, requests, worker))
-            try:
-                while (pending := await stream.answers.get()) is not None:
-                    answer = await pending
-                    stream.unanswered.release()
-                    if isinstance(answer, RpcError):
-                        raise answer
-                    if answer is not None:
-                        await context.write(answer)
-            finally:
-                stream.has_ended = True
-                reader.cancel()
-                if self._stream is stream:
-                    self._stream = None
-                    is_of_epoch = not stream.is_stray and self._joining is None
-                    if worker.has_peers and is_of_epoch:
-                        self._leave()  # from here: a step that waits for lost peers fails now
-                self._publish_readiness()
-                self._check_stuck(stream, STUCK_CHECKS)
+        stream = StepStream()
+        try:
+            async with abort_on_error(context):
+                worker = self._loaded_worker()
+                if self._stream is not None and not self._stream.has_ended:
+                    raise StreamHeld("another stream drives this executor")
+                self._stream = stream
+                stream.epoch = self._epoch if worker.has_peers else None
+                await self._answer(stream, requests, worker, context)
+        finally:
+            stream.is_over.set()
+            self._end(stream)
+
+    async def _answer(
+        self,
+        stream: StepStream,
+        requests: AsyncIterator[pb.StepRequest],
+        worker: Worker,
+        context: Context,
+    ) -> None:
+        reader = asyncio.create_task(self._read(stream, requests, worker))
+        try:
+            while (pending := await stream.answers.get()) is not None:
+                answer = await pending
+                stream.unanswered.release()
+                if isinstance(answer, RpcError):
+                    raise answer
+                if answer is not None:
+                    await context.write(answer)
+        finally:
+            stream.has_ended = True
+            reader.cancel()
+
+    def _end(self, stream: StepStream) -> None:
+        """Leaves the group that the stream was of, unless a newer Join has."""
+        if self._stream is stream:
+            self._stream = None
+        if stream.epoch is not None and stream.epoch == self._epochs.last_joined:
+            self._leave()
+        self._publish_readiness()
+        self._check_stuck(stream, STUCK_CHECKS)
 
     async def _read(
         self, stream: StepStream, requests: AsyncIterator[pb.StepRequest], worker: Worker
@@ -326,20 +403,24 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> Answer:
         """Runs a step unless its stream has ended. After an error the stream has.
 
-        With the stream, an executor leaves its peers: they have begun the step and would wait. One
-        without peers stays as it was before a step that it refused.
+        An executor without peers stays as it was before a step that it refused.
         """
         if stream.has_ended:
             return None
         self._computing = stream
         try:
-            worker.catch_up()
+            worker.run_deferred()
             queued_ns = time.perf_counter_ns() - arrival_ns
             self._check_order(request)
+            if worker.has_peers:
+                stream.epoch = request.epoch
             response = worker.execute(request)
         except RpcError as error:
             stream.has_ended = True
-            stream.is_stray = isinstance(error, StaleEpoch)
+            if isinstance(error, StaleEpoch):  # a stray stream, which takes no part in this epoch
+                stream.epoch = None
+            elif worker.has_peers:
+                self._epoch = None
             self._measures.failures[error.reason] += 1
             log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
             return error
@@ -350,36 +431,36 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._next_step_id += 1
         response.queued_ns = queued_ns
         self._measures.phase_ns["queue"] += queued_ns
-        if worker.is_behind:  # the answer goes out meanwhile
-            self._compute.submit(self._catch_up, stream, worker, request)
+        if worker.has_deferred:  # the answer goes out meanwhile
+            self._compute.submit(self._run_deferred, stream, worker, request)
         return response
 
-    def _catch_up(self, stream: StepStream, worker: Worker, request: pb.StepRequest) -> None:
-        """Runs what a step has left behind its answer, unless the next one came first and did.
+    def _run_deferred(self, stream: StepStream, worker: Worker, request: pb.StepRequest) -> None:
+        """Runs what a step has deferred, unless the next one came first and did.
 
-        An error ends the stream as one of the step would. If that is over, this executor may well
-        have left its peers meanwhile.
+        An error ends the stream as one of the step would.
         """
         if self._next_step_id != request.step_id + 1:
             return
         self._computing = stream
         try:
-            worker.catch_up()
+            worker.run_deferred()
         except Exception as error:
-            if stream.has_ended:
-                log.info("catch_up_cut_short", **_ids(request), problem=str(error))
-                self._leave()
-            else:
-                stream.refuse_soon(self._fail(stream, error, request))
+            stream.refuse_soon(self._fail(stream, error, request))
         finally:
             self._computing = None
 
     def _fail(self, stream: StepStream, error: Exception, request: pb.StepRequest) -> StepFailed:
+        """Ends the epoch here: rows are in no known state."""
+        failure = StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
+        self._epoch = None
+        if stream.has_ended:  # and so did the group, under the step
+            log.info("step_cut_short", **_ids(request), problem=str(failure))
+            return failure
         stream.has_ended = True
-        self._measures.failures[StepFailed.reason] += 1
+        self._measures.failures[failure.reason] += 1
         log.exception("step_failed", **_ids(request))
-        self._leave()
-        return StepFailed(f"step {request.step_id}: {type(error).__name__}: {error}")
+        return failure
 
     def _check_order(self, request: pb.StepRequest) -> None:
         if self._epoch is None:

@@ -1,38 +1,38 @@
-"""The executor's core: a function from StepRequest to StepResponse, and the tensors behind it.
+"""Worker: the steps of one executor, from StepRequest to StepResponse, and the tensors behind them.
 
     any step            read ─▶ stage ─────────▶ run ─────▶ sample ─▶ answer
     speculative step    read ─▶ stage ─▶ draft ─▶ verify ─▶ accept ─▶ answer
     with a draft model                                                  └▶ draft-extend ─▶ next step
 
-Knows no policy and no network but the group's collectives. One thread calls it. A step that samples
-ends when its tokens are on the host. No tokens wait for draft-extend: a GPU is given it before the
-host waits for them, and runs it while the next step is read and staged; where the host computes,
-``catch_up`` runs it, once the answer is out. On a GPU log probabilities are computed behind it.
+It knows no policy, and no network but the group's collectives. One thread calls it. A step that
+samples ends when its tokens are on the host. No tokens wait for draft-extend: a GPU is given it
+before the host waits for them, and runs it while the next step is read and staged; where the host
+computes, it is deferred until the answer is out. On a GPU log probabilities are computed behind it.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
 
-from executor.answers import Answers, Gained
+from executor.batch.columns import Int64Array
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.batch.kv_pool import KVPool
 from executor.batch.limits import RowProgress, StepLimits
 from executor.batch.read_step import StepColumns, read_step
-from executor.batch.staging import Copier, ReadBack, Staged, StepStager
+from executor.batch.staging import Copier, ReadBack, Staged, StepStager, to_device
 from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures
+from executor.model.sampling.logits import score
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.runners.select import RunnerByLayout
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
-from executor.step_check import StepCheck
-from executor.step_told import describe_told, told_by
 from protos.executor.v1 import executor_pb2 as pb
 
 
@@ -53,16 +53,30 @@ class Speculation(NamedTuple):
     verifier: Verifier
 
 
-class Behind(NamedTuple):
-    """What a step has left to be run behind its answer.
+class DeferredDraftExtend(NamedTuple):
+    """Draft-extend of a step, to be run once its answer is out.
 
     Attributes:
         run: Runs it.
-        groups: In which it meets its peers.
+        groups: The epoch's, in which peers run it too.
     """
 
     run: Callable[[], None]
     groups: EpochGroups | None
+
+
+class Gained(NamedTuple):
+    """Tokens that the sequences of a step gained, on the host.
+
+    Attributes:
+        num_tokens: [S], tokens of each sequence that samples; None: 1 each.
+        tokens: [sum(num_tokens)].
+        scored_logits: The rows of logits that are scored, on the device; None if none are.
+    """
+
+    num_tokens: Int64Array | None
+    tokens: Int64Array
+    scored_logits: torch.Tensor | None
 
 
 class Worker:
@@ -78,10 +92,6 @@ class Worker:
         form_group: Forms the groups of an epoch, given the epoch and the store's host and port;
             raises RuntimeError if a member does not come. None for a world of one.
         device: Where the model runs.
-        can_abort_device: Whether collectives run on the device and leaving the group ends them.
-            A graph is then launched before it is known that all were told the same: only reading
-            its results waits for peers. Not so an eager pass, which can fill the launch queue. Where
-            collectives run on the host, a pass waits no sooner than at its first one.
         copier: How columns get there; the device's own way if None. Where memory is shared, it is
             the host that computes.
         measures: Gets the steps' times and sizes; None: nobody asks for them.
@@ -98,7 +108,6 @@ class Worker:
         members: Sequence[GroupMember],
         form_group: Callable[[int, str, int], EpochGroups] | None,
         device: torch.device,
-        can_abort_device: bool = False,
         copier: Copier | None = None,
         measures: Measures | None = None,
     ) -> None:
@@ -108,18 +117,15 @@ class Worker:
         self._runner = runner
         self._speculation = speculation
         self._members = members
-        self._can_abort_device = can_abort_device
         self._form_group = form_group
         self._groups: EpochGroups | None = None
-        self._check: StepCheck | None = None
         self._device = device
         copier = copier or Copier(device)
         self._stager = StepStager(limits, kv_pool, copier)
         depth = 0 if limits.speculation is None else limits.speculation.num_draft_steps
-        self._answers = Answers(sampler, limits.topology, device)
         self._sampled = ReadBack(limits.budget.max_num_seqs * (depth + 2), copier)
         self._host_computes = copier.is_shared
-        self._behind: Behind | None = None
+        self._deferred: DeferredDraftExtend | None = None
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
         self._measures = measures or Measures()
 
@@ -129,45 +135,37 @@ class Worker:
         return self._form_group is not None
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the last step has left something for ``catch_up``."""
-        return self._behind is not None
+    def has_deferred(self) -> bool:
+        """Whether the last step has left something for ``run_deferred``."""
+        return self._deferred is not None
 
     @torch.inference_mode()
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
-        """Runs one step, and first what the one before it has left.
+        """Runs one step, after what the one before it has deferred.
 
         Raises:
             InvalidStep: The step does not fit; nothing has changed.
-            StepDisagreement: Another executor was told otherwise. So is every other error: rows
-                are in no known state until the next join.
-            PeerLost: Another executor left the group, or did not begin the step.
+            PeerLost: Another executor left the group. As after every other error, rows are in no
+                known state until the next join.
             Exception: The forward pass failed.
         """
-        self.catch_up()
-        measures = self._measures
+        self.run_deferred()
+        measures, groups = self._measures, self._groups
         measures.begin_step()
-        groups, check = self._groups, self._check
         if groups is None and self.has_peers:
             raise PeerLost("this executor has left its group")
         columns = read_step(request, self._limits, self._rows)
-        if check is not None:  # after all that may refuse the step: peers then learn of that too
-            told, part = told_by(request), request.ranks[0].SerializeToString
-            check.begin(told, part, partial(describe_told, request))
         staged = self._stager.stage(columns)
         self._update_rows(columns, staged)
         batch = self._build_batch(columns, staged)
-        if check is not None and not self._runs_ahead(check, columns):
-            check.finish()
         measures.end_phase("fill")
-        settle = _nothing if check is None else check.finish
         if columns.num_draft_tokens:
-            gained = self._speculate(columns, batch, settle)
+            gained = self._speculate(columns, batch)
         else:
-            gained = self._run(columns, staged, batch, settle)
+            gained = self._run(columns, staged, batch)
         if self._groups is not groups:  # NCCL ends the collectives of a group that is left
             raise PeerLost("this executor left its group during the step")
-        ranks = self._answers.results(columns, gained)
+        ranks = self._results(columns, gained)
         measures.end_phase("sample")
         forward_ns = measures.end_step(
             "verify" if columns.num_draft_tokens else batch.forward_mode.name.lower(),
@@ -176,12 +174,17 @@ class Worker:
             is_replay=columns.layout.graph_size is not None,
         )
         return pb.StepResponse(
-            epoch=request.epoch, step_id=request.step_id, ranks=ranks, forward_ns=forward_ns
+            epoch=request.epoch,
+            step_id=request.step_id,
+            agreement_crc32=crc32(request.agreement.SerializeToString()),
+            part_crc32=crc32(request.ranks[0].SerializeToString()),
+            ranks=ranks,
+            forward_ns=forward_ns,
         )
 
     @torch.inference_mode()
-    def catch_up(self) -> None:
-        """Runs what the last step has left behind its answer, if anything.
+    def run_deferred(self) -> None:
+        """Runs what the last step has deferred, if anything.
 
         Its peers do so too and meet it there, so it is not to wait until there is another step.
 
@@ -190,13 +193,13 @@ class Worker:
                 known state until the next join.
             Exception: The forward pass of the draft model failed.
         """
-        behind, self._behind = self._behind, None
-        if behind is None or behind.groups is not self._groups:
+        deferred, self._deferred = self._deferred, None
+        if deferred is None or deferred.groups is not self._groups:
             return
         self._measures.begin_phase()
-        behind.run()
-        if self._groups is not behind.groups:
-            raise PeerLost("this executor left its group while it caught up behind a step")
+        deferred.run()
+        if self._groups is not deferred.groups:
+            raise PeerLost("this executor left its group during a deferred draft-extend")
         self._measures.end_phase("draft")
 
     @torch.inference_mode()
@@ -216,13 +219,11 @@ class Worker:
         """
         attempt = attempt or JoinAttempt(epoch)
         self.leave()
-        self._behind = None
+        self._deferred = None
         self._rows.reset()
         groups: EpochGroups | None = None
         if self._form_group is not None:
             groups = self._groups = attempt.form(self._form_group, store_address)
-            size = self._limits.topology.attn_tp_size
-            self._check = StepCheck(groups, size, self._measures)
         problem = "its group cannot be used"
         try:
             attempt.check()  # who called it off may have left before there were groups to leave
@@ -242,16 +243,11 @@ class Worker:
 
         May be called from another thread; a step that waits for peers then fails too.
         """
-        groups, self._groups, self._check = self._groups, None, None
+        groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
             for member in self._members:
                 member.leave()
-
-    def _runs_ahead(self, check: StepCheck, columns: StepColumns) -> bool:
-        """Whether the forward pass may begin before all are known to have been told the same."""
-        is_graph = columns.layout.graph_size is not None
-        return check.holds_collectives or (self._can_abort_device and is_graph)
 
     def _update_rows(self, columns: StepColumns, staged: Staged) -> None:
         """Brings up to date what the device remembers of each row, before the forward pass."""
@@ -290,41 +286,25 @@ class Worker:
             extend_seq_lens_cpu=columns.num_tokens if is_extend else None,
         )
 
-    def _run(
-        self,
-        columns: StepColumns,
-        staged: Staged,
-        batch: ForwardBatch,
-        settle: Callable[[], None],
-    ) -> Gained:
-        """Runs a step in which every sequence that samples gains one token.
-
-        Args:
-            settle: Returns once all executors are known to have been told the same.
-        """
+    def _run(self, columns: StepColumns, staged: Staged, batch: ForwardBatch) -> Gained:
+        """Runs a step in which every sequence that samples gains one token."""
         logits = self._runner.run(batch)
-        settle()
         self._measures.end_phase("forward")
         tokens = self._sample(staged, logits)
-        scored = self._answers.take_scored(columns, logits)
+        scored = self._take_scored(columns, logits)
         self._sampled.begin(tokens)
         if self._speculation is not None:
             self._rows.num_tokens[columns.rows] = columns.num_computed_tokens + columns.num_tokens
             self._rows.num_tokens[staged.arrays.sampled_rows] += 1
             speculator = self._speculation.speculator
             if speculator.extends(columns):
-                self._put_behind(partial(speculator.extend, columns, batch, tokens))
+                self._defer(partial(speculator.extend, columns, batch, tokens))
             else:
                 self._rows.is_followed[columns.rows] = False
         return Gained(None, self._sampled.wait(), scored)
 
-    def _speculate(
-        self, columns: StepColumns, batch: ForwardBatch, settle: Callable[[], None]
-    ) -> Gained:
-        """Runs a step in which every sequence gains a token, and drafts that are accepted.
-
-        The arguments are those of ``_run``.
-        """
+    def _speculate(self, columns: StepColumns, batch: ForwardBatch) -> Gained:
+        """Runs a step in which every sequence gains a token, and drafts that are accepted."""
         assert self._speculation is not None, "else the step was refused"
         speculator, verifier = self._speculation.speculator, self._speculation.verifier
         measures, rows, at = self._measures, columns.rows, batch.req_pool_indices
@@ -332,27 +312,26 @@ class Worker:
         measures.end_phase("draft")
         batch, verification = verifier.batch(columns, batch, drafts)
         logits = self._runner.verify(batch)
-        settle()
         measures.end_phase("forward")
         accepted = verifier.accept(verification, logits)
         last = accepted.tokens.gather(1, (accepted.num_tokens - 1).unsqueeze(1)).squeeze(1)
         self._sampler.remember(last, rows, at)
-        scored = self._answers.take_scored(columns, logits)
+        scored = self._take_scored(columns, logits)
         gained = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
         self._sampled.begin(gained.flatten())
-        self._put_behind(partial(speculator.extend_accepted, verification, accepted))
+        self._defer(partial(speculator.extend_accepted, verification, accepted))
         table = self._sampled.wait().reshape(gained.shape)
         num_tokens = table[:, 0].copy()
         self._rows.num_tokens[rows] += num_tokens
         is_gained = np.arange(table.shape[1] - 1) < num_tokens[:, None]
         return Gained(num_tokens, table[:, 1:][is_gained], scored)
 
-    def _put_behind(self, run: Callable[[], None]) -> None:
-        """Has something run that the step's tokens, on their way to the host, do not wait for."""
+    def _defer(self, draft_extend: Callable[[], None]) -> None:
+        """Has draft-extend run without the step's tokens, on their way to the host, waiting."""
         self._measures.end_phase("sample")
-        self._behind = Behind(run, self._groups)
-        if not self._host_computes:  # this only begins it
-            self.catch_up()
+        self._deferred = DeferredDraftExtend(draft_extend, self._groups)
+        if not self._host_computes:  # this only launches it
+            self.run_deferred()
 
     def _sample(self, staged: Staged, logits: torch.Tensor) -> torch.Tensor:
         """Returns one token for each sequence that samples, int64 [S] on the device."""
@@ -367,6 +346,60 @@ class Worker:
         self._rows.has_sampled[rows] = True
         return tokens
 
+    def _take_scored(self, columns: StepColumns, logits: torch.Tensor) -> torch.Tensor | None:
+        """Returns a copy of the rows of logits that are scored, before draft-extend reuses them."""
+        scored = self._scored_rows(columns)
+        return logits[to_device(scored, self._device)] if scored.size else None
 
-def _nothing() -> None:
-    """An executor alone has nobody to wait for."""
+    def _scored_rows(self, columns: StepColumns) -> Int64Array:
+        """Returns the indices of the rows of logits that get log probabilities.
+
+        In a speculative step, these are of sequences that gain one token.
+        """
+        rows = columns.rows[columns.logits_sequence]
+        is_scored = self._sampler.scores_output[rows]
+        if columns.num_draft_tokens:
+            is_scored[np.arange(len(rows)) % columns.num_draft_tokens > 0] = False
+        else:
+            is_scored |= ~columns.is_sampled
+        return np.flatnonzero(is_scored)
+
+    def _results(self, columns: StepColumns, gained: Gained) -> list[pb.RankResult]:
+        """Returns what this executor answers: one of its DP rank's executors does, for all."""
+        topology = self._limits.topology
+        if topology.attn_tp_rank > 0:
+            return []
+        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(gained.tokens))
+        if gained.num_tokens is not None:
+            result.num_next_tokens = _int32(gained.num_tokens)
+        if gained.scored_logits is not None:
+            self._score(columns, gained, gained.scored_logits, result)
+        return [result]
+
+    def _score(
+        self, columns: StepColumns, gained: Gained, logits: torch.Tensor, result: pb.RankResult
+    ) -> None:
+        """Fills in the log probabilities that were asked for."""
+        token_ids = np.empty(len(columns.is_sampled), dtype=np.int64)
+        if gained.num_tokens is not None:
+            firsts = np.cumsum(gained.num_tokens) - gained.num_tokens
+            token_ids[:: columns.num_draft_tokens] = gained.tokens[firsts]
+        else:
+            token_ids[columns.is_sampled] = gained.tokens
+            token_ids[~columns.is_sampled] = columns.scored_ids
+        scored = self._scored_rows(columns)
+        rows = columns.rows[columns.logits_sequence[scored]]
+        logprobs, top_ids, top_logprobs = score(
+            logits, to_device(token_ids[scored], self._device), self._sampler.num_top_logprobs[rows]
+        )
+        result.logprobs = _float32(logprobs)
+        result.top_ids = _int32(top_ids.cpu().numpy())
+        result.top_logprobs = _float32(top_logprobs)
+
+
+def _int32(values: Int64Array) -> bytes:
+    return values.astype("<i4").tobytes()
+
+
+def _float32(values: torch.Tensor) -> bytes:
+    return values.cpu().numpy().astype("<f4").tobytes()

@@ -16,7 +16,7 @@ RpcError
 
 ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
-└── StepLost            because it failed on an executor, perhaps for want of another one
+└── ReasonUnknown       because a stream ended, perhaps for want of another executor
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
 
@@ -123,15 +123,12 @@ class ExecutorLeft(ExecutorLost):
     """An executor was told to stop, and said so before it left. No request is the cause."""
 
 
-class StepLost(ExecutorLost):
-    """A step failed on an executor. Where there are others, one of them may be the cause."""
+class ReasonUnknown(ExecutorLost):
+    """An executor's stream ended, and why it did another executor may know, or it can be asked.
 
-
-class WordLost(ExecutorLost):
-    """An executor's stream ended, and gRPC has nothing of its own that says why.
-
-    So it is when a step was being sent as the executor ended the stream: the failed sending takes
-    the place of what the executor said. It can be asked.
+    Either a step failed on it, as it does when another executor leaves; or gRPC has nothing of its
+    own that says why: when a step was being sent as the executor ended the stream, the failed
+    sending takes the place of what the executor said.
     """
 
 

@@ -30,8 +30,7 @@ from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.forward_pass import ForwardPass
@@ -99,7 +98,6 @@ def build_worker(
         members=[communicator, attn_tp_communicator, dispatcher],
         form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
         device=device.torch_device,
-        can_abort_device=device.torch_device.type == "cuda" and dispatcher.can_abort,
         measures=measures,
     )
     _log_loaded(blueprint, device, kv_pool)

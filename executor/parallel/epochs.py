@@ -1,6 +1,27 @@
-"""The epochs that an executor has been told of: they only rise, by small steps."""
+"""Epochs of a group: which ones an executor may enter, and an attempt to join one.
 
-from executor.errors import InvalidEpoch, StaleEpoch
+Any thread may call an attempt off:
+
+    compute thread    form ──── waits ────▶ groups ─▶ captures ─▶ over
+                        │                     ▲
+    its own thread      └─ store, peers ──────┘
+    event loop                 call_off: the compute thread waits no longer
+
+PyTorch's stores and groups wait for peers, and nothing ends all of these waits: a peer that has not
+called yet has no connection that could be ended. So another thread waits, and an attempt that is
+called off leaves it behind. It ends with the store of its epoch, which goes when the next one is
+opened, or when its time to form is over, and closes what has formed by then. NCCL has no such time:
+a peer that is lost while NCCL connects costs that thread.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from executor.errors import InvalidEpoch, JoinFailed, StaleEpoch
+
+MAX_PORT = (1 << 16) - 1
 
 # Of the next epoch above the newest. A router counts them one by one, on from the newest of any
 # executor; a number out of the blue near the end of uint64 would be the last.
@@ -12,11 +33,12 @@ class Epochs:
 
     Attributes:
         newest: Of any Prepare or Join; 0 before the first.
+        last_joined: Of any Join, also one that failed.
     """
 
     def __init__(self) -> None:
         self.newest = 0
-        self._last_joined = 0  # of any Join, also one that failed
+        self.last_joined = 0
 
     def prepare(self, epoch: int) -> None:
         """Takes note of a Prepare.
@@ -32,13 +54,13 @@ class Epochs:
 
     def join(self, epoch: int) -> None:
         """Takes note of a Join. Its errors are those of ``prepare``."""
-        least = max(self._last_joined + 1, self.newest)
+        least = max(self.last_joined + 1, self.newest)
         if epoch < least:
             raise StaleEpoch(
                 f"epoch {epoch} is over: the next Join is of {least} or later", field="epoch"
             )
         self._advance(epoch)
-        self._last_joined = epoch
+        self.last_joined = epoch
 
     def check_newest(self, epoch: int) -> None:
         """Does nothing unless a newer epoch has been seen.
@@ -59,3 +81,78 @@ class Epochs:
                 field="epoch",
             )
         self.newest = epoch
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+GroupsT = TypeVar("GroupsT", bound=Closable)
+
+
+class JoinAttempt:
+    """One call of Join. It has an end of its own; this says only whether it is wanted still.
+
+    Args:
+        epoch: The epoch to join.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._called_off: Future[str] = Future()  # why it was
+
+    def call_off(self, problem: str) -> None:
+        """Ends it: what has not formed yet never will. Its owner then leaves what has.
+
+        Args:
+            problem: Why; the first one counts.
+        """
+        with suppress(InvalidStateError):
+            self._called_off.set_result(problem)
+
+    def check(self) -> None:
+        """Does nothing unless it was called off.
+
+        Raises:
+            JoinFailed: It was; says why.
+        """
+        if self._called_off.done():
+            raise JoinFailed(f"epoch {self._epoch}: {self._called_off.result()}")
+
+    def form(self, form_group: Callable[[int, str, int], GroupsT], store_address: str) -> GroupsT:
+        """Forms the epoch's groups.
+
+        Args:
+            form_group: Called in another thread with the epoch and the store's host and port. What
+                it returns is closed if nobody wants it any more.
+            store_address: host:port.
+
+        Raises:
+            JoinFailed: A member did not come in time, the address is none, or the attempt was
+                called off.
+        """
+        host, _, port = store_address.rpartition(":")
+        is_port = port.isdecimal() and len(port) <= 5 and 0 < int(port) <= MAX_PORT
+        if not host or not is_port:
+            raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
+        self.check()
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"form-{self._epoch}")
+        forming = thread.submit(form_group, self._epoch, host.strip("[]"), int(port))
+        thread.shutdown(wait=False)
+        ends: list[Future[Any]] = [forming, self._called_off]
+        wait(ends, return_when=FIRST_COMPLETED)
+        try:
+            self.check()
+            return forming.result()
+        except JoinFailed:
+            forming.add_done_callback(_close)
+            raise
+        except RuntimeError as error:
+            raise JoinFailed(
+                f"epoch {self._epoch}: no group formed over the store at {store_address}: {error}"
+            ) from error
+
+
+def _close(formed: Future[GroupsT]) -> None:
+    if formed.exception() is None:
+        formed.result().close()

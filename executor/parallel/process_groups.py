@@ -1,26 +1,24 @@
-"""The process groups through which executors exchange rows: gloo on the CPU, NCCL between GPUs.
+"""Process groups through which executors exchange rows: gloo on the CPU, NCCL between GPUs.
 
               joins                       for                              CUDA      CPU
     world     every executor              experts, split dense MLPs        NCCL      gloo
     attn_tp   executors of one DP rank    attention heads, logits          NCCL      gloo
     host      every executor              set-up                           gloo      is world
-    links     every executor              the check of a step              sockets   sockets
 
 Groups belong to one epoch: a new epoch closes them and makes others in the same process, so nothing
 here registers itself anywhere.
 """
 
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from executor.links import Links, connect_all
+from executor.errors import PeerLost
 from executor.parallel.gloo_sockets import Connections
 from executor.parallel.topology import Topology
 
@@ -31,7 +29,7 @@ CPU = torch.device("cpu")
 # wait, unless their router gives up before (join_attempt.py).
 FORM_TIMEOUT_S = 15.0
 
-WAIT_SLICE = timedelta(milliseconds=100)  # in which a thread looks whether its group was closed
+WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
 
 
 class RankGroup(Protocol):
@@ -88,26 +86,6 @@ class RankGroup(Protocol):
         """Drops the connections. A peer that is in a collective gets an error, not a hang."""
 
 
-class Gate:
-    """Holds back a step's collectives until all are known to have been told the same.
-
-    For gloo, to which unequal collectives are fatal. Open unless told to hold.
-    """
-
-    def __init__(self) -> None:
-        self._settle: Callable[[], None] | None = None
-
-    def hold(self, settle: Callable[[], None]) -> None:
-        """Has ``settle`` called before the next collective of any group. It may raise."""
-        self._settle = settle
-
-    def open(self) -> None:
-        """Calls what was given to ``hold``, if it has not been called."""
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle()
-
-
 class GlooGroup:
     """A group over TCP. Its collectives block.
 
@@ -117,22 +95,15 @@ class GlooGroup:
         backend: Runs the collectives. PyTorch publishes no types for it. Nobody else may refer to
             it, since its connections stay open for as long as it lives: its abort() leaves them.
         connections: To its peers; None leaves them to it.
-        gate: Opened before each collective.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        backend: Any,
-        connections: Connections | None = None,
-        gate: Gate | None = None,
+        self, rank: int, world_size: int, backend: Any, connections: Connections | None = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._backend: list[Any] = [backend]  # empty after close()
         self._connections = connections or Connections()
-        self._gate = gate or Gate()
         self._num_pending = 0  # collectives that were begun and have not ended well
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -171,9 +142,14 @@ class GlooGroup:
         _end(held, exit_waits=True)
 
     def _run(self, method: str, *arguments: Any) -> None:
-        self._gate.open()
         self._num_pending += 1  # first: close() may come, in another thread, while it begins
-        self._wait(getattr(_live(self._backend), method)(*arguments))
+        work = getattr(_live(self._backend), method)(*arguments)
+        try:
+            self._wait(work)
+        except PeerLost:
+            raise
+        except RuntimeError as error:
+            raise PeerLost(f"another executor left the group: {error}") from error
         self._num_pending -= 1
 
     def _wait(self, work: Any) -> None:
@@ -257,25 +233,15 @@ class EpochGroups:
         world: Every executor, by world rank.
         attn_tp: The executors of this DP rank; None if there is one.
         host: Every executor, through tensors on the host.
-        links: Every executor, a few bytes at a time.
-        gate: Holds back the collectives of all groups over gloo.
     """
 
     epoch: int
     world: RankGroup
     attn_tp: RankGroup | None
     host: GlooGroup
-    links: Links = field(default_factory=Links)
-    gate: Gate = field(default_factory=Gate)
-
-    @property
-    def are_gated(self) -> bool:
-        """Whether the gate holds back every collective of a pass."""
-        return self.world is self.host
 
     def close(self) -> None:
         """Leaves all of them. A peer that is in a collective of any gets an error."""
-        self.links.close()  # first: a thread that waits there begins no collective then
         for group in _distinct(self.host, self.attn_tp, self.world):
             group.close()
 
@@ -313,21 +279,20 @@ def join_group(
     everyone = range(topology.world_size)
     first = topology.dp_rank * topology.attn_tp_size
     same_dp_rank = range(first, first + topology.attn_tp_size)
-    gate = Gate()
     with ExitStack() as formed:
 
         def form(name: str, members: range) -> RankGroup:
             keys, rank = PrefixStore(name, store), topology.world_rank - members.start
             group: RankGroup
             if device.type == "cpu":
-                group = _gloo_group(keys, rank, len(members), bind_host, timeout, gate)
+                group = _gloo_group(keys, rank, len(members), bind_host, timeout)
             else:
                 group = _nccl_group(keys, rank, members, device, timeout, f"{name}-{epoch}")
             formed.callback(group.close)
             return group
 
         keys = PrefixStore("host", store)
-        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout, gate)
+        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout)
         formed.callback(on_host.close)
         world = on_host if device.type == "cpu" else form("world", everyone)
         attn_tp: RankGroup | None = None
@@ -335,17 +300,8 @@ def join_group(
             attn_tp = world
         elif len(same_dp_rank) > 1:
             attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank)
-        keys = PrefixStore("links", store)
-        links = connect_all(
-            keys,
-            topology.world_rank,
-            len(everyone),
-            bind_host,
-            timeout_s,
-            form_timeout_s=form_timeout.total_seconds(),
-        )
         formed.pop_all()
-    return EpochGroups(epoch, world, attn_tp, on_host, links, gate)
+    return EpochGroups(epoch, world, attn_tp, on_host)
 
 
 def _gloo_group(
@@ -354,7 +310,6 @@ def _gloo_group(
     world_size: int,
     bind_host: str | None,
     timeout: timedelta,
-    gate: Gate,
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -367,7 +322,7 @@ def _gloo_group(
             options._devices = [gloo.create_device(hostname=bind_host)]
         backend = gloo(store, rank, world_size, options)
     backend._set_default_timeout(timeout)
-    return GlooGroup(rank, world_size, backend, connections, gate)
+    return GlooGroup(rank, world_size, backend, connections)
 
 
 def _nccl_group(
@@ -405,7 +360,7 @@ def _on_current_stream(options: Any) -> Any:
 
 def _live(backend: list[Any]) -> Any:
     if not backend:
-        raise RuntimeError("this executor has left the group")
+        raise PeerLost("this executor has left the group")
     return backend[0]
 
 

@@ -1,4 +1,4 @@
-"""The executors of one group: how they come into an epoch, and how a step goes to all of them."""
+"""Executor group: how its executors come into an epoch, and how a step goes to all of them."""
 
 import asyncio
 from collections import deque
@@ -13,12 +13,12 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.transport.channel import ChannelOpener
 from protos.transport.errors import error_details
-from router.errors import ExecutorLost, StepLost, WordLost
+from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.step_codec import decode_result, encode_step
+from router.executors.step_codec import StepChecksums, decode_result, difference, encode_step
 from router.executors.step_deadline import StepDeadline
-from router.executors.step_stream import KINDS, StepStream
+from router.executors.step_stream import StepStream
 from router.scheduling.step import GroupInfo, RankResult, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
@@ -30,8 +30,7 @@ T = TypeVar("T")
 
 # Describe is answered at once, also while a model loads or a step runs.
 DESCRIBE_TIMEOUT_S = 5.0
-PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step
-CAUSE_TIMEOUT_S = 0.5  # between a step that fails on one executor, and what another says of itself
+PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step, or a reason
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 256 << 20),
@@ -52,6 +51,7 @@ Place = tuple[int, int]  # dp_rank, attn_tp_rank
 
 class _Sent(NamedTuple):
     plan: StepPlan
+    checksums: StepChecksums
     time: float
 
 
@@ -90,8 +90,7 @@ class ExecutorGroup:
         self._members: list[Member] = []
         self._instances: dict[Place, str] = {}
         self._streams: list[StepStream] = []
-        self._step_loss: StepLost | None = None  # of this epoch, the first
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._clock = asyncio.get_running_loop().time
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -118,14 +117,13 @@ class ExecutorGroup:
             )
             for member in members
         ]
-        self._loss.add_done_callback(self._end_streams)
         return info
 
     def send(self, plan: StepPlan) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
         self._last_step_id += 1
-        self._unanswered.append(_Sent(plan, self._clock()))
-        requests = encode_step(plan, self._epoch, self._last_step_id)
+        requests, checksums = encode_step(plan, self._epoch, self._last_step_id)
+        self._unanswered.append(_Sent(plan, checksums, self._clock()))
         for member, stream in zip(self._members, self._streams, strict=True):
             stream.send(requests[member.dp_rank])
 
@@ -140,23 +138,44 @@ class ExecutorGroup:
 
     async def _receive(self) -> StepResult:
         step_id = self._last_step_id - len(self._unanswered) + 1
-        plan, sent_time = self._unanswered.popleft()
+        plan, checksums, sent_time = self._unanswered.popleft()
         begin_time = max(sent_time, self._last_answer_time)
         responses = await self._responses(
             step_id, begin_time, self._deadline.limit_s(plan.agreement)
         )
         self._last_answer_time = self._clock()
         self._deadline.add(plan.agreement, self._last_answer_time - begin_time)
-        results = []
-        for member, response in zip(self._members, responses, strict=True):
+        answers = list(zip(self._members, responses, strict=True))
+        self._check_answers(answers, step_id, checksums)
+        return tuple(
+            _decode(member, response, plan)
+            for member, response in answers
+            if member.attn_tp_rank == 0
+        )
+
+    def _check_answers(
+        self,
+        answers: Sequence[tuple[Member, pb.StepResponse]],
+        step_id: int,
+        sent: StepChecksums,
+    ) -> None:
+        """Checks that every executor has run the step that it was sent.
+
+        Raises:
+            ExecutorLost: Some have not; says who ran what.
+        """
+        for member, response in answers:
             if (response.epoch, response.step_id) != (self._epoch, step_id):
                 raise ExecutorLost(
                     f"{member} answered step {response.step_id} of epoch {response.epoch} where "
                     f"step {step_id} of epoch {self._epoch} was due"
                 )
-            if member.attn_tp_rank == 0:
-                results.append(_decode(member, response, plan))
-        return tuple(results)
+        if differing := [
+            f"{member} ran {what}"
+            for member, response in answers
+            if (what := difference(response, sent, member.dp_rank))
+        ]:
+            raise ExecutorLost(f"step {step_id} was not run as it was sent: {'; '.join(differing)}")
 
     async def _responses(
         self, step_id: int, begin_time: float, limit_s: float
@@ -172,6 +191,8 @@ class ExecutorGroup:
                 for stream in self._streams:
                     responses.append(await stream.receive())
         except TimeoutError:
+            if self._asking is not None:  # the streams have ended, and the loss will say why
+                await self.lost()
             late = self._members[len(responses) :]
             silent = await self._silent(late)
             # Whose answer came meanwhile was not the one: it was this process that stood still.
@@ -184,17 +205,21 @@ class ExecutorGroup:
 
     async def _silent(self, members: Sequence[Member]) -> list[Member]:
         """Returns those that do not answer any call. The others may only wait for them."""
+        answers = zip(members, await self._probe(members), strict=True)
+        return [member for member, error in answers if error and error.code() in SILENT_CODES]
 
-        async def is_silent(member: Member) -> bool:
+    async def _probe(self, members: Sequence[Member]) -> list[grpc.aio.AioRpcError | None]:
+        """Returns how a call to each fails that is answered at once; None: it is answered."""
+
+        async def error_of(member: Member) -> grpc.aio.AioRpcError | None:
             stub = self._stubs[member.address]
             try:
                 await stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                return error.code() in SILENT_CODES
-            return False
+                return error
+            return None
 
-        are_silent = await asyncio.gather(*map(is_silent, members))
-        return [member for member, is_one in zip(members, are_silent, strict=True) if is_one]
+        return await asyncio.gather(*map(error_of, members))
 
     async def lost(self) -> None:
         """Returns never; raises ExecutorLost as soon as a stream ends."""
@@ -209,48 +234,45 @@ class ExecutorGroup:
     def _on_stream_end(
         self, loss: asyncio.Future[None], member: Member, error: ExecutorLost
     ) -> None:
-        """Takes the end of a stream for the group's, once it is known whose fault it is.
-
-        When an executor leaves or dies, the step that the others run with it fails on them, and one
-        of them may be heard first. Another's own word is waited for, but not for long.
+        """Ends the epoch: every other executor's part in it at once, and then the epoch itself.
 
         Args:
             loss: Of the epoch that the stream was of.
             member: Whose stream it was.
             error: Why it ended, as far as that is known.
         """
-        if isinstance(error, WordLost):
-            self._asking.add(asking := asyncio.create_task(self._ask_why(loss, member, error)))
-            asking.add_done_callback(self._asking.discard)
-            return
-        if isinstance(error, StepLost):
-            error = self._step_loss = self._step_loss or error
-            if self._asking or not all(stream.has_ended for stream in self._streams):
-                asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, _lose, loss, error)
-                return
+        self._end_streams()  # or the others would wait in a collective for who has left
+        if isinstance(error, ReasonUnknown):
+            self._asking = asyncio.create_task(self._ask_why(loss, error))
+        else:
+            _lose(loss, error)
+
+    async def _ask_why(self, loss: asyncio.Future[None], error: ExecutorLost) -> None:
+        """Ends the epoch with what the executors say of themselves, or else with ``error``.
+
+        One that was told to stop says so; one that died or hangs does not answer.
+        """
+        gone = []
+        for member, answer in zip(self._members, await self._probe(self._members), strict=True):
+            reason = "" if answer is None else error_details(answer).reason
+            if answer is not None and reason == "SHUTTING_DOWN":
+                _lose(loss, ExecutorLeft(f"{member}: {reason}: {answer.details()}"))
+            elif answer is not None and answer.code() in SILENT_CODES:
+                gone.append(f"{member}: {reason or answer.code().name}")
+        if gone:
+            error = ExecutorLost("; ".join([*gone, str(error)]))
         _lose(loss, error)
 
-    async def _ask_why(
-        self, loss: asyncio.Future[None], member: Member, error: ExecutorLost
-    ) -> None:
-        """Ends the epoch with what an executor says of itself, or with ``error``."""
-        try:
-            stub = self._stubs[member.address]
-            await stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as answer:
-            reason = error_details(answer).reason
-            if reason in KINDS:
-                error = KINDS[reason](f"{member}: {reason}: {answer.details()}")
-        _lose(loss, error)
-
-    def _end_streams(self, _: object = None) -> None:
+    def _end_streams(self) -> None:
         """Ends every executor's part in the epoch; each then leaves its process groups."""
         for stream in self._streams:
             stream.close()
 
     def _leave_epoch(self) -> None:
         self._end_streams()
-        self._streams, self._step_loss, self._last_step_id = [], None, 0
+        if self._asking is not None:
+            self._asking.cancel()
+        self._streams, self._asking, self._last_step_id = [], None, 0
         self._unanswered.clear()
         self._loss = asyncio.get_running_loop().create_future()
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -30,27 +32,41 @@ PADDING_MODES = {
 }
 
 
-def encode_step(plan: StepPlan, epoch: int, step_id: int) -> list[bytes]:
-    """Returns each DP rank's StepRequest, serialised.
+class StepChecksums(NamedTuple):
+    """CRC-32s that executors answer who ran a step as it was sent. See StepResponse.
+
+    Attributes:
+        agreement: Of the StepAgreement.
+        parts: Of each DP rank's RankStep.
+    """
+
+    agreement: int
+    parts: list[int]
+
+
+def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], StepChecksums]:
+    """Returns each DP rank's StepRequest, serialised, and what they answer who run it.
 
     What all ranks get alike is serialised once: messages put end to end are one message with the
     fields of both (protobuf encoding, "Last One Wins").
     """
-    alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString()
-    alike += _encode_agreement(plan.agreement)
-    requests = []
+    agreement, agreement_crc32 = _encode_agreement(plan.agreement)
+    alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString() + agreement
+    requests, parts = [], []
     request = pb.StepRequest()
     part = request.ranks.add()  # one for all ranks, filled in place: objects cost more than bytes
     for rank, batch in enumerate(plan.batches):
         part.Clear()
         _encode_batch(part, rank, batch)
-        requests.append(alike + request.SerializeToString())
-    return requests
+        encoded = request.SerializeToString()
+        requests.append(alike + encoded)
+        parts.append(_crc32_within(encoded))
+    return requests, StepChecksums(agreement_crc32, parts)
 
 
 @lru_cache(maxsize=1)  # as long as no sequence comes or goes, the next step's is the same
-def _encode_agreement(agreement: Agreement) -> bytes:
-    """Returns a StepRequest of nothing but the agreement."""
+def _encode_agreement(agreement: Agreement) -> tuple[bytes, int]:
+    """Returns a StepRequest of nothing but the agreement, and the agreement's CRC-32."""
     message = pb.StepAgreement(
         global_num_tokens=agreement.global_num_tokens,
         global_num_tokens_for_logprob=agreement.global_num_tokens_for_logprob,
@@ -61,7 +77,17 @@ def _encode_agreement(agreement: Agreement) -> bytes:
         global_num_tokens_for_draft=agreement.global_num_tokens_for_draft,
         global_num_sampled=agreement.global_num_sampled,
     )
-    return pb.StepRequest(agreement=message).SerializeToString()
+    encoded = pb.StepRequest(agreement=message).SerializeToString()
+    return encoded, _crc32_within(encoded)
+
+
+def _crc32_within(encoded: bytes) -> int:
+    """Returns the CRC-32 of the only field of a message, which is a message: of what its tag, one
+    byte, and its length, a varint, precede."""
+    end_of_length = 1
+    while encoded[end_of_length] & 0x80:
+        end_of_length += 1
+    return crc32(memoryview(encoded)[end_of_length + 1 :])
 
 
 def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:
@@ -152,6 +178,16 @@ def _column(values: Sequence[float], dtype: npt.DTypeLike) -> bytes:
 
 def _bytes(values: Sequence[float], dtype: npt.DTypeLike) -> bytes:
     return np.array(values, dtype=dtype).tobytes()
+
+
+def difference(response: pb.StepResponse, sent: StepChecksums, rank: int) -> str:
+    """Says what an executor of a DP rank ran otherwise than it was sent; "" if nothing."""
+    differing = []
+    if response.agreement_crc32 != sent.agreement:
+        differing.append("another agreement")
+    if response.part_crc32 != sent.parts[rank]:
+        differing.append("another part")
+    return " and ".join(differing)
 
 
 def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> RankResult:

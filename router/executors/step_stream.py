@@ -1,4 +1,4 @@
-"""The Step stream to one executor: held open for an epoch, written ahead, always being read."""
+"""Step stream to one executor: held open for an epoch, written ahead, always being read."""
 
 import asyncio
 from collections import deque
@@ -8,10 +8,11 @@ import grpc
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
-from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
+from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 
-# What the reason of a stream's end says, beyond that the executor is lost.
-KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": StepLost}
+# What the reason of a stream's end says, beyond that the executor is lost. A step also fails when
+# another executor leaves.
+KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": ReasonUnknown}
 STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
 
@@ -23,9 +24,6 @@ class StepStream:
         channel: To the executor.
         loss: Has an ExecutorLost when the group is lost; whoever waits for an answer gets it.
         on_end: Told why the stream ended before `close`.
-
-    Attributes:
-        has_ended: Whether it did.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class StepStream:
         on_end: Callable[[ExecutorLost], None],
     ) -> None:
         self.name = name
-        self.has_ended = False
         self._loss = loss
         self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
@@ -94,7 +91,6 @@ class StepStream:
             kind = KINDS.get(reason, ExecutorLost)
             if not reason:
                 reason = error.code().name
-                kind = WordLost if error.code() is grpc.StatusCode.INTERNAL else ExecutorLost
+                kind = ReasonUnknown if error.code() is grpc.StatusCode.INTERNAL else ExecutorLost
             end = kind(f"{self.name}: {reason}: {error.details()}")
-        self.has_ended = True
         self._on_end(end)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import links
 from executor.parallel import process_groups as parallel
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.checkpoints import save_qwen3_moe
@@ -24,10 +23,10 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def patience() -> Iterator[None]:
     """Groups in this process form however late a thread of it runs."""
-    before = parallel.FORM_TIMEOUT_S, links.HELLO_TIMEOUT_S
+    before = parallel.FORM_TIMEOUT_S
     be_patient()
     yield
-    parallel.FORM_TIMEOUT_S, links.HELLO_TIMEOUT_S = before
+    parallel.FORM_TIMEOUT_S = before
 
 
 @pytest.fixture(scope="session")
@@ -44,4 +43,4 @@ async def fake() -> AsyncIterator[tuple[FakeWorker, Client]]:
     async with serving(lambda: (worker, pb.DescribeResponse())) as (worker.servicer, client):
         yield worker, client
         worker.gate.set()
-        worker.behind_gate.set()
+        worker.deferred_gate.set()

@@ -57,7 +57,7 @@ def test_phases_add_up_to_what_the_router_is_told(
     part = prompt_part(0, PROMPT, [1, 2])
     response = worker.execute(step(1, part, num_tokens=[7], num_logits=[1]))
 
-    assert measures.phase_ns["queue"] == measures.phase_ns["peers"] == 0
+    assert measures.phase_ns["queue"] == 0
     for phase in ("fill", "forward", "sample"):
         assert measures.phase_ns[phase] > 0
     assert response.forward_ns == sum(measures.phase_ns.values()) + 1000  # behind the last phase

@@ -296,7 +296,7 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
         raise AssertionError("a copy beside the staged one")
 
     monkeypatch.setattr("executor.model.sampling.sampler.to_device", refuse)
-    for module in ("answers", "batch.staging"):
+    for module in ("worker", "batch.staging"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     for length in range(3, 12):
         before = num_copies(apart)
@@ -365,53 +365,3 @@ def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
     with pytest.raises(JoinFailed, match="epoch 3: graphs were not captured: size 8 does not fit"):
         worker.join(3, "127.0.0.1:1")
     assert closed == [True]
-
-
-class RecordingCheck:
-    """Notes when a step is checked, among the other things that happen to it."""
-
-    def __init__(self, events: list[str], *, holds_collectives: bool) -> None:
-        self.holds_collectives = holds_collectives
-        self._events = events
-
-    def begin(self, told: bytes, part: Any, describe: Any) -> None:
-        self._events.append("begin")
-
-    def finish(self) -> None:
-        """Like the real one, the second time in a step it does nothing."""
-        if "finish" not in self._events:
-            self._events.append("finish")
-
-
-@pytest.mark.parametrize(
-    ("can_abort_device", "holds_collectives", "runs_ahead"),
-    [
-        (False, False, []),
-        (True, False, ["graph"]),
-        (False, True, ["eager", "graph"]),
-    ],
-)
-def test_a_pass_runs_before_the_check_only_where_what_it_begins_can_wait_or_be_taken_back(
-    worker: Worker,
-    monkeypatch: pytest.MonkeyPatch,
-    can_abort_device: bool,
-    holds_collectives: bool,
-    runs_ahead: list[str],
-):
-    """One launch can be aborted, and on the host a collective waits. Nothing is read before."""
-    events: list[str] = []
-    run, wait = worker._runner.run, worker._sampled.wait
-    check = RecordingCheck(events, holds_collectives=holds_collectives)
-    monkeypatch.setattr(worker, "_check", check)
-    monkeypatch.setattr(worker, "_can_abort_device", can_abort_device)
-    monkeypatch.setattr(worker._runner, "run", lambda batch: events.append("run") or run(batch))
-    monkeypatch.setattr(worker._sampled, "wait", lambda: events.append("read") or wait())
-    count = len(PROMPT)
-    worker.execute(step(1, prompt_part(0, PROMPT, [1, 2, 3]), num_tokens=[count], num_logits=[1]))
-    early, late = ["begin", "finish", "run", "read"], ["begin", "run", "finish", "read"]
-    assert events == (late if "eager" in runs_ahead else early)
-    events.clear()
-    request = step(2, decode_part(0, count), num_tokens=[1])
-    request.agreement.graph_size = 1
-    worker.execute(request)
-    assert events == (late if "graph" in runs_ahead else early)

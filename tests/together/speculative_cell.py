@@ -40,7 +40,7 @@ class Cell:
         settings: Of ``ExecutorConfig``.
 
     Attributes:
-        catches_up: Whether executors run what a step leaves as soon as it is answered.
+        runs_deferred: Whether executors run what a step leaves as soon as it is answered.
     """
 
     def __init__(self, *, dp_size: int = 1, attn_tp_size: int = 1, **settings: Any) -> None:
@@ -79,7 +79,7 @@ class Cell:
         self._pool = ThreadPoolExecutor(len(self.workers))
         self._store = open_store(HOST, timeout_s=TIMEOUT_S) if len(self.workers) > 1 else None
         self.epoch = 0
-        self.catches_up = True
+        self.runs_deferred = True
 
     def join(self) -> None:
         """Begins an epoch, in which no row has started."""
@@ -94,8 +94,8 @@ class Cell:
             request = pb.StepRequest.FromString(requests[place // self.attn_tp_size])
             worker = self.workers[place]
             response = worker.execute(request)
-            if self.catches_up:
-                worker.catch_up()
+            if self.runs_deferred:
+                worker.run_deferred()
             return response
 
         places = range(len(self.workers))
@@ -128,7 +128,8 @@ class Router(Stepper):
         plan = self.scheduler.schedule()
         if plan is not None:
             self.before_step(plan)
-            responses = self._cell.execute(encode_step(plan, self._cell.epoch, len(self.widths)))
+            requests, _ = encode_step(plan, self._cell.epoch, len(self.widths))
+            responses = self._cell.execute(requests)
             self.widths.append(plan.agreement.num_draft_tokens)
             self.counts.append(plan.agreement.global_num_tokens)
             self.in_flight.append(plan)

@@ -16,8 +16,7 @@ from executor.model.layers.vocab import Embedding, LMHead
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.layer import Dispatcher
 from executor.model.weights import OnProgress, WeightGroup, load_weights
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.topology import Topology
 
 _MODULES = {"Qwen3MoeForCausalLM": "executor.model.families.qwen3_moe"}

@@ -35,8 +35,7 @@ from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.topology import Topology
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
 from executor.model.weights import Part, WeightGroup
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator
 from executor.parallel.topology import Topology
 
 

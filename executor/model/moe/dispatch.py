@@ -88,7 +88,6 @@ class PhaseDispatcher(Dispatcher):
         self.extend = extend
         self.max_rows = max(decode.max_rows, extend.max_rows)
         self.workspace_bytes = decode.workspace_bytes + extend.workspace_bytes
-        self.can_abort = decode.can_abort and extend.can_abort
 
     def lines(self) -> tuple[BudgetLine, ...]:
         return (*self.decode.lines(), *self.extend.lines())

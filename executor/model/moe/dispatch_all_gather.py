@@ -12,7 +12,7 @@ the combine sums.
 import torch
 
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout
 
 

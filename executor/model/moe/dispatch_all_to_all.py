@@ -21,9 +21,16 @@ import torch.nn.functional as F
 
 from executor.budget.report import EXECUTOR_ROWS, BudgetLine
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import (
+    WORD,
+    DpCommunicator,
+    moe_words,
+    pack,
+    unpack,
+    view_rows,
+    words_of,
+)
 from executor.parallel.layout import DpLayout
-from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,6 @@ class FlashInferDispatcher(Dispatcher):
             does not take it has its results copied there.
     """
 
-    can_abort = False  # its kernels wait for a lost peer for minutes, and nothing ends that
-
     def __init__(
         self,
         all_to_all: AllToAll,

@@ -21,7 +21,7 @@ from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
 
@@ -86,13 +86,11 @@ class Dispatcher:
         is_capturable: Whether a CUDA graph can record it: it never waits for the device on the host.
         max_rows: R at most, in any pass.
         workspace_bytes: Device memory that it takes when it first joins an epoch, and not before.
-        can_abort: Whether leaving the group ends its waits for a peer that is lost.
     """
 
     is_capturable: bool = True
     max_rows: int
     workspace_bytes: int = 0
-    can_abort: bool = True
 
     @classmethod
     def check(cls, budget: TokenBudget) -> None:

@@ -587,8 +587,8 @@ Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
 class StepAgreement(_message.Message):
-    """What every DP rank must do alike, or the collectives inside MoE layers hang. Members of a group
-    compare it, with the epoch and step_id, before any of them acts on it.
+    """What every DP rank must do alike, or the collectives inside MoE layers hang. The router
+    serialises it once for all of them, and checks by StepResponse.agreement_crc32 that they ran it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -888,6 +888,8 @@ class StepResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     QUEUED_NS_FIELD_NUMBER: _builtins.int
     FORWARD_NS_FIELD_NUMBER: _builtins.int
+    AGREEMENT_CRC32_FIELD_NUMBER: _builtins.int
+    PART_CRC32_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """From the request."""
     step_id: _builtins.int
@@ -896,6 +898,13 @@ class StepResponse(_message.Message):
     """From the request's arrival to the start of its work, in nanoseconds."""
     forward_ns: _builtins.int
     """From the start of its work to its tokens on the host, in nanoseconds."""
+    agreement_crc32: _builtins.int
+    """CRC-32, as of zlib, of the StepAgreement that it ran: of the message that it read, serialised
+    in the order of field numbers. The router knows it, compares that of every executor, and ends
+    the epoch with an error that names those that differ.
+    """
+    part_crc32: _builtins.int
+    """The same of the RankStep that it ran, ranks[0]. Attention-TP peers run the same one."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """One for each part of the request, in its order. Empty from attention-TP peers other than 0."""
@@ -908,10 +917,12 @@ class StepResponse(_message.Message):
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         queued_ns: _builtins.int = ...,
         forward_ns: _builtins.int = ...,
+        agreement_crc32: _builtins.int = ...,
+        part_crc32: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "forward_ns", b"forward_ns", "queued_ns", b"queued_ns", "ranks", b"ranks", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement_crc32", b"agreement_crc32", "epoch", b"epoch", "forward_ns", b"forward_ns", "part_crc32", b"part_crc32", "queued_ns", b"queued_ns", "ranks", b"ranks", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,10 +105,13 @@ class ExecutorServiceServicer:
     def Step(self, request_iterator, context):
         """Runs steps in the order sent and answers each exactly once, in that order. Requests may
         be sent before earlier ones are answered. One stream is open at a time; the executor ends
-        it at the first step that it cannot run. If it is the only one of its group and refuses the
-        step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
-        the step and would wait, it leaves the group after any failed step of the group's epoch, and
-        their step fails at once: Join again.
+        it at the first step that it cannot run.
+
+        The stream is the executor's part in the epoch. However it ends, an executor that has peers
+        leaves their process group at once, so that none of them waits for it in a collective; the
+        router cancels the group's other streams as soon as one ends. Join again. An executor that is
+        the only one of its group and refuses a step (INVALID_STEP, STEP_OUT_OF_ORDER) is as it was
+        before.
 
         Errors:
         FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -117,8 +120,6 @@ class ExecutorServiceServicer:
         FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
         INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
         range, or a count is over the budget.
-        INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
-        about the step; says who was told what.
         INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
         group; Join again.
         """

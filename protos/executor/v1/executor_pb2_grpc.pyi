@@ -87,10 +87,13 @@ class ExecutorServiceStub:
     Step: _grpc.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
     be sent before earlier ones are answered. One stream is open at a time; the executor ends
-    it at the first step that it cannot run. If it is the only one of its group and refuses the
-    step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
-    the step and would wait, it leaves the group after any failed step of the group's epoch, and
-    their step fails at once: Join again.
+    it at the first step that it cannot run.
+
+    The stream is the executor's part in the epoch. However it ends, an executor that has peers
+    leaves their process group at once, so that none of them waits for it in a collective; the
+    router cancels the group's other streams as soon as one ends. Join again. An executor that is
+    the only one of its group and refuses a step (INVALID_STEP, STEP_OUT_OF_ORDER) is as it was
+    before.
 
     Errors:
       FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -99,8 +102,6 @@ class ExecutorServiceStub:
       FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
       INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                               range, or a count is over the budget.
-      INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
-                                              about the step; says who was told what.
       INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                               group; Join again.
     """
@@ -140,10 +141,13 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     Step: _aio.StreamStreamMultiCallable[_executor_pb2.StepRequest, _executor_pb2.StepResponse]  # type: ignore[assignment]
     """Runs steps in the order sent and answers each exactly once, in that order. Requests may
     be sent before earlier ones are answered. One stream is open at a time; the executor ends
-    it at the first step that it cannot run. If it is the only one of its group and refuses the
-    step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
-    the step and would wait, it leaves the group after any failed step of the group's epoch, and
-    their step fails at once: Join again.
+    it at the first step that it cannot run.
+
+    The stream is the executor's part in the epoch. However it ends, an executor that has peers
+    leaves their process group at once, so that none of them waits for it in a collective; the
+    router cancels the group's other streams as soon as one ends. Join again. An executor that is
+    the only one of its group and refuses a step (INVALID_STEP, STEP_OUT_OF_ORDER) is as it was
+    before.
 
     Errors:
       FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -152,8 +156,6 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
       INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                               range, or a count is over the budget.
-      INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
-                                              about the step; says who was told what.
       INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                               group; Join again.
     """
@@ -214,10 +216,13 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_executor_pb2.StepResponse], _abc.AsyncIterator[_executor_pb2.StepResponse]]:
         """Runs steps in the order sent and answers each exactly once, in that order. Requests may
         be sent before earlier ones are answered. One stream is open at a time; the executor ends
-        it at the first step that it cannot run. If it is the only one of its group and refuses the
-        step (INVALID_STEP, STEP_OUT_OF_ORDER), nothing has changed. If it has peers, who have begun
-        the step and would wait, it leaves the group after any failed step of the group's epoch, and
-        their step fails at once: Join again.
+        it at the first step that it cannot run.
+
+        The stream is the executor's part in the epoch. However it ends, an executor that has peers
+        leaves their process group at once, so that none of them waits for it in a collective; the
+        router cancels the group's other streams as soon as one ends. Join again. An executor that is
+        the only one of its group and refuses a step (INVALID_STEP, STEP_OUT_OF_ORDER) is as it was
+        before.
 
         Errors:
           FAILED_PRECONDITION  NOT_JOINED         no Join has succeeded.
@@ -226,8 +231,6 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  STEP_OUT_OF_ORDER  step_id is not the previous one plus 1.
           INVALID_ARGUMENT     INVALID_STEP       a column is short, a row or block is out of
                                                   range, or a count is over the budget.
-          INVALID_ARGUMENT     STEP_DISAGREEMENT  members of the group were told different things
-                                                  about the step; says who was told what.
           INTERNAL             STEP_FAILED        the forward pass failed, or another member left the
                                                   group; Join again.
         """

@@ -1,17 +1,14 @@
-"""Times what keeps two executors in step: the check of each step, and the collectives of a pass.
+"""Collectives of a pass on two executors: how long they take, and the step around them.
 
     python -m tests.bench.executor.bench_collectives [--batches 1,8] [--steps 600]
 
-Two processes of one thread each run the demo model as executors do, over gloo on loopback. Decode
-steps take turns, so that all kinds meet the same neighbours: without a check, with the check that
-the first collective finishes, and with one that is awaited before the forward pass, as on a GPU
-without graphs. Each kind is shown by its lower quartile, since a neighbour that takes a core makes
-both ranks wait. CPU time, of all threads of a rank, leaves such waits out, and with them what a rank
-waits for the other. Neither router nor gRPC takes part, so a step here is shorter than any that a
-client sees.
+Two processes of one thread each run the demo model as executors do, over gloo on loopback. A decode
+step is shown by its lower quartile, since a neighbour that takes a core makes both ranks wait. CPU
+time, of all threads of a rank, leaves such waits out, and with them what a rank waits for the other.
+Neither router nor gRPC takes part, so a step here is shorter than any that a client sees.
 
-Below, single collectives on rows of the same model, by themselves, and first the check: the time from
-the call to its result.
+Below, single collectives on rows of the same model, by themselves: the time from the call to its
+result.
 """
 
 import argparse
@@ -25,12 +22,10 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology
-from executor.step_check import StepCheck
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.quiet import quiet
 from tests.executor.support.ranks.ranks import HOST, run_ranks
@@ -42,13 +37,10 @@ BLOCK_SIZE = 64
 PROMPT_LEN = 16
 HIDDEN_SIZE = 128  # of the demo model
 ROUNDS = 400
-CHECKS = ("none", "held", "awaited")  # what finishes it: nothing, the first collective, the worker
 
 
-def decode(
-    rank: int, port: int, batch_size: int, num_steps: int
-) -> dict[tuple[str, str], list[float]]:
-    """Returns the seconds of decode steps, by clock and by how they were checked."""
+def decode(rank: int, port: int, batch_size: int, num_steps: int) -> dict[str, list[float]]:
+    """Returns the seconds of decode steps, by clock."""
     quiet()
     worker, _ = build_worker(
         ExecutorConfig(
@@ -63,21 +55,14 @@ def decode(
         )
     )
     worker.join(1, f"{HOST}:{port}")
-    check = worker._check
-    assert check is not None
-    seconds: dict[tuple[str, str], list[float]] = {
-        (clock, kind): [] for clock in CLOCKS for kind in CHECKS
-    }
+    seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
     worker.execute(prompts(rank, batch_size))
     for number in range(num_steps):
-        kind = CHECKS[number % len(CHECKS)]
-        worker._check = None if kind == "none" else check
-        check.holds_collectives = kind == "held"
         request = decodes(rank, batch_size, number)
         started = {clock: now() for clock, now in CLOCKS.items()}
         worker.execute(request)
         for clock, now in CLOCKS.items():
-            seconds[clock, kind].append(now() - started[clock])
+            seconds[clock].append(now() - started[clock])
     worker.leave()
     return seconds
 
@@ -129,15 +114,10 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
         topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
     )
     communicator.join(groups)
-    check = StepCheck(groups)
     x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
     y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
 
-    def exchange() -> None:
-        check.begin(b"12345 global_num_tokens", bytes, str)
-        check.finish()
-
-    timed: list[tuple[str, Callable[[], object]]] = [("check", exchange)]
+    timed: list[tuple[str, Callable[[], object]]] = []
     for mode in DpPaddingMode:
         layout = DpLayout((num_rows, num_rows), mode, rank)
         timed.append((f"gather {mode.name}", lambda o=layout: communicator.gather(x, o)))
@@ -200,21 +180,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="at most 1000")
     options = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    print(
-        f"{'decode step':<12} {'unchecked us':>13} {'checked us':>11} {'share':>7} "
-        f"{'awaited first us':>17} {'share':>7}"
-    )
+    print(f"{'decode step':<12} {'wall us':>8} {'CPU us':>8}")
     for batch_size in map(int, options.batches.split(",")):
         by_rank = run_ranks(decode, 2, batch_size, options.steps)
-        for clock in CLOCKS:
-            none, held, awaited = (
-                max(quartile(seconds[clock, kind]) for seconds in by_rank) for kind in CHECKS
-            )
-            print(
-                f"{f'B={batch_size} {clock}':<12} {none * 1e6:13.0f} {held * 1e6:11.0f} "
-                f"{held / none - 1:7.1%} {awaited * 1e6:17.0f} {awaited / none - 1:7.1%}",
-                flush=True,
-            )
+        wall, cpu = (max(quartile(seconds[clock]) for seconds in by_rank) for clock in CLOCKS)
+        print(f"{f'B={batch_size}':<12} {wall * 1e6:8.0f} {cpu * 1e6:8.0f}", flush=True)
     for num_rows in map(int, options.batches.split(",")):
         print(f"\n{'rows a rank: ' + str(num_rows):<24} {'us':>7}")
         by_rank = run_ranks(collectives, 2, num_rows)

@@ -22,7 +22,7 @@ import torch
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology

@@ -172,7 +172,7 @@ class Cell:
         start = time.thread_time_ns()
         response = self._worker.execute(request)
         answered = time.thread_time_ns()
-        self._worker.catch_up()
+        self._worker.run_deferred()
         end = time.thread_time_ns()
         self.behind_ns = end - answered
         return response.ranks[0], end - start

@@ -179,7 +179,7 @@ class Bench:
 
 
 def _encode(plan: StepPlan, step_id: int) -> list[bytes]:
-    return encode_step(plan, 1, step_id)
+    return encode_step(plan, 1, step_id)[0]
 
 
 def _decode(answers: list[bytes], batches: tuple[RankBatch, ...]) -> tuple[RankResult, ...]:

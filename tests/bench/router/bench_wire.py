@@ -156,8 +156,8 @@ def main() -> None:
         print(f"{layout.name:<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
 
     plan, batch = make_plan(num_sequences)
-    [data] = encode_step(plan, 1, 1)
-    encode = least_us(lambda: encode_step(plan, 1, 1)[0])
+    [data] = encode_step(plan, 1, 1)[0]
+    encode = least_us(lambda: encode_step(plan, 1, 1))
     decode = least_us(lambda: read_request(data))
     print(f"{'our StepRequest':<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
 

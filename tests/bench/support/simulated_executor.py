@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from zlib import crc32
 
 import grpc
 import numpy as np
@@ -135,6 +136,8 @@ def _answer(request: pb.StepRequest) -> pb.StepResponse:
     return pb.StepResponse(
         epoch=request.epoch,
         step_id=request.step_id,
+        agreement_crc32=crc32(request.agreement.SerializeToString()),
+        part_crc32=crc32(part.SerializeToString()),
         ranks=[pb.RankResult(dp_rank=part.dp_rank, next_token_ids=tokens)],
     )
 

@@ -25,8 +25,7 @@ from executor.budget.token_budget import (
 )
 from executor.errors import InvalidStep
 from executor.model.layers.vocab import vocab_slice
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb

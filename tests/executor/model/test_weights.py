@@ -14,7 +14,7 @@ from executor.errors import CheckpointError
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.weights import Part, WeightGroup, load_weights
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.topology import Topology
 from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.support.serving import Rank

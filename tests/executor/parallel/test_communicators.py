@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, GlooGroup, join_group
 from executor.parallel.topology import Topology

@@ -3,19 +3,16 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
 
 from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
-from executor.links import connect_all
-from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
 from executor.parallel.topology import Topology
@@ -168,36 +165,3 @@ def test_groups_between_gpus_form_on_the_gpu_of_the_executor(
     for device in ("cuda:3", "cpu"):
         build._form_group(config, torch.device(device))(7, HOST, 1)
     assert done == ["cuda:3", 7, 7]
-
-
-def test_a_late_caller_of_an_epoch_that_was_called_off_is_no_member_of_the_next(
-    pool: ThreadPoolExecutor,
-):
-    """It finds who waited for it then, who closes at once, and never who waits now."""
-    store, host = HashStore(), HOST
-    attempt = JoinAttempt(1)
-
-    def connect(epoch: int, rank: int) -> Any:
-        return connect_all(PrefixStore(f"epoch-{epoch}", store), rank, 2, host, TIMEOUT_S)
-
-    old = pool.submit(attempt.form, lambda epoch, host, port: connect(1, 0), STORE)
-    store.wait(["epoch-1/0"])  # it listens
-    attempt.call_off("epoch 2 has begun")
-    with pytest.raises(JoinFailed):
-        old.result(TIMEOUT_S)
-    waiting = pool.submit(connect, 2, 0)
-    store.wait(["epoch-2/0"])
-
-    late = connect(1, 1)
-    with ExitStack() as opened:
-        opened.callback(late.close)
-        late.send(b"old")
-        with pytest.raises(ConnectionError, match="world rank 0: "):
-            late.receive()
-        assert not waiting.done()
-
-        links = [connect(2, 1), waiting.result(TIMEOUT_S)]
-        for each in links:
-            opened.callback(each.close)
-            each.send(b"new")
-        assert [each.receive() for each in links] == [[b"new", b"new"]] * 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from executor.parallel.packed_rows import WORD, moe_words, pack, unpack, view_rows, words_of
+from executor.parallel.communicators import WORD, moe_words, pack, unpack, view_rows, words_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

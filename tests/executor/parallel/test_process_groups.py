@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
-from executor.links import Links, connect_all
 from executor.parallel import process_groups as parallel
 from executor.parallel.process_groups import (
     EpochGroups,
@@ -106,63 +105,15 @@ def test_a_group_that_has_formed_waits_as_long_as_it_was_told():
     assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
 
 
-def test_the_links_wait_for_peers_while_a_group_forms_as_long_as_the_group_does(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """A peer that is lost between the two was waited for as one inside a step."""
-    waits: list[float] = []
-
-    def connect(*args: Any, form_timeout_s: float) -> Links:
-        waits.append(form_timeout_s)
-        return connect_all(*args, form_timeout_s=form_timeout_s)
-
-    def act(place: Topology, groups: EpochGroups) -> float:
-        return groups.links._timeout_s
-
-    monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", TIMEOUT_S - 1)
-    monkeypatch.setattr(parallel, "connect_all", connect)
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
-    assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
-    assert waits == [TIMEOUT_S - 1] * 2
-
-
 def test_a_group_that_was_left_collects_nothing():
     def act(place: Topology, groups: EpochGroups) -> None:
         groups.close()
         groups.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            groups.links.send(b"x")
         groups.world.all_reduce(torch.zeros(1))
 
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     for result in on_every_rank(store.port, 1, topologies(2, 1), act):
         assert "has left the group" in str(result)
-
-
-def test_the_gate_is_opened_once_and_before_a_collective_of_either_group():
-    """What opens it may refuse, and then the collective does not begin."""
-
-    def act(place: Topology, groups: EpochGroups) -> list[object]:
-        seen: list[object] = []
-        for group in (groups.world, groups.attn_tp):
-            assert group is not None
-            x = torch.ones(1)
-            groups.gate.hold(lambda x=x: seen.append(float(x)))
-            group.all_reduce(x)
-            group.all_reduce(x)
-            seen.append(float(x))
-            groups.gate.hold(refuse)
-            with pytest.raises(ValueError, match="not this one"):
-                group.all_reduce(x)
-            assert float(x) == seen[-1]
-        return seen
-
-    def refuse() -> None:
-        raise ValueError("not this one")
-
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
-    seen = on_every_rank(store.port, 1, topologies(2, 2), act)
-    assert seen == [[1, 16, 1, 4]] * 4
 
 
 def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed, PeerLost
-from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.parallel.rendezvous import open_store
 from protos.executor.v1 import executor_pb2 as pb
@@ -223,7 +223,6 @@ def test_a_worker_that_is_called_off_while_it_captures_leaves_and_says_why(
         alone.join(3, f"{HOST}:1", attempt)
     assert closed == [True]
     assert alone._groups is None
-    assert alone._check is None
 
 
 def test_a_worker_that_is_called_off_before_its_groups_are_known_uses_none_of_them(

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from executor.errors import InvalidStep, JoinFailed, StepDisagreement
+from executor.errors import InvalidStep, JoinFailed, PeerLost
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
 from tests.executor.support.fake_worker import FakeWorker, read_ids, until
@@ -17,7 +17,7 @@ from tests.executor.support.servers import HOST, reason_of, request, serving
     ("step_id", "failure", "reason"),
     [
         (1, InvalidStep("rows: has 9"), "INVALID_STEP"),
-        (1, StepDisagreement("rank 1 was told"), "STEP_DISAGREEMENT"),
+        (1, PeerLost("another executor left the group"), "STEP_FAILED"),
         (2, None, "STEP_OUT_OF_ORDER"),
     ],
 )
@@ -30,12 +30,30 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
     await client.join(1)
     num_leaves, worker.failure = worker.num_leaves, failure
     assert await reason_of(client.steps(step_id)) == reason
-    assert worker.num_leaves > num_leaves
+    await until(lambda: worker.num_leaves > num_leaves)
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
     worker.failure = None
     assert await reason_of(client.steps(1)) == "NOT_JOINED"
     await client.join(2)
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+
+
+@pytest.mark.parametrize("failure", [InvalidStep("rows: has 9"), RuntimeError("no memory")])
+async def test_the_router_hears_why_a_step_ended_before_peers_can_fail_for_want_of_it(
+    fake: Any, failure: Exception
+):
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    worker.gate.clear()
+    worker.failure, was_told = failure, []
+    call = client.steps(1)
+    await until(lambda: worker.begun == [1])
+    stream = worker.servicer._stream
+    worker.leave = lambda: was_told.append(stream.is_over.is_set())
+    worker.gate.set()
+    await reason_of(call)
+    await until(lambda: was_told == [True])
 
 
 @pytest.mark.parametrize("way", ["cancelled", "half-closed"])
@@ -93,6 +111,7 @@ async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
 
 async def test_a_failed_step_needs_a_new_join(fake: Any, caplog: pytest.LogCaptureFixture):
     worker, client = fake
+    worker.has_peers = True
     await client.join(1)
     ready = health_pb2.HealthCheckResponse.SERVING
     assert await client.status("readiness") == ready
@@ -101,7 +120,7 @@ async def test_a_failed_step_needs_a_new_join(fake: Any, caplog: pytest.LogCaptu
     with pytest.raises(grpc.aio.AioRpcError, match="a peer is gone") as caught:
         await call.read()
     assert error_details(caught.value).reason == "STEP_FAILED"
-    assert worker.num_leaves == 2, "peers would wait for this executor"  # one was the join's
+    await until(lambda: worker.num_leaves == 2)  # one was the join's
     worker.failure = None
     assert await client.status("readiness") != ready
     assert await reason_of(client.steps(2)) == "NOT_JOINED"

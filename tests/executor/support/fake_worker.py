@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from executor.parallel.join_attempt import JoinAttempt
+from executor.parallel.epochs import JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 
 
@@ -13,7 +13,7 @@ class FakeWorker:
     """Answers with the step's number as its token. Steps wait for ``gate``.
 
     Where it trails, each step leaves something to be run behind its answer, which waits for
-    ``behind_gate``.
+    ``deferred_gate``.
     """
 
     def __init__(self) -> None:
@@ -25,23 +25,23 @@ class FakeWorker:
         self.form_group: Callable[[int, str, int], Any] | None = None  # what a join waits for
         self.failure: Exception | None = None
         self.servicer: Any = None  # who has it
-        self.trails = self.is_behind = False
-        self.behind_gate = threading.Event()
-        self.behind_gate.set()
-        self.behind_failure: Exception | None = None
-        self.num_caught_up = 0
+        self.trails = self.has_deferred = False
+        self.deferred_gate = threading.Event()
+        self.deferred_gate.set()
+        self.deferred_failure: Exception | None = None
+        self.num_deferred_run = 0
 
-    def catch_up(self) -> None:
-        if not self.is_behind:
+    def run_deferred(self) -> None:
+        if not self.has_deferred:
             return
-        self.is_behind = False
-        assert self.behind_gate.wait(60)
-        self.num_caught_up += 1
-        if self.behind_failure is not None:
-            raise self.behind_failure
+        self.has_deferred = False
+        assert self.deferred_gate.wait(60)
+        self.num_deferred_run += 1
+        if self.deferred_failure is not None:
+            raise self.deferred_failure
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
-        self.is_behind = self.trails
+        self.has_deferred = self.trails
         self.begun.append(request.step_id)
         assert self.gate.wait(60)
         if self.failure is not None:

@@ -12,8 +12,7 @@ from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 

@@ -28,8 +28,7 @@ from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology
 from executor.runners import GraphRunner

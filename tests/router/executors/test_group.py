@@ -1,7 +1,7 @@
 """If attention-TP peers get unlike steps, or a lost one goes unnoticed, a whole group hangs."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from deploy.local.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
-from router.errors import ExecutorLeft, ExecutorLost, StepLost, WordLost
+from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
@@ -113,82 +113,128 @@ class Gone(RpcError):
     reason = ""
 
 
-async def heard(group: ExecutorGroup, dp_rank: int) -> None:
-    """Returns when the end of a rank's stream has come."""
-    await until(lambda: group._streams[dp_rank].has_ended)
+def says(error: RpcError) -> Callable[[], Awaitable[None]]:
+    """Returns what has Describe answered with an error."""
+
+    async def raise_it() -> None:
+        raise error
+
+    return raise_it
 
 
-@pytest.mark.parametrize("word", [Stopping("it was told to stop"), None])
-async def test_who_left_is_named_though_another_one_says_first_that_its_step_failed(
-    word: RpcError | None, monkeypatch: pytest.MonkeyPatch
+STEP_FAILED, REASON_LOST = StepFailed("another executor left the group"), None
+
+
+@pytest.mark.parametrize("heard_first", [0, 1])
+@pytest.mark.parametrize("last_word", [STEP_FAILED, REASON_LOST], ids=["failed", "lost"])
+async def test_who_left_is_asked_when_the_first_stream_to_end_does_not_say(
+    last_word: RpcError | None, heard_first: int
 ) -> None:
-    """The message of the one that left may come last, if its host is farther away."""
-    monkeypatch.setattr(executor_client, "CAUSE_TIMEOUT_S", LONG_S)
+    """A step fails on those who stay, too; and gRPC loses what is said while a step is sent."""
     async with run_group(dp_size=3, attn_tp_size=1) as (group, peers):
         await group.form()
-        peers[0, 0].last_word = StepFailed("a peer is gone")
-        peers[1, 0].last_word = word
+        peers[1, 0].on_describe = says(Stopping("it was told to stop"))
+        peers[heard_first, 0].last_word = last_word
+        peers[heard_first, 0].dies.set()
+        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
+            await asyncio.wait_for(group.lost(), LONG_S)
+
+
+async def test_who_does_not_answer_is_named_though_another_one_says_that_its_step_failed() -> None:
+    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+        await group.form()
+        peers[1, 0].on_describe = says(Gone("nobody is there any more"))
+        peers[0, 0].last_word = STEP_FAILED
         peers[0, 0].dies.set()
-        await heard(group, 0)
-        peers[1, 0].dies.set()
-        with pytest.raises(ExecutorLost, match="dp_rank 1") as caught:
-            await asyncio.wait_for(group.lost(), LONG_S)
-        assert type(caught.value) is (ExecutorLeft if word else WordLost)
-
-
-async def test_who_left_is_asked_when_grpc_lost_its_word() -> None:
-    """It does if a step is being sent as the stream ends: "Internal error from Core"."""
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
-        leaving = peers[1, 0]
-
-        async def say_why() -> None:
-            raise Stopping("it was told to stop")
-
-        leaving.on_describe = say_why
-        leaving.dies.set()
-        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
+        expected = r"dp_rank 1, attn_tp_rank 0\): UNAVAILABLE; .*dp_rank 0.*left the group"
+        with pytest.raises(ExecutorLost, match=expected):
             await asyncio.wait_for(group.lost(), LONG_S)
 
 
-async def test_who_is_being_asked_is_named_though_another_one_says_that_its_step_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By then both streams have ended, but the one that left is yet to say so."""
-    monkeypatch.setattr(executor_client, "CAUSE_TIMEOUT_S", LONG_S)
+async def test_a_step_that_failed_on_one_executor_ends_the_epoch_for_all() -> None:
     async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
         await group.form()
-        peers[0, 0].last_word = StepFailed("a peer is gone")
-
-        async def say_why() -> None:
-            peers[0, 0].dies.set()
-            await heard(group, 0)
-            raise Stopping("it was told to stop")
-
-        peers[1, 0].on_describe = say_why
-        peers[1, 0].dies.set()
-        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
-            await asyncio.wait_for(group.lost(), LONG_S)
-
-
-async def test_a_step_that_failed_on_one_executor_alone_ends_the_epoch_too() -> None:
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
+        await until(lambda: all(peer.num_streams == 1 for peer in peers.values()))
         peers[1, 0].last_word = StepFailed("out of memory")
         peers[1, 0].dies.set()
-        with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
+        with pytest.raises(ReasonUnknown, match=r"dp_rank 1.*out of memory"):
             await asyncio.wait_for(group.lost(), LONG_S)
+        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
 
 
-async def test_of_a_step_that_failed_everywhere_the_first_to_say_so_is_named() -> None:
+async def test_the_others_streams_end_before_anybody_is_asked_why_the_first_did() -> None:
+    """They wait in a collective for who has left."""
     async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
         await group.form()
-        for rank in (1, 0):
-            peers[rank, 0].last_word = StepFailed("out of memory" if rank else "a peer is gone")
-            peers[rank, 0].dies.set()
-            await heard(group, rank)
-        with pytest.raises(StepLost, match=r"dp_rank 1.*out of memory"):
+        await until(lambda: all(peer.num_streams == 1 for peer in peers.values()))
+
+        async def answer_once_free() -> None:
+            await until(lambda: peers[0, 0].num_streams == 0)
+
+        peers[1, 0].on_describe = answer_once_free
+        peers[1, 0].last_word = STEP_FAILED
+        peers[1, 0].dies.set()
+        with pytest.raises(ReasonUnknown):
             await asyncio.wait_for(group.lost(), LONG_S)
+
+
+async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_the_reason() -> None:
+    async with run_group(dp_size=2, attn_tp_size=1, deadline=hurried()) as (group, peers):
+        await group.form()
+        for peer in peers.values():
+            peer.may_answer.clear()
+        group.send(plan_step(dp_size=2))
+        receiving = asyncio.ensure_future(group.receive())
+        await until(lambda: len(peers[1, 0].steps) == 1)
+
+        async def answer_late() -> None:
+            await asyncio.sleep(0.4)  # the step's deadline is 0.3 s
+            raise Stopping("it was told to stop")
+
+        peers[1, 0].on_describe = answer_late
+        peers[1, 0].last_word = STEP_FAILED
+        peers[1, 0].dies.set()
+        with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
+            await receiving
+
+
+def other_agreement(request: pb.StepRequest) -> None:
+    request.agreement.global_num_tokens[0] += 1
+
+
+def other_part(request: pb.StepRequest) -> None:
+    request.ranks[0].sequences.rows = b"\7\0\0\0"
+
+
+def both(request: pb.StepRequest) -> None:
+    other_agreement(request)
+    other_part(request)
+
+
+@pytest.mark.parametrize(
+    ("misreads", "what"),
+    [
+        (other_agreement, "another agreement"),
+        (other_part, "another part"),
+        (both, "another agreement and another part"),
+    ],
+)
+async def test_executors_that_ran_another_step_than_they_were_sent_are_named(
+    misreads: Callable[[pb.StepRequest], None], what: str
+) -> None:
+    async with run_group(dp_size=2, attn_tp_size=2) as (group, peers):
+        await group.form()
+        for place in ((0, 1), (1, 0)):
+            peers[place].misreads = misreads
+        group.send(plan_step(dp_size=2))
+        with pytest.raises(ExecutorLost) as caught:
+            await group.receive()
+        problem = str(caught.value)
+        assert problem.startswith("step 1 was not run as it was sent: ")
+        for dp_rank, attn_tp_rank in peers:
+            named = f"(dp_rank {dp_rank}, attn_tp_rank {attn_tp_rank}) ran {what}"
+            assert (named in problem) == ((dp_rank, attn_tp_rank) in ((0, 1), (1, 0)))
+        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
 
 
 def hurried() -> StepDeadline:

@@ -1,6 +1,7 @@
 """If these fail, an executor runs other tokens, blocks or sampling than the router planned."""
 
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SamplingField
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
-from router.executors.step_codec import decode_result, encode_starts, encode_step
+from router.executors.step_codec import decode_result, difference, encode_starts, encode_step
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.scheduling.step import (
@@ -64,7 +65,7 @@ def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
 
 def encode(*batches: RankBatch, **agreement: Any) -> list[pb.StepRequest]:
     """Returns the requests as executors read them."""
-    requests = encode_step(plan_of(*batches, **agreement), epoch=3, step_id=9)
+    requests, _ = encode_step(plan_of(*batches, **agreement), epoch=3, step_id=9)
     return [pb.StepRequest.FromString(request) for request in requests]
 
 
@@ -405,3 +406,19 @@ def test_log_probabilities_are_read_back() -> None:
 def test_missing_log_probabilities_lose_the_executor(num_scores: int, num_top: int) -> None:
     with pytest.raises(ExecutorLost, match=r"\(3, 6, 6\) were asked for"):
         decode_result(scores(num_scores, num_top), scored_batch(), rank=1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 40, 9000])
+def test_the_checksums_are_those_of_what_an_executor_reads(num_rows: int) -> None:
+    """Lengths of one, two and three bytes precede what they are of."""
+    rows = np.arange(num_rows, dtype=np.int32)
+    batches = (RankBatch(BatchMode.DECODE, rows, rows), DECODE)
+    requests, sent = encode_step(plan_of(*batches), epoch=3, step_id=9)
+    for rank, data in enumerate(requests):
+        request = pb.StepRequest.FromString(data)
+        response = pb.StepResponse(
+            agreement_crc32=crc32(request.agreement.SerializeToString()),
+            part_crc32=crc32(request.ranks[0].SerializeToString()),
+        )
+        assert difference(response, sent, rank) == ""
+        assert difference(response, sent, 1 - rank) == "another part"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from zlib import crc32
 
 import grpc
 import numpy as np
@@ -33,6 +34,7 @@ class Peer:
         shift: What is added to the epoch and the step of its answers.
         num_streams: Step streams that are open.
         spare_bytes: Stand behind the tokens of its answers.
+        misreads: Changes each request before it is run.
         dies: Set by a test to end the Step stream with an error.
         last_word: What that error is; None is one without a reason.
     """
@@ -52,6 +54,7 @@ class Peer:
         self.shift = (0, 0)
         self.num_streams = 0
         self.spare_bytes = b""
+        self.misreads: Callable[[pb.StepRequest], object] = lambda request: None
         self._sizes = (dp_size, attn_tp_size)
 
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
@@ -108,6 +111,7 @@ class Peer:
         async for data in requests:
             self.steps.append(data)
             request = pb.StepRequest.FromString(data)
+            self.misreads(request)
             num_sampled = sum(request.ranks[0].sequences.samples)
             tokens = np.full(num_sampled, 10 * dp_rank + attn_tp_rank, dtype="<i4").tobytes()
             tokens += self.spare_bytes
@@ -118,6 +122,8 @@ class Peer:
                     epoch=request.epoch + self.shift[0],
                     step_id=request.step_id + self.shift[1],
                     ranks=[result],
+                    agreement_crc32=crc32(request.agreement.SerializeToString()),
+                    part_crc32=crc32(request.ranks[0].SerializeToString()),
                 )
             )
 

@@ -12,7 +12,7 @@ from executor.config import ExecutorConfig
 from executor.model.moe.dispatch import DISPATCHERS, new_dispatcher, require_capturable
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
 from executor.model.moe.layer import Dispatcher, DispatchSetup
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology

@@ -11,8 +11,7 @@ import torch
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
-from executor.parallel.attn_tp_communicator import AttnTpCommunicator
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from executor import links
 from executor.parallel import process_groups as parallel
 from executor.parallel.rendezvous import open_store
 
@@ -23,7 +22,7 @@ def be_patient() -> None:
 
     A router asks again where a busy peer came too late; nobody does here.
     """
-    parallel.FORM_TIMEOUT_S = links.HELLO_TIMEOUT_S = TIMEOUT_S
+    parallel.FORM_TIMEOUT_S = TIMEOUT_S
 
 
 @functools.cache

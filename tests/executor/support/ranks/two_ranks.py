@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from executor.model.families.config import ModelConfig
-from executor.parallel.dp_communicator import DpCommunicator
+from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpPaddingMode
 from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology

@@ -14,15 +14,15 @@ async def test_an_answer_goes_out_before_what_its_step_leaves_is_run(fake: Any):
     worker, client = fake
     worker.trails = True
     await client.join(1)
-    worker.behind_gate.clear()
+    worker.deferred_gate.clear()
     call = client.executor.Step()
     await call.write(request(1))
     assert await read_ids(call, 1) == [1]
     await call.write(request(2))
-    assert (worker.begun, worker.num_caught_up) == ([1], 0)  # the next step comes after it
-    worker.behind_gate.set()
+    assert (worker.begun, worker.num_deferred_run) == ([1], 0)  # the next step comes after it
+    worker.deferred_gate.set()
     assert await read_ids(call, 1) == [2]
-    assert worker.num_caught_up >= 1
+    assert worker.num_deferred_run >= 1
     await call.done_writing()
 
 
@@ -32,13 +32,14 @@ async def test_what_a_step_leaves_is_run_without_another_step(fake: Any):
     worker.trails = True
     await client.join(1)
     assert [r.step_id async for r in client.steps(1)] == [1]
-    await until(lambda: worker.num_caught_up == 1)
-    assert not worker.is_behind
+    await until(lambda: worker.num_deferred_run == 1)
+    assert not worker.has_deferred
 
 
 async def test_a_failure_behind_an_answer_ends_the_stream_and_leaves_the_group(fake: Any):
     worker, client = fake
-    worker.trails, worker.behind_failure = True, RuntimeError("no more memory")
+    worker.trails, worker.deferred_failure = True, RuntimeError("no more memory")
+    worker.has_peers = True
     await client.join(1)
     num_leaves = worker.num_leaves
     call = client.executor.Step()
@@ -49,7 +50,7 @@ async def test_a_failure_behind_an_answer_ends_the_stream_and_leaves_the_group(f
     ) as caught:
         await call.read()
     assert error_details(caught.value).reason == "STEP_FAILED"
-    assert worker.num_leaves > num_leaves
+    await until(lambda: worker.num_leaves > num_leaves)
     assert worker.servicer._measures.failures["STEP_FAILED"] == 1
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
 
@@ -59,11 +60,11 @@ async def test_a_failure_behind_the_last_answer_of_a_stream_is_no_steps_but_ends
 ):
     """A stream that ends takes the executor out of its group, and peers that catch up fail."""
     worker, client = fake
-    worker.trails, worker.behind_failure = True, RuntimeError("a peer left")
+    worker.trails, worker.deferred_failure = True, RuntimeError("a peer left")
     await client.join(1)
-    worker.behind_gate.clear()
+    worker.deferred_gate.clear()
     assert [r.step_id async for r in client.steps(1)] == [1]
-    worker.behind_gate.set()
+    worker.deferred_gate.set()
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
     assert worker.servicer._measures.failures["STEP_FAILED"] == 0
 
@@ -72,13 +73,13 @@ async def test_a_failure_behind_a_step_is_that_of_its_own_stream(fake: Any):
     """One without peers goes on in another stream, whose step may come before the first one's rest."""
     worker, client = fake
     worker.trails = True
-    catch_up = worker.catch_up
+    run_deferred = worker.run_deferred
 
     def fail_behind_the_second() -> None:
-        worker.behind_failure = RuntimeError("no memory") if worker.begun == [1, 2] else None
-        catch_up()
+        worker.deferred_failure = RuntimeError("no memory") if worker.begun == [1, 2] else None
+        run_deferred()
 
-    worker.catch_up = fail_behind_the_second
+    worker.run_deferred = fail_behind_the_second
     await client.join(1)
     worker.gate.clear()
     first = client.executor.Step()

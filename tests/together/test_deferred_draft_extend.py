@@ -83,18 +83,18 @@ def test_where_the_host_computes_draft_extend_is_left_behind_the_answer(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ):
     [worker] = cell.workers
-    cell.catches_up = False
+    cell.runs_deferred = False
     events: list[str] = []
-    note(monkeypatch, events, worker._answers, "results")
-    note(monkeypatch, events, speculator_of(worker), "follow", "follow_accepted")
+    note(monkeypatch, events, worker, "_results")
+    note(monkeypatch, events, speculator_of(worker), "extend", "extend_accepted")
     assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
-    assert events == ["results", "follow", "results", "follow_accepted", "results"]
-    assert worker.is_behind
-    worker.catch_up()
-    assert events[-1] == "follow_accepted"
-    assert not worker.is_behind
-    worker.catch_up()
-    assert events.count("follow_accepted") == 2
+    assert events == ["_results", "extend", "_results", "extend_accepted", "_results"]
+    assert worker.has_deferred
+    worker.run_deferred()
+    assert events[-1] == "extend_accepted"
+    assert not worker.has_deferred
+    worker.run_deferred()
+    assert events.count("extend_accepted") == 2
 
 
 def test_a_device_of_its_own_is_given_draft_extend_between_the_tokens_copy_and_the_wait(
@@ -103,10 +103,10 @@ def test_a_device_of_its_own_is_given_draft_extend_between_the_tokens_copy_and_t
     worker = on_its_own(cell.workers[0])
     events: list[str] = []
     note(monkeypatch, events, worker._sampled, "begin", "wait")
-    note(monkeypatch, events, speculator_of(worker), "follow", "follow_accepted")
+    note(monkeypatch, events, speculator_of(worker), "extend", "extend_accepted")
     assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
-    assert events == ["begin", "follow", "wait"] + 2 * ["begin", "follow_accepted", "wait"]
-    assert not worker.is_behind
+    assert events == ["begin", "extend", "wait"] + 2 * ["begin", "extend_accepted", "wait"]
+    assert not worker.has_deferred
 
 
 @pytest.mark.parametrize(("name", "topk"), [("eagle", 2), ("mtp3", 1), ("frozen_kv", 1)])
@@ -114,7 +114,7 @@ def test_drafts_are_the_same_whoever_begins_what_a_step_has_left(name: str, topk
     """As soon as it is answered, or only the next step, two of them in flight."""
     gained = []
     with cell_of(max_num_seqs=4, **settings_of(name, topk)) as cell:
-        for cell.catches_up in (True, False):
+        for cell.runs_deferred in (True, False):
             router = Router(cell)
             expect_plain(router, mixed_asks(300, 6))
             gained.append(router.tokens_per_step)
@@ -123,13 +123,13 @@ def test_drafts_are_the_same_whoever_begins_what_a_step_has_left(name: str, topk
 
 def test_a_new_epoch_drops_what_the_last_one_has_left(cell: Cell, monkeypatch: pytest.MonkeyPatch):
     [worker] = cell.workers
-    cell.catches_up = False
+    cell.runs_deferred = False
     events: list[str] = []
-    note(monkeypatch, events, speculator_of(worker), "follow")
+    note(monkeypatch, events, speculator_of(worker), "extend")
     run_steps(worker, cell, 1, ALWAYS)
-    assert worker.is_behind
+    assert worker.has_deferred
     cell.join()
-    worker.catch_up()
+    worker.run_deferred()
     assert events == []
 
 
@@ -140,35 +140,35 @@ class Group:
         pass
 
 
-def test_who_has_left_its_group_does_not_catch_up_in_it(
+def test_who_has_left_its_group_runs_nothing_deferred_in_it(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ):
     [worker] = cell.workers
-    cell.catches_up = False
+    cell.runs_deferred = False
     events: list[str] = []
     router = Router(cell)
     router.submit(PROMPT, 16)
     monkeypatch.setattr(worker, "_groups", Group())
-    note(monkeypatch, events, speculator_of(worker), "follow")
+    note(monkeypatch, events, speculator_of(worker), "extend")
     router.plan()
-    assert worker.is_behind
+    assert worker.has_deferred
     worker.leave()
-    worker.catch_up()
+    worker.run_deferred()
     assert events == []
 
 
-def test_who_leaves_its_group_while_it_catches_up_says_so(
+def test_who_leaves_its_group_while_it_runs_deferred_says_so(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ):
     [worker] = cell.workers
-    cell.catches_up = False
+    cell.runs_deferred = False
     router = Router(cell)
     router.submit(PROMPT, 16)
     monkeypatch.setattr(worker, "_groups", Group())
-    monkeypatch.setattr(speculator_of(worker), "follow", lambda *_: worker.leave())
+    monkeypatch.setattr(speculator_of(worker), "extend", lambda *_: worker.leave())
     router.plan()
-    with pytest.raises(PeerLost, match="left its group while it caught up behind a step"):
-        worker.catch_up()
+    with pytest.raises(PeerLost, match="left its group during a deferred draft-extend"):
+        worker.run_deferred()
 
 
 # ---- a router that plans no drafts
