@@ -1,6 +1,6 @@
-"""The KV tensors of one rank and the block-table row of each sequence. No policy.
+"""KV pool: the keys, values and block table of one rank. No policy.
 
-The router decides which block belongs to whom; this file only remembers what it was told.
+The router decides which block belongs to which sequence.
 
     key_cache[layer]   [num_physical_blocks * block_size, kv_heads, head_dim]     value_cache alike
     block_table        [num_rows, max_blocks_per_row], a sequence's blocks in order
@@ -24,6 +24,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from executor.batch.columns import Int64Array
 
 SCRATCH_BLOCK = 0
 
@@ -173,63 +175,34 @@ class KVPool:
         counts: npt.ArrayLike,
         block_ids: npt.ArrayLike,
     ) -> None:
-        """Puts blocks into rows, on host and device. A start of 0 gives a row to a new sequence.
+        """Puts blocks into rows, on host and device: ``append_blocks_on_host`` of any sequences."""
+        columns = [np.asarray(column, np.int64) for column in (rows, starts, counts, block_ids)]
+        places = torch.from_numpy(self.append_blocks_on_host(*columns))
+        if not self.is_table_shared:
+            ids = torch.from_numpy(columns[3])
+            self.write_blocks(places.to(self.device), ids.to(self.device))
 
-        Nothing is written unless everything fits.
+    def append_blocks_on_host(
+        self, rows: Int64Array, starts: Int64Array, counts: Int64Array, block_ids: Int64Array
+    ) -> Int64Array:
+        """Puts blocks into rows on the host, unchecked: read_step.py has checked them.
 
         Args:
             rows: [N] rows of the block table.
-            starts: [N] blocks of that row that stay: at most as many as it holds.
+            starts: [N] blocks of that row that stay: at most as many as it holds. 0 gives the row to
+                a new sequence.
             counts: [N] blocks to write after them.
             block_ids: [sum(counts)] the blocks, row after row.
 
-        Raises:
-            ValueError: The columns do not fit one another, the table or the pool.
-        """
-        ids = np.asarray(block_ids, dtype=np.int64)
-        places = torch.from_numpy(self.append_blocks_on_host(rows, starts, counts, ids))
-        if not self.is_table_shared:
-            self.write_blocks(places.to(self.device), torch.from_numpy(ids).to(self.device))
-
-    def append_blocks_on_host(
-        self,
-        rows: npt.ArrayLike,
-        starts: npt.ArrayLike,
-        counts: npt.ArrayLike,
-        block_ids: npt.ArrayLike,
-    ) -> npt.NDArray[np.int64]:
-        """Does what ``append_blocks`` does, but leaves the device's table to ``write_blocks``.
-
         Returns:
-            int64 [sum(counts)], the places of the blocks in the table laid flat.
-
-        Raises:
-            ValueError: As ``append_blocks``.
+            int64 [sum(counts)], the indices of the blocks in the table laid flat, for
+            ``write_blocks``.
         """
-        rows_, starts_, counts_ = _columns(rows=rows, starts=starts, counts=counts)
-        ids = np.asarray(block_ids, dtype=np.int64)
-        self._check_rows(rows_)
-        ends = starts_ + counts_
-        if counts_.size and counts_.min() < 0:
-            raise ValueError(f"counts has {counts_.min()}: a row cannot lose blocks")
-        if ids.shape != (counts_.sum(),):
-            raise ValueError(f"counts adds up to {counts_.sum()}, but {ids.size} block_ids came")
-        if ends.size and ends.max() > self.max_blocks_per_row:
-            raise ValueError(
-                f"row {rows_[ends.argmax()]} would hold {ends.max()} blocks; "
-                f"at most {self.max_blocks_per_row} fit"
-            )
-        if np.any((starts_ < 0) | (starts_ > self.row_num_blocks[rows_])):
-            raise ValueError("starts leaves a hole: it is above the blocks that the row holds")
-        if ids.size and not SCRATCH_BLOCK < ids.min() <= ids.max() < self.num_blocks:
-            raise ValueError(
-                f"block_ids run from {ids.min()} to {ids.max()}; "
-                f"this pool hands out 1 to {self.num_blocks - 1}"
-            )
-        first = rows_ * self.max_blocks_per_row + ends - np.cumsum(counts_)
-        places: npt.NDArray[np.int64] = np.arange(ids.size) + np.repeat(first, counts_)
-        self._table.ravel()[places] = ids
-        self.row_num_blocks[rows_] = ends
+        ends = starts + counts
+        first = rows * self.max_blocks_per_row + ends - np.cumsum(counts)
+        places: Int64Array = np.arange(block_ids.size) + np.repeat(first, counts)
+        self._table.ravel()[places] = block_ids
+        self.row_num_blocks[rows] = ends
         return places
 
     def write_blocks(self, places: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -241,48 +214,14 @@ class KVPool:
         """
         self.block_table.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
 
-    def out_cache_loc(
-        self, rows: npt.ArrayLike, num_computed: npt.ArrayLike, num_tokens: npt.ArrayLike
-    ) -> torch.Tensor:
-        """Returns where the next tokens' keys and values go.
-
-        Args:
-            rows: [B] rows of the block table.
-            num_computed: [B] tokens that the row already has in the pool.
-            num_tokens: [B] tokens to add.
-
-        Returns:
-            int64 [sum(num_tokens)] on the pool's device, sequence after sequence.
-
-        Raises:
-            ValueError: A row has too few blocks for its tokens.
-        """
-        rows_, prefix_lens, new_lens = _columns(
-            rows=rows, num_computed=num_computed, num_tokens=num_tokens
-        )
-        self._check_rows(rows_)
-        capacity = self.row_num_blocks[rows_] * self.block_size
-        missing = prefix_lens + new_lens - capacity
-        if missing.size and missing.max() > 0:
-            worst = int(missing.argmax())
-            raise ValueError(
-                f"row {rows_[worst]} holds blocks for {capacity[worst]} tokens, not for "
-                f"{prefix_lens[worst] + new_lens[worst]}: append blocks first"
-            )
-        shift = prefix_lens - (np.cumsum(new_lens) - new_lens)
-        locations = np.repeat(rows_, new_lens)
-        positions = np.arange(len(locations)) + np.repeat(shift, new_lens)
-        self.locate(locations, positions, out=locations)
-        return torch.from_numpy(locations).to(self.device)
-
     def locate(
         self,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        rows: Int64Array,
+        positions: Int64Array,
         *,
-        out: npt.NDArray[np.int64],
+        out: Int64Array,
     ) -> None:
-        """Says where tokens' keys and values are, unchecked: for rows that hold their blocks.
+        """Locates tokens' keys and values, unchecked: for rows that hold their blocks.
 
         Args:
             rows: [T] row of each token.
@@ -303,7 +242,7 @@ class KVPool:
         for cache in (*self.key_cache, *self.value_cache):
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
-    def clear_rows(self, rows: npt.NDArray[np.int64]) -> None:
+    def clear_rows(self, rows: Int64Array) -> None:
         """Points rows that begin to their spill blocks, on host and device: what lies behind a
         row's blocks leads nowhere else. Without spill blocks, that is the scratch block."""
         self._table[rows] = self._fresh_table_cpu.numpy()[rows]
@@ -313,18 +252,3 @@ class KVPool:
                 at = at.pin_memory().to(self.device, non_blocking=True)
             at = at.to(self.device)
             self.block_table.index_copy_(0, at, self._fresh_table.index_select(0, at))
-
-    def _check_rows(self, rows: npt.NDArray[np.int64]) -> None:
-        if rows.size and not 0 <= rows.min() <= rows.max() < self.num_rows:
-            raise ValueError(
-                f"rows run from {rows.min()} to {rows.max()}; this pool has 0 to {self.num_rows - 1}"
-            )
-
-
-def _columns(**columns: npt.ArrayLike) -> list[npt.NDArray[np.int64]]:
-    """Returns the columns as int64 arrays of one length."""
-    arrays = {name: np.asarray(column, dtype=np.int64) for name, column in columns.items()}
-    if len({array.shape for array in arrays.values()}) > 1:
-        lengths = ", ".join(f"{name} has {array.size}" for name, array in arrays.items())
-        raise ValueError(f"columns of unequal length: {lengths} entries")
-    return list(arrays.values())

@@ -5,6 +5,7 @@ executor.proto defines what a step may contain; the field names are its.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -131,24 +132,17 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
         own |= {"global_num_tokens_for_draft": num_known + num_sampled}
         own |= {"global_num_sampled": num_sampled}
     check_own_counts(request.agreement, own, part)
+    del columns["samples"], columns["num_scored"]
+    read_columns: dict[str, Any] = columns | agreement._asdict()
     return StepColumns(
-        layout=agreement.layout,
-        draft_counts=agreement.draft_counts,
-        num_sampled=agreement.num_sampled,
+        **read_columns | {"num_computed_tokens": num_computed_tokens},
         starts=starts,
         num_draft_tokens=width,
-        rows=rows,
-        num_tokens=columns["num_tokens"],
         num_query_tokens=num_query_tokens,
-        num_computed_tokens=num_computed_tokens,
-        token_ids=token_ids,
         num_kept_blocks=num_kept_blocks,
-        num_new_blocks=columns["num_new_blocks"],
-        new_block_ids=columns["new_block_ids"],
         logits_indices=indices,
         logits_sequence=sequence,
         is_sampled=is_sampled,
-        scored_ids=columns["scored_ids"],
     )
 
 

@@ -26,7 +26,8 @@ class SamplingField:
         default: What it is where it is left out: it then changes nothing.
         low, high: Its range.
         is_above: Whether ``low`` itself is out of range.
-        is_penalty: Whether it edits the logits of tokens that the sequence has.
+        is_penalty: Whether it edits the logits of tokens that the output has.
+        sees_prompt: Whether it edits those of the prompt's tokens as well.
     """
 
     name: str
@@ -36,6 +37,7 @@ class SamplingField:
     high: float
     is_above: bool = False
     is_penalty: bool = False
+    sees_prompt: bool = False
 
     @property
     def range(self) -> str:
@@ -55,7 +57,16 @@ SAMPLING_FIELDS = (
     SamplingField("top_k", INT32, 0, 0, 2**32 - 1),
     SamplingField("top_p", FLOAT32, 1.0, 0.0, 1.0, is_above=True),
     SamplingField("min_p", FLOAT32, 0.0, 0.0, 1.0),
-    SamplingField("repetition_penalty", FLOAT32, 1.0, 0.0, 100.0, is_above=True, is_penalty=True),
+    SamplingField(
+        "repetition_penalty",
+        FLOAT32,
+        1.0,
+        0.0,
+        100.0,
+        is_above=True,
+        is_penalty=True,
+        sees_prompt=True,
+    ),
     SamplingField("presence_penalty", FLOAT32, 0.0, -100.0, 100.0, is_penalty=True),
     SamplingField("frequency_penalty", FLOAT32, 0.0, -100.0, 100.0, is_penalty=True),
 )

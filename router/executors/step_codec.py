@@ -143,7 +143,7 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
 
 
 def _penalised_prompt(request: Request) -> Sequence[int]:
-    if "repetition_penalty" not in request.sampling.values:
+    if not request.sampling.has_prompt_penalty:
         return ()
     prompt: list[int] = request.prompt.tolist()
     return prompt

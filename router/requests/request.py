@@ -37,6 +37,7 @@ class FinishReason(Enum):
 
 _DEFAULTS = {field.name: field.default for field in SAMPLING_FIELDS}
 _PENALTIES = frozenset(field.name for field in SAMPLING_FIELDS if field.is_penalty)
+_PROMPT_PENALTIES = frozenset(field.name for field in SAMPLING_FIELDS if field.sees_prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class SamplingParams:
     def has_output_penalty(self) -> bool:
         """Whether sampling depends on the tokens sampled before."""
         return not _PENALTIES.isdisjoint(self.values)
+
+    @property
+    def has_prompt_penalty(self) -> bool:
+        """Whether it depends on the prompt's tokens besides."""
+        return not _PROMPT_PENALTIES.isdisjoint(self.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
+from tests.executor.support.kv import out_cache_loc
 from tests.gpu.support.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 from tests.gpu.support.shapes import SMALL_MODELS, VERIFY_WIDTH, Sizes
@@ -148,7 +149,7 @@ def batch_of(pool: KVPool, mix: list[tuple[int, int]], graph_size: int | None) -
         num_computed=prefixes,
         num_tokens=counts,
         input_ids=torch.zeros(total, dtype=torch.int64, device=pool.device),
-        out_cache_loc=pool.out_cache_loc(rows, prefixes, counts),
+        out_cache_loc=out_cache_loc(pool, rows, prefixes, counts),
         layout=DpLayout.single(total, graph_size),
     )
 

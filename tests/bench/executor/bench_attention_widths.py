@@ -28,6 +28,7 @@ from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers import attention_torch
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.executor.support.kv import out_cache_loc
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model
 SHORTEST, LONGEST = 20, 500
@@ -77,7 +78,7 @@ class Case:
             num_computed=lens - width,
             num_tokens=new_lens,
             input_ids=torch.zeros(total, dtype=torch.int64),
-            out_cache_loc=self.pool.out_cache_loc(rows, lens - width, new_lens),
+            out_cache_loc=out_cache_loc(self.pool, rows, lens - width, new_lens),
             layout=DpLayout.single(total),
         )
         size = (total, HEADS + 2 * KV_HEADS, HEAD_DIM)

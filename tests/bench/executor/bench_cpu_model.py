@@ -45,6 +45,7 @@ from executor.model.families.kernels import cpu_kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.executor.support.kv import out_cache_loc
 
 PROMPT_LEN = 512
 BLOCK_SIZE = 16
@@ -97,7 +98,7 @@ class Ours:
             num_computed=computed,
             num_tokens=num_tokens,
             input_ids=ids.flatten(),
-            out_cache_loc=self._pool.out_cache_loc(rows, computed, num_tokens),
+            out_cache_loc=out_cache_loc(self._pool, rows, computed, num_tokens),
             layout=DpLayout.single(sum(num_tokens)),
         )
         self._attention.init_forward_metadata_out_graph(batch, self._pool)

@@ -34,6 +34,7 @@ from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
 from tests.bench.executor.bench_cpu_model import BLOCK_SIZE, PROMPT_LEN, make_checkpoint, seconds
+from tests.executor.support.kv import out_cache_loc
 
 MAX_ROWS = 32
 MAX_TOKENS = 640
@@ -108,7 +109,7 @@ def make_batch(pool: KVPool, num_computed: int, num_tokens: list[int], size: int
         num_computed=computed,
         num_tokens=num_tokens,
         input_ids=torch.randint(0, 1000, (total,)),
-        out_cache_loc=pool.out_cache_loc(rows, computed, num_tokens),
+        out_cache_loc=out_cache_loc(pool, rows, computed, num_tokens),
         layout=DpLayout.single(total, size, has_extend=total > len(rows)),
     )
 

@@ -33,6 +33,7 @@ from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.steps import row_starts, sequences, step
 
 BLOCK_SIZE = 16
@@ -133,7 +134,7 @@ def by_field(worker: Worker, columns: StepColumns) -> ForwardBatch:
         num_computed=computed,
         num_tokens=num_tokens,
         input_ids=input_ids,
-        out_cache_loc=pool.out_cache_loc(rows, computed, num_tokens),
+        out_cache_loc=out_cache_loc(pool, rows, computed, num_tokens),
         layout=columns.layout,
         logits_indices=columns.logits_indices,
     )

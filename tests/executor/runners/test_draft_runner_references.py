@@ -27,6 +27,7 @@ from tests.executor.support.drafts.draft_cases import (
 )
 from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.drafts.draft_references import reference
+from tests.executor.support.kv import out_cache_loc
 
 ROWS, LENGTHS = [3, 7], [9, 14]
 TOLERANCE = 1e-4
@@ -91,7 +92,7 @@ def extend_batch(
         num_computed=begins,
         num_tokens=counts,
         input_ids=torch.tensor(ids),
-        out_cache_loc=case.pool.out_cache_loc(ROWS, begins, counts),
+        out_cache_loc=out_cache_loc(case.pool, ROWS, begins, counts),
         layout=DpLayout.single(sum(counts)),
     )
     batch.hidden_states = torch.cat(hidden)
@@ -132,7 +133,7 @@ def batch_of(case: DraftCase, draws: Draws | None = None, **fields: Any) -> Draf
         LENGTHS,
         DpLayout.single(len(ROWS) * case.way.topk),
         **fields_of(draws),
-        out_cache_loc=case.pool.out_cache_loc(ROWS, LENGTHS, [num_slots] * len(ROWS)),
+        out_cache_loc=out_cache_loc(case.pool, ROWS, LENGTHS, [num_slots] * len(ROWS)),
         **fields,
     )
 
@@ -184,7 +185,7 @@ def eagle_expand(expected: Any, ids: Sequence[int], given: torch.Tensor) -> Expa
 def frozen_expand(
     expected: Any, case: DraftCase, row: int, length: int, token: int, given: torch.Tensor
 ) -> Expand:
-    slots = case.pool.out_cache_loc([row], [0], [length - 1])
+    slots = out_cache_loc(case.pool, [row], [0], [length - 1])
     kept = [(case.pool.key_cache[i][slots], case.pool.value_cache[i][slots]) for i in (2, 0)]
 
     def hidden_after(path: Path_) -> torch.Tensor:

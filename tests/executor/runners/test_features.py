@@ -16,6 +16,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support.checkpoints import VOCAB_SIZE, save_qwen3_moe
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.ranks.feature_ranks import features_on_ranks
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import RanksStep
@@ -70,7 +71,7 @@ def test_features_are_those_of_transformers(saved: tuple[Path, Any], case: Runne
         num_computed=[0],
         num_tokens=[len(ids)],
         input_ids=torch.from_numpy(ids),
-        out_cache_loc=case.pool.out_cache_loc([3], [0], [len(ids)]),
+        out_cache_loc=out_cache_loc(case.pool, [3], [0], [len(ids)]),
         layout=DpLayout.single(len(ids), has_extend=True),
     )
     *_, ours = case.run_eagerly(batch)

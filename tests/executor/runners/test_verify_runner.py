@@ -17,6 +17,7 @@ from executor.runners.dummy_batches import dummy_extend
 from executor.runners.select import RunnerByLayout
 from executor.speculative.tree import ancestors
 from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
     DECODE_SIZES,
@@ -117,7 +118,7 @@ def test_a_tree_answers_as_each_of_its_paths_does(case: RunnerCase):
             chain,
             input_ids=batch.input_ids[path],
             positions=first + torch.arange(count),
-            out_cache_loc=case.pool.out_cache_loc([row], [first], [count]),
+            out_cache_loc=out_cache_loc(case.pool, [row], [first], [count]),
             req_pool_indices=torch.tensor([row]),
             seq_lens=lens,
             seq_lens_cpu=lens,

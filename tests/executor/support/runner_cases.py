@@ -38,6 +38,7 @@ from executor.runners import Runner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.select import RunnerByLayout
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4
@@ -268,7 +269,7 @@ class RunnerCase:
             num_computed=prefix_lens,
             num_tokens=new_lens,
             input_ids=torch.from_numpy(rng.integers(0, self.vocab_size, total)),
-            out_cache_loc=self.pool.out_cache_loc(rows, prefix_lens, new_lens),
+            out_cache_loc=out_cache_loc(self.pool, rows, prefix_lens, new_lens),
             layout=layout,
             logits_indices=None if has_extend else np.arange(total),
         )

@@ -15,6 +15,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
+from tests.executor.support.kv import out_cache_loc
 
 BLOCK_SIZE = 4
 
@@ -82,7 +83,7 @@ class Rank:
             num_computed=computed,
             num_tokens=counts,
             input_ids=torch.tensor([i for row in rows for i in tokens[row]], dtype=torch.int64),
-            out_cache_loc=self.pool.out_cache_loc(rows, computed, counts),
+            out_cache_loc=out_cache_loc(self.pool, rows, computed, counts),
             layout=layout or DpLayout.single(sum(counts)),
             logits_indices=range(sum(counts)),
         )

@@ -35,6 +35,7 @@ from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
+from tests.executor.support.kv import out_cache_loc
 from tests.gpu.support.shapes import Sizes
 from tests.gpu.support.weights import NewTensor, fill, random_tensor
 
@@ -294,7 +295,7 @@ class Case:
             num_computed=prefix_lens,
             num_tokens=new_lens,
             input_ids=ids.to(self.device),
-            out_cache_loc=self.pool.out_cache_loc(rows, prefix_lens, new_lens),
+            out_cache_loc=out_cache_loc(self.pool, rows, prefix_lens, new_lens),
             layout=DpLayout.single(total, graph_size, has_extend=has_extend),
             logits_indices=None if has_extend else np.arange(total),
         )

@@ -26,6 +26,7 @@ from tests.executor.support.drafts.draft_checkpoints import (
 from tests.executor.support.drafts.draft_references import DraftReference, reference
 from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.serving import Rank
 
 DEMO = Path(__file__).parents[4] / "deploy"
@@ -165,7 +166,7 @@ def assert_frozen_drafts_like(rank: DraftRank, expected: DraftReference, offset:
 
 def _kept(rank: DraftRank, row: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     length = rank.target.num_computed[row]
-    slots = rank.pool.out_cache_loc([row], [0], [length])
+    slots = out_cache_loc(rank.pool, [row], [0], [length])
     return rank.pool.key_cache[layer][slots], rank.pool.value_cache[layer][slots]
 
 

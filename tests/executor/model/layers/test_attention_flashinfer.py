@@ -31,6 +31,7 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     real_flashinfer,
     reference,
 )
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
@@ -106,7 +107,7 @@ def batch_of(
         num_computed=prefixes,
         num_tokens=counts,
         input_ids=torch.arange(sum(counts)) % VOCAB,
-        out_cache_loc=pool.out_cache_loc(rows, prefixes, counts),
+        out_cache_loc=out_cache_loc(pool, rows, prefixes, counts),
         layout=layout or DpLayout.single(sum(counts)),
     )
 

@@ -8,6 +8,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.executor.support.kv import out_cache_loc
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 SHAPE = KVShape(
@@ -55,7 +56,7 @@ class Case:
         blocks = np.random.default_rng(0).permutation(sum(counts)) + 1
         self.pool.append_blocks(self.rows, [0] * len(mix), counts, blocks)
         for row, (prefix, _), k, v in zip(self.rows, mix, self.keys, self.values, strict=True):
-            loc = self.pool.out_cache_loc([row], [0], [prefix])
+            loc = out_cache_loc(self.pool, [row], [0], [prefix])
             self.pool.key_cache[1][loc], self.pool.value_cache[1][loc] = k[:prefix], v[:prefix]
 
     def run(self, num_workers: int = 1) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Case:
             num_computed=prefixes,
             num_tokens=counts,
             input_ids=torch.zeros(sum(counts), dtype=torch.int64),
-            out_cache_loc=self.pool.out_cache_loc(self.rows, prefixes, counts),
+            out_cache_loc=out_cache_loc(self.pool, self.rows, prefixes, counts),
             layout=DpLayout.single(sum(counts)),
         )
         attention = TorchAttention(
@@ -132,7 +133,7 @@ def test_no_sequences_attend_to_nothing():
         num_computed=[],
         num_tokens=[],
         input_ids=torch.zeros(0, dtype=torch.int64),
-        out_cache_loc=case.pool.out_cache_loc([], [], []),
+        out_cache_loc=out_cache_loc(case.pool, [], [], []),
         layout=DpLayout.single(0),
     )
     attention = TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32)
@@ -151,7 +152,7 @@ def test_padding_rows_write_to_the_scratch_block_only(mix: list[tuple[int, int]]
         num_computed=prefixes,
         num_tokens=counts,
         input_ids=torch.zeros(total, dtype=torch.int64),
-        out_cache_loc=padded.pool.out_cache_loc(padded.rows, prefixes, counts),
+        out_cache_loc=out_cache_loc(padded.pool, padded.rows, prefixes, counts),
         layout=DpLayout.single(total),
     )
     batch.input_ids = torch.zeros(total + 3, dtype=torch.int64)

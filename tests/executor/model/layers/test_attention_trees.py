@@ -28,6 +28,7 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
     real_flashinfer,
 )
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
@@ -101,7 +102,7 @@ class Case:
         for row, n in zip(rows, num_keys, strict=True):
             size = (2, n, KV_HEADS, HEAD_DIM)
             k, v = torch.randn(size, generator=generator).to(dtype)
-            loc = self.pool.out_cache_loc([row], [0], [n - width])
+            loc = out_cache_loc(self.pool, [row], [0], [n - width])
             self.pool.key_cache[1][loc] = k[: n - width]
             self.pool.value_cache[1][loc] = v[: n - width]
             self.keys.append(k)
@@ -116,7 +117,7 @@ class Case:
             num_computed=prefixes,
             num_tokens=[width] * len(rows),
             input_ids=torch.zeros(total, dtype=torch.int64),
-            out_cache_loc=self.pool.out_cache_loc(rows, prefixes, [width] * len(rows)),
+            out_cache_loc=out_cache_loc(self.pool, rows, prefixes, [width] * len(rows)),
             layout=DpLayout.single(total),
         )
 

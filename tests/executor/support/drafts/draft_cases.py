@@ -37,6 +37,7 @@ from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
 
 NUM_STEPS = 3
@@ -301,7 +302,7 @@ class DraftCase:
             lens,
             layout,
             input_ids=tokens,
-            out_cache_loc=self.pool.out_cache_loc(rows, lens, np.full(count, num_slots)),
+            out_cache_loc=out_cache_loc(self.pool, rows, lens, np.full(count, num_slots)),
             scores=-_normal(rng, (count, num_tokens)).abs().sort(dim=1).values,
             hidden_states=_normal(rng, (count, self.model.hidden_size)).to(self.dtype),
             probs=self._probs(rng, count) if way.is_drawn and not is_frozen else None,
@@ -320,7 +321,7 @@ class DraftCase:
             num_computed=starts,
             num_tokens=np.full(count, width),
             input_ids=torch.from_numpy(rng.integers(0, self.target.vocab_size, count * width)),
-            out_cache_loc=self.pool.out_cache_loc(rows, starts, np.full(count, width)),
+            out_cache_loc=out_cache_loc(self.pool, rows, starts, np.full(count, width)),
             layout=layout,
         )
         size = self.model.hidden_size

@@ -15,6 +15,7 @@ from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
 MAX_LEN = 128
@@ -87,7 +88,7 @@ class DraftRank:
             num_computed=computed,
             num_tokens=counts,
             input_ids=_ids(entries),
-            out_cache_loc=self.pool.out_cache_loc(rows, computed, counts),
+            out_cache_loc=out_cache_loc(self.pool, rows, computed, counts),
             layout=layout or DpLayout.single(sum(counts)),
         )
         if num_real is not None:
