@@ -1,4 +1,4 @@
-"""Reference counts of the KV blocks of one DP rank. Holds no tensors and no tokens."""
+"""Block pool of one DP rank: reference counts of its KV blocks. No tensors, no tokens."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,92 @@
-"""Commit of a step's answer: tokens and log probabilities, written where they belong."""
+"""Commit of a step's answer: its tokens and log probabilities, written where they belong."""
+
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from router.requests.request import Int32Array, TokenLogprob
-from router.scheduling.sequence_table import Rows, SequenceTable, spread
-from router.scheduling.step import RankBatch, RankResult, StepResult
+from router.scheduling.sequence_table import (
+    NO_TOKEN,
+    Mask,
+    Rows,
+    RowStatus,
+    SequenceTable,
+    spread,
+)
+from router.scheduling.speculation import NO_DRAFTS, DraftCounts
+from router.scheduling.step import RankBatch, RankResult, StepPlan, StepResult
+
+
+class NewTokens(NamedTuple):
+    """Tokens that a step gave the rows of a table.
+
+    Attributes:
+        rows: int64 [S], rows whose sequences gained some, at least one each.
+        has_token: bool [R], the same rows.
+        num_kept: Tokens up to the first stop id of each row, summed.
+        due: Rows that may have ended, and how many of their newest tokens to look at for it.
+        drafts: What came of the step's drafts.
+    """
+
+    rows: Rows
+    has_token: Mask
+    num_kept: int
+    due: list[tuple[int, int]]
+    drafts: DraftCounts = NO_DRAFTS
+
+
+def write_tokens(table: SequenceTable, plan: StepPlan, result: StepResult) -> NewTokens:
+    """Writes the tokens of a step in which each row that samples gained one."""
+    rows = plan.sampled_rows
+    tokens = np.concatenate([part.next_token_ids for part in result])
+    if np.count_nonzero(table.status == RowStatus.ENDED):
+        is_live = table.status.take(rows) != RowStatus.ENDED
+        rows, tokens = rows[is_live], tokens[is_live]
+    table.flat_tokens[(table.row_starts + table.num_tokens).take(rows)] = tokens
+
+    # From here on, columns of the whole table: without gathers they cost a third.
+    sampled = np.full(len(table.status), NO_TOKEN, dtype=np.int32)
+    sampled[rows] = tokens
+    has_token = sampled != NO_TOKEN
+    np.copyto(table.last_token, sampled, where=has_token)
+    table.num_tokens += has_token
+    is_due = (table.stop_ids[: table.num_stop_ids] == sampled).any(axis=0)
+    is_due &= table.num_tokens >= table.min_len
+    is_due |= table.num_tokens >= table.max_len
+    is_due |= table.is_inspected
+    is_due &= has_token
+    due = [(row, 1) for row in np.flatnonzero(is_due).tolist()]
+    return NewTokens(rows, has_token, len(rows), due)
+
+
+def write_runs(table: SequenceTable, plan: StepPlan, result: StepResult) -> NewTokens:
+    """Writes the tokens of a speculative step, and takes back what was computed in vain.
+
+    Tokens behind a stop id are not counted in `num_tokens`, so that nobody ever sees them. Stop
+    conditions that only Python can check (`is_inspected`) are the caller's.
+    """
+    rows, limits, gains = plan.sampled_rows, plan.limits, gains_of(result)
+    assert limits is not None
+    tokens = np.concatenate([part.next_token_ids for part in result])
+    table.num_computed[rows] -= limits - gains
+    table.num_drafts[rows] += limits - 1
+    table.num_accepted[rows] += gains - 1
+    is_live = table.status.take(rows) != RowStatus.ENDED
+    tokens = tokens[np.repeat(is_live, gains)]
+    rows, gains, limits = rows[is_live], gains[is_live], limits[is_live]
+    drafts = DraftCounts(1, int(limits.sum()) - len(rows), int(gains.sum()) - len(rows))
+
+    starts = (table.row_starts + table.num_tokens).take(rows)
+    table.flat_tokens[spread(starts, gains)] = tokens
+    kept, is_due = _cut_at_stops(table, rows, tokens, gains)
+    table.num_tokens[rows] += kept
+    table.last_token[rows] = table.flat_tokens.take(starts + kept - 1)
+    is_due |= (table.num_tokens >= table.max_len).take(rows)
+    is_due |= table.is_inspected.take(rows)
+    due = list(zip(rows[is_due].tolist(), kept[is_due].tolist(), strict=True))
+    has_token = np.zeros(len(table.status), dtype=np.bool_)
+    has_token[rows] = True
+    return NewTokens(rows, has_token, int(kept.sum()), due, drafts)
 
 
 def gains_of(result: StepResult) -> Int32Array:
@@ -19,71 +100,56 @@ def gains_of(result: StepResult) -> Int32Array:
     return np.concatenate(gains)
 
 
-def write_runs(
+def _cut_at_stops(
     table: SequenceTable, rows: Rows, tokens: Int32Array, gains: Int32Array
-) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
-    """Writes tokens behind those that the rows have, and adds them up to the first that stops.
-
-    What comes behind a stop is not counted in `num_tokens`, so that nobody ever sees it. Stop
-    conditions that only Python can check (`is_inspected`) are the caller's.
+) -> tuple[Int32Array, Mask]:
+    """Returns for each row how many new tokens it has up to its first stop id, and if it has one.
 
     Args:
         rows: int64 [S].
-        tokens: int32 [sum(gains)], rows end to end.
-        gains: int32 [S], at least 1 each; no more than `max_len` has room for.
-
-    Returns:
-        int32 [S], how many of its tokens each row keeps, and bool [S], whether it has come to one
-        of its stop ids or to its `max_len`.
+        tokens: int32 [sum(gains)], new tokens of the rows, end to end.
+        gains: int32 [S], at least 1 each.
     """
-    old = table.num_tokens.take(rows)
-    table.flat_tokens[spread(table.row_starts.take(rows) + old, gains)] = tokens
-    kept, is_stopped = _cut(table, rows, tokens, gains)
-    lens = old + kept
-    table.num_tokens[rows] = lens
-    is_stopped |= lens >= table.max_len.take(rows)
-    table.last_token[rows] = table.flat_tokens.take(table.row_starts.take(rows) + lens - 1)
-    return kept, is_stopped
-
-
-def _cut(
-    table: SequenceTable, rows: Rows, tokens: Int32Array, gains: Int32Array
-) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
-    """Returns for each row how many tokens it has up to its first stop id, and whether it has one."""
     is_stopped = np.zeros(len(rows), dtype=np.bool_)
-    if not table.num_stop_ids:
-        return gains, is_stopped
-    places = np.repeat(np.arange(len(rows)), gains)  # of each token's row in `rows`
+    indices = np.repeat(np.arange(len(rows)), gains)  # of each token's row in `rows`
     stop_ids = table.stop_ids[: table.num_stop_ids].take(rows, axis=1)
-    stops = np.flatnonzero((stop_ids.take(places, axis=1) == tokens).any(axis=0))
+    stops = np.flatnonzero((stop_ids.take(indices, axis=1) == tokens).any(axis=0))
     if not len(stops):
         return gains, is_stopped
-    places = places[stops]
-    num_until = stops + 1 - (gains.cumsum() - gains)[places]  # tokens of the row, the stop included
-    row_of = rows[places]
+    indices = indices[stops]
+    num_until = (
+        stops + 1 - (gains.cumsum() - gains)[indices]
+    )  # tokens of the row, the stop included
+    row_of = rows[indices]
     counts = table.num_tokens[row_of] + num_until >= table.min_len[row_of]
-    places, first = np.unique(places[counts], return_index=True)
+    indices, first = np.unique(indices[counts], return_index=True)
     kept = gains.copy()
-    kept[places] = num_until[counts][first]
-    is_stopped[places] = True
+    kept[indices] = num_until[counts][first]
+    is_stopped[indices] = True
     return kept, is_stopped
 
 
-def hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
-    """Appends to `prompt_logprobs` and `logprobs` of the sequences in ``batch.scorings``.
+def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:
+    """Appends to `prompt_logprobs` and `logprobs` of the sequences that asked for them.
 
     A sequence that ended meanwhile drops them, as it drops the step's token.
     """
+    for batch, part in zip(plan.batches, result, strict=True):
+        if batch.scorings:
+            _hand_out_logprobs(batch, part)
+
+
+def _hand_out_logprobs(batch: RankBatch, result: RankResult) -> None:
     position, top_position, first_tokens = 0, 0, None
-    if result.num_next_tokens is not None:  # who is scored gains one token, others may gain more
+    if result.num_next_tokens is not None:  # a scored row gains one token, others may gain more
         first_tokens = result.num_next_tokens.cumsum() - result.num_next_tokens
     for scoring in batch.scorings:
         num_top = scoring.sequence.request.output.top_logprobs
         token_ids = scoring.scored_ids.tolist()
         if scoring.sample_index is not None:
-            place = scoring.sample_index
-            place = place if first_tokens is None else int(first_tokens[place])
-            token_ids.append(int(result.next_token_ids[place]))
+            index = scoring.sample_index
+            index = index if first_tokens is None else int(first_tokens[index])
+            token_ids.append(int(result.next_token_ids[index]))
         entries = []
         for token_id in token_ids:
             top = slice(top_position, top_position + num_top)

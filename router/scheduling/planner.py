@@ -8,7 +8,14 @@ import numpy as np
 from router.scheduling.block_pool import BlockIds
 from router.scheduling.prefix_cache import PrefixCache
 from router.scheduling.sequence_table import RowStatus, SequenceTable
-from router.scheduling.step import Agreement, GraphMiss, GroupShape, PaddingMode
+from router.scheduling.step import (
+    NO_GRAPHS,
+    Agreement,
+    CapturedSizes,
+    GraphMiss,
+    GroupShape,
+    PaddingMode,
+)
 
 
 def fill_level(
@@ -18,8 +25,8 @@ def fill_level(
 
     A step is as long as its fullest rank, so ranks fill up to one level, as water does. That
     level is what the rank with the least to do can reach; below ``floor`` it does not go, or a
-    short prompt on one rank would hold up a long one on another. The level bounds prompts
-    alone: decodes always run.
+    short prompt on one rank would hold up a long one on another. The level bounds only
+    prompts: decodes always run.
 
     Args:
         num_decodes: [dp_size] tokens that each rank runs anyway.
@@ -44,8 +51,7 @@ def agree(
     has_extend: bool,
     num_sequences: Sequence[int],
     attn_tp_size: int = 1,
-    decode_graph_sizes: Sequence[int] = (),
-    extend_graph_sizes: Sequence[int] = (),
+    graph_sizes: CapturedSizes = NO_GRAPHS,
     num_draft_tokens: int = 0,
     num_draft_rows: Sequence[int] = (),
     num_sampled: Sequence[int] = (),
@@ -62,8 +68,7 @@ def agree(
         has_extend: Whether any rank runs prompt tokens.
         num_sequences: [dp_size] sequences of each rank.
         attn_tp_size: Executors that share a rank's rows.
-        decode_graph_sizes: Captured sizes in sequences, ascending; may be empty.
-        extend_graph_sizes: Captured sizes in tokens, ascending; may be empty.
+        graph_sizes: What the executors have captured.
         num_draft_tokens: Tokens that each sequence verifies, and `num_tokens` counts them all; 0:
             the step is not speculative.
         num_draft_rows: [dp_size] rows that the draft model runs behind a step that is not
@@ -72,9 +77,9 @@ def agree(
     """
     assert max(num_tokens) > 0, "an idle system takes no step"
     if has_extend:
-        picked = pick_extend_graph_size(num_tokens, extend_graph_sizes)
+        picked = pick_extend_graph_size(num_tokens, graph_sizes.extend)
     else:
-        picked = pick_graph_size(max(num_sequences), decode_graph_sizes)
+        picked = pick_graph_size(max(num_sequences), graph_sizes.decode)
     graph_size, graph_miss = (None, picked) if isinstance(picked, GraphMiss) else (picked, None)
     if graph_size is not None:
         padding_mode = PaddingMode.MAX_LEN  # a captured collective has one size
@@ -199,7 +204,7 @@ class RankLoads:
             if num_tokens < max_tokens and self._table.has_free_row(rank)
         ]
 
-    def fits(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> bool:
+    def _fits(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> bool:
         """Whether the rank's pool has place for all known tokens of a sequence and one more.
 
         Beyond that, one free block is left for each sequence that the rank already has, which
@@ -213,6 +218,26 @@ class RankLoads:
         if len(cached_blocks):
             num_taken += pool.num_unused(cached_blocks) - len(cached_blocks)
         return num_taken + num_bound <= pool.num_available - self._num_promised_blocks[rank]
+
+    def pick(
+        self, ranks: Sequence[int], num_tokens: int, cached_blocks: Sequence[BlockIds]
+    ) -> int | None:
+        """Picks the rank for a sequence.
+
+        Args:
+            ranks: Ranks that have room for another sequence.
+            num_tokens: Known tokens of the sequence.
+            cached_blocks: [dp_size] its prefix in each rank's cache.
+
+        Returns:
+            One of ``ranks`` into whose pool it fits; None if there is none.
+        """
+        fitting = [rank for rank in ranks if self._fits(rank, num_tokens, cached_blocks[rank])]
+        if not fitting:
+            return None
+        block_size = self._shape.block_size
+        num_cached_tokens = [len(blocks) * block_size for blocks in cached_blocks]
+        return pick_rank(num_cached_tokens, self.work, fitting)
 
     def add(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> None:
         """Counts a sequence that was just bound."""

@@ -1,4 +1,4 @@
-"""Which KV block of one DP rank holds which prefix.
+"""Prefix cache of one DP rank: KV blocks by the prefix that they hold.
 
 A full block is named by a hash over its tokens and the hash of the block before it, so one name
 stands for a whole prefix, and the longest cached prefix is a walk along the names.

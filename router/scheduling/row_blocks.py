@@ -1,12 +1,11 @@
-"""Which KV blocks each row of a table holds: how it gets them, and who loses its place for them.
+"""KV blocks of a table's rows: how a row gets them, and which sequence is preempted for them.
 
-A row that runs short takes free and cached blocks first, and then the place of the sequence that
-stands last, which waits again. Blocks for drafts are another matter: they are taken only from what
-nobody needs, and never cost a sequence its place. Once sent, they cannot be had back from a row
-that goes on, since an executor only ever appends blocks to a row, and may be writing into them.
-So their number is bounded: a row holds those for the drafts of one step more than for its tokens,
-by the upper bound of its length, and keeps them for its next steps; and `reserve` leaves a block
-for the next token of every sequence of the rank.
+A row that runs short takes free and cached blocks first. Then the sequence last in order is
+preempted, and waits again. Blocks for drafts are taken only from those that no sequence needs next,
+and preempt nobody. A row cannot give them back while it runs: an executor only ever appends blocks
+to a row, and may be writing into them. So their number is bounded: beyond those for its tokens, by
+the upper bound of its length, a row holds the blocks for one step's drafts and keeps them for its
+next steps; and `reserve` leaves a block for the next token of every sequence of the rank.
 """
 
 from collections.abc import Callable
@@ -14,48 +13,38 @@ from itertools import pairwise
 
 import numpy as np
 
-from router.requests.request import Int32Array, Sequence
+from router.requests.request import Int32Array
 from router.scheduling.block_pool import BlockPool
 from router.scheduling.prefix_cache import PrefixCache, extend_block_hashes
 from router.scheduling.sequence_table import Rows, RowStatus, SequenceTable, spread
 
 
 class RowBlocks:
-    """The blocks behind the rows of one table, and the rows that are about to give them up.
+    """The blocks behind the rows of one table.
 
     Args:
         table: Its `num_blocks`, `block_table` and `num_named_blocks` change here.
         caches: [dp_size] of each rank.
-        send_back: Takes a sequence that lost its place, and detaches it.
-
-    Attributes:
-        num_preemptions: [dp_size] sequences that lost their places.
+        preempt: Takes the sequence of a row off its rank.
     """
 
     def __init__(
         self,
         table: SequenceTable,
         caches: list[PrefixCache],
-        send_back: Callable[[Sequence], None],
+        preempt: Callable[[int], None],
     ) -> None:
-        self.num_preemptions = [0] * table.dp_size
         self._table = table
         self._caches = caches
         self._pools = [cache.pool for cache in caches]
-        self._send_back = send_back
-        self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
-
-    @property
-    def has_leaving(self) -> bool:
-        """Whether rows that have lost their place still hold their blocks."""
-        return bool(self._leaving)
+        self._preempt = preempt
 
     # ---- getting blocks
 
     def grow(self, rows: Rows) -> bool:
         """Gives each decoding row one block, as far as the ranks' pools and preemption allow.
 
-        Returns whether all of them got one and nobody was preempted.
+        Returns whether all of them got one without preemption.
         """
         table = self._table
         cuts = table.cuts_of(rows)
@@ -138,67 +127,45 @@ class RowBlocks:
         return -(-np.minimum(ends, table.max_len) // table.block_size) - table.num_blocks
 
     def _make_room(self, rank: int, rows: Rows) -> Rows:
-        """Preempts until a block each is there for those rows that it returns."""
+        """Preempts until there is a block for each of the rows that it returns."""
         granted: list[int] = []
-        for row in sorted(rows.tolist(), key=self.standing):
+        for row in sorted(rows.tolist(), key=self._table.order_of):
             if self._table.status[row] != RowStatus.DECODE:
-                continue  # preempted for a better one
+                continue  # preempted for one before it
             if self._find(rank, len(granted) + 1, row):
                 granted.append(row)
         still_there = [row for row in granted if self._table.status[row] == RowStatus.DECODE]
         return np.array(still_there, dtype=np.int64)
 
     def _find(self, rank: int, count: int, row: int) -> bool:
-        """Preempts sequences that stand behind ``row``, itself last, until ``count`` are there.
+        """Preempts sequences that come after ``row``, itself last, until ``count`` are there.
 
-        Returns False if they are not, or not yet: what a step in flight still uses comes later.
+        Returns False if they are not, or not yet: blocks that a step in flight uses come later.
         """
         pool = self._pools[rank]
         while pool.num_available < count:
             if pool.num_available + self._num_leaving_blocks(rank) >= count:
                 return False
-            victim = self._last_in_standing(rank)
-            self.preempt(victim)
+            rows = self._table.live_rows()
+            victim = self._table.last_in_order(rows[self._table.rank_of(rows) == rank])
+            self._preempt(victim)
             if victim == row:
                 return False
         return True
 
     # ---- giving them up
 
-    def preempt(self, row: int) -> None:
-        """Takes a sequence off its rank; at once, or when the step that runs it is back."""
-        self._table.bound(row).progress.num_preemptions += 1
-        self.num_preemptions[self._table.rank_of(row)] += 1
-        self._table.status[row] = RowStatus.PREEMPTED
-        self._leaving.append(row)
-        self.release_leaving()
-
-    def end(self, row: int) -> None:
-        """Notes that a row's sequence, detached by now, has ended. `release_leaving` follows."""
-        if self._table.status[row] != RowStatus.PREEMPTED:
-            self._leaving.append(row)
-        self._table.status[row] = RowStatus.ENDED
-
-    def release_leaving(self) -> None:
-        """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
-        still_leaving = []
-        for row in self._leaving:
-            if self._table.num_in_flight[row] > 0:
-                still_leaving.append(row)
-                continue
-            self.name(row)
-            self._pools[self._table.rank_of(row)].release(self._table.blocks_of(row))
-            if self._table.status[row] == RowStatus.PREEMPTED:
-                self._send_back(self._table.bound(row))
-            self._table.free_row(row)
-        self._leaving = still_leaving
+    def release(self, row: int) -> None:
+        """Names the row's full blocks and drops its references to all of its blocks."""
+        self.name(row)
+        self._pools[self._table.rank_of(row)].release(self._table.blocks_of(row))
 
     def name(self, row: int) -> None:
         """Lets others find the full blocks of a row whose tokens are known and handed out.
 
-        Of the last known token a step in flight may hold the only copy of its keys and values;
-        whoever finds its block runs behind that step. Drafts lie behind it, in slots that are
-        written again before anybody reads them.
+        A step in flight may still compute the last known token's keys and values; a sequence that
+        finds its block runs after that step. Drafts lie behind it, in slots that are written again
+        before they are read.
         """
         table = self._table
         sequence = table.sequences[row]
@@ -216,25 +183,8 @@ class RowBlocks:
         table.num_named_blocks[row] = end
 
     def _num_leaving_blocks(self, rank: int) -> int:
-        return sum(
-            int(self._table.num_blocks[row])
-            for row in self._leaving
-            if self._table.rank_of(row) == rank
-        )
-
-    # ---- order
-
-    def standing(self, row: int) -> tuple[float, int, int]:
-        """Sorts rows: who stands first is scheduled first and preempted last."""
-        sequence = self._table.bound(row)
-        return (*sequence.request.turn, sequence.index)
-
-    def live_rows(self) -> Rows:
-        """Rows whose sequences have neither ended nor lost their place."""
-        status = self._table.status
-        return np.flatnonzero((status == RowStatus.EXTEND) | (status == RowStatus.DECODE))
-
-    def _last_in_standing(self, rank: int) -> int:
-        rows = self.live_rows()
-        rank_rows: list[int] = rows[self._table.rank_of(rows) == rank].tolist()
-        return max(rank_rows, key=self.standing)
+        """Blocks that come back once the steps in flight that use them are back."""
+        table = self._table
+        rows = slice(*table.first_rows[rank : rank + 2])
+        is_leaving = table.status[rows] >= RowStatus.PREEMPTED
+        return int(table.num_blocks[rows][is_leaving].sum())

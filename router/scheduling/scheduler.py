@@ -1,45 +1,49 @@
-"""Who runs in the next step and with which blocks, and what a step's tokens mean for them.
+"""Scheduler of one group: each step's sequences and KV blocks, and what a step's answer ends.
 
-One Scheduler drives all DP ranks of a group through one epoch. `schedule` hands out work and
-counts it as computed at once, so that the next step is planned before this one is back; `commit`
-takes the tokens. What is known of a sequence is in the SequenceTable, what is known of a block
-in its rank's PrefixCache, and the engine's task alone touches either.
+`schedule` hands out work and counts it as computed at once, so that the next step is planned before
+this one is back; `commit` takes the tokens. A row of the table goes this way:
+
+    waiting ──_bind──▶ prompt chunks ──▶ decodes ──end──▶ freed once no step in flight runs it
+       ▲                     └───preempt────┘
+       └──────once no step in flight runs it
+
+The SequenceTable knows each sequence, its rank's PrefixCache each block, and only the engine's task
+touches either.
 """
 
 from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
 from router.requests.request import FinishReason, Int32Array, Sequence
 from router.requests.waiting_queue import WaitingLine
 from router.scheduling.block_pool import BlockIds
-from router.scheduling.commit import gains_of, hand_out_logprobs, write_runs
+from router.scheduling.commit import NewTokens, hand_out_logprobs, write_runs, write_tokens
 from router.scheduling.counters import GroupMeasures, TokenGaps
-from router.scheduling.planner import RankLoads, fill_level, pick_rank
+from router.scheduling.planner import RankLoads, fill_level
 from router.scheduling.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.scheduling.row_blocks import RowBlocks
-from router.scheduling.sequence_table import NO_TOKEN, RowStatus, SequenceTable
-from router.scheduling.speculation import NO_DRAFTS, DraftCounts, DraftGate, Drafting, DraftSettings
+from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
+from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult
-from router.scheduling.step_builder import Chunk, build_plan
+from router.scheduling.step_builder import Chunk, StepBuilder
 
 
 class Scheduler:
-    """Continuous batching for the DP ranks of one group, decodes first, then prompts.
+    """Continuous batching for the DP ranks of one group in one epoch: decodes first, then prompts.
 
     Args:
         shape: The group's sizes.
-        admission: Where waiting sequences come from and preempted ones go.
+        waiting: Queue of the waiting sequences; preempted ones go back to it.
         listeners: Woken at each commit.
         min_chunk_tokens: Prompts run at least this far in a step, however unequal the ranks.
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
-        measures: Gets the sequences' times; None: nobody asks for them.
-        drafts: When steps are speculative, if the group can draft; None: the defaults.
+        measures: Gets the sequences' times.
+        drafts: When steps are speculative, if the group can draft.
 
     Attributes:
         num_preemptions: [dp_size] sequences that lost their blocks to others.
@@ -49,7 +53,7 @@ class Scheduler:
     def __init__(
         self,
         shape: GroupShape,
-        admission: WaitingLine,
+        waiting: WaitingLine,
         listeners: Listeners,
         *,
         min_chunk_tokens: int,
@@ -65,229 +69,131 @@ class Scheduler:
             block_size=shape.block_size,
         )
         self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
-        self._blocks = RowBlocks(self.table, self.caches, self._send_back)
-        self.num_preemptions = self._blocks.num_preemptions
+        self.num_preemptions = [0] * shape.dp_size
         self.gate = DraftGate(drafts or DraftSettings())
+        speculation = shape.speculation if self.gate.settings.is_on else None
         self._shape = shape
-        self._speculation = shape.speculation if self.gate.settings.is_on else None
-        self._drafting = (
-            None
-            if self._speculation is None
-            else Drafting(self.table, self._blocks, self._speculation, self.gate)
-        )
-        self._admission = admission
+        self._waiting = waiting
         self._listeners = listeners
         self._min_chunk_tokens = min_chunk_tokens
         self._clock = clock
         self._on_end = on_end
-        self._sampled = np.full(len(self.table.status), NO_TOKEN, dtype=np.int32)
         self._measures = measures or GroupMeasures()
         self._gaps = TokenGaps(len(self.table.status), self._measures.inter_token_s)
-
-    # ---- the two verbs
+        self._blocks = RowBlocks(self.table, self.caches, self.preempt)
+        self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
+        self._builder = StepBuilder(self.table, shape, speculation)
+        self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
-        table, num_preemptions = self.table, sum(self.num_preemptions)
-        drafting = self._drafting
+        num_preemptions = sum(self.num_preemptions)
         runs = self._take_decodes()
-        chunks: list[list[Chunk]] = []
-        if len(self._admission) or (table.status == RowStatus.EXTEND).any():
-            num_decodes = table.row_set(runs).num_rows
-            self._bind_waiting(num_decodes)
-            if drafting is None or not drafting.takes_turn(
-                runs, has_waiting=len(self._admission) > 0
-            ):
-                chunks = self._take_chunks(num_decodes)
-            # Whoever came after them may have taken the place of some decodes.
-            runs &= table.status == RowStatus.DECODE
-        decodes = table.row_set(runs)
-        if not any(chunks) and not len(decodes.rows):
-            # Whoever was preempted for a waiting sequence left nothing to run: that one's turn.
+        limits, chunks = self._take_prompts(runs)
+        if not np.count_nonzero(runs) and not any(chunks):
+            # If preemption left nothing to run, schedule again: the waiting sequence has blocks now.
             has_lost = sum(self.num_preemptions) > num_preemptions
-            has_place = has_lost and not self._blocks.has_leaving
-            return self.schedule() if has_place else None
-        shape, limits = self._shape, None
-        if drafting is not None:
-            limits = drafting.prepare(decodes, runs, chunks)
-        plan = build_plan(
-            table,
-            decodes,
-            runs,
-            chunks,
-            shape.graph_sizes,
-            shape.attn_tp_size,
-            speculation=self._speculation,
-            limits=limits,
-        )
-        shape.check(plan.agreement)
+            return self.schedule() if has_lost and not self._leaving else None
+        if limits is None:
+            limits = self._drafting.prepare(runs, chunks)
+        plan = self._builder.build(runs, chunks, limits)
         for chunk in chain.from_iterable(chunks):
             self._blocks.name(chunk.row)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> DraftCounts:
-        """Takes a step's tokens, ends what they end and wakes who waits for them.
+        """Takes a step's tokens, ends the sequences that they end and wakes the listeners.
 
         Returns what came of its drafts, but for those of sequences that have ended meanwhile.
         """
-        table = self.table
+        table, is_speculative = self.table, plan.limits is not None
         table.num_in_flight -= plan.runs
-        for batch, rank_result in zip(plan.batches, result, strict=True):
-            if batch.scorings:
-                hand_out_logprobs(batch, rank_result)
-        drafts = NO_DRAFTS
-        if plan.limits is None:
-            self._take_tokens(plan, result)
-        else:
-            drafts = self._take_runs(plan, plan.limits, result)
-        self._blocks.release_leaving()
-        return drafts
+        hand_out_logprobs(plan, result)
+        new = (write_runs if is_speculative else write_tokens)(table, plan, result)
+        self._note_times(new, has_first=plan.agreement.has_extend)
+        self._listeners.wake(table.listener.take(new.rows))
+        num_dropped = sum(self._finish_if_due(row, num_kept) for row, num_kept in new.due)
+        self._free_left_rows()
+        if is_speculative:
+            self.gate.add(len(new.rows), new.num_kept)
+            # What one step gives a sequence comes together: no time passes between its tokens.
+            num_more = new.num_kept - num_dropped - len(new.rows)
+            self._measures.inter_token_s.observe(0.0, num_more)
+        return new.drafts
 
-    def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        """Takes the tokens of a step in which each row that samples gained one."""
-        table = self.table
-        rows = plan.sampled_rows
-        tokens = np.concatenate([part.next_token_ids for part in result])
-        if self._blocks.has_leaving:
-            is_live = table.status.take(rows) != RowStatus.ENDED
-            rows, tokens = rows[is_live], tokens[is_live]
-        table.flat_tokens[(table.row_starts + table.num_tokens).take(rows)] = tokens
-
-        # From here on, columns of the whole table: without gathers they cost a third.
-        sampled = self._sampled
-        sampled.fill(NO_TOKEN)
-        sampled[rows] = tokens
-        has_token = sampled != NO_TOKEN
-        np.copyto(table.last_token, sampled, where=has_token)
-        now, first_rows = self._clock(), list[int]()
-        if plan.agreement.has_extend:  # only what ran a prompt's end samples a first token
-            first_rows = np.flatnonzero(has_token & (table.num_tokens == table.num_prompt)).tolist()
-            for row in first_rows:
-                sequence = table.bound(row)
-                sequence.progress.first_token_time = now
-                self._measures.first_token_s.observe(now - sequence.request.arrival_time)
-        self._gaps.add(has_token, len(rows), first_rows, now)
-        table.num_tokens += has_token
-        is_event = (table.stop_ids[: table.num_stop_ids] == sampled).any(axis=0)
-        is_event &= table.num_tokens >= table.min_len
-        is_event |= table.num_tokens >= table.max_len
-        is_event |= table.is_inspected
-        is_event &= has_token
-
-        self._listeners.wake(table.listener.take(rows))
-        for row in np.flatnonzero(is_event).tolist():
-            self._finish_if_due(row, int(sampled[row]))
-
-    def _take_runs(self, plan: StepPlan, limits: Int32Array, result: StepResult) -> DraftCounts:
-        """Takes the tokens of a speculative step, and takes back what was computed in vain."""
-        table = self.table
-        rows, gains = plan.sampled_rows, gains_of(result)
-        tokens = np.concatenate([part.next_token_ids for part in result])
-        table.num_computed[rows] -= limits - gains
-        table.num_drafts[rows] += limits - 1
-        table.num_accepted[rows] += gains - 1
-        if self._blocks.has_leaving:
-            is_live = table.status.take(rows) != RowStatus.ENDED
-            tokens = tokens[np.repeat(is_live, gains)]
-            rows, gains, limits = rows[is_live], gains[is_live], limits[is_live]
-        drafts = DraftCounts(1, int(limits.sum()) - len(rows), int(gains.sum()) - len(rows))
-        kept, is_due = write_runs(table, rows, tokens, gains)
-        if len(rows):  # what comes behind an end is nobody's gain
-            self.gate.add(len(rows), int(kept.sum()))
-        lens = table.num_tokens.take(rows)
-        has_token = np.zeros(len(table.status), dtype=np.bool_)
-        has_token[rows] = True
-        self._gaps.add(has_token, len(rows), (), self._clock())
-
-        self._listeners.wake(table.listener.take(rows))
-        is_inspected = table.is_inspected.take(rows)
-        for place in np.flatnonzero(is_due | is_inspected).tolist():
-            row, end = int(rows[place]), int(lens[place])
-            begin = end - int(kept[place]) if is_inspected[place] else end - 1
-            sequence = table.bound(row)
-            for position in range(begin, end):
-                table.num_tokens[row] = position + 1
-                self._finish_if_due(row, int(table.tokens[row, position]))
-                if sequence.is_ended:
-                    break
-        # What one step gives a sequence comes together: no time passes between its tokens.
-        num_kept = int((table.num_tokens.take(rows) - lens + kept).sum())
-        self._measures.inter_token_s.observe(0.0, num_kept - len(rows))
-        return drafts
-
-    # ---- ends
-
-    def end(self, sequence: Sequence) -> None:
-        """Lets go of a bound sequence whose finish_reason or error was just set."""
-        row = sequence.row
-        self._blocks.name(row)
-        self._gaps.leave(row)
-        self.table.detach(sequence)
-        self._blocks.end(row)
-        self._on_end(sequence)
+    def preempt(self, row: int) -> None:
+        """Takes a sequence off its rank; at once, or when the step that runs it is back."""
+        self.table.bound(row).progress.num_preemptions += 1
+        self.num_preemptions[self.table.rank_of(row)] += 1
+        self.table.status[row] = RowStatus.PREEMPTED
+        self._leaving.append(row)
+        self._free_left_rows()
 
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a bound sequence with an error, now; its row is free when no step runs it."""
         sequence.error = error
-        self.end(sequence)
-        self._blocks.release_leaving()
+        self._end(sequence)
+        self._free_left_rows()
 
-    def abandon(self) -> list[Sequence]:
-        """Returns every bound sequence to the waiting line; the epoch is over. Returns them."""
-        bound = [sequence for sequence in self.table.sequences if sequence is not None]
-        for sequence in bound:
-            self._send_back(sequence)
-        return bound
-
-    def _finish_if_due(self, row: int, token: int) -> None:
-        sequence = self.table.bound(row)
-        stop = sequence.request.stop
-        may_stop = sequence.num_output_tokens >= stop.min_tokens
-        if stop.has_stop_strings:
-            assert sequence.text is not None
-            sequence.stop_string = sequence.text.feed(
-                np.array([token], dtype=np.int32), may_stop=may_stop
-            )
-        if sequence.stop_string is not None:
-            sequence.finish_reason = FinishReason.STOP
-        elif may_stop and token in stop.stop_token_ids:
-            sequence.finish_reason = FinishReason.STOP
-            sequence.stop_token_id = int(token)
-        elif self.table.num_tokens[row] >= self.table.max_len[row]:
-            sequence.finish_reason = FinishReason.LENGTH
-        if sequence.is_ended:
-            self.end(sequence)
+    def abandon(self) -> None:
+        """Returns every bound sequence to the waiting queue; the epoch is over."""
+        for sequence in self.table.sequences:
+            if sequence is not None:
+                self._send_back(sequence)
 
     # ---- decodes
 
-    def _take_decodes(self) -> npt.NDArray[np.bool_]:
+    def _take_decodes(self) -> Mask:
         """Returns bool [R]: rows that decode in this step, each with a block for its next token."""
         table = self.table
         # A row at max_computed has its last token in flight.
-        can_run: npt.NDArray[np.bool_] = table.status == RowStatus.DECODE
+        can_run: Mask = table.status == RowStatus.DECODE
         can_run &= table.num_computed < table.max_computed
         is_full = table.num_computed == table.num_blocks * table.block_size
         is_full &= can_run
-        if is_full.any() and not self._blocks.grow(np.flatnonzero(is_full)):
+        if np.count_nonzero(is_full) and not self._blocks.grow(np.flatnonzero(is_full)):
             can_run &= table.num_computed < table.num_blocks * table.block_size
             can_run &= table.status == RowStatus.DECODE
         return can_run
 
-    # ---- waiting sequences
+    # ---- prompts
+
+    def _take_prompts(self, runs: Mask) -> tuple[Int32Array | None, list[list[Chunk]]]:
+        """Binds waiting sequences, and takes prompts into the step unless it is the drafts' turn.
+
+        Args:
+            runs: bool [R], rows that decode. Those that are preempted here leave it.
+
+        Returns:
+            The decodes' limits if the step drafts while prompts wait, and each rank's chunks.
+        """
+        table = self.table
+        if not len(self._waiting) and not np.count_nonzero(table.status == RowStatus.EXTEND):
+            return None, []
+        num_decodes = table.row_set(runs).num_rows
+        self._bind_waiting(num_decodes)
+        runs &= table.status == RowStatus.DECODE
+        limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
+        if limits is not None:
+            return limits, []
+        chunks = self._take_chunks(num_decodes)
+        runs &= table.status == RowStatus.DECODE
+        return None, chunks
 
     def _bind_waiting(self, num_decodes: list[int]) -> None:
         """Binds waiting sequences to ranks that can run them in this step, first come first."""
-        if len(self._admission) == 0:
+        if not len(self._waiting):
             return
         deferred = []
         loads = RankLoads(self._shape, self.table, self.caches, num_decodes)
-        while (sequence := self._admission.peek()) is not None:
+        while (sequence := self._waiting.peek()) is not None:
             if self._waits_for_its_leader(sequence):
-                deferred.append(self._admission.pop())
+                deferred.append(self._waiting.pop())
             elif not self._bind_to_best_rank(sequence, loads):
+                self._preempt_for(sequence)
                 break
         for sequence in deferred:
-            self._admission.push(sequence)
+            self._waiting.push(sequence)
 
     def _waits_for_its_leader(self, sequence: Sequence) -> bool:
         """Whether the request's first continuation still runs the prompt that they share."""
@@ -296,22 +202,25 @@ class Scheduler:
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
 
     def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
-        num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         ranks = loads.ranks_with_room()
         if not ranks:
-            self._preempt_for(sequence)
             return False
+        num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         hashes = self._reusable_hashes(sequence)
         cached = [cache.match(hashes) for cache in self.caches]
-        ranks = [rank for rank in ranks if loads.fits(rank, num_tokens, cached[rank])]
-        if not ranks:
-            self._preempt_for(sequence)
+        rank = loads.pick(ranks, num_tokens, cached)
+        if rank is None:
             return False
-        num_cached_tokens = [len(blocks) * self._shape.block_size for blocks in cached]
-        rank = pick_rank(num_cached_tokens, loads.work, ranks)
-        self._bind(self._admission.pop(), rank, cached[rank])
+        self._bind(self._waiting.pop(), rank, cached[rank])
         loads.add(rank, num_tokens, cached[rank])
         return True
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the blocks that it could share: all full ones but the last token's."""
+        if sequence.needs_prompt_logprobs:
+            return []
+        extend_block_hashes(sequence.block_hashes, sequence.tokens, self._shape.block_size)
+        return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._shape.block_size]
 
     def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
         cache = self.caches[rank]
@@ -325,56 +234,36 @@ class Scheduler:
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
 
-    def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Names of the blocks that it could share: all full ones but the last token's."""
-        if sequence.needs_prompt_logprobs:
-            return []
-        extend_block_hashes(sequence.block_hashes, sequence.tokens, self._shape.block_size)
-        return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._shape.block_size]
-
     def _preempt_for(self, sequence: Sequence) -> None:
-        """Makes place for a waiting sequence at the cost of one of lower priority, if any."""
-        if self._blocks.has_leaving:
+        """Preempts a sequence of lower priority for a waiting one, if there is any."""
+        rows = self.table.live_rows()
+        if self._leaving or not len(rows):
             return
-        rows = self._blocks.live_rows()
-        if len(rows) == 0:
-            return
-        victim, request = max(rows.tolist(), key=self._blocks.standing), sequence.request
+        victim, request = self.table.last_in_order(rows), sequence.request
         last = self.table.bound(victim).request
         if last.priority < request.priority and last.turn > request.turn:
-            self._blocks.preempt(victim)
-
-    # ---- prompts
+            self.preempt(victim)
 
     def _take_chunks(self, num_decodes: list[int]) -> list[list[Chunk]]:
         """Returns each rank's chunks of prompts, each with blocks, filled to one level."""
         table, shape = self.table, self._shape
-        chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
-        rows = np.flatnonzero(table.status == RowStatus.EXTEND)
-        if len(rows) == 0:
-            return chunks
-        left_of = dict(
-            zip(
-                rows.tolist(),
-                (table.num_extend[rows] - table.num_computed[rows]).tolist(),
-                strict=True,
-            )
-        )
-        num_left = [0] * shape.dp_size
-        for row, left in left_of.items():
-            num_left[table.rank_of(row)] += left
+        rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
+        num_left = {row: int(table.num_extend[row] - table.num_computed[row]) for row in rows}
+        num_left_of_ranks = [0] * shape.dp_size
+        for row, count in num_left.items():
+            num_left_of_ranks[table.rank_of(row)] += count
         level = fill_level(
             num_decodes,
-            num_left,
+            num_left_of_ranks,
             max_tokens=shape.max_num_batched_tokens,
             floor=self._min_chunk_tokens,
         )
         tokens_left = [level - num for num in num_decodes]
         logits_left = [shape.max_num_logits - num for num in num_decodes]
-        for row in sorted(left_of, key=self._blocks.standing):
+        chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
+        for row in sorted(rows, key=table.order_of):
             rank = table.rank_of(row)
-            count = min(tokens_left[rank], left_of[row])
-            num_logits = 1
+            count, num_logits = min(tokens_left[rank], num_left[row]), 1
             if table.scores_prompt[row]:
                 count = num_logits = min(count, logits_left[rank])
             if count <= 0 or logits_left[rank] <= 0 or table.status[row] != RowStatus.EXTEND:
@@ -386,9 +275,72 @@ class Scheduler:
                 logits_left[rank] -= num_logits
         return [[c for c in rank if table.status[c.row] == RowStatus.EXTEND] for rank in chunks]
 
+    # ---- new tokens
+
+    def _note_times(self, new: NewTokens, *, has_first: bool) -> None:
+        table, now = self.table, self._clock()
+        first_rows: list[int] = []
+        if has_first:  # only what ran a prompt's end samples a first token
+            is_first = table.num_tokens == table.num_prompt + 1
+            first_rows = np.flatnonzero(is_first & new.has_token).tolist()
+            for row in first_rows:
+                sequence = table.bound(row)
+                sequence.progress.first_token_time = now
+                self._measures.first_token_s.observe(now - sequence.request.arrival_time)
+        self._gaps.add(new.has_token, len(new.rows), first_rows, now)
+
+    def _finish_if_due(self, row: int, num_new: int) -> int:
+        """Ends a row's sequence at the first of its newest tokens that ends it.
+
+        Returns how many come behind that one. Nobody sees them.
+        """
+        table, sequence = self.table, self.table.bound(row)
+        stop, end = sequence.request.stop, int(table.num_tokens[row])
+        for length in range(end - num_new + 1, end + 1):
+            table.num_tokens[row] = length
+            token, may_stop = table.tokens[row, length - 1 : length], length >= table.min_len[row]
+            if stop.has_stop_strings:
+                assert sequence.text is not None
+                sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(may_stop))
+            if sequence.stop_string is not None:
+                sequence.finish_reason = FinishReason.STOP
+            elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:
+                sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, token_id
+            elif length >= table.max_len[row]:
+                sequence.finish_reason = FinishReason.LENGTH
+            if sequence.is_ended:
+                self._end(sequence)
+                return end - length
+        return 0
+
+    # ---- rows that are given up
+
+    def _end(self, sequence: Sequence) -> None:
+        """Lets go of a bound sequence whose finish_reason or error was just set."""
+        row = sequence.row
+        self._blocks.name(row)
+        self._gaps.leave(row)
+        self.table.detach(sequence)
+        if self.table.status[row] != RowStatus.PREEMPTED:
+            self._leaving.append(row)
+        self.table.status[row] = RowStatus.ENDED
+        self._on_end(sequence)
+
     def _send_back(self, sequence: Sequence) -> None:
         sequence.progress.last_token_time = self._gaps.leave(sequence.row)
         self.table.detach(sequence)
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()  # it starts over
-        self._admission.push(sequence)
+        self._waiting.push(sequence)
+
+    def _free_left_rows(self) -> None:
+        """Frees the rows that are leaving and that no step in flight runs, with their blocks."""
+        table, leaving, self._leaving = self.table, self._leaving, []
+        for row in leaving:
+            if table.num_in_flight[row] > 0:
+                self._leaving.append(row)
+                continue
+            self._blocks.release(row)
+            if table.status[row] == RowStatus.PREEMPTED:
+                self._send_back(table.bound(row))
+            table.free_row(row)

@@ -1,4 +1,4 @@
-"""Every sequence that is bound to a rank of one group: one row each, one flat array per fact.
+"""Table of the sequences that are bound to a group's ranks: a row each, one flat array per fact.
 
 A step touches thousands of sequences and does the same to each, so what changes per step lives
 here, for all DP ranks in one array, and one numpy operation serves them all (measured: 24 us
@@ -24,13 +24,14 @@ from router.requests.request import Columns, Int32Array, Sequence
 from router.scheduling.block_pool import BlockIds
 
 Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 NUM_STOP_IDS = 4  # a sequence with more stop tokens has them looked at one by one
 NO_TOKEN = -2  # in a column of tokens, where a row has none; -1 in `stop_ids` never equals it
 
 
 class RowStatus:
-    """Where a row stands. Plain integers: looking up an enum's member costs 300 ns.
+    """State of a row. Plain integers: looking up an enum's member costs 300 ns.
 
     FREE ──bind──▶ EXTEND ──last chunk handed out──▶ DECODE
       ▲               └───────────┬────────────────────┘
@@ -41,12 +42,12 @@ class RowStatus:
     FREE: Final = 0
     EXTEND: Final = 1  # some of its known tokens have not been handed out
     DECODE: Final = 2  # one token a step, and drafts
-    PREEMPTED: Final = 3  # lost its place, but a step in flight still runs it
+    PREEMPTED: Final = 3  # has to wait again, but a step in flight still runs it
     ENDED: Final = 4  # has its result, but a step in flight still runs it
 
 
 class RowSet(NamedTuple):
-    """Some rows of a table, ascending, and what follows from which they are, and from nothing else.
+    """Some rows of a table, ascending, and where they lie.
 
     Attributes:
         rows: int64 [n].
@@ -62,15 +63,17 @@ class RowSet(NamedTuple):
 
 
 def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
-    """Returns ``counts[i]`` places from ``starts[i]`` on, for each i, end to end."""
+    """Returns ``counts[i]`` indices from ``starts[i]`` on, for each i, end to end."""
+    if not np.count_nonzero(counts != 1):
+        return starts
     offsets = np.cumsum(counts) - counts
-    places: Rows = np.repeat(starts - offsets, counts)
-    places += np.arange(len(places))
-    return places
+    indices: Rows = np.repeat(starts - offsets, counts)
+    indices += np.arange(len(indices))
+    return indices
 
 
 class SequenceTable:
-    """The arrays, and how a sequence gets in and out of them. R rows in all.
+    """Arrays of R rows, and how a sequence gets in and out of them.
 
     Attributes:
         status: uint8 [R], a RowStatus.
@@ -174,7 +177,7 @@ class SequenceTable:
     def rank_of(self, row: int | Rows) -> int | Rows:
         return row // self.rows_per_rank
 
-    def row_set(self, mask: npt.NDArray[np.bool_]) -> RowSet:
+    def row_set(self, mask: Mask) -> RowSet:
         """Returns the rows of a mask [R]. Asked for the same ones again, it costs a comparison."""
         last_mask, self._last_mask = self._last_mask, mask.tobytes()
         if self._last_mask != last_mask:
@@ -200,6 +203,20 @@ class SequenceTable:
         sequence = self.sequences[row]
         assert sequence is not None
         return sequence
+
+    def order_of(self, row: int) -> tuple[float, int, int]:
+        """Sorts rows by priority and arrival: first to be scheduled, last to be preempted."""
+        sequence = self.bound(row)
+        return (*sequence.request.turn, sequence.index)
+
+    def last_in_order(self, rows: Rows) -> int:
+        """The row of these, at least one, that is preempted first."""
+        last: int = max(rows.tolist(), key=self.order_of)
+        return last
+
+    def live_rows(self) -> Rows:
+        """Rows whose sequences have neither ended nor been preempted."""
+        return np.flatnonzero((self.status == RowStatus.EXTEND) | (self.status == RowStatus.DECODE))
 
     def bind(self, sequence: Sequence, dp_rank: int, cached_blocks: BlockIds) -> int:
         """Gives a sequence a row of a rank. The caller holds a reference to the cached blocks."""

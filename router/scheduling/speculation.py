@@ -34,11 +34,10 @@ from enum import Enum, auto
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from router.requests.request import Int32Array
 from router.scheduling.row_blocks import RowBlocks
-from router.scheduling.sequence_table import RowSet, RowStatus, SequenceTable
+from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
 from router.scheduling.step import SpeculationShape
 from router.scheduling.step_builder import Chunk
 
@@ -46,8 +45,6 @@ FORGET = 1 / 64  # what a step takes off the weight of every one before it
 PROBE_STEPS = 16  # steps with drafts before they are judged, at first and after each pause
 PAUSE_STEPS = 512  # steps without, before drafts are tried again
 TURN_ROWS = 4  # sequences that draft while prompts wait, for each whose prompt waits
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +130,8 @@ class DraftGate:
 
     def add(self, num_rows: int, num_tokens: int) -> None:
         """Takes what a speculative step gave: tokens gained by all of its rows, at least one each."""
+        if num_rows == 0:
+            return
         self._num_measured += 1
         self._num_rows += num_rows - FORGET * self._num_rows
         self._num_tokens += num_tokens - FORGET * self._num_tokens
@@ -148,12 +147,12 @@ class DraftGate:
 
 
 class Drafting:
-    """Plans the drafts of one table's rows. For each step, `takes_turn` if prompts wait, then `prepare`.
+    """Drafts of one table's rows. Each step asks `take_turn` if prompts wait, and then `prepare`.
 
     Args:
         table: Read only.
         blocks: Gives rows blocks for their drafts.
-        speculation: What the executors can draft.
+        speculation: What the executors can draft; None: nothing, and no step ever drafts.
         gate: Asked in each step that could draft.
     """
 
@@ -161,7 +160,7 @@ class Drafting:
         self,
         table: SequenceTable,
         blocks: RowBlocks,
-        speculation: SpeculationShape,
+        speculation: SpeculationShape | None,
         gate: DraftGate,
     ) -> None:
         self._table = table
@@ -169,76 +168,82 @@ class Drafting:
         self._speculation = speculation
         self._gate = gate
         self._num_prompt_steps = 0  # planned since the last one without prompts
-        self._answer: bool | None = None  # of the gate, for the step that is planned now
-        self._takes_blocks = True  # for drafts, if that step is a turn
 
-    def takes_turn(self, runs: Mask, *, has_waiting: bool) -> bool:
-        """Returns whether the step drafts although prompts could run, and is to give them nothing.
+    def take_turn(self, runs: Mask, *, has_waiting: bool) -> Int32Array | None:
+        """Decides whether the step drafts although prompts could run, and is to give them nothing.
 
         Args:
-            runs: bool [R], rows that decode unless they have lost their place since.
-            has_waiting: Whether somebody is still not bound to a rank.
+            runs: bool [R], rows that decode.
+            has_waiting: Whether a sequence is still not bound to a rank.
+
+        Returns:
+            int32, of each decode the most tokens that it may gain; None: it is the prompts' turn.
         """
-        self._answer = None
-        if self._num_prompt_steps < self._gate.settings.prompt_steps_between:
-            return False
-        table = self._table
+        table, speculation = self._table, self._speculation
+        if speculation is None or self._num_prompt_steps < self._gate.settings.prompt_steps_between:
+            return None
         num_prompts = np.count_nonzero(table.status == RowStatus.EXTEND)
-        limits = self._limits(runs & (table.status == RowStatus.DECODE))
+        limits = self._limits(runs, speculation)
         drafts = limits > 1
         num_drafting = np.count_nonzero(drafts)
         if not num_prompts or num_drafting < TURN_ROWS * num_prompts:
-            return False
+            return None
         needs_kv = has_waiting and any(map(table.has_free_row, range(table.dp_size)))
-        self._takes_blocks = not needs_kv and self._blocks.can_reserve(self._ends(limits > 0))
-        if not self._takes_blocks:
+        ends = self._ends(runs, speculation)
+        takes_blocks = not needs_kv and self._blocks.can_reserve(ends)
+        if not takes_blocks:
             drafts &= limits <= self._num_slots()
             if 2 * np.count_nonzero(drafts) < num_drafting:
-                return False
-        self._answer = self._gate.wants_drafts()
-        return self._answer
+                return None
+        if not self._gate.wants_drafts():
+            return None
+        if takes_blocks:
+            self._blocks.reserve(ends)
+        self._num_prompt_steps = 0
+        gains: Int32Array = np.minimum(limits, self._num_slots())[runs]
+        return gains
 
-    def prepare(self, decodes: RowSet, runs: Mask, chunks: list[list[Chunk]]) -> Int32Array | None:
+    def prepare(self, runs: Mask, chunks: list[list[Chunk]]) -> Int32Array | None:
         """Gives rows blocks beyond what they run, for drafts.
 
         Args:
-            decodes: Rows that decode.
-            runs: bool [R], the same rows.
+            runs: bool [R], rows that decode.
             chunks: [dp_size] what runs of prompts.
 
         Returns:
             int32, of each decode the most tokens that it may gain in a speculative step; None if
             the step is not to be one.
         """
-        answer, self._answer = self._answer, None
+        speculation = self._speculation
+        if speculation is None:
+            return None
         if any(chunks):
             self._num_prompt_steps += 1
         else:
             self._num_prompt_steps = 0
-            limits = self._limits(runs)
-            can_draft = limits.max() > 1
-            if can_draft and (self._gate.wants_drafts() if answer is None else answer):
-                if answer is None or self._takes_blocks:
-                    self._blocks.reserve(self._ends(runs))
-                gains = np.minimum(limits, self._num_slots()).take(decodes.rows)
+            limits = self._limits(runs, speculation)
+            if limits.max() > 1 and self._gate.wants_drafts():
+                self._blocks.reserve(self._ends(runs, speculation))
+                gains: Int32Array = np.minimum(limits, self._num_slots())[runs]
                 if gains.max() > 1:
                     return gains
-        self._reserve_lookahead(runs, chunks)
+        if speculation.kv_lookahead:
+            self._reserve_lookahead(runs, chunks, speculation.kv_lookahead)
         return None
 
-    def _limits(self, runs: Mask) -> Int32Array:
+    def _limits(self, runs: Mask, speculation: SpeculationShape) -> Int32Array:
         """Returns int32 [R], the most tokens that each row may gain, blocks aside; 0: it does not run."""
         table = self._table
         # Below its least length, only what a first token may be is known beforehand.
         takes_drafts = table.takes_drafts & (table.num_tokens >= table.min_len)
-        limits = np.where(takes_drafts, np.int32(self._speculation.max_gain), np.int32(1))
+        limits = np.where(takes_drafts, np.int32(speculation.max_gain), np.int32(1))
         np.minimum(limits, table.max_computed - table.num_computed, out=limits)
         limits *= runs
         return limits
 
-    def _ends(self, runs: Mask) -> Int32Array:
+    def _ends(self, runs: Mask, speculation: SpeculationShape) -> Int32Array:
         """Returns int32 [R], the tokens for which a speculative step wants each row's blocks."""
-        num_reserved = np.int32(self._speculation.num_reserved_tokens)
+        num_reserved = np.int32(speculation.num_reserved_tokens)
         return np.where(runs, self._table.num_computed + num_reserved, np.int32(0))
 
     def _num_slots(self) -> Int32Array:
@@ -246,14 +251,12 @@ class Drafting:
         table = self._table
         return table.num_blocks * np.int32(table.block_size) - table.num_computed
 
-    def _reserve_lookahead(self, runs: Mask, chunks: list[list[Chunk]]) -> None:
+    def _reserve_lookahead(self, runs: Mask, chunks: list[list[Chunk]], num_ahead: int) -> None:
         """Gives rows that sample the blocks into which the draft model writes ahead of a plain step."""
-        if not self._speculation.kv_lookahead:
-            return
         table = self._table
         ends = np.where(runs, table.num_computed + 1, 0)
         for chunk in chain.from_iterable(chunks):
             end = int(table.num_computed[chunk.row]) + chunk.num_tokens
             ends[chunk.row] = end if end == table.num_extend[chunk.row] else 0
-        ends[ends > 0] += self._speculation.kv_lookahead
+        ends[ends > 0] += num_ahead
         self._blocks.reserve(ends)

@@ -6,6 +6,7 @@ import pytest
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from router.scheduling.planner import agree
+from router.scheduling.step import CapturedSizes
 
 NUM_CASES = 400  # for each of the seeds
 
@@ -25,8 +26,7 @@ def test_all_executors_derive_the_same_geometry_from_one_agreement_of_the_router
             has_extend=rng.random() < 0.5,
             num_sequences=counts,
             attn_tp_size=attn_tp_size,
-            decode_graph_sizes=rng.choice([(), sizes]),
-            extend_graph_sizes=rng.choice([(), sizes]),
+            graph_sizes=CapturedSizes(rng.choice([(), sizes]), rng.choice([(), sizes])),
         )
         mode, size = DpPaddingMode[agreement.padding_mode.name], agreement.graph_size
         first, *others = [

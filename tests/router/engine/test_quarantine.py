@@ -176,7 +176,7 @@ def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
     """Else both would be bound and preempted in turn, and no step would ever run."""
     stepper = Stepper(make_shape(rows_per_rank=1))
     line = Quarantine(stepper.admission)
-    stepper.scheduler._admission = line
+    stepper.scheduler._waiting = line
     low = stepper.submit([1, 2, 3], priority=-5)
     accuse(low.sequences, is_alone=False)
     line.push(stepper.admission.pop())

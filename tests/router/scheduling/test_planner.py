@@ -12,7 +12,7 @@ from router.scheduling.planner import (
     pick_padding_mode,
     pick_rank,
 )
-from router.scheduling.step import GraphMiss, PaddingMode
+from router.scheduling.step import CapturedSizes, GraphMiss, PaddingMode
 
 SIZES = (1, 2, 4, 8, 16)
 NUM_CASES = 300  # for each seed of the random steps
@@ -102,8 +102,7 @@ def test_an_agreement_fits_every_rank(seed: int) -> None:
         num_tokens,
         has_extend=has_extend,
         num_sequences=num_tokens,
-        decode_graph_sizes=rng.choice([(), SIZES]),
-        extend_graph_sizes=rng.choice([(), SIZES]),
+        graph_sizes=CapturedSizes(rng.choice([(), SIZES]), rng.choice([(), SIZES])),
     )
     assert agreement.global_num_tokens == tuple(num_tokens)
     assert agreement.has_extend == has_extend
@@ -132,8 +131,7 @@ def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
             has_extend=has_extend,
             num_sequences=num_tokens,
             attn_tp_size=attn_tp_size,
-            decode_graph_sizes=() if has_extend else captured,
-            extend_graph_sizes=captured if has_extend else (),
+            graph_sizes=CapturedSizes(extend=captured) if has_extend else CapturedSizes(captured),
         )
         # What travels is what there is: neither count is rounded up.
         assert agreement.global_num_tokens == tuple(num_tokens)
@@ -165,8 +163,7 @@ def test_a_speculative_step_replays_the_graph_of_its_sequences(seed: int) -> Non
             has_extend=False,
             num_sequences=num_sequences,
             attn_tp_size=attn_tp_size,
-            decode_graph_sizes=captured,
-            extend_graph_sizes=(max(num_tokens),),
+            graph_sizes=CapturedSizes(captured, (max(num_tokens),)),
             num_draft_tokens=width,
         )
         assert agreement.num_draft_tokens == width

@@ -411,8 +411,8 @@ def test_a_group_that_is_lost_leaves_its_sequences_waiting_with_their_tokens() -
     for _ in range(3):
         world.step()
     world.plan()
-    sequences = world.scheduler.abandon()
-    assert sequences == [request.sequences[0] for request in requests]
+    world.scheduler.abandon()
+    sequences = [request.sequences[0] for request in requests]
     assert [sequence.num_output_tokens for sequence in sequences] == [3, 3]
     assert world.admission.num_tokens == 18
 
