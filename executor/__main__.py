@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger(__name__)
 
 STUCK = 3  # exit code
-FAREWELL_S = 1.0  # for a router to ask why its stream ended, which gRPC may not have told it
+FAREWELL_S = 1.0  # for a router to ask why its stream ended, which gRPC may not have passed on
 STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the health service
 
 
@@ -81,7 +81,7 @@ async def serve(config: ExecutorConfig) -> int:
 
 
 async def _serve_until(stopped: asyncio.Event, stuck: asyncio.Event) -> int:
-    """Returns when it is told to stop, or cannot go on: the exit code."""
+    """Returns, with the exit code, when the process is to stop or its step is stuck."""
     ends = [asyncio.create_task(event.wait()) for event in (stopped, stuck)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
@@ -167,9 +167,9 @@ async def _stop(
 
 
 def _keep_in(peer_host: str | None) -> None:
-    """Has NCCL listen on loopback where all peers are there, unless the operator says otherwise.
+    """Has NCCL listen on loopback where all peers are there, unless the operator set an interface.
 
-    Left to itself, it takes an address that other machines reach, and asks nobody who they are.
+    By itself it takes an address that other machines reach, and identifies no caller.
     """
     if peer_host is None or is_loopback(f"{peer_host}:0"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -16,7 +16,7 @@ CHECKPOINT = folder_with("config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig(ServiceConfig):
-    """Every setting of an executor: these, and those of its ports."""
+    """Every setting of an executor: its own, and of its ports."""
 
     model: Path = setting(rule=CHECKPOINT)
     """Folder of a Hugging Face checkpoint."""
@@ -31,7 +31,7 @@ class ExecutorConfig(ServiceConfig):
     dp_ranks_per_node: int = setting(0, at_least(0))
     """Data-parallel ranks that each node before this one adds to dp_rank."""
     attn_tp_rank: int = 0
-    """This executor's number among those that share the attention of its DP rank, from 0."""
+    """Number of this executor, from 0, among the executors of its DP rank."""
     attn_tp_size: int = 1
     """Executors that share the attention of one DP rank."""
     ep_size: int | None = setting(None, at_least(1), unset="one per executor")
@@ -126,7 +126,7 @@ class ExecutorConfig(ServiceConfig):
     """Longest wait for another member of the group inside a step, at most 15 s of it while a group
     forms, and for a step whose epoch is over; past it the step is stuck, and the process ends."""
     stop_timeout_s: float = setting(30.0, above(0))
-    """Longest wait for the step in flight when told to stop."""
+    """Longest wait for the step in flight at the end of the process."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,7 @@ class ExecutorConfig(ServiceConfig):
     def _check_callers(self) -> None:
         if self.tls_cert and not self.identifies_callers and not is_loopback(self.listen):
             raise ValueError(
-                f"listen={self.listen}: anybody who reaches it could drive this executor: set "
+                f"listen={self.listen}: any caller that reaches it could drive this executor: set "
                 f"tls_client_ca, so that the router needs a certificate, or auth_tokens, so that it "
                 f"needs a token"
             )

@@ -235,7 +235,7 @@ class StopSignals:
 async def drain(
     engines: Engines, health: Health, *, delay_s: float, grace_s: float, at_once: asyncio.Event
 ) -> None:
-    """Returns when no call is open, or those that are had their grace.
+    """Returns when no call is open, or the open calls had their grace.
 
     Args:
         delay_s: How long new requests are still taken.

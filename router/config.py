@@ -14,7 +14,7 @@ from router.scheduling.speculation import DraftSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(ExecutorSecurity, ServiceConfig):
-    """Every setting of a router: these, those of its ports, and those of the way to executors."""
+    """Every setting of a router: its own, of its ports, and of the way to executors."""
 
     groups: tuple[tuple[str, ...], ...] = setting(
         rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"
@@ -72,7 +72,7 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
     """But not before so many seconds."""
     failover_after_s: float = setting(10.0, at_least(0))
     """Seconds after which a group that is down gives the requests that it ran to another group;
-    those that had not begun go there at once."""
+    requests that had not begun go there at once."""
     retry_delay_s: float = setting(0.5, above(0))
     """Seconds between attempts to form a group."""
     shutdown_delay_s: float = setting(0.0, at_least(0))

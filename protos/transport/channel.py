@@ -67,7 +67,7 @@ def with_token(channel: grpc.aio.Channel, token: Callable[[], str]) -> grpc.aio.
     queue before every message of a stream.
 
     Args:
-        channel: What carries the calls.
+        channel: Carries the calls.
         token: Returns the token, at each call.
     """
     return cast(grpc.aio.Channel, _TokenChannel(channel, token))

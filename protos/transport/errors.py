@@ -26,10 +26,6 @@ MAX_QUOTED_LEN = 64
 OnRefused = Callable[[str], None]  # is called with the reason of each call that is refused
 
 
-def nobody_counts(reason: str) -> None:
-    """Counts no refused call: the default of OnRefused."""
-
-
 class RpcError(Exception):
     """An error that the caller should see, with the status and reason it arrives with.
 

@@ -54,12 +54,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     # A coroutine that writes: a generator that was abandoned would wait here until collected.
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        told = None
+        sent = None
         while True:
             change = self._change
             response = self._response(request.service)
-            if response.status != told:
-                told = response.status
+            if response.status != sent:
+                sent = response.status
                 await context.write(response)
             await change.wait()
 

@@ -1,4 +1,4 @@
-"""Interceptors of a gRPC port: who may call, and requests read out of the bytes that came.
+"""Interceptors of a gRPC port: checks of callers, and requests parsed from their bytes.
 
 A call passes `NameInterceptor` and `TokenInterceptor`, as far as a port has them
 (protos/transport/port.py), and then `RequestReader`.
@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from protos.transport.channel import KINDS
 from protos.transport.credentials import AUTHORIZATION, SCHEME, AcceptedTokens
-from protos.transport.errors import OnRefused, RpcError, abort_on_error, nobody_counts, refuse
+from protos.transport.errors import OnRefused, RpcError, abort_on_error, refuse
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its type stubs only
@@ -27,7 +27,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
 
 
 class Unauthenticated(RpcError):
-    """The caller did not show who it is. Says what is missing, never what was sent."""
+    """The caller is not identified. The message says what is missing, never what was sent."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "UNAUTHENTICATED"
@@ -46,7 +46,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         self,
         tokens: AcceptedTokens,
         open_services: Collection[str],
-        on_refused: OnRefused = nobody_counts,
+        on_refused: OnRefused = lambda reason: None,
     ) -> None:
         self._tokens = tokens
         self._on_refused = on_refused
@@ -94,7 +94,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
         self,
         names: Collection[str],
         open_services: Collection[str],
-        on_refused: OnRefused = nobody_counts,
+        on_refused: OnRefused = lambda reason: None,
     ) -> None:
         self._names = frozenset(names)
         self._on_refused = on_refused
@@ -168,7 +168,7 @@ class RequestReader(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         checks: Mapping[str, Callable[[], None]] | None = None,
-        on_refused: OnRefused = nobody_counts,
+        on_refused: OnRefused = lambda reason: None,
     ) -> None:
         self._checks = checks or {}
         self._on_refused = on_refused

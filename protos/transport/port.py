@@ -19,6 +19,8 @@ from protos.transport.credentials import AcceptedTokens, TlsFiles, read_tokens, 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc
 
+    from protos.transport.errors import OnRefused
+
 log = structlog.stdlib.get_logger(__name__)
 
 OPEN_SERVICES = {
@@ -29,7 +31,7 @@ OPEN_SERVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """Settings that both services have: ports, who may call them, logs.
+    """Settings of both services: their ports, the callers of these, logs.
 
     Secrets are in files: this holds their paths.
     """
@@ -71,11 +73,13 @@ class ServiceConfig:
         check_settings(self)
         check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca without tls_cert: without TLS nobody has a certificate")
+            raise ValueError(
+                "tls_client_ca without tls_cert: without TLS no caller has a certificate"
+            )
         if self.tls_client_names is not None and self.tls_client_ca is None:
             raise ValueError(
-                "tls_client_names without tls_client_ca: names are those of certificates, so say "
-                "which CA signs them"
+                "tls_client_names without tls_client_ca: names are read in certificates, so set "
+                "the CA that signs them"
             )
         if not set(_split(self.open_services)) <= {*OPEN_SERVICES, "none"}:
             raise ValueError(
@@ -110,7 +114,7 @@ class ServiceConfig:
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def interceptors(
-        self, on_refused: Callable[[str], None] = lambda reason: None
+        self, on_refused: "OnRefused" = lambda reason: None
     ) -> "list[grpc.aio.ServerInterceptor]":
         """Returns the checks of every call, which a server runs before its other interceptors.
 
@@ -196,7 +200,7 @@ async def _start(
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether host:port is on this machine, as far as the name tells."""
+    """Returns whether host:port is on this machine, as far as its name shows."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

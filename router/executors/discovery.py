@@ -45,7 +45,7 @@ class DnsGroup:
         """Reads what follows --group.
 
         Raises:
-            ValueError: It has another form; says which fits.
+            ValueError: It has another form. The message says which fits.
         """
         match = re.fullmatch(r"dns:([^\s:/?,]+):(\d{1,5})(?:-(\d{1,5}))?\?size=(\d{1,6})", text)
         if match is None:
@@ -69,7 +69,7 @@ class DnsGroup:
         """Returns the executors' addresses.
 
         Args:
-            hosts: What the name resolved to, in any order.
+            hosts: Hosts of the name, in any order.
 
         Raises:
             ExecutorLost: Too few or too many.

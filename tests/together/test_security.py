@@ -1,4 +1,4 @@
-"""Who may call a port: if a check here lets somebody through, everybody's prompts are theirs."""
+"""If a check of a caller lets a stranger through, all prompts and answers are his."""
 
 import asyncio
 import itertools
@@ -160,7 +160,7 @@ async def test_every_other_call_is_refused_and_told_why_but_not_what_it_sent(
     tokens: Path, method: str, metadata: Any, problem: str
 ):
     async with serving(auth_tokens=tokens) as address, calling(address) as channel:
-        # As a stream that sends nothing: who has no token is refused before the first message.
+        # As a stream that sends nothing: without a token it is refused before the first message.
         call = channel.stream_stream(method)(metadata=metadata)
         with pytest.raises(Refused) as caught:
             async with asyncio.timeout(120):
@@ -266,7 +266,7 @@ def test_tokens_are_compared_as_hashes_and_all_of_them(
         assert compared == [(32, 32)] * 2
 
 
-def test_whoever_checks_keeps_no_token(tokens: Path):
+def test_a_server_keeps_no_token(tokens: Path):
     accepted = AcceptedTokens(tokens)
 
     def reachable(thing: Any, depth: int = 6) -> str:
@@ -293,7 +293,9 @@ async def test_mutual_tls_takes_who_has_a_certificate_of_the_ca(authority: Autho
 
 
 @pytest.mark.parametrize("who", ["none", "of another CA", "plain text"])
-async def test_mutual_tls_refuses_everybody_else(authority: Authority, tmp_path: Path, who: str):
+async def test_mutual_tls_refuses_every_other_caller(
+    authority: Authority, tmp_path: Path, who: str
+):
     other = Authority(tmp_path / "other").issue("client", "client.test")
     files = {
         "none": TlsFiles(ca=authority.ca),

@@ -424,7 +424,7 @@ async def test_an_executor_that_anybody_could_drive_by_tls_does_not_start(tmp_pa
     process = Process("executor", args, log_path=tmp_path / "log", env={})
 
     assert await process.exited() == BAD_CONFIGURATION
-    assert "anybody who reaches it could drive this executor" in process.log_path.read_text()
+    assert "any caller that reaches it could drive this executor" in process.log_path.read_text()
 
 
 async def test_plain_text_off_loopback_is_there_for_who_asks_for_it(tmp_path: Path):
