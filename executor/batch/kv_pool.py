@@ -17,6 +17,7 @@ can write where another reads, and up to n blocks behind a row's own no two posi
 Nobody reads there what an earlier step wrote.
 """
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +61,7 @@ class KVPool:
 
     Args:
         shape: Sizes per token.
-        num_blocks: Blocks that can be handed out, and the scratch block.
+        num_blocks: As of ``allocate``, at once; None: that is called once all else is made.
         num_rows: Sequences that can hold blocks at once.
         max_blocks_per_row: Blocks of the longest sequence, and behind them.
         spill_blocks_per_row: Blocks of its own behind those, of each row: at least as many as a step
@@ -82,32 +83,67 @@ class KVPool:
         self,
         shape: KVShape,
         *,
-        num_blocks: int,
+        num_blocks: int | None = None,
         num_rows: int,
         max_blocks_per_row: int,
         spill_blocks_per_row: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if num_blocks < 2:
-            raise ValueError(f"num_blocks={num_blocks}: need the scratch block and one more")
         if num_rows < 1 or max_blocks_per_row < 1:
             raise ValueError(
                 f"num_rows={num_rows}, max_blocks_per_row={max_blocks_per_row}: need at least 1"
             )
         if spill_blocks_per_row < 0:
             raise ValueError(f"spill_blocks_per_row={spill_blocks_per_row}: need at least 0")
-        self.num_blocks = num_blocks
+        self.num_blocks = 0
         self.num_rows = num_rows
         self.max_blocks_per_row = max_blocks_per_row
         self.spill_blocks_per_row = spill_blocks_per_row
         self.device = torch.device(device)
-        self._make_caches(shape)
+        self.shape = shape
+        self.key_cache: list[torch.Tensor] = []
+        self.value_cache: list[torch.Tensor] = []
+        self._per_block: list[tuple[int, Callable[[], None]]] = []  # of siblings, too
         self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
         self.block_table = self.block_table_cpu.to(self.device)
-        self._fresh_table_cpu = self._spill_table()
+        self._fresh_table_cpu = torch.full_like(self.block_table_cpu, SCRATCH_BLOCK)
         self._fresh_table = self._fresh_table_cpu.to(self.device)
         self._table: npt.NDArray[np.int32] = self.block_table_cpu.numpy()
         self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self.per_block(shape.bytes_per_block, self._make_caches)
+        if num_blocks is not None:
+            self.allocate(num_blocks)
+
+    def per_block(self, num_bytes: int, make: Callable[[], None]) -> None:
+        """Has something made as soon as the number of blocks is known.
+
+        Args:
+            num_bytes: What it takes for each physical block.
+            make: Makes it.
+        """
+        self._per_block.append((num_bytes, make))
+        if self.num_blocks:
+            make()
+
+    def allocate(self, num_blocks: int) -> None:
+        """Takes the memory, once.
+
+        Args:
+            num_blocks: Blocks that can be handed out, and the scratch block.
+
+        Raises:
+            ValueError: There are too few.
+        """
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks={num_blocks}: need the scratch block and one more")
+        self.num_blocks = num_blocks
+        if count := self.spill_blocks_per_row:
+            firsts = num_blocks + torch.arange(self.num_rows, dtype=torch.int32) * count
+            columns = torch.arange(self.max_blocks_per_row, dtype=torch.int32) % count
+            self._fresh_table_cpu.copy_(firsts[:, None] + columns)
+            self._fresh_table.copy_(self._fresh_table_cpu)
+        for _, make in self._per_block:
+            make()
 
     def sibling(self, shape: KVShape) -> "KVPool":
         """Returns a pool with keys and values of its own over the same blocks: a draft's.
@@ -126,23 +162,21 @@ class KVPool:
                 f"tokens"
             )
         pool = copy(self)
-        pool._make_caches(shape)
+        pool.shape = shape
+
+        def make() -> None:
+            pool.num_blocks = self.num_blocks
+            pool._make_caches()
+
+        self.per_block(shape.bytes_per_block, make)
         return pool
 
-    def _make_caches(self, shape: KVShape) -> None:
-        self.shape = shape
+    def _make_caches(self) -> None:
+        shape = self.shape
         size = (self.num_physical_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
         zeros = partial(torch.zeros, size, dtype=shape.dtype, device=self.device)
         self.key_cache = [zeros() for _ in range(shape.num_layers)]
         self.value_cache = [zeros() for _ in range(shape.num_layers)]
-
-    def _spill_table(self) -> torch.Tensor:
-        """Returns the table of rows that hold nothing, int32 [num_rows, max_blocks_per_row]."""
-        count = self.spill_blocks_per_row
-        if not count:
-            return torch.full_like(self.block_table_cpu, SCRATCH_BLOCK)
-        firsts = self.num_blocks + torch.arange(self.num_rows, dtype=torch.int32) * count
-        return firsts[:, None] + torch.arange(self.max_blocks_per_row, dtype=torch.int32) % count
 
     @property
     def num_spill_blocks(self) -> int:
@@ -162,6 +196,11 @@ class KVPool:
     def bytes_per_block(self) -> int:
         """Bytes of one block, keys and values, all layers."""
         return self.shape.bytes_per_block
+
+    @property
+    def all_bytes_per_block(self) -> int:
+        """The same with all that ``per_block`` has been told of: siblings' blocks, drafts' carries."""
+        return sum(num_bytes for num_bytes, _ in self._per_block)
 
     @property
     def is_table_shared(self) -> bool:

@@ -49,10 +49,12 @@ class Drafts:
     Attributes:
         speculation: Its part in a step.
         runners: What is captured for it.
+        state: What it goes on from, of each row.
     """
 
     speculation: Speculation
     runners: tuple[Capturable, ...]
+    state: DraftState
 
 
 def load_draft(
@@ -141,7 +143,7 @@ def build_drafts(
         agree=agree,
         target_ids=draft.target_ids,
     )
-    return Drafts(Speculation(speculator, verifier), runners)
+    return Drafts(Speculation(speculator, verifier), runners, state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ import torch
 
 from executor.batch.kv_pool import KVPool
 from executor.batch.limits import StepLimits
-from executor.budget.report import BudgetLine
+from executor.budget.report import BudgetLine, budget_table
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
 from executor.build.drafts import Drafts, build_drafts, load_draft
-from executor.build.kv import build_kv_pool, bytes_per_block
-from executor.build.memory import full_table
+from executor.build.memory import held_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
@@ -26,6 +25,7 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
+from executor.model.families.kernels import Kernels
 from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
@@ -64,16 +64,19 @@ def build_worker(
         torch.set_num_threads(config.num_threads)
     blueprint = Blueprint.of(config)
     device = open_device(config, blueprint.dtype)
-    lines = _logged(full_table(blueprint))
+    lines = _logged(budget_table(blueprint.budget))
     communicator, attn_tp_communicator = _communicators(blueprint, device)
     dispatcher = _dispatcher(blueprint, communicator, device)
     lines += _logged(dispatcher.lines())
-    model = _load(blueprint, device, communicator, attn_tp_communicator, dispatcher)
+    kernels = [device.kernels(blueprint.model, blueprint.dtype, dispatcher.max_rows)]
+    model = _load(
+        blueprint, device, communicator, attn_tp_communicator, dispatcher, kernels=kernels[0]
+    )
     draft = None
     if blueprint.draft is not None:
-        kernels = device.kernels(blueprint.draft.layers, blueprint.dtype, dispatcher.max_rows)
-        draft = load_draft(blueprint, model, kernels, on_progress=_log_progress())
-    kv_pool = build_kv_pool(blueprint, device.torch_device)
+        kernels += [device.kernels(blueprint.draft.layers, blueprint.dtype, dispatcher.max_rows)]
+        draft = load_draft(blueprint, model, kernels[1], on_progress=_log_progress())
+    kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
     sampler = Sampler(
@@ -84,7 +87,19 @@ def build_worker(
         filters=device.filters,
     )
     runner, drafts = _runners(blueprint, device, forward_pass, draft, sampler, agree)
+    lines += _logged(
+        held_lines(
+            blueprint,
+            dispatcher=dispatcher,
+            scratch=[one.scratch for one in kernels if one.scratch is not None],
+            sampler=sampler,
+            runner=runner,
+            features=forward_pass.features,
+            drafts=drafts,
+        )
+    )
     lines += _logged(device.attention_lines())
+    kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher))
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
@@ -117,6 +132,8 @@ def _load(
     communicator: DpCommunicator,
     attn_tp_communicator: AttnTpCommunicator,
     dispatcher: Dispatcher,
+    *,
+    kernels: Kernels,
 ) -> Model:
     config, draft = blueprint.config, blueprint.draft
     return load_model(
@@ -129,7 +146,7 @@ def _load(
         attn_tp_communicator=attn_tp_communicator,
         dispatcher=dispatcher,
         moe_dense_tp_size=config.moe_dense_tp_size,
-        kernels=device.kernels(blueprint.model, blueprint.dtype, dispatcher.max_rows),
+        kernels=kernels,
         aux_layers=() if draft is None else draft.aux_layers,
         on_progress=_log_progress(),
     )
@@ -294,7 +311,7 @@ def _log_loaded(blueprint: Blueprint, device: Device, kv_pool: KVPool) -> None:
         max_model_len=blueprint.max_model_len,
         num_kv_blocks=kv_pool.num_blocks,
         num_spill_blocks=kv_pool.num_spill_blocks,
-        kv_cache_bytes=kv_pool.num_physical_blocks * bytes_per_block(blueprint),
+        kv_cache_bytes=kv_pool.num_physical_blocks * kv_pool.all_bytes_per_block,
         decode_graphs=len(blueprint.graph_sizes.decode),
         prefill_graphs=len(blueprint.graph_sizes.extend),
         speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,

@@ -1,30 +1,26 @@
-"""What an executor keeps on its device beside weights, KV and the buffers of collectives, before any
-of it is made: for each row of the block table, for its graphs, for a draft model.
+"""Memory of an executor: the bytes of what it holds, and the KV pool, which takes a share of the rest.
 
-Part of the budget's table. The KV pool is sized by what this leaves of the memory that is free.
+Everything is made before the KV pool takes its memory; its bytes are counted on what was made. What
+comes later is taken off: the all-to-all's workspace at the first Join, and the work of a step that
+draws drafts. The remaining share is for activations and the graphs' own memory.
 """
 
-from collections.abc import Iterator
-from math import prod
+from typing import Any
 
 import torch
 
-from executor.batch.row_starts import PARAMETER_WIDTH
-from executor.budget.report import RANK_ROWS, BudgetLine, budget_table
-from executor.budget.speculation import SpeculationPlan
+from executor.batch.kv_pool import KVPool
+from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, RANK_ROWS, BudgetLine
 from executor.budget.token_budget import FLOAT32_BYTES
+from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
-from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
-from executor.graph.graph_slot import GraphSlot
-from executor.model.families.draft_config import DraftConfig
+from executor.model.moe.layer import Dispatcher, ExpertScratch
+from executor.model.sampling.sampler import Sampler
+from executor.runners.select import RunnerByLayout
 
-INT64_BYTES = 8
+DEFAULT_CPU_KV_BYTES = 1 << 30
+CUDA_KV_SHARE = 0.85  # of what is free and will not be taken
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
-_VERIFIED = "max_num_seqs * num_draft_tokens"
-
-# Of the sampler, for each token of the vocabulary: a bias (float32), whether it is suppressed and
-# whether the prompt has it (bool), how often the output has it (int32).
-_VOCABULARY_BYTES = 4 + 1 + 1 + 4
 
 # Tensors as large as its result that ``Sampler.probabilities`` has at once, at most: those that sort
 # and filter, with int64 indices, on top of the logits as edited and of what greedy rows get. Counted
@@ -32,160 +28,122 @@ _VOCABULARY_BYTES = 4 + 1 + 1 + 4
 PROBABILITY_COPIES = 12
 
 
-def state_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
-    """Returns what is kept, or comes and goes in a step, each line with the setting that bounds it."""
-    config, budget = blueprint.config, blueprint.budget
-    vocab, graph = blueprint.model.vocab_size, max(blueprint.graph_sizes.decode, default=0)
-    row_bytes = vocab * _VOCABULARY_BYTES + (1 + PARAMETER_WIDTH) * INT64_BYTES
-    lines = [_line("sampling state of each row", _ROWS, config.max_num_seqs, row_bytes)]
-    if graph:
-        lines.append(_line("logits of decode graphs", _GRAPH, graph, vocab * FLOAT32_BYTES))
-    if blueprint.draft is None or blueprint.speculation is None:
-        return tuple(lines)
-    plan, itemsize = blueprint.speculation, blueprint.dtype.itemsize
-    if graph:
-        rows, bound = graph * plan.num_draft_tokens, f"{_GRAPH} * num_draft_tokens"
-        lines.append(_line("logits of verify graphs", bound, rows, vocab * FLOAT32_BYTES))
-    feature_bytes = blueprint.draft.feature_size * itemsize
-    lines.append(
-        _line("features of the target", RANK_ROWS, budget.max_tokens_per_rank, feature_bytes)
-    )
-    return (*lines, *_Drafts(blueprint, blueprint.draft, plan, graph).lines())
+class HeldBytes:
+    """Bytes of the tensors that objects reach, each storage once, by the first who asks.
 
-
-def full_table(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
-    """Returns the whole table but for what only attention's library can say."""
-    return (
-        *budget_table(blueprint.budget),
-        *state_lines(blueprint),
-    )
-
-
-class _Drafts:
-    """Lines of a draft model.
-
-    R rows    S sequences of the largest graph, 0 without    D drafts on the longest path
-    K drafts that each step goes on from    N tokens that each sequence verifies    V, H of the draft
+    Models, attention and the KV pool are not entered on the way: they have lines of their own.
     """
 
-    def __init__(
-        self, blueprint: Blueprint, draft: DraftConfig, plan: SpeculationPlan, graph: int
-    ) -> None:
-        self._blueprint = blueprint
-        self._plan = plan
-        self._graph = graph
-        self._hidden_size = draft.layers.hidden_size
-        self._hidden_bytes = self._hidden_size * blueprint.dtype.itemsize
-        self._vocab_size = draft.vocab_size
-        self._is_drawn = blueprint.config.draft_sampling == "rejection"
-        self._is_multi = plan.algorithm == "multi_layer_eagle"
-        self._has_passes = plan.algorithm != "eagle" or plan.num_draft_steps > 1
+    _ENTERED = ("executor.runners.", "executor.graph.", "executor.speculative.", "executor.worker")
 
-    def lines(self) -> Iterator[BudgetLine]:
-        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.max_num_seqs
-        first_bytes = self._num_first * (INT64_BYTES + FLOAT32_BYTES)
-        state_bytes = first_bytes + (1 + plan.num_layers) * self._hidden_bytes
-        yield _line("drafts and hidden states of each row", _ROWS, num_rows, state_bytes)
-        if graph:
-            yield _line("drafts of graphs", _GRAPH, graph, self._room_bytes)
-            yield BudgetLine("inputs of draft graphs", _GRAPH, graph, self._input_bytes)
-        if graph and plan.algorithm == "eagle" and plan.is_tree:
-            masks = sum(step * plan.topk**2 for step in range(1, plan.num_draft_steps))
-            yield _line("tree masks of draft graphs", _GRAPH, graph, masks)
-        if self._is_drawn:
-            yield from self._probability_lines()
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
 
-    def _probability_lines(self) -> Iterator[BudgetLine]:
-        """Lines of rejection sampling, which needs what each draft was drawn from."""
-        plan, graph, num_rows = self._plan, self._graph, self._blueprint.config.max_num_seqs
-        draft_bytes = self._vocab_size * FLOAT32_BYTES
-        num_kept = plan.num_draft_steps if self._is_multi else 1
-        kept = "probabilities of the first drafts of each row"
-        yield _line(kept, f"{_ROWS} * drafts", num_rows * num_kept, draft_bytes)
-        if graph:
-            rows = graph * self._num_room_probs
-            yield _line(
-                "probabilities of drafts of graphs", f"{_GRAPH} * drafts", rows, draft_bytes
-            )
-        target_bytes = self._blueprint.model.vocab_size * FLOAT32_BYTES
-        num_seqs = self._blueprint.budget.max_num_seqs
-        p_rows, q_rows = num_seqs * plan.num_draft_tokens, num_seqs * (plan.num_draft_tokens - 1)
-        p_bytes = target_bytes * PROBABILITY_COPIES
-        yield _line("p of verified tokens, and work on it", _VERIFIED, p_rows, p_bytes)
-        yield _line("q of drafts", f"{_ROWS} * drafts", q_rows, target_bytes)
+    def of(self, *owners: object) -> int:
+        return sum(self._count(owner, is_owner=True) for owner in owners)
 
-    @property
-    def _num_first(self) -> int:
-        """Drafts that a step begins with: of the whole chain, or of the first level."""
-        return self._plan.num_draft_steps if self._is_multi else self._plan.topk
+    def _count(self, value: Any, *, is_owner: bool = False) -> int:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            return storage.nbytes() if self._is_new(storage.data_ptr()) else 0
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return sum(map(self._count, value))
+        kind = type(value)
+        if not (is_owner or f"{kind.__module__}.".startswith(self._ENTERED)):
+            return 0
+        if not self._is_new(id(value)):
+            return 0
+        names = [*getattr(value, "__dict__", ())]
+        names += [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+        return sum(self._count(getattr(value, name, None)) for name in names)
 
-    @property
-    def _room_bytes(self) -> int:
-        """What replays leave for each sequence, probabilities excepted."""
-        plan, num_bytes = self._plan, 0
-        if not self._is_multi and self._has_passes:  # tokens and parents
-            num_bytes += 2 * (plan.num_draft_tokens - 1) * INT64_BYTES
-        if plan.extends:
-            outputs = (plan.num_layers - 1) * plan.num_extend_rows
-            num_bytes += self._num_first * (INT64_BYTES + FLOAT32_BYTES)
-            num_bytes += (1 + outputs) * self._hidden_bytes
-        return num_bytes
-
-    @property
-    def _num_room_probs(self) -> int:
-        plan = self._plan
-        if self._is_multi:
-            return plan.num_draft_steps
-        drafted = plan.num_draft_tokens - 1 if self._has_passes else 0
-        return drafted + int(plan.extends)
-
-    @property
-    def _extend_widths(self) -> tuple[int, ...]:
-        """Rows of a sequence in draft-extends: behind a speculative step, and behind a decode."""
-        plan = self._plan
-        return (plan.num_extend_rows, plan.num_layers) if plan.extends else ()
-
-    @property
-    def _input_bytes(self) -> int:
-        """What the graphs of all phases read on the device, each kind once: phases share them."""
-        num_bytes: dict[tuple[str, int, torch.dtype], int] = {}
-        for slots, width in self._inputs():
-            for slot in slots:
-                if slot.device is None:
-                    numel = prod(slot.shape_fn(self._graph, self._graph * width))
-                    num_bytes[slot.name, numel, slot.dtype] = numel * slot.dtype.itemsize
-        return sum(num_bytes.values())
-
-    def _inputs(self) -> Iterator[tuple[list[GraphSlot], int]]:
-        """Yields what the graphs of each phase read, and their token rows per sequence."""
-        plan, dtype, hidden_size = self._plan, self._blueprint.dtype, self._hidden_size
-        if plan.algorithm == "eagle" and self._has_passes:
-            slots = eagle_draft_slots(
-                num_steps=plan.num_draft_steps,
-                topk=plan.topk,
-                hidden_size=hidden_size,
-                dtype=dtype,
-                drawn_vocab_size=self._vocab_size if self._is_drawn else 0,
-            )
-            yield slots, plan.topk
-        if plan.algorithm == "frozen_kv_mtp":
-            slots = frozen_kv_slots(
-                num_steps=plan.num_draft_steps,
-                hidden_size=hidden_size,
-                dtype=dtype,
-                is_drawn=self._is_drawn,
-            )
-            yield slots, plan.topk
-        for width in self._extend_widths:
-            slots = draft_extend_slots(
-                width=width,
-                hidden_size=hidden_size,
-                dtype=dtype,
-                num_layers=plan.num_layers,
-                is_drawn=self._is_drawn,
-            )
-            yield slots, width
+    def _is_new(self, key: int) -> bool:
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
 
 
-def _line(what: str, bound: str, tokens: int, bytes_per_token: int) -> BudgetLine:
-    return BudgetLine(what, bound, tokens, tokens * bytes_per_token)
+def held_lines(
+    blueprint: Blueprint,
+    *,
+    dispatcher: Dispatcher,
+    scratch: list[ExpertScratch],
+    sampler: Sampler,
+    runner: RunnerByLayout,
+    features: torch.Tensor | None,
+    drafts: Drafts | None,
+) -> tuple[BudgetLine, ...]:
+    """Returns what is kept on the device beside weights, attention and the buffers of collectives."""
+    budget, held = blueprint.budget, HeldBytes()
+    num_rows, graph = blueprint.config.max_num_seqs, max(blueprint.graph_sizes.decode, default=0)
+    bound, rows = f"{EXECUTOR_ROWS} * {budget.world_size} executors", dispatcher.max_rows
+    if rows > budget.max_gathered_tokens:
+        bound = f"{A2A_TOKENS} * ep_size={budget.ep_size}"
+    tokens = budget.max_tokens_per_rank
+    lines = [
+        BudgetLine("scratch of experts, for the rows of a pass", bound, rows, held.of(*scratch)),
+        BudgetLine("sampling state of each row", _ROWS, num_rows, held.of(sampler)),
+    ]
+    if drafts is not None:
+        lines += [
+            BudgetLine("features of the target", RANK_ROWS, tokens, held.of(features)),
+            BudgetLine("draft state of each row", _ROWS, num_rows, held.of(drafts.state)),
+            BudgetLine("buffers of draft runners", _GRAPH, graph, held.of(*drafts.runners)),
+        ]
+    lines.append(BudgetLine("buffers of runners", RANK_ROWS, tokens, held.of(runner)))
+    return (*lines, *step_lines(blueprint))
+
+
+def step_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
+    """Returns what comes and goes in a step that accepts drafts by what they were drawn from."""
+    plan, config = blueprint.speculation, blueprint.config
+    if plan is None or config.draft_sampling != "rejection":
+        return ()
+    rows = config.max_num_seqs * plan.num_draft_tokens
+    copies = rows * PROBABILITY_COPIES + config.max_num_seqs * (plan.num_draft_tokens - 1)
+    num_bytes = copies * blueprint.model.vocab_size * FLOAT32_BYTES
+    what, bound = "work on probabilities of verified tokens", f"{_ROWS} * num_draft_tokens"
+    return (BudgetLine(what, bound, rows, num_bytes),)
+
+
+def new_kv_pool(blueprint: Blueprint, device: torch.device) -> KVPool:
+    """Makes the KV pool of the target, without its blocks."""
+    config = blueprint.config
+    return KVPool(
+        blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology),
+        num_rows=config.max_num_seqs,
+        max_blocks_per_row=blueprint.max_blocks_per_row,
+        spill_blocks_per_row=blueprint.spill_blocks_per_row,
+        device=device,
+    )
+
+
+def num_kv_blocks(blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher) -> int:
+    """Returns how many blocks a pool is to have, once all else is made.
+
+    Raises:
+        ValueError: There is no memory for two beside all rows' spill blocks.
+    """
+    if blueprint.config.num_kv_blocks is not None:
+        return blueprint.config.num_kv_blocks
+    later = dispatcher.workspace_bytes + sum(line.bytes for line in step_lines(blueprint))
+    kv_bytes = blueprint.config.kv_cache_bytes or _free_kv_bytes(kv_pool.device, later)
+    block_bytes, num_spilled = kv_pool.all_bytes_per_block, kv_pool.num_spill_blocks
+    num_blocks = kv_bytes // block_bytes - num_spilled
+    if num_blocks < 2:
+        spilled = f", and {num_spilled} for drafts behind sequences' blocks" if num_spilled else ""
+        raise ValueError(
+            f"kv_cache_bytes={kv_bytes}: a block takes {block_bytes} bytes; need the scratch "
+            f"block and one more{spilled}, {(2 + num_spilled) * block_bytes} bytes"
+        )
+    return num_blocks
+
+
+def _free_kv_bytes(device: torch.device, later: int) -> int:
+    if device.type != "cuda":
+        return DEFAULT_CPU_KV_BYTES
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    return int(max(free - later, 0) * CUDA_KV_SHARE)

@@ -56,9 +56,15 @@ class DraftState:
         if vocab_size:
             size = (rows, count, vocab_size) if is_chain_known else (rows, vocab_size)
             self.probs = torch.zeros(size, dtype=torch.float32, device=device)
-        blocks = kv_pool.num_physical_blocks if plan.extends else 0
-        self._block_carries = torch.zeros(blocks, layers, hidden_size, dtype=dtype, device=device)
+        self._block_carries = torch.zeros(0, layers, hidden_size, dtype=dtype, device=device)
+        if plan.extends:
+            self._kv_pool = kv_pool
+            kv_pool.per_block(layers * hidden_size * dtype.itemsize, self._make_block_carries)
         self._block_size = kv_pool.block_size
+
+    def _make_block_carries(self) -> None:
+        size = (self._kv_pool.num_physical_blocks, *self._block_carries.shape[1:])
+        self._block_carries = self._block_carries.new_zeros(size)
 
     def start(self, rows: Int64Array, num_computed: Int64Array, last_blocks: Int64Array) -> None:
         """Gives rows that begin what their first tokens take.

@@ -319,12 +319,17 @@ class _WholePool:
     def __init__(self, kv_pool: KVPool, workspace: AttentionWorkspace, max_num_tokens: int) -> None:
         self._kv_pool = kv_pool
         self._max_num_tokens = max_num_tokens
-        blocks, size, device = kv_pool.num_physical_blocks, kv_pool.block_size, kv_pool.device
+        self._workspace = workspace
         self._slots = workspace.new_table(max_num_tokens, torch.int32)
         self._sequence = workspace.new_table(max_num_tokens, torch.int32)
-        self._kv_indices = workspace.counting(blocks)
-        self._kv_indptr = torch.tensor([0, blocks], dtype=torch.int32, device=device)
-        self._last_page_len = torch.tensor([size], dtype=torch.int32, device=device)
+        kv_pool.per_block(4, self._count_blocks)
+
+    def _count_blocks(self) -> None:
+        blocks, size = self._kv_pool.num_physical_blocks, self._kv_pool.block_size
+        table = partial(torch.tensor, dtype=torch.int32, device=self._kv_pool.device)
+        self._kv_indices = self._workspace.counting(blocks)
+        self._kv_indptr = table([0, blocks])
+        self._last_page_len = table([size])
 
     def of(self, num_tokens: int) -> torch.Tensor:
         """Returns room for the slots of a pass, int32 [num_tokens], always at the same address."""

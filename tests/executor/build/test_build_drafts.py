@@ -6,7 +6,6 @@ import pytest
 
 from executor.batch.kv_pool import KVPool
 from executor.build import drafts as build_drafts
-from executor.build import kv as build_kv
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -29,18 +28,18 @@ def test_the_draft_model_is_loaded_before_the_kv_pool_takes_what_memory_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ):
     made: list[str] = []
-    load, new_pool = build_drafts.load_draft_model, build_kv.KVPool
+    load, allocate = build_drafts.load_draft_model, KVPool.allocate
 
     def load_draft_model(*args: Any, **named: Any) -> Any:
         made.append("draft model")
         return load(*args, **named)
 
-    def kv_pool(*args: Any, **named: Any) -> KVPool:
+    def take(pool: KVPool, num_blocks: int) -> None:
         made.append("KV pool")
-        return new_pool(*args, **named)
+        allocate(pool, num_blocks)
 
     monkeypatch.setattr(build_drafts, "load_draft_model", load_draft_model)
-    monkeypatch.setattr(build_kv, "KVPool", kv_pool)
+    monkeypatch.setattr(KVPool, "allocate", take)
     build_worker(ExecutorConfig(draft_model=DRAFTS / "mtp", num_kv_blocks=20, **SETTINGS))
     assert made == ["draft model", "KV pool"]
 

@@ -1,7 +1,7 @@
 """If a line of the table is too small, the KV pool takes memory that something else needs later."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -12,21 +12,18 @@ from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.batch.kv_pool import KVPool
 from executor.batch.row_starts import PARAMETERS, RowStarts
 from executor.build import executor as build
-from executor.build import kv as build_kv
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker
-from executor.build.kv import CUDA_KV_SHARE, bytes_per_block
-from executor.build.memory import PROBABILITY_COPIES, state_lines
+from executor.build.memory import CUDA_KV_SHARE, PROBABILITY_COPIES, num_kv_blocks, step_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
-from executor.graph.slots import global_num_tokens_slots
+from executor.model.flashinfer.cutedsl import scratch_rows
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
 from executor.model.sampling.sampler import Sampler
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.runner_graphs import RunnerGraphs
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
@@ -66,95 +63,71 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Held:
-    """What draft runners hold, however they divide it among objects of theirs."""
-
-    def __init__(self, *runners: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.phases: list[RunnerGraphs] = []
-        self._seen: set[int] = set()
-        for runner in runners:
-            self._walk(runner)
-
-    def _walk(self, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, ForwardPass):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
-        elif isinstance(value, RunnerGraphs):
-            self.phases.append(value)
-        elif isinstance(value, dict):
-            self._walk_all(value.values())
-        elif isinstance(value, list | tuple):
-            self._walk_all(value)
-        elif type(value).__module__.startswith("executor.runners."):
-            own = vars(value)
-            self._walk_all(own[name] for name in own if name != "_target_ids")
-
-    def _walk_all(self, values: Any) -> None:
-        for value in values:
-            self._walk(value)
-
-    def inputs(self) -> Iterator[torch.Tensor]:
-        """Yields the buffers on the device, but for the few numbers that say how many rows run."""
-        counts = {"num_token_non_padded", *(slot.name for slot in COUNTS)}
-        for phase in self.phases:
-            for name in phase.registry.slot_names():
-                slot = phase.registry.get_slot(name)
-                if name not in counts and slot.device is None:
-                    yield slot.allocated()
-
-
-COUNTS = global_num_tokens_slots(
-    require_gathered_buffer=True, require_mlp_tp_gather=True, num_dp_ranks=2
+HELD = (
+    "scratch of experts, for the rows of a pass",
+    "sampling state of each row",
+    "features of the target",
+    "draft state of each row",
+    "buffers of draft runners",
+    "buffers of runners",
 )
 
 
-def bytes_of(tensors: Any) -> int:
-    """Returns the memory of tensors, that of views of one another once."""
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+class PeakMemory(TorchDispatchMode):
+    """Adds up the storages that operators make within it and that are still alive.
 
+    Attributes:
+        bytes: The most at once.
+    """
 
-def tensors_of(owner: Any) -> list[torch.Tensor]:
-    return [value for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._storages: WeakSet[Any] = WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in given:
+                self._storages.add(leaf.untyped_storage())
+        self.bytes = max(self.bytes, self.alive)
+        return out
+
+    @property
+    def alive(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-def test_the_table_has_the_bytes_of_what_is_kept(settings: dict[str, Any]) -> None:
-    config = ExecutorConfig(**(SETTINGS | settings))
-    worker, description = build_worker(config)
+def test_the_table_has_the_bytes_of_all_that_is_made_between_the_models_and_the_kv_blocks(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, made = PeakMemory(), []
+    new_kv_pool, num_kv_blocks = build.new_kv_pool, build.num_kv_blocks
+
+    def begin(*args: Any) -> KVPool:
+        pool = new_kv_pool(*args)
+        memory.__enter__()
+        return pool
+
+    def end(*args: Any) -> int:
+        memory.__exit__(None, None, None)
+        made.append(memory.alive)
+        return num_kv_blocks(*args)
+
+    monkeypatch.setattr(build, "new_kv_pool", begin)
+    monkeypatch.setattr(build, "num_kv_blocks", end)
+    worker, description = build_worker(ExecutorConfig(**(SETTINGS | settings)))
     told = {line.what: line.bytes for line in description.budget.lines}
-    assert worker._speculation is not None
-    speculator = worker._speculation.speculator
-    runner: Any = worker._runner
-    assert told["sampling state of each row"] == bytes_of(tensors_of(worker._sampler))
-    for name in ("decode", "verify"):
-        graphs = getattr(runner, f"_{name}")
-        logits = () if graphs is None else (graphs._logits,)
-        assert told.get(f"logits of {name} graphs", 0) == bytes_of(logits)
-    assert told["features of the target"] == bytes_of([speculator._features])
-
-    state = speculator._state
-    kept = [state.tokens, state.scores, state.hidden, state.carries]
-    assert told["drafts and hidden states of each row"] == bytes_of(kept)
-    probs = "probabilities of the first drafts of each row"
-    assert told.get(probs, 0) == bytes_of([] if state.probs is None else [state.probs])
-
-    held = Held(speculator._drafter, speculator._extender)
-    in_graphs = (
-        "drafts of graphs",
-        "tree masks of draft graphs",
-        "probabilities of drafts of graphs",
+    held = [told.get(what, 0) for what in HELD]
+    assert made == [sum(held)]
+    assert told["sampling state of each row"] == sum(
+        value.nbytes for value in vars(worker._sampler).values() if isinstance(value, torch.Tensor)
     )
-    assert sum(told.get(what, 0) for what in in_graphs) == bytes_of(held.tensors)
-    buffers = {buffer.data_ptr(): buffer.nbytes for buffer in held.inputs()}
-    assert told.get("inputs of draft graphs", 0) == sum(buffers.values())
-    assert bool(held.phases) == bool(config.decode_graphs == "on")
+    seen = ["max_num_seqs", "largest decode graph", "hidden states of"]
+    lines = [line for line in description.budget.lines if line.what in HELD]
+    assert all(line.bound.startswith(tuple(seen)) for line in lines), lines
 
 
 class CpuWithFlashInfer(Cpu):
@@ -163,8 +136,10 @@ class CpuWithFlashInfer(Cpu):
     def __init__(self) -> None:
         super().__init__("PASSIVE")
         self.ops = FlashInferOps(enable_pdl=False)
+        self._config = ExecutorConfig(**SETTINGS)
         self._workspace = AttentionWorkspace("cpu")
 
+    kernels: Any = Cuda.kernels
     attention: Any = Cuda.attention
     attention_lines: Any = Cuda.attention_lines
 
@@ -206,37 +181,6 @@ def test_all_attention_of_a_worker_shares_a_workspace_which_the_table_has(
     ]
 
 
-def test_a_bound_of_what_is_kept_is_a_setting_or_a_line() -> None:
-    for settings in WAYS.values():
-        blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | settings)))
-        seen = ["max_num_seqs", "largest decode graph", "hidden states of a DP rank"]
-        lines = state_lines(blueprint)
-        assert all(line.bound.startswith(tuple(seen)) for line in lines), lines
-        assert len({line.what for line in lines}) == len(lines)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Adds up the storages that operators make within it and that are still alive.
-
-    Attributes:
-        bytes: The most at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._storages: WeakSet[Any] = WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in given:
-                self._storages.add(leaf.untyped_storage())
-        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in self._storages))
-        return out
-
-
 def sampling_starts(num_rows: int) -> RowStarts:
     """Returns rows of which each goes through every filter."""
     none = np.zeros(0, dtype=np.int64)
@@ -274,24 +218,49 @@ def test_the_work_on_verified_probabilities_is_counted() -> None:
     assert round(memory.bytes / p.nbytes) == PROBABILITY_COPIES  # but for an entry or two per row
 
 
-@pytest.mark.parametrize("name", ["eagle drawn", "layers"])
-def test_the_kv_pool_leaves_memory_for_what_is_made_after_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = SETTINGS | WAYS[name] | {"num_kv_blocks": None}
-    blueprint = Blueprint.of(ExecutorConfig(**settings))
-    free, device = 1 << 30, torch.device("cuda")
+def cuda_blocks(settings: dict[str, Any], free: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how many blocks there would be on a GPU, of 100 bytes each."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
-    later = sum(line.bytes for line in state_lines(blueprint))
-    spilled = blueprint.config.max_num_seqs * blueprint.spill_blocks_per_row
-    taken = build_kv._num_kv_blocks(blueprint, device) + spilled
-    assert taken == int((free - later) * CUDA_KV_SHARE) // bytes_per_block(blueprint)
+    pool: Any = SimpleNamespace(
+        device=torch.device("cuda"), all_bytes_per_block=100, num_spill_blocks=0
+    )
+    blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | {"num_kv_blocks": None} | settings)))
+    dispatcher: Any = SimpleNamespace(workspace_bytes=1 << 28)
+    return num_kv_blocks(blueprint, pool, dispatcher)
 
 
-def test_without_memory_for_two_blocks_the_start_ends(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 1 << 30))
-    blueprint = Blueprint.of(ExecutorConfig(model=tiny_checkpoint))
+def test_the_kv_pool_leaves_memory_for_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The all-to-all's workspace did not fit at the first Join: nobody had left it any memory."""
+    free = 1 << 30
+    taken = cuda_blocks({}, free, monkeypatch)
+    assert taken == int((free - (1 << 28)) * CUDA_KV_SHARE) // 100
+    drawn = WAYS["eagle drawn"]
+    [work] = step_lines(Blueprint.of(ExecutorConfig(**(SETTINGS | drawn))))
+    taken = cuda_blocks(drawn, free, monkeypatch)
+    assert taken == int((free - (1 << 28) - work.bytes) * CUDA_KV_SHARE) // 100
+
+
+def test_without_memory_for_two_blocks_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="kv_cache_bytes=0: a block takes"):
-        build_kv._num_kv_blocks(blueprint, torch.device("cuda"))
+        cuda_blocks({}, 1000, monkeypatch)
+
+
+@pytest.mark.parametrize("moe_runner", ["cutlass", "cutedsl"])
+def test_the_table_has_the_scratch_of_experts_and_the_workspace_of_the_all_to_all(
+    moe_runner: str, library: CpuFlashInfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had rows of hidden states where CuTe-DSL has padded rows of F, and nothing of CUTLASS'."""
+    device = CpuWithFlashInfer()
+    monkeypatch.setattr(build, "open_device", lambda *_: device)
+    settings = {"dp_size": 2, "moe_a2a": "flashinfer", "moe_runner": moe_runner}
+    device._config = ExecutorConfig(**(SETTINGS | settings))
+    _worker, description = build_worker(device._config)
+    budget = Blueprint.of(device._config).budget
+    told = {line.what: line for line in description.budget.lines}
+    workspace = told["all-to-all workspace, tokens of an EP rank"]
+    assert (workspace.tokens, workspace.bytes) == (6, budget.a2a_workspace_bytes)
+    assert workspace.bound == "max_num_seqs * num_tokens_per_bs"
+    scratch = told["scratch of experts, for the rows of a pass"]
+    assert scratch.tokens == budget.max_gathered_tokens == 128
+    rows = {"cutlass": 128 * 2, "cutedsl": scratch_rows(128, 2, 4) * 128 * 2}[moe_runner]
+    assert scratch.bytes == rows
