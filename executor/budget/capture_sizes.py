@@ -1,8 +1,8 @@
-"""Which graph sizes to capture, and which one a batch replays. Pure.
+"""Graph sizes: those to capture, and the one that a batch replays. Pure.
 
 A decode size counts sequences, a prefill size counts token rows of one rank. The list that comes
-out of here is the one that is captured and the one that ``Describe`` carries: whoever picks a
-size picks from that very list.
+out of here is the one that is captured and the one that ``Describe`` carries, from
+which the router picks.
 """
 
 import math

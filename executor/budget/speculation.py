@@ -1,4 +1,4 @@
-"""How a draft model drafts: the widths of its phases, and the KV slots that they write."""
+"""Plan of speculative decoding: the widths of its phases, and the KV slots that they write."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ A2A_TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # SWITCH_TOP_K of its kern
 FLOAT32_BYTES = 4
 
 A2A_ALIGNMENT = 128  # bytes, of every region of its workspace
-_A2A_AUX_TOP_K = 22  # what its bookkeeping is sized for, whatever top_k is
+_A2A_AUX_TOP_K = 22  # its bookkeeping is sized for the largest
 _ROUTING_BYTES = 8  # per expert of a token: its id, int32, and its weight, float32
 
 

@@ -1,4 +1,4 @@
-"""What a device brings along: kernels, attention, a way to record graphs, filters for sampling.
+"""Devices: the kernels, attention, graph backend and sampling filters of a CPU or a GPU.
 
              CPU                     CUDA, with FlashInfer         CUDA, without
 operators    PyTorch                 FlashInfer                    PyTorch

@@ -1,4 +1,4 @@
-"""The draft model, its runners, and what drives them in a step.
+"""Draft model of an executor, its runners, and what drives them in a step.
 
 target ─▶ draft model ─┐
 target's KV pool ──────┼─▶ forward passes ─▶ drafter, extender ─▶ speculator, verifier

@@ -1,4 +1,4 @@
-"""Settings to objects: with its neighbours, the only place in the executor that constructs.
+"""Construction of an executor: with its neighbours, the only place that constructs.
 
 settings, checkpoints ─▶ blueprint ─▶ model ─────┐
                                   └─▶ KV pool ───┼─▶ forward pass ─▶ runners ─┬─▶ worker

@@ -1,4 +1,4 @@
-"""The target model's runners, with their registries and backends."""
+"""Runners of the target model, with their registries and backends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

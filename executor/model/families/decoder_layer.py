@@ -1,4 +1,4 @@
-"""The layers of a Qwen3-MoE model, of which drafts are built as well.
+"""Decoder layers of Qwen3-MoE, of which drafts are built as well.
 
 Where several executors share a DP rank's attention (attention TP), attention has some of the heads
 for all of its T rows; between attention calls an executor has some of the rows,
@@ -311,7 +311,7 @@ class Qwen3MoeDecoderLayer:
 
 
 def is_left_to_others(name: str, config: ModelConfig, topology: Topology) -> bool:
-    """Whether a tensor of such a layer is for another executor alone, so that it may be left unread.
+    """Whether a tensor of such a layer is only for another executor, so that it may be left unread.
 
     Args:
         name: In the checkpoint.

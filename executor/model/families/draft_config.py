@@ -1,4 +1,4 @@
-"""What a draft's config.json says beside its target's, with everything unsupported refused.
+"""Draft configuration: a draft's config.json beside its target's, all unsupported refused.
 
 layout      architecture                 tensors                              algorithm
 EAGLE3      LlamaForCausalLMEagle3       midlayer.*, fc, norm, lm_head, d2t   eagle

@@ -125,7 +125,7 @@ class PagedAttention:
     def workspace_size(self, table: PageTable) -> tuple[int, int]:
         """Returns the bytes of float and of int workspace that planning this batch needs.
 
-        With buffers they depend on the number of sequences alone, not on their lengths.
+        With buffers they depend on the number of sequences, not on their lengths.
         """
         num_float, num_int = self._wrapper.workspace_size(**self._arguments(table))
         return int(num_float), int(num_int)

@@ -1,1 +1,1 @@
-"""The parts that models share. A layer gets tensors and a DpLayout, never a request."""
+"""Layers that models share. A layer gets tensors and a DpLayout, never a request."""

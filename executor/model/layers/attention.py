@@ -1,4 +1,4 @@
-"""What a model asks of attention, and how a forward pass stops at each call of it.
+"""Attention backends as a model calls them, and a forward pass that stops at each call.
 
 T token rows    H query heads    N KV heads    D head width
 """
@@ -48,7 +48,7 @@ class Attention(Protocol):
         forward                           device    once per layer
 
     Attributes:
-        is_capturable: Whether ``forward`` is device work alone; if not, graphs break around it.
+        is_capturable: Whether ``forward`` is only device work; if not, graphs break around it.
     """
 
     is_capturable: bool

@@ -77,7 +77,7 @@ class FlashInferAttention:
         ops: The library.
         kv_pool: Keys, values and block table.
         num_heads: H, query heads.
-        workspace: The executor's, with whatever else attends on the same stream.
+        workspace: The executor's, which other attention on the same stream shares.
         max_num_tokens: Token rows of the largest pass.
         extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
             graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.

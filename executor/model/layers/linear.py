@@ -1,4 +1,4 @@
-"""A matrix product whose weight is laid out once, at load, for the device that runs it.
+"""Linear layer whose weight is laid out once, at load, for the device that runs it.
 
 On the CPU, oneDNN can reorder a weight into the order its kernels read; decode then streams it at
 the speed of memory, about twice that of ``F.linear`` (``tests/bench/executor/bench_cpu_model.py``). The two

@@ -7,7 +7,7 @@ runs on the core that called it: decode on two threads takes 60 % of the time th
 threads spin, a pool of one is faster: OpenMP's threads are there at once, and these would compete
 with them for the cores (``tests/bench/executor/bench_cpu_model.py``).
 
-Operators release the GIL. A piece computes the same whatever thread runs it, so results do not
+Operators release the GIL. A piece computes the same on any thread, so results do not
 depend on the number of threads.
 """
 

@@ -1,4 +1,4 @@
-"""Dispatch in which every rank sees every token and computes those of its own experts.
+"""All-gather dispatch: every rank sees every token and runs its own experts on them.
 
 Each rank routes its own tokens and sends the choice along with the hidden states, in the same
 collective. Routing gathered tokens again on every rank would spare 8 bytes per expert choice, but

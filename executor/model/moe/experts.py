@@ -1,4 +1,4 @@
-"""The weights of one layer's experts on one executor, as the device that runs them wants them.
+"""Expert weights of one layer on one executor, as the device that runs them reads them.
 
 Executors that hold the same experts (``moe_tp_size`` of them) have a share of the hidden columns of
 each: rows of gate and up, columns of down. What they compute adds up to the experts' results, which

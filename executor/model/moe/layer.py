@@ -274,7 +274,7 @@ def topk_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Picks each token's experts and their weights.
 
-    Softmax runs in float32 whatever the logits are: ties in bfloat16 pick other experts.
+    Softmax runs in float32 for logits of any type: ties in bfloat16 pick other experts.
 
     Args:
         logits_TE: Router logits, any float dtype.

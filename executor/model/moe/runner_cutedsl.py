@@ -50,7 +50,7 @@ class CuteDslSizing(ExpertScratch):
 
 
 class CuteDslMoERunner(StackedMoERunner):
-    """Runs all experts of a rank in one call, on the device alone.
+    """Runs all experts of a rank in one call, without the host.
 
     The sum over a row's experts has a fixed order: the faster variant, which adds as results come,
     is not asked for.

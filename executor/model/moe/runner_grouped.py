@@ -1,4 +1,4 @@
-"""Experts as two grouped matrix products: on the device alone, so that a graph can capture it.
+"""Experts as two grouped matrix products, without the host, so that a graph can capture them.
 
 Which rows go to which expert is never read on the host: rows are sorted by expert, and the products
 are told where each expert's rows end. Dimensions as in ``layer.py``.

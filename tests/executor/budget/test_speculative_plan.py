@@ -1,4 +1,4 @@
-"""How drafts are planned: what fits, what follows from it, and what is said of what does not."""
+"""Plans of speculative decoding: sizes that fit, their widths, and errors for the others."""
 
 import re
 from dataclasses import FrozenInstanceError

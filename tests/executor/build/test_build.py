@@ -1,4 +1,4 @@
-"""What an executor says that it captured must be what it captured: the router plans with it."""
+"""Described graph sizes are the captured ones: the router plans with them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the benchmarks time, count bytes and build a large model without a checkpoint."""
+"""Measurement for benchmarks: times, bytes, and a large model without a checkpoint."""
 
 import gc
 import statistics

@@ -1,4 +1,4 @@
-"""What has been run goes into RESULTS.md: rows of its tables are replaced, all else stays.
+"""Results of a run in RESULTS.md: rows of its tables are replaced, all else stays.
 
 A table is found by the heading above it, a row by its first cell. A row that nobody has run keeps
 what it says, so a partial run claims nothing about the rest.

@@ -1,4 +1,4 @@
-"""How large the suite's models, pools and batches are: on a GPU, and where a CPU stands in."""
+"""Sizes of the suite's models, pools and batches: on a GPU, and where a CPU stands in."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""What every dispatcher must do: cases, the dense authority, and what to compare.
+"""Cases that every dispatcher must pass, the dense authority, and the comparison.
 
 A case is one pass of all executors. ``run_case`` is one executor's part of it; executors may be
 processes or threads. ``wrong`` compares what all of them saw with every token going through its
