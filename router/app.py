@@ -31,7 +31,7 @@ from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector
-from router.telemetry.request_log import Observers, RequestLog
+from router.telemetry.request_log import RequestLog
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -56,7 +56,7 @@ async def run(config: RouterConfig) -> None:
     engines = Engines(
         Listeners(config.max_calls),
         failover_after_s=config.failover_after_s,
-        observer=Observers(observers),
+        observers=observers,
     )
     groups = [_connect(config, addresses) for addresses in config.groups]
     by_group = [

@@ -44,7 +44,7 @@ class Engines:
     Args:
         listeners: Where a call opens its listener, and closes it when its sequences have ended.
         failover_after_s: A group that is down for longer gives what it ran to another one.
-        observer: Told of every request that is taken; None: nobody.
+        observers: Told of every request that is taken, in this order.
 
     Attributes:
         measures: What became of requests, so far.
@@ -55,12 +55,12 @@ class Engines:
         listeners: Listeners,
         *,
         failover_after_s: float = 10.0,
-        observer: Observer | None = None,
+        observers: SequenceOf[Observer] = (),
     ) -> None:
         self.listeners = listeners
         self.measures = RequestMeasures()
         self._failover_after_s = failover_after_s
-        self._observer = observer
+        self._observers = observers
         self._engines: SequenceOf[Engine] = ()
         self._live: dict[str, Request] = {}
         self._is_shutting_down = False
@@ -118,8 +118,8 @@ class Engines:
             raise _overdue(request, "been taken")
         self._pick_engine(self._engines, request).submit(request)
         self._live[request.request_id] = request
-        if self._observer is not None:
-            self._observer.on_submit(request)
+        for observer in self._observers:
+            observer.on_submit(request)
         if request.deadline is not None:
             loop = asyncio.get_running_loop()
             request.expiry = loop.call_at(request.deadline, self._expire, request)
@@ -224,8 +224,8 @@ class Engines:
         request.listener.wake()
         if not request.is_live:
             del self._live[request.request_id]
-            if self._observer is not None:
-                self._observer.on_end(request)
+            for observer in self._observers:
+                observer.on_end(request)
             if request.expiry is not None:
                 request.expiry.cancel()
 

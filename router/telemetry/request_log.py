@@ -6,12 +6,10 @@ itself gave up have one: where they ran is asked when it is too late to turn a l
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import structlog
 
-from router.engine.engines import Observer
 from router.errors import ExecutorFailed, ShuttingDown
 from router.requests.request import Request, Sequence
 
@@ -57,23 +55,6 @@ class RequestLog:
                 prompt_tokens=len(request.prompt),
                 sequences=[_describe(sequence) for sequence in request.sequences],
             )
-
-
-class Observers:
-    """Tells several observers, in their order. Implements engines.Observer itself."""
-
-    def __init__(self, observers: SequenceOf[Observer]) -> None:
-        self._observers = observers
-
-    def on_submit(self, request: Request) -> None:
-        """A request was taken, by the call whose task this runs in."""
-        for observer in self._observers:
-            observer.on_submit(request)
-
-    def on_end(self, request: Request) -> None:
-        """Its last sequence has ended."""
-        for observer in self._observers:
-            observer.on_end(request)
 
 
 def _describe(sequence: Sequence) -> dict[str, Any]:

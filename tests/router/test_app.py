@@ -15,7 +15,7 @@ from router.api.health import Health
 from router.app import StopSignals, drain, server_options
 from router.client import Client, Unavailable
 from router.config import RouterConfig
-from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.fake_engines import FakeEngines, generation, listening, serve
 
 LONG_S = 600.0  # longer than any test here takes
 GROUPS = (("127.0.0.1:1",),)
@@ -229,13 +229,11 @@ async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str]]]:
         GenerateMany = Cancel = GetModel = GetStatus = None  # type: ignore[assignment]
 
     options = server_options(RouterConfig(groups=GROUPS, **settings))
-    server = grpc.aio.server(options=options)
-    serving_pb2_grpc.add_GenerationServiceServicer_to_server(Servicer(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        listening(generation(Servicer()), options=options) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
         yield serving_pb2_grpc.GenerationServiceStub(channel), peers
-    await server.stop(None)
 
 
 async def tokens_of(call: Any) -> list[int]:

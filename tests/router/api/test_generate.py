@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,12 +17,7 @@ from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, Sequence
-from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return byte_tokenizer(tmp_path)
+from tests.router.support.fake_engines import FakeEngines, serve
 
 
 @asynccontextmanager

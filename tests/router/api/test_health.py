@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from protos.transport.health import HealthServicer
 from router.api.health import SERVICE, Health, enable_reflection
 from router.client import Client, Rejected
-from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.fake_engines import FakeEngines, listening, serve
 
 Status = health_pb2.HealthCheckResponse
 READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
@@ -121,11 +121,10 @@ class StuckContext:
 
 
 async def test_reflection_lists_the_api():
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    enable_reflection(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        listening(enable_reflection) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
@@ -133,4 +132,3 @@ async def test_reflection_lists_the_api():
         names = [service.name for service in answer.list_services_response.service]
         assert SERVICE == "lockstep.serving.v1.GenerationService"
         assert {SERVICE, "grpc.health.v1.Health"} <= set(names)
-    await server.stop(grace=None)

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from grpc import StatusCode
-from tokenizers import decoders, models, pre_tokenizers
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
@@ -26,6 +24,7 @@ from router.requests.request import (
     StopConditions,
 )
 from router.scheduling.step import ServedModel
+from tests.router.support.fake_engines import byte_tokenizer
 
 MODEL = ServedModel(
     name="tiny-moe",
@@ -42,14 +41,7 @@ Change = Callable[[pb.GenerateRequest], object]
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_tokens(["<beyond>"])  # id 256, which the model lacks
-    inner.save(str(tmp_path / "tokenizer.json"))
-    return Tokenizer(tmp_path / "tokenizer.json")
+    return byte_tokenizer(tmp_path, added=["<beyond>"])  # id 256, which the model lacks
 
 
 async def read(

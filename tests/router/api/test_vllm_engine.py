@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
 from tests.repo.source import ROOT, imports_of, modules_of
-from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer
+from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.vllm_calls import (
     PROMPT,
     answers,
@@ -31,11 +31,6 @@ from tests.router.support.vllm_calls import (
 )
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return byte_tokenizer(tmp_path)
 
 
 def scored(token_id: int, *top_ids: int) -> TokenLogprob:

@@ -1,7 +1,6 @@
 """Gateway messages: each field of a request on its own."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,13 +11,8 @@ from protos.transport.errors import error_details
 from router.api.text.tokenizer import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request
-from tests.router.support.fake_engines import MODEL, FakeEngines, byte_tokenizer
+from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.vllm_calls import PROMPT, connected, failure, generate
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return byte_tokenizer(tmp_path)
 
 
 async def arrived(message: Any, tokenizer: Tokenizer | None = None) -> Request:

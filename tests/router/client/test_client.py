@@ -29,7 +29,13 @@ from router.client import (
 from router.errors import NotReady, QueueFull
 from router.requests.request import FinishReason
 from router.requests.request import TokenLogprob as EngineLogprob
-from tests.router.support.fake_engines import FakeEngines, byte_tokenizer, serve
+from tests.router.support.fake_engines import (
+    FakeEngines,
+    byte_tokenizer,
+    generation,
+    listening,
+    serve,
+)
 
 
 @asynccontextmanager
@@ -350,15 +356,8 @@ class Flaky(serving_pb2_grpc.GenerationServiceServicer):
 
 @asynccontextmanager
 async def flaky(servicer: Flaky) -> AsyncIterator[Client]:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with Client(f"127.0.0.1:{port}") as client:
-            yield client
-    finally:
-        await server.stop(grace=None)
+    async with listening(generation(servicer)) as target, Client(target) as client:
+        yield client
 
 
 async def test_a_router_that_is_not_ready_yet_is_asked_again():

@@ -1,14 +1,16 @@
 """A engines without engines, at the seam that the public API sees: tests play the executors."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError
@@ -148,28 +150,55 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Serves engines on loopback and yields the target to connect to."""
     servicer = GenerationServicer(engines, tokenizer, version="1.2.3")  # type: ignore[arg-type]
-    server = grpc.aio.server(
-        interceptors=[RequestReader(servicer.checks(), engines.measures.add_refusal)],
-        options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
-    )
-    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    if health is not None:
-        health.add_to(server)
+    services = [generation(servicer), *([] if health is None else [health.add_to])]
+    async with listening(*services, **front_of(servicer, engines)) as target:
+        yield target
+        await engines.idle()  # no call may leave anything behind
+
+
+@asynccontextmanager
+async def listening(
+    *services: Callable[[grpc.aio.Server], object],
+    interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+    options: Iterable[tuple[str, Any]] = (),
+) -> AsyncIterator[str]:
+    """Serves on loopback and yields the target to connect to; `services` add themselves."""
+    options = [*options, ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(interceptors=[*interceptors], options=options)
+    for add in services:
+        add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
-        await engines.idle()  # whatever the test did, no call may leave anything behind
     finally:
         await server.stop(grace=None)
 
 
-def byte_tokenizer(folder: Path) -> Tokenizer:
-    """One token per byte, ids 0 to 255 in the order of the characters that stand for them."""
+def generation(servicer: Any) -> Callable[[grpc.aio.Server], object]:
+    return partial(serving_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
+
+
+def front_of(servicer: GenerationServicer, engines: FakeEngines) -> dict[str, Any]:
+    """Returns what app.py gives the server besides services."""
+    reader = RequestReader(servicer.checks(), engines.measures.add_refusal)
+    return {"interceptors": [reader], "options": SERVER_OPTIONS}
+
+
+def byte_tokenizer(
+    folder: Path, *, special: Iterable[str] = (), added: Iterable[str] = ()
+) -> Tokenizer:
+    """One token per byte, ids 0 to 255 in the order of the characters that stand for them.
+
+    Args:
+        special, added: Further tokens, numbered on.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True) for token in special])
+    inner.add_tokens([AddedToken(token) for token in added])
     inner.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder / "tokenizer.json")

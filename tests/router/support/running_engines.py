@@ -1,8 +1,8 @@
-"""A engines whose one group really steps, over fake executors. For tests."""
+"""Engines of one group that steps, over fake executors."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,12 +20,12 @@ from tests.sim.fake_executors import FakeExecutors
 @asynccontextmanager
 async def running(
     dp_size: int = 2,
-    observer: Observer | None = None,
+    observers: Sequence[Observer] = (),
     sizes: dict[str, Any] | None = None,
     **faults: float,
 ) -> AsyncIterator[Engines]:
     """A engines whose group steps over executors that take 1 ms, and may have faults."""
-    engines = Engines(Listeners(max_listeners=50), observer=observer)
+    engines = Engines(Listeners(max_listeners=50), observers=observers)
     shape = make_shape(dp_size=dp_size, **(sizes or {}))
     executors = FakeExecutors(shape, random.Random(0), step_s=0.001, **faults)
     engine = Engine(

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from protos.transport.interceptors import RequestReader
-from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.generate import GenerationServicer
 from router.api.text.tokenizer import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 from router.requests.request import Sequence
-from tests.router.support.fake_engines import FakeEngines
+from tests.router.support.fake_engines import FakeEngines, front_of, listening
 
 PROMPT = [5, 6, 7]
 
@@ -28,10 +28,6 @@ async def connected(
     is_ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[Any]:
     generation = GenerationServicer(engines, tokenizer, version="1.2.3")  # type: ignore[arg-type]
-    server = grpc.aio.server(
-        interceptors=[RequestReader(generation.checks(), engines.measures.add_refusal)],
-        options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)],
-    )
     servicer = VllmEngineServicer(
         generation,
         engines,  # type: ignore[arg-type]
@@ -39,15 +35,11 @@ async def connected(
         "1.2.3",
         is_ready=is_ready,
     )
-    add_vllm_engine(server, servicer)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    add = partial(add_vllm_engine, servicer=servicer)
+    async with listening(add, **front_of(generation, engines)) as target:
+        async with grpc.aio.insecure_channel(target) as channel:
             yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        await engines.idle()  # whatever the test did, no call may leave anything behind
-    finally:
-        await server.stop(grace=None)
+        await engines.idle()  # no call may leave anything behind
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import structlog
 
 from router.errors import ShuttingDown
 from router.requests.request import Request
-from router.telemetry.request_log import Observers, RequestLog
+from router.telemetry.request_log import RequestLog
 from tests.router.support.running_engines import complete, running
 
 IDS = {"group": 0, "epoch": 7, "step_id": 41}
@@ -37,7 +37,7 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
     level: None, log: RequestLog
 ):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as engines:
+        async with running(dp_size=1, observers=[log]) as engines:
             await complete(engines, "mine", [1, 2, 3], max_tokens=5)
     taken, ended = [line for line in lines if line.get("request_id") == "mine"]
     assert {**taken, **IDS} == taken
@@ -53,7 +53,7 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
 @info
 async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as engines:
+        async with running(dp_size=1, observers=[log]) as engines:
             await complete(engines, "well", [1, 2, 3], max_tokens=5)
             cancelling = asyncio.create_task(complete(engines, "ill", [1, 2, 3], max_tokens=25))
             while engines.find("ill") is None:
@@ -66,7 +66,7 @@ async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, 
 @info
 async def test_what_this_router_gave_up_is_always_written(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
-        async with running(dp_size=1, observer=log) as engines:
+        async with running(dp_size=1, observers=[log]) as engines:
             waiting = asyncio.create_task(complete(engines, "cut", [1, 2, 3], max_tokens=25))
             while engines.find("cut") is None:
                 await asyncio.sleep(0.001)
@@ -90,7 +90,7 @@ async def test_every_observer_is_told_of_every_request():
             self.seen.append(f"-{request.request_id}")
 
     first, second = Told(), Told()
-    async with running(dp_size=1, observer=Observers([first, second])) as engines:
+    async with running(dp_size=1, observers=[first, second]) as engines:
         await complete(engines, "a", [1, 2], max_tokens=2)
     assert first.seen == second.seen == ["+a", "-a"]
 

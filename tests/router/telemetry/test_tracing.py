@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.api.generate import GenerationServicer
 from router.telemetry.tracing import CarrierInterceptor, Tracing, start_tracing
+from tests.router.support.fake_engines import generation, listening
 from tests.router.support.running_engines import complete, running
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -54,15 +56,13 @@ def message(request_id: str, max_tokens: int = 5, **fields: Any) -> serving_pb2.
 async def traced() -> AsyncIterator[Traced]:
     spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    async with running(dp_size=1, observer=Tracing(provider)) as engines:
-        server = grpc.aio.server(interceptors=[CarrierInterceptor()])
-        servicer = GenerationServicer(engines, None, "1")
-        serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with running(dp_size=1, observers=[Tracing(provider)]) as engines:
+        service = generation(GenerationServicer(engines, None, "1"))
+        async with (
+            listening(service, interceptors=[CarrierInterceptor()]) as target,
+            grpc.aio.insecure_channel(target) as channel,
+        ):
             yield Traced(serving_pb2_grpc.GenerationServiceStub(channel), spans)
-        await server.stop(None)
 
 
 async def test_a_request_has_one_span_with_its_times_in_order(traced: Traced):
@@ -151,15 +151,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
 
 
 async def test_spans_arrive_at_a_collector():
-    collector, server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    tracing = start_tracing(f"http://127.0.0.1:{port}")
-    async with running(dp_size=1, observer=tracing) as engines:
-        await complete(engines, "to-the-collector", [1, 2, 3], max_tokens=4)
-    await asyncio.to_thread(tracing.close)
-    await server.stop(None)
+    collector = Collector()
+    service = partial(trace_service_pb2_grpc.add_TraceServiceServicer_to_server, collector)
+    async with listening(service) as target:
+        tracing = start_tracing(f"http://{target}")
+        async with running(dp_size=1, observers=[tracing]) as engines:
+            await complete(engines, "to-the-collector", [1, 2, 3], max_tokens=4)
+        await asyncio.to_thread(tracing.close)
 
     [resource_spans] = collector.received
     resource = {a.key: a.value.string_value for a in resource_spans.resource.attributes}
@@ -174,7 +172,7 @@ async def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
 ):
     monkeypatch.setattr("router.telemetry.tracing.CLOSE_S", 0.01)
     tracing = start_tracing("http://127.0.0.1:1")
-    async with running(dp_size=1, observer=tracing) as engines:
+    async with running(dp_size=1, observers=[tracing]) as engines:
         request = await complete(engines, "to-nobody", [1, 2, 3], max_tokens=4)
     tracing.close()
     assert request.sequences[0].error is None

@@ -7,27 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models
 
 from router.api.text.output_text import OutputText
 from router.api.text.stop_strings import StopStrings
 from router.api.text.tokenizer import Tokenizer
 from router.requests.request import Int32Array
+from tests.router.support import fake_engines
 
 SAMPLE = "Grüße, 世界! 👩‍🚀 naïve\tend\n"
 
 
 @pytest.fixture
 def byte_tokenizer(tmp_path: Path) -> Tokenizer:
-    """One token per byte, a special token and two added ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken("<eos>", special=True)])
-    inner.add_tokens([AddedToken("<tool>"), AddedToken("two words €")])
-    return saved(inner, tmp_path)
+    return fake_engines.byte_tokenizer(tmp_path, special=["<eos>"], added=["<tool>", "two words €"])
 
 
 @pytest.fixture
