@@ -1,6 +1,6 @@
 """Benchmarks of this folder, run one after another, each in a process of its own.
 
-    python -m tests.bench [NAME ...]
+    python -m tests.bench [NAME ...]      such as router_step or bench_router_step
 
 Exits with 1 if one of them misses what it requires or fails; the others run all the same.
 """
@@ -14,10 +14,12 @@ from pathlib import Path
 def main() -> None:
     folder = Path(__file__).parent
     modules = {
-        path.stem: ".".join(path.relative_to(folder).with_suffix("").parts)
+        path.stem.removeprefix("bench_"): ".".join(path.relative_to(folder).with_suffix("").parts)
         for path in sorted(folder.rglob("bench_*.py"))
     }
-    names = sys.argv[1:] or list(modules)
+    names = [name.removeprefix("bench_") for name in sys.argv[1:]] or list(modules)
+    if unknown := [name for name in names if name not in modules]:
+        sys.exit(f"{', '.join(unknown)}: need some of {', '.join(modules)}")
     environment = {"GRPC_VERBOSITY": "ERROR", **os.environ}
     failed = []
     for name in names:

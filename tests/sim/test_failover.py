@@ -6,7 +6,7 @@ import random
 from router.engine.quarantine import PARTS
 from router.requests.request import Request, StopConditions
 from router.scheduling.step import GroupShape
-from tests.sim import virtual_clock
+from tests.router.support import virtual_clock
 from tests.sim.world import World
 
 FAILOVER_AFTER_S = 5.0

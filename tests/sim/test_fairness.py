@@ -4,18 +4,18 @@ import asyncio
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import DeadlineExceeded
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Request
 from router.requests.waiting_queue import Admission
 from router.scheduling.step import GroupShape
-from tests.sim import virtual_clock
-from tests.sim.fake_executors import FakeExecutors
+from tests.router.support import virtual_clock
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.requests import make_request
 
 ENDLESS_S = 1e6  # a level of priority that no wait makes up for
 LOAD_S = 8.0  # how long the others come
@@ -55,14 +55,11 @@ class Overloaded:
 
     def submit(self, name: str, priority: int, timeout_s: float | None = None) -> Request:
         now = asyncio.get_running_loop().time()
-        request = Request(
+        request = make_request(
+            [self.rng.randint(1, 49) for _ in range(8)],
+            self.engines.listeners.open(),
+            MAX_TOKENS,
             request_id=name,
-            prompt=np.array([self.rng.randint(1, 49) for _ in range(8)], np.int32),
-            sampling=SamplingParams(),
-            stop=StopConditions(max_tokens=MAX_TOKENS),
-            output=OutputOptions(),
-            listener=self.engines.listeners.open(),
-            arrival_time=now,
             priority=priority,
             deadline=None if timeout_s is None else now + timeout_s,
         )

@@ -3,19 +3,19 @@
 import asyncio
 import random
 
-import numpy as np
 import pytest
 
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorLeft
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Request
 from router.requests.waiting_queue import Admission
 from router.scheduling.step import NO_GRAPHS, GroupShape, StepResult
-from tests.sim import virtual_clock
-from tests.sim.fake_executors import FakeExecutors
-from tests.sim.fake_rank import expected_output
+from tests.router.support import virtual_clock
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.fake_rank import expected_output
+from tests.router.support.requests import make_request
 
 OVERDUE_S = 60.0
 PROMPT = [7, 3, 9]
@@ -75,15 +75,7 @@ class World:
             await asyncio.sleep(0.1)
 
     def submit(self) -> Request:
-        request = Request(
-            request_id="mine",
-            prompt=np.array(PROMPT, np.int32),
-            sampling=SamplingParams(),
-            stop=StopConditions(max_tokens=MAX_TOKENS),
-            output=OutputOptions(),
-            listener=self.engines.listeners.open(),
-            arrival_time=asyncio.get_running_loop().time(),
-        )
+        request = make_request(PROMPT, self.engines.listeners.open(), MAX_TOKENS)
         self.engines.submit(request)
         return request
 

@@ -14,8 +14,8 @@ import pytest
 from router.requests.request import StopConditions
 from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import GroupShape
-from tests.sim import virtual_clock
-from tests.sim.fake_executors import Poison
+from tests.router.support import virtual_clock
+from tests.router.support.fake_executors import Poison
 from tests.sim.world import World
 
 NUM_CHAOS_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "150"))

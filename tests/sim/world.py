@@ -17,8 +17,8 @@ from router.requests.waiting_queue import Admission
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
-from tests.sim.fake_executors import FakeExecutors, Poison
-from tests.sim.fake_rank import EOS, VOCAB_SIZE, expected_output
+from tests.router.support.fake_executors import FakeExecutors, Poison
+from tests.router.support.fake_rank import EOS, VOCAB_SIZE, expected_output
 
 Work = Coroutine[Any, Any, None]
 

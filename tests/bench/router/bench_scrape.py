@@ -16,18 +16,18 @@ import time
 import urllib.request
 from collections.abc import Callable
 
-import numpy as np
 from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listener, Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Request
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape
-from tests.sim.fake_executors import FakeExecutors
 
 
 async def run(num_ranks: int, num_scrapes: int) -> None:
@@ -83,15 +83,7 @@ def _cpu_s(work: Callable[[], object]) -> float:
 
 
 def _request(request_id: str, listener: Listener) -> Request:
-    return Request(
-        request_id=request_id,
-        prompt=np.arange(1, 9, dtype=np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(max_tokens=11_000),
-        output=OutputOptions(),
-        listener=listener,
-        arrival_time=asyncio.get_running_loop().time(),
-    )
+    return make_request(range(1, 9), listener, 11_000, request_id=request_id)
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from router.engine.quarantine import (
     accuse,
 )
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import Sequence
 from router.requests.waiting_queue import Admission
+from tests.router.support.requests import make_request
 from tests.router.support.stepper import Stepper, make_shape
 
 
@@ -30,14 +31,13 @@ class Line:
         sequences = []
         for _ in range(count):
             self._num_requests += 1
-            request = Request(
-                request_id=f"r{self._num_requests}",
-                prompt=np.array([1, 2, 3], np.int32),
-                sampling=SamplingParams(),
-                stop=StopConditions(max_tokens=100),
-                output=OutputOptions(),
-                listener=self._listener,
-                arrival_time=float(self._num_requests),
+            number = self._num_requests
+            request = make_request(
+                [1, 2, 3],
+                self._listener,
+                100,
+                request_id=f"r{number}",
+                arrival_time=float(number),
                 **fields,
             )
             self.quarantine.submit(request)

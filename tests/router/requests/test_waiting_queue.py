@@ -3,29 +3,20 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from router.errors import QueueFull
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Request
 from router.requests.waiting_queue import Admission
+from tests.router.support.requests import make_request
 
 READER = Listeners(max_listeners=1).open()
 NUMBERS = itertools.count()
 
 
-def make_request(num_tokens: int = 3, **fields: int) -> Request:
-    return Request(
-        request_id=str(next(NUMBERS)),
-        prompt=np.ones(num_tokens, dtype=np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(max_tokens=1),
-        output=OutputOptions(),
-        listener=READER,
-        arrival_time=0.0,
-        **fields,  # type: ignore[arg-type]
-    )
+def new_request(num_tokens: int = 3, **fields: int) -> Request:
+    return make_request([1] * num_tokens, READER, 1, request_id=str(next(NUMBERS)), **fields)
 
 
 def drain(admission: Admission) -> list[Request]:
@@ -37,7 +28,7 @@ def drain(admission: Admission) -> list[Request]:
 
 def test_priority_comes_before_arrival() -> None:
     admission = Admission(max_sequences=10, max_tokens=100)
-    low, first, second, high = (make_request(priority=p) for p in (-1, 0, 0, 7))
+    low, first, second, high = (new_request(priority=p) for p in (-1, 0, 0, 7))
     for request in (low, first, second, high):
         admission.submit(request)
     assert drain(admission) == [high, first, second, low]
@@ -45,11 +36,11 @@ def test_priority_comes_before_arrival() -> None:
 
 def test_a_preempted_sequence_goes_back_to_the_place_of_its_arrival() -> None:
     admission = Admission(max_sequences=2, max_tokens=6)
-    first, second = make_request(), make_request()
+    first, second = new_request(), new_request()
     admission.submit(first)
     preempted = admission.pop()
     admission.submit(second)
-    admission.submit(make_request())
+    admission.submit(new_request())
     admission.push(preempted)  # never refused, though the line is full
     assert admission.peek() is preempted
     assert len(admission) == 3
@@ -57,34 +48,34 @@ def test_a_preempted_sequence_goes_back_to_the_place_of_its_arrival() -> None:
 
 def test_continuations_are_lined_up_together_or_not_at_all() -> None:
     admission = Admission(max_sequences=4, max_tokens=100)
-    admission.submit(make_request(n=2))
+    admission.submit(new_request(n=2))
     with pytest.raises(QueueFull, match="max_waiting_sequences=4") as error:
-        admission.submit(make_request(n=3))
+        admission.submit(new_request(n=3))
     assert error.value.retry_delay_s is not None
     assert len(admission) == 2
-    second = make_request(n=2)
+    second = new_request(n=2)
     admission.submit(second)
     assert drain(admission)[2:] == [second, second]
 
 
 def test_too_many_waiting_tokens_are_refused_with_the_numbers() -> None:
     admission = Admission(max_sequences=10, max_tokens=10)
-    admission.submit(make_request(6))
+    admission.submit(new_request(6))
     with pytest.raises(QueueFull, match=r"6 prompt tokens wait and 5 more .*max_waiting_tokens=10"):
-        admission.submit(make_request(5))
-    admission.submit(make_request(4))
+        admission.submit(new_request(5))
+    admission.submit(new_request(4))
 
 
 def test_one_prompt_longer_than_the_line_may_wait_alone() -> None:
     admission = Admission(max_sequences=10, max_tokens=10)
-    admission.submit(make_request(50))
+    admission.submit(new_request(50))
     with pytest.raises(QueueFull):
-        admission.submit(make_request(1))
+        admission.submit(new_request(1))
 
 
 def test_a_discarded_sequence_leaves_at_once_and_never_comes_up() -> None:
     admission = Admission(max_sequences=1, max_tokens=10)
-    cancelled, other = make_request(), make_request()
+    cancelled, other = new_request(), new_request()
     admission.submit(cancelled)
     admission.discard(cancelled.sequences[0])
     admission.discard(cancelled.sequences[0])
@@ -101,7 +92,7 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
     for _ in range(300):
         match rng.choice(["submit", "pop", "push", "discard"]):
             case "submit":
-                request = make_request(
+                request = new_request(
                     rng.randint(1, 20), n=rng.randint(1, 3), priority=rng.randint(-1, 1)
                 )
                 try:
@@ -125,7 +116,7 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
 
 
 def submitted(admission: Admission, arrival_time: float, priority: int) -> Request:
-    request = make_request(priority=priority)
+    request = new_request(priority=priority)
     request.arrival_time = arrival_time
     admission.submit(request)
     return request
@@ -150,10 +141,10 @@ def test_without_a_head_start_priority_changes_nothing() -> None:
 def test_there_is_room_until_sequences_or_tokens_are_too_many() -> None:
     admission = Admission(max_sequences=2, max_tokens=10)
     assert admission.has_room
-    admission.submit(make_request(50))  # alone in line
+    admission.submit(new_request(50))  # alone in line
     assert not admission.has_room
     admission.pop()
-    admission.submit(make_request(4))
+    admission.submit(new_request(4))
     assert admission.has_room
-    admission.submit(make_request(4))
+    admission.submit(new_request(4))
     assert not admission.has_room

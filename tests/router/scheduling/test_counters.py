@@ -13,7 +13,7 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import Cancelled, QueueFull
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import Request, Sequence
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import (
     PHASES,
@@ -25,11 +25,11 @@ from router.scheduling.counters import (
 )
 from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import CapturedSizes, GroupShape, PaddingMode, RankResult, StepPlan
-from tests.router.scheduling.test_speculation import speculation
-from tests.router.support.stepper import Stepper, make_shape
-from tests.sim import virtual_clock
-from tests.sim.fake_executors import FakeExecutors
-from tests.sim.fake_rank import EOS, VOCAB_SIZE
+from tests.router.support import virtual_clock
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.fake_rank import EOS, VOCAB_SIZE
+from tests.router.support.requests import make_request
+from tests.router.support.stepper import Stepper, make_shape, speculation
 
 DP_SIZE = 3
 SHAPE = GroupShape(
@@ -90,14 +90,12 @@ class Run:
         await asyncio.sleep(self.rng.uniform(0, 3))
         rng = self.rng
         prompt = [rng.randint(1, VOCAB_SIZE - 1) for _ in range(rng.randint(1, 20))]
-        request = Request(
+        request = make_request(
+            prompt,
+            self.engines.listeners.open(),
+            rng.randint(1, 28),
             request_id=f"r{number}",
-            prompt=np.array(prompt, np.int32),
-            sampling=SamplingParams(),
-            stop=StopConditions(max_tokens=rng.randint(1, 28), stop_token_ids=(EOS,)),
-            output=OutputOptions(),
-            listener=self.engines.listeners.open(),
-            arrival_time=asyncio.get_running_loop().time(),
+            stop_token_ids=(EOS,),
             priority=rng.choice([0, 0, 5]),
         )
         self.requests.append(request)

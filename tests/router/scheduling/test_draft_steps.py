@@ -9,15 +9,24 @@ import pytest
 from router.requests.request import OutputOptions, SamplingParams
 from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
 from router.scheduling.step import CapturedSizes
-from tests.router.scheduling.test_speculation import speculation
-from tests.router.support.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, widths
-from tests.router.support.stepper import Stepper, make_shape
+from tests.router.support.stepper import (
+    PROMPT,
+    Stepper,
+    assert_right,
+    draft_stepper,
+    limits,
+    make_shape,
+    right_output,
+    speculation,
+    stop_at,
+    widths,
+)
 
 # ---- which steps draft, and what all ranks agree on
 
 
 def test_a_step_of_decodes_drafts_and_one_with_a_prompt_does_not() -> None:
-    world = stepper()
+    world = draft_stepper()
     first = world.submit(PROMPT, 9)
     assert widths([world.step(), world.step()]) == [0, 4]
     second = world.submit([4, 5], 2)
@@ -26,12 +35,12 @@ def test_a_step_of_decodes_drafts_and_one_with_a_prompt_does_not() -> None:
     assert mixed.batches[0].num_tokens is not None
     assert mixed.batches[0].num_tokens.tolist() == [1, 2]
     assert widths(world.run()) == [4]
-    assert_plain(first, second)
+    assert_right(first, second)
     world.check_idle()
 
 
 def test_a_chunk_on_one_rank_keeps_all_ranks_from_drafting() -> None:
-    world = stepper(dp_size=2, max_num_batched_tokens=32)
+    world = draft_stepper(dp_size=2, max_num_batched_tokens=32)
     for number in (1, 2):
         world.submit([number] * 3, 20)
     world.step()
@@ -43,7 +52,7 @@ def test_a_chunk_on_one_rank_keeps_all_ranks_from_drafting() -> None:
 
 
 def test_every_rank_counts_the_width_for_each_of_its_sequences() -> None:
-    world = stepper(dp_size=3, graph_sizes=CapturedSizes(decode=(1, 2, 4)))
+    world = draft_stepper(dp_size=3, graph_sizes=CapturedSizes(decode=(1, 2, 4)))
     for number in range(5):
         world.submit([1 + number] * 3, 20)
     world.step()
@@ -58,13 +67,13 @@ def test_every_rank_counts_the_width_for_each_of_its_sequences() -> None:
 
 
 def test_the_draft_model_runs_a_row_for_each_token_and_for_each_prompt_that_ends() -> None:
-    world = stepper(max_num_batched_tokens=32, dp_size=2)
+    world = draft_stepper(max_num_batched_tokens=32, dp_size=2)
     world.submit([1] * 40, 4)
     first, second = world.step(), world.step()
     agreements = [first.agreement, second.agreement]
     assert [sorted(a.global_num_tokens_for_draft) for a in agreements] == [[0, 32], [0, 8 + 1]]
     assert [sorted(a.global_num_sampled) for a in agreements] == [[0, 0], [0, 1]]
-    frozen = stepper(speculation=speculation(extends=False))
+    frozen = draft_stepper(speculation=speculation(extends=False))
     frozen.submit(PROMPT)
     assert frozen.step().agreement.global_num_tokens_for_draft == ()
 
@@ -76,13 +85,15 @@ def test_a_group_without_a_draft_model_is_planned_as_ever() -> None:
     assert len(plans) == 6
     assert not any(widths(plans))
     assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
-    assert_plain(request)
+    assert_right(request)
 
 
 def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blocks_for_it() -> (
     None
 ):
-    world = stepper(drafts=DraftSettings(is_on=False), speculation=speculation(kv_lookahead=4))
+    world = draft_stepper(
+        drafts=DraftSettings(is_on=False), speculation=speculation(kv_lookahead=4)
+    )
     request = world.submit([1] * 4, 6)
     first = world.step()
     assert world.table.num_blocks[0] == 1
@@ -90,7 +101,7 @@ def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blo
     assert not any(widths(plans))
     assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
     assert all(plan.agreement.global_num_sampled == () for plan in plans)
-    assert_plain(request)
+    assert_right(request)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blo
 def test_rows_that_need_more_than_a_length_gain_one_token_beside_those_that_draft(
     fields: dict[str, object],
 ) -> None:
-    world = stepper()
+    world = draft_stepper()
     careful = world.submit([7, 8], 6, **fields)  # type: ignore[arg-type]
     assert not any(widths([world.step(), world.step()]))  # nobody else is there: no drafts
     free = world.submit(PROMPT, 9)
@@ -113,26 +124,28 @@ def test_rows_that_need_more_than_a_length_gain_one_token_beside_those_that_draf
     assert plan.agreement.num_draft_tokens == 4
     assert limits(plan) == [1, 4]
     world.run()
-    assert_plain(careful, free)
+    assert_right(careful, free)
     if careful.output.logprobs:
-        assert [score.token_id for score in careful.sequences[0].logprobs] == plain(careful)
+        assert [score.token_id for score in careful.sequences[0].logprobs] == right_output(careful)[
+            0
+        ]
 
 
 def test_scores_go_to_their_tokens_behind_a_run_of_another_row() -> None:
     """The place of a token among all that came is not the place of its row any more."""
-    world = stepper()
+    world = draft_stepper()
     free = world.submit(PROMPT, 20)
     careful = world.submit([7, 8], 9, output=OutputOptions(logprobs=True))
     world.run(depth=2)
-    assert_plain(free, careful)
-    assert [score.token_id for score in careful.sequences[0].logprobs] == plain(careful)
+    assert_right(free, careful)
+    assert [score.token_id for score in careful.sequences[0].logprobs] == right_output(careful)[0]
 
 
 # ---- lengths that are not known yet
 
 
 def test_a_row_is_planned_from_its_upper_bound_and_what_it_did_not_gain_is_taken_back() -> None:
-    world = stepper(acceptance=0.0)
+    world = draft_stepper(acceptance=0.0)
     request = world.submit(PROMPT, 20)
     world.step()
     first, second = world.plan(), world.plan()
@@ -147,11 +160,11 @@ def test_a_row_is_planned_from_its_upper_bound_and_what_it_did_not_gain_is_taken
     world.check()
     assert world.table.num_computed[0] == 3 + 2
     world.run(depth=2)
-    assert_plain(request)
+    assert_right(request)
 
 
 def test_the_limit_falls_to_what_is_left_and_a_row_at_its_bound_waits() -> None:
-    world = stepper(acceptance=0.0)
+    world = draft_stepper(acceptance=0.0)
     request = world.submit(PROMPT, 8)
     world.step()
     assert [limits(plan) for plan in (world.plan(), world.plan()) if plan] == [[4], [3]]
@@ -161,24 +174,24 @@ def test_the_limit_falls_to_what_is_left_and_a_row_at_its_bound_waits() -> None:
     assert plan is not None
     assert limits(plan) == [3]
     world.run(depth=2)
-    assert_plain(request)
+    assert_right(request)
     world.check_idle()
 
 
 def test_a_last_token_alone_is_not_worth_a_draft() -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 6)
     assert widths(world.run()) == [0, 4, 0]
-    assert_plain(request)
+    assert_right(request)
 
 
 def test_the_budget_of_a_speculative_step_is_its_width_for_every_row() -> None:
     """Executors have room for it beside the budget, which bounds prompts."""
-    world = stepper(rows_per_rank=8, max_num_batched_tokens=8, max_num_logits=8)
+    world = draft_stepper(rows_per_rank=8, max_num_batched_tokens=8, max_num_logits=8)
     requests = [world.submit([number], 20) for number in range(1, 9)]
     plans = world.run(depth=2)
     assert max(max(plan.agreement.global_num_tokens) for plan in plans) == 8 * 4
-    assert_plain(*requests)
+    assert_right(*requests)
     step = next(plan.agreement for plan in plans if plan.limits is not None)
     with pytest.raises(AssertionError, match="planned 33 tokens on a rank; the budget is 32"):
         world.shape.check(replace(step, global_num_tokens=(33,)))
@@ -187,28 +200,30 @@ def test_the_budget_of_a_speculative_step_is_its_width_for_every_row() -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_output_is_that_of_plain_steps_at_any_depth(depth: int, acceptance: float) -> None:
-    world = stepper(acceptance, speculation=speculation(num_reserved_tokens=9, kv_lookahead=1))
+    world = draft_stepper(
+        acceptance, speculation=speculation(num_reserved_tokens=9, kv_lookahead=1)
+    )
     requests = [world.submit([n, 2 * n, 5], 5 + 6 * n) for n in (1, 2, 3, 4)]
     plans = world.run(depth)
     assert 4 in widths(plans)
-    assert_plain(*requests)
+    assert_right(*requests)
     world.check_idle()
 
 
 def test_accepted_drafts_save_steps() -> None:
-    world = stepper()
+    world = draft_stepper()
     world.submit(PROMPT, 41)
     assert len(world.run()) == 1 + 10
 
 
 def test_a_sequence_knows_what_was_offered_to_it_and_accepted() -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 9)
     world.run()
     progress = request.sequences[0].progress
     assert (progress.num_drafts, progress.num_accepted_drafts) == (6, 6)
 
-    refusing = stepper(0.0)
+    refusing = draft_stepper(0.0)
     request = refusing.submit(PROMPT, 4)
     refusing.run()
     progress = request.sequences[0].progress
@@ -216,7 +231,7 @@ def test_a_sequence_knows_what_was_offered_to_it_and_accepted() -> None:
 
 
 def test_tokens_that_come_together_have_no_time_between_them() -> None:
-    world = stepper()
+    world = draft_stepper()
     world.submit(PROMPT, 9)
     for now in (1.0, 2.0, 5.0):
         world.now = now
@@ -231,18 +246,35 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
 
 def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
     sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = stepper(0.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    world = draft_stepper(0.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
     request = world.submit(PROMPT, 990)
     runs = [(key, len(list(run))) for key, run in itertools.groupby(widths(world.run()))]
     assert runs[:5] == [(0, 1), (4, PROBE_STEPS), (0, PAUSE_STEPS), (4, PROBE_STEPS), (0, 445)]
-    assert_plain(request)
+    assert_right(request)
 
 
 def test_a_group_whose_drafts_are_accepted_goes_on_drafting() -> None:
     sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = stepper(1.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    world = draft_stepper(1.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
     world.submit(PROMPT, 990)
     assert set(widths(world.run())[1:-1]) == {4}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_comes_behind_a_stop_is_no_gain(depth: int) -> None:
+    """Of the first run of four, the third token stops; the step behind it runs for nobody."""
+    world = draft_stepper()
+    request = world.submit(PROMPT, 30, stop_token_ids=(stop_at(3),))
+    world.run(depth)
+    assert request.sequences[0].num_output_tokens == 4
+    assert world.scheduler.gate.tokens_per_step == 3.0
+
+
+def test_rows_without_a_stop_gain_all_that_they_are_given() -> None:
+    world = draft_stepper()
+    world.submit(PROMPT, 1 + 2 * speculation().max_gain)
+    world.run(2)
+    assert world.scheduler.gate.tokens_per_step == speculation().max_gain
 
 
 # ---- at random
@@ -253,7 +285,7 @@ def test_nothing_breaks_between_any_two_calls(seed: int) -> None:
     rng = random.Random(seed)
     num_steps = rng.choice([1, 3])
     width = 1 + num_steps * rng.choice([1, 2])
-    world = stepper(
+    world = draft_stepper(
         rng.choice([0.0, 0.4, 0.8, 1.0]),
         DraftSettings(min_tokens_per_step=1, prompt_steps_between=rng.choice([1, 2])),
         dp_size=rng.choice([1, 2]),
@@ -287,5 +319,5 @@ def test_nothing_breaks_between_any_two_calls(seed: int) -> None:
             world.commit()
         world.check()
     world.run(depth)
-    assert_plain(*requests)
+    assert_right(*requests)
     world.check_idle()

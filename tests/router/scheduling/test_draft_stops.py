@@ -8,27 +8,34 @@ import pytest
 from router.errors import Cancelled
 from router.requests.request import FinishReason
 from router.scheduling.sequence_table import NUM_STOP_IDS
-from tests.router.scheduling.test_scheduler import output_of
-from tests.router.support.draft_stepper import PROMPT, assert_plain, limits, plain, stepper, stop_at
-from tests.sim.fake_rank import VOCAB_SIZE, expected_output
+from tests.router.support.fake_rank import VOCAB_SIZE, expected_output
+from tests.router.support.stepper import (
+    PROMPT,
+    assert_right,
+    draft_stepper,
+    limits,
+    output_of,
+    right_output,
+    stop_at,
+)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("place", range(7))
 def test_a_stop_token_ends_the_output_wherever_in_a_run_it_stands(place: int, depth: int) -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 30, stop_token_ids=(stop_at(place),))
     other = world.submit([9, 9, 4], 25)
     world.run(depth)
     assert output_of(request)[0] == expected_output(PROMPT, 1 + place, ())
     assert request.sequences[0].finish_reason is FinishReason.STOP
     assert request.sequences[0].stop_token_id == stop_at(place)
-    assert_plain(other)
+    assert_right(other)
     world.check_idle()
 
 
 def test_of_two_stop_tokens_in_a_run_the_first_counts() -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 30, stop_token_ids=(stop_at(4), stop_at(2)))
     world.run()
     assert request.sequences[0].stop_token_id == stop_at(2)
@@ -37,28 +44,28 @@ def test_of_two_stop_tokens_in_a_run_the_first_counts() -> None:
 
 def test_below_its_least_length_a_sequence_gains_one_token_at_a_time() -> None:
     """Which stop tokens are suppressed changes within a run, and drafts do not know it."""
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 30, min_tokens=3)
     other = world.submit([5, 5], 30)
     world.step()
     assert [limits(world.step()) for _ in range(3)] == [[1, 4], [1, 4], [4, 4]]
     world.run()
-    assert_plain(request, other)
+    assert_right(request, other)
 
 
 @pytest.mark.parametrize("min_tokens", [3, 4, 5])
 def test_no_stop_token_counts_below_the_least_length_also_inside_a_run(min_tokens: int) -> None:
-    world = stepper()
+    world = draft_stepper()
     output = expected_output(PROMPT, 40, ())
     stops = (output[2], output[3], output[4])
     request = world.submit(PROMPT, 30, stop_token_ids=stops, min_tokens=min_tokens)
     world.run()
     assert len(output_of(request)[0]) == min_tokens
-    assert_plain(request)
+    assert_right(request)
 
 
 def test_many_stop_tokens_cut_a_run_as_few_do() -> None:
-    world = stepper()
+    world = draft_stepper()
     unseen = tuple(range(VOCAB_SIZE, VOCAB_SIZE + NUM_STOP_IDS))
     request = world.submit(PROMPT, 30, stop_token_ids=(*unseen, stop_at(3)))
     world.run()
@@ -79,7 +86,7 @@ class Text:
 
 
 def test_a_stop_string_cuts_a_run_and_sees_nothing_of_what_follows() -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 30, has_stop_strings=True)
     text = request.sequences[0].text = Text(stop_at(6))
     world.run(depth=2)
@@ -89,7 +96,7 @@ def test_a_stop_string_cuts_a_run_and_sees_nothing_of_what_follows() -> None:
 
 
 def test_a_listener_gets_each_run_whole_and_nothing_behind_a_stop() -> None:
-    world = stepper()
+    world = draft_stepper()
     stopping = world.submit(PROMPT, 30, stop_token_ids=(stop_at(6),), is_columnar=True)
     going_on = world.submit([9, 9, 4], 9, is_columnar=True)
     got: dict[int, list[int]] = {stopping.tag: [], going_on.tag: []}
@@ -104,11 +111,11 @@ def test_a_listener_gets_each_run_whole_and_nothing_behind_a_stop() -> None:
     assert sizes == [[1, 1], [4, 4], []]  # both end in the third: the rest comes with the end
     for request in (stopping, going_on):
         got[request.tag] += request.sequences[0].take_tokens().tolist()
-        assert got[request.tag] == output_of(request)[0] == plain(request)
+        assert got[request.tag] == output_of(request)[0] == right_output(request)[0]
 
 
 def test_a_cancelled_sequence_gets_nothing_of_a_run_that_comes_later() -> None:
-    world = stepper()
+    world = draft_stepper()
     request = world.submit(PROMPT, 30)
     other = world.submit([4, 4], 12)
     world.step()
@@ -118,5 +125,5 @@ def test_a_cancelled_sequence_gets_nothing_of_a_run_that_comes_later() -> None:
     world.commit()
     assert len(output_of(request)[0]) == 1
     world.run(depth=2)
-    assert_plain(other)
+    assert_right(other)
     world.check_idle()

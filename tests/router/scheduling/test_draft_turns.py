@@ -8,9 +8,7 @@ from router.requests.request import Request, SamplingParams
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, TURN_ROWS, DraftSettings
 from router.scheduling.step import BatchMode, StepPlan
-from tests.router.scheduling.test_speculation import speculation
-from tests.router.support.draft_stepper import assert_plain, limits, stepper
-from tests.router.support.stepper import Stepper
+from tests.router.support.stepper import Stepper, assert_right, draft_stepper, limits, speculation
 
 LONG = {"max_model_len": 4000, "num_blocks": 9000, "rows_per_rank": 16}
 
@@ -50,30 +48,30 @@ def kinds(plans: list[StepPlan]) -> str:
 
 @pytest.mark.parametrize("between", [1, 2, 3])
 def test_where_prompts_never_cease_every_so_many_steps_one_drafts(between: int) -> None:
-    world = stepper(drafts=turns(between), **LONG)
+    world = draft_stepper(drafts=turns(between), **LONG)
     requests = decoding(world)
     world.step()
     plans = list(under_prompts(world, 12))
     assert kinds(plans) == (("P" * between + "D") * 12)[:12]
     world.run(depth=2)
-    assert_plain(*requests)
+    assert_right(*requests)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_turns_go_by_the_order_in_which_steps_are_planned(depth: int) -> None:
-    world = stepper(0.5, turns(1), max_num_batched_tokens=16, **LONG)
+    world = draft_stepper(0.5, turns(1), max_num_batched_tokens=16, **LONG)
     decodes = decoding(world)
     prompt = world.submit([5] * 100, 9)
     plans = world.run(depth)
     num_prompt_steps = sum(plan.agreement.has_extend for plan in plans)
     assert num_prompt_steps > 5
     assert kinds(plans)[: 2 * num_prompt_steps] == "DP" * num_prompt_steps
-    assert_plain(*decodes, prompt)
+    assert_right(*decodes, prompt)
     world.check_idle()
 
 
 def test_a_step_without_prompts_begins_the_count_anew() -> None:
-    world = stepper(drafts=turns(2), **LONG)
+    world = draft_stepper(drafts=turns(2), **LONG)
     decoding(world)
     assert kinds([world.step()]) == "D"  # nobody waits: no turn, but a step like it
     assert kinds(list(under_prompts(world, 1))) == "P"
@@ -82,7 +80,7 @@ def test_a_step_without_prompts_begins_the_count_anew() -> None:
 
 
 def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
-    world = stepper(drafts=turns(1), dp_size=2, max_num_batched_tokens=16, **LONG)
+    world = draft_stepper(drafts=turns(1), dp_size=2, max_num_batched_tokens=16, **LONG)
     decoding(world)
     world.submit([9] * 80, 1)
     plans = [world.step() for _ in range(8)]
@@ -97,7 +95,7 @@ def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
 
 
 def test_who_comes_in_a_turn_is_bound_at_once_and_runs_in_the_next_step() -> None:
-    world = stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=turns(1), **LONG)
     decoding(world)
     late = world.submit([8, 8, 8], 3)
     turn = world.step()
@@ -112,7 +110,7 @@ def test_who_comes_in_a_turn_is_bound_at_once_and_runs_in_the_next_step() -> Non
 
 
 def test_a_great_number_lets_prompts_always_go_first() -> None:
-    world = stepper(drafts=turns(10**6), **LONG)
+    world = draft_stepper(drafts=turns(10**6), **LONG)
     decoding(world)
     assert kinds(list(under_prompts(world, 20))) == "P" * 20
 
@@ -121,23 +119,23 @@ def test_a_great_number_lets_prompts_always_go_first() -> None:
 
 
 def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
-    world = stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=turns(1), **LONG)
     penalty = SamplingParams({"presence_penalty": 0.5})
     careful = [world.submit([number, 9], 200, sampling=penalty) for number in range(1, 9)]
     world.step()
     assert kinds(list(under_prompts(world, 6))) == "P" * 6
     world.run()
-    assert_plain(*careful)
+    assert_right(*careful)
 
 
 def test_no_turn_is_taken_for_last_tokens() -> None:
-    world = stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=turns(1), **LONG)
     decoding(world, max_tokens=2, count=8)
     assert kinds(list(under_prompts(world, 3))) == "PPP"
 
 
 def test_no_turn_is_taken_for_few_sequences_while_many_wait() -> None:
-    world = stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=turns(1), **LONG)
     decoding(world, count=2 * TURN_ROWS - 1)
     assert kinds(list(under_prompts(world, 4, num_new=2))) == "PPPP"
     world.step()  # nobody waits
@@ -148,17 +146,17 @@ def test_no_turn_is_taken_for_few_sequences_while_many_wait() -> None:
 def test_no_turn_counts_on_a_sequence_that_has_just_lost_its_place() -> None:
     """Of two prompts that matter more, one gets the last row, and the other one of a sequence."""
     sizes = LONG | {"rows_per_rank": TURN_ROWS + 1, "block_size": 16}
-    world = stepper(drafts=turns(1), **sizes)
+    world = draft_stepper(drafts=turns(1), **sizes)
     decodes = decoding(world)
     prompts = [world.submit([30 + number] * 3, 2, priority=9) for number in range(2)]
     assert kinds([world.step()]) == "P"
     assert sum(world.scheduler.num_preemptions) == 1
     world.run(depth=2)
-    assert_plain(*decodes, *prompts)
+    assert_right(*decodes, *prompts)
 
 
 def test_while_drafts_do_not_pay_prompts_run_and_the_pause_ends_all_the_same() -> None:
-    world = stepper(0.0, turns(1, min_tokens_per_step=1.5), **LONG)
+    world = draft_stepper(0.0, turns(1, min_tokens_per_step=1.5), **LONG)
     decoding(world, 3900)
     seen = kinds(list(under_prompts(world, 2 * PROBE_STEPS + PAUSE_STEPS + 4)))
     probe = "DP" * PROBE_STEPS
@@ -182,7 +180,7 @@ def short_of_blocks(
         later: Tokens of prompts that have come since.
         num_more_rows: Of each rank, beside those of its NUM_DECODES sequences.
     """
-    world = stepper(
+    world = draft_stepper(
         drafts=turns(1),
         num_blocks=1 + num_blocks,
         max_model_len=60,
@@ -211,7 +209,7 @@ def finish(world: Stepper, requests: list[Request]) -> None:
     """Runs what is left, and checks that nobody has paid for drafts."""
     world.run(depth=2)
     assert sum(world.scheduler.num_preemptions) == 0
-    assert_plain(*requests)
+    assert_right(*requests)
     world.check_idle()
 
 

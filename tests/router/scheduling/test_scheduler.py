@@ -9,28 +9,9 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
-from router.scheduling.step import PaddingMode, StepPlan
-from tests.router.support.stepper import Stepper, make_shape
-from tests.sim.fake_rank import EOS, expected_output
-
-
-def output_of(request: Request) -> list[list[int]]:
-    return [s.tokens[s.num_prompt_tokens : s.num_tokens].tolist() for s in request.sequences]
-
-
-def token_counts(plan: StepPlan) -> tuple[int, ...]:
-    return plan.agreement.global_num_tokens
-
-
-def assert_right(request: Request) -> None:
-    """Asserts that each continuation ended with the tokens that the fake model gives."""
-    stop = request.stop
-    for sequence, tokens in zip(request.sequences, output_of(request), strict=True):
-        assert sequence.error is None
-        assert tokens == expected_output(
-            request.prompt.tolist(), stop.max_tokens, stop.stop_token_ids, sequence.seed
-        )
-
+from router.scheduling.step import PaddingMode
+from tests.router.support.fake_rank import EOS, expected_output
+from tests.router.support.stepper import Stepper, assert_right, make_shape, output_of, token_counts
 
 # ---- prompts
 
@@ -356,8 +337,7 @@ def test_the_youngest_sequence_gives_way_and_continues_where_it_was() -> None:
     old, young = (world.submit([n] * 12, max_tokens=20) for n in (1, 2))
     world.run(depth=2)
     assert [r.sequences[0].progress.num_preemptions for r in (old, young)] == [0, 1]
-    assert_right(old)
-    assert_right(young)
+    assert_right(old, young)
     world.check_idle()
 
 
@@ -367,8 +347,7 @@ def test_priority_counts_before_age_when_somebody_must_give_way() -> None:
     world.run(depth=2)
     assert old.sequences[0].progress.num_preemptions == 1
     assert young.sequences[0].progress.num_preemptions == 0
-    assert_right(old)
-    assert_right(young)
+    assert_right(old, young)
 
 
 def test_a_more_important_request_takes_the_place_of_a_running_one() -> None:
@@ -378,8 +357,7 @@ def test_a_more_important_request_takes_the_place_of_a_running_one() -> None:
     high = world.submit([4, 5, 6], max_tokens=5, priority=1)
     world.run(depth=2)
     assert world.ended == [high.sequences[0], low.sequences[0]]
-    assert_right(low)
-    assert_right(high)
+    assert_right(low, high)
     assert low.sequences[0].progress.num_preemptions == 1
 
 
@@ -420,8 +398,7 @@ def test_a_group_that_is_lost_leaves_its_sequences_waiting_with_their_tokens() -
     for sequence in sequences:
         after.admission.push(sequence)
     after.run(depth=2)
-    for request in requests:
-        assert_right(request)
+    assert_right(*requests)
 
 
 # ---- everything at once

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from router.requests.listeners import Listener, Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import Sequence
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
+from tests.router.support.requests import make_request
 
 NO_BLOCKS = np.zeros(0, dtype=np.int32)
 
@@ -21,18 +22,8 @@ def make_table(dp_size: int = 2, rows_per_rank: int = 3) -> SequenceTable:
 def make_sequence(
     prompt: list[int], listener: Listener, tag: int = 0, stop_token_ids: tuple[int, ...] = ()
 ) -> Sequence:
-    request = Request(
-        request_id=f"r{tag}",
-        prompt=np.array(prompt, dtype=np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(max_tokens=20, min_tokens=1, stop_token_ids=stop_token_ids),
-        output=OutputOptions(),
-        listener=listener,
-        arrival_time=0.0,
-        tag=tag,
-        is_columnar=True,
-    )
-    return request.sequences[0]
+    fields = {"min_tokens": 1, "stop_token_ids": stop_token_ids, "is_columnar": True}
+    return make_request(prompt, listener, 20, tag=tag, **fields).sequences[0]
 
 
 @pytest.fixture

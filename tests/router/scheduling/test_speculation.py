@@ -14,18 +14,7 @@ from router.scheduling.speculation import (
     DraftSettings,
     GateState,
 )
-from router.scheduling.step import SpeculationShape
-
-
-def speculation(**fields: Any) -> SpeculationShape:
-    """A chain of three drafts, unless told otherwise."""
-    defaults = {
-        "algorithm": "eagle",
-        "num_draft_tokens": 4,
-        "num_draft_steps": 3,
-        "num_reserved_tokens": 4,
-    }
-    return SpeculationShape(**{**defaults, **fields})
+from tests.router.support.stepper import speculation
 
 
 def gate_of(min_tokens_per_step: float = 1.5, *, is_on: bool = True) -> DraftGate:

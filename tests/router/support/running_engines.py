@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Request
 from router.requests.waiting_queue import Admission
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape
-from tests.sim.fake_executors import FakeExecutors
 
 
 @asynccontextmanager
@@ -47,15 +46,7 @@ async def running(
 
 
 async def complete(engines: Engines, name: str, prompt: list[int], max_tokens: int) -> Request:
-    request = Request(
-        request_id=name,
-        prompt=np.array(prompt, np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(max_tokens=max_tokens),
-        output=OutputOptions(),
-        listener=engines.listeners.open(),
-        arrival_time=asyncio.get_running_loop().time(),
-    )
+    request = make_request(prompt, engines.listeners.open(), max_tokens, request_id=name)
     engines.submit(request)
     while request.is_live:
         await request.listener.wait()

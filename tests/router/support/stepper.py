@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import Request, Sequence
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import GroupMeasures
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import DraftCounts, DraftSettings
-from router.scheduling.step import GroupShape, StepPlan
-from tests.sim.fake_rank import FakeRank
+from router.scheduling.step import GroupShape, SpeculationShape, StepPlan
+from tests.router.support.fake_rank import FakeRank, expected_output
+from tests.router.support.requests import make_request
 
 
 def make_shape(**sizes: Any) -> GroupShape:
@@ -30,6 +31,17 @@ def make_shape(**sizes: Any) -> GroupShape:
         "max_model_len": 48,
     }
     return GroupShape(dp_size=dp_size, num_blocks=(num_blocks,) * dp_size, **{**defaults, **sizes})
+
+
+def speculation(**fields: Any) -> SpeculationShape:
+    """A chain of three drafts, unless told otherwise."""
+    defaults = {
+        "algorithm": "eagle",
+        "num_draft_tokens": 4,
+        "num_draft_steps": 3,
+        "num_reserved_tokens": 4,
+    }
+    return SpeculationShape(**{**defaults, **fields})
 
 
 class Stepper:
@@ -80,31 +92,12 @@ class Stepper:
         self,
         prompt: SequenceOf[int],
         max_tokens: int = 4,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        min_tokens: int = 0,
-        output: OutputOptions | None = None,
-        sampling: SamplingParams | None = None,
-        has_stop_strings: bool = False,
         **fields: Any,
     ) -> Request:
+        """Submits a request; see `make_request`."""
         number = next(self._numbers)
-        request = Request(
-            request_id=f"r{number}",
-            prompt=np.array(prompt, dtype=np.int32),
-            sampling=sampling or SamplingParams(),
-            stop=StopConditions(
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-                has_stop_strings=has_stop_strings,
-            ),
-            output=output or OutputOptions(),
-            listener=self.listener,
-            arrival_time=self.now,
-            tag=number,
-            **fields,
-        )
+        fields = {"request_id": f"r{number}", "tag": number, "arrival_time": self.now, **fields}
+        request = make_request(prompt, self.listener, max_tokens, **fields)
         self.admission.submit(request)
         return request
 
@@ -172,3 +165,56 @@ class Stepper:
         assert len(self.admission) == self.admission.num_tokens == 0
         assert (self.table.status == RowStatus.FREE).all()
         assert all(cache.pool.num_used == 0 for cache in self.scheduler.caches)
+
+
+CHAIN = speculation()
+PROMPT = [1, 2, 3]
+ALWAYS = DraftSettings(min_tokens_per_step=1)
+
+
+def draft_stepper(
+    acceptance: float = 1.0, drafts: DraftSettings = ALWAYS, **sizes: object
+) -> Stepper:
+    """A stepper whose group drafts."""
+    shape = make_shape(**{"speculation": CHAIN, **sizes})
+    return Stepper(shape, acceptance=acceptance, drafts=drafts)
+
+
+def output_of(request: Request) -> list[list[int]]:
+    return [s.tokens[s.num_prompt_tokens : s.num_tokens].tolist() for s in request.sequences]
+
+
+def right_output(request: Request) -> list[list[int]]:
+    """What each continuation must give: the fake model's tokens up to the stop."""
+    stop, prompt = request.stop, request.prompt.tolist()
+    return [
+        expected_output(prompt, stop.max_tokens, stop.stop_token_ids, s.seed, stop.min_tokens)
+        for s in request.sequences
+    ]
+
+
+def assert_right(*requests: Request) -> None:
+    """Asserts that each continuation ended with the tokens that it must give."""
+    for request in requests:
+        assert not any(sequence.error for sequence in request.sequences)
+        assert output_of(request) == right_output(request)
+
+
+def token_counts(plan: StepPlan) -> tuple[int, ...]:
+    return plan.agreement.global_num_tokens
+
+
+def widths(plans: list[StepPlan]) -> list[int]:
+    return [plan.agreement.num_draft_tokens for plan in plans]
+
+
+def limits(plan: StepPlan) -> list[int]:
+    assert plan.limits is not None
+    return plan.limits.tolist()
+
+
+def stop_at(place: int, prompt: SequenceOf[int] = PROMPT) -> int:
+    """A token that an output has at this place and not before, so that it can be a stop token."""
+    output = expected_output(prompt, 40, ())
+    assert output[place] not in output[:place]
+    return output[place]

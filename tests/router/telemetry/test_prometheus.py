@@ -25,11 +25,10 @@ from router.errors import InvalidRequest, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
-from tests.router.scheduling.test_speculation import speculation
 from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.running_engines import complete, running
-from tests.router.support.stepper import make_shape
-from tests.sim.fake_executors import FakeExecutors
+from tests.router.support.stepper import make_shape, speculation
 
 Samples = dict[str, dict[tuple[str, ...], float]]
 

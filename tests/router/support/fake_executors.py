@@ -25,7 +25,7 @@ from router.scheduling.step import (
     StepPlan,
     StepResult,
 )
-from tests.sim.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
+from tests.router.support.fake_rank import EOS, VOCAB_SIZE, FakeRank, Ran
 
 
 @dataclass(frozen=True)
