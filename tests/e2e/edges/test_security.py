@@ -16,17 +16,16 @@ from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
-from protos.transport.channel import with_token
-from protos.transport.credentials import TlsFiles, channel_credentials
+from protos.transport.credentials import TlsFiles
 from protos.transport.health import SERVICE_NAME as HEALTH
 from router.client import Client, Many, Rejected, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.support.certificates import Authority, replace
+from tests.support.echo_server import NOT_CONNECTED, REFLECTION, calling
 
 BAD_CONFIGURATION = 2
 PUBLIC = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 INNER = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"]
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 LONG_TOKENS = 300
 
 
@@ -43,7 +42,7 @@ class Hop(NamedTuple):
 
     service: Any
     addresses: Sequence[str]
-    name: str
+    name: str | None
     files: TlsFiles
     token: str
 
@@ -68,7 +67,7 @@ class Secured:
 
     def hop(self, called: str) -> Hop:
         if called == "router":
-            return Hop(PUBLIC, [self.stack.address], "", self.client, PUBLIC_TOKEN)
+            return Hop(PUBLIC, [self.stack.address], None, self.client, PUBLIC_TOKEN)
         addresses = self.stack.executor_addresses
         return Hop(INNER, addresses, "executor.test", self.router, INNER_TOKEN)
 
@@ -131,23 +130,15 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
 
 
 async def outcome(
-    address: str, method: str, files: TlsFiles | None, token: str | None, name: str = ""
+    address: str, method: str, files: TlsFiles | None, token: str | None, name: str | None = None
 ) -> grpc.StatusCode:
     """Returns how a call with an empty message ends.
 
     As a unary one, whatever the method: gRPC's client for asyncio ends a call itself if that fails
     while it says that no more messages follow.
     """
-    options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
-    if name:
-        options.append(("grpc.ssl_target_name_override", name))
-    if files is None:
-        channel = grpc.aio.insecure_channel(address, options)
-    else:
-        channel = grpc.aio.secure_channel(address, channel_credentials(files.read()), options)
-    async with channel:
-        caller = channel if token is None else with_token(channel, lambda: token)
-        call = caller.unary_unary(method)(b"")
+    async with calling(address, files, token, name) as channel:
+        call = channel.unary_unary(method)(b"")
         code: grpc.StatusCode = await call.code()
         assert not any(secret in repr(call) for secret in secrets())
         return code
@@ -197,10 +188,6 @@ async def test_health_needs_a_certificate_but_no_token(secured: Secured):
     assert await outcome(stack.address, check, secured.client, None) == ok
     for address in stack.executor_addresses:
         assert await outcome(address, check, secured.router, None, "executor.test") == ok
-
-
-# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
-NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 async def test_probes_have_a_port_of_their_own(secured: Secured):
@@ -370,12 +357,10 @@ async def test_a_router_with_the_wrong_token_says_so_and_shows_none(
 async def test_no_secret_is_in_logs_status_or_descriptions(secured: Secured):
     async with secured.stack.client() as client:
         seen = repr(await client.get_status())
-    options = [("grpc.ssl_target_name_override", "executor.test")]
-    credentials = channel_credentials(secured.router.read())
+    token = secured.inner_tokens.read_text().split()[0]
     for address in secured.stack.executor_addresses:
-        async with grpc.aio.secure_channel(address, credentials, options) as channel:
-            caller = with_token(channel, secured.inner_tokens.read_text().split()[0].__str__)
-            described = await caller.unary_unary(f"/{INNER.full_name}/Describe")(b"")
+        async with calling(address, secured.router, token, "executor.test") as channel:
+            described = await channel.unary_unary(f"/{INNER.full_name}/Describe")(b"")
             seen += executor_pb2.DescribeResponse.FromString(described).__repr__()
     logs = list(secured.stack.log_dir.glob("*.log"))
     assert {log.name for log in logs} == {"router.log", "executor-0.log", "executor-1.log"}

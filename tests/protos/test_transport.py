@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +23,23 @@ from protos.transport.credentials import (
 from protos.transport.errors import error_details
 from protos.transport.health import HealthServicer
 from protos.transport.port import ServiceConfig
-from router.client import Client
-from router.client import client as client_module
-from router.executors.credentials import ExecutorSecurity
 from tests.support.certificates import Authority, replace
+from tests.support.echo_server import (
+    ANY,
+    ECHO,
+    HEALTH,
+    NOT_CONNECTED,
+    REFLECTION,
+    STREAM,
+    Refused,
+    ask,
+    calling,
+    mutual_tls,
+    refusal,
+    serving,
+)
 
-ANY = "127.0.0.1:0"
 TOKEN, SECOND, WRONG = "first-token-0123456789", "second-token-0123456789", "no-token-0123456789"
-ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
-HEALTH = "/grpc.health.v1.Health/Check"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-
-# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
-NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-Channel = grpc.aio.Channel
-Refused = grpc.aio.AioRpcError
 
 
 @pytest.fixture
@@ -58,75 +57,6 @@ def tokens(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _files_are_looked_at_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials_module, "TOKEN_RELOAD_S", 0.0)
-    monkeypatch.setattr(client_module, "RELOAD_S", 0.0)
-
-
-def mutual_tls(authority: Authority) -> dict[str, Path | None]:
-    """Settings of a server on loopback."""
-    own = authority.issue("server", "127.0.0.1")
-    return {"tls_cert": own.cert, "tls_key": own.key, "tls_client_ca": own.ca}
-
-
-async def echo(request: bytes, context: Any) -> bytes:
-    return request
-
-
-async def echo_all(requests: AsyncIterator[bytes], context: Any) -> None:
-    async for request in requests:
-        await context.write(request)
-
-
-async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    async for request in requests:
-        yield request
-
-
-@asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[str]:
-    """Yields the address of a server, with these settings, that sends back what it gets."""
-    config = ServiceConfig(listen=ANY, **settings)
-    server = grpc.aio.server(interceptors=config.interceptors())
-    one = grpc.unary_unary_rpc_method_handler(echo)
-    handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
-    info = grpc.stream_stream_rpc_method_handler(reflect)
-    server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler("test.Echo", handlers),
-            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": one}),
-            grpc.method_handlers_generic_handler(
-                REFLECTION.split("/")[1], {"ServerReflectionInfo": info}
-            ),
-        )
-    )
-    port = await config.start(server)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
-@asynccontextmanager
-async def calling(
-    address: str, files: TlsFiles | None = None, token: str | None = None
-) -> AsyncIterator[Channel]:
-    # A pool of its own: a connection that another channel made would tell nothing of this one.
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    if files is None:
-        channel = grpc.aio.insecure_channel(address, options)
-    else:
-        channel = grpc.aio.secure_channel(address, channel_credentials(files.read()), options)
-    async with channel:
-        yield channel if token is None else with_token(channel, lambda: token)
-
-
-async def ask(channel: Channel, method: str = ECHO) -> bytes:
-    return await channel.unary_unary(method)(b"hello")
-
-
-async def refusal(channel: Channel, method: str = ECHO) -> Refused:
-    with pytest.raises(Refused) as caught:
-        await ask(channel, method)
-    return caught.value
 
 
 # ---- tokens
@@ -407,56 +337,3 @@ async def test_the_port_for_probes_has_health_alone():
             assert (await refusal(channel)).code() == grpc.StatusCode.UNIMPLEMENTED
     finally:
         await server.stop(None)
-
-
-# ---- the client library
-
-
-async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones(
-    authority: Authority,
-):
-    files = authority.issue("client", "client.test")
-    async with serving(**mutual_tls(authority)) as address, Client(address, files) as client:
-        first = client._channels[-1]
-        stream = first.stream_stream(STREAM)()
-        await stream.write(b"1")
-        assert await stream.read() == b"1"
-
-        successor = Authority(authority.folder)
-        successor.issue("server", "127.0.0.1")
-        successor.issue("client", "client.test")
-        client._renew()
-        assert await ask(client._channels[-2]) == b"hello"
-        assert client._channels[-2] is not first
-        await stream.write(b"2")
-        assert await stream.read() == b"2"
-
-
-@pytest.mark.parametrize(
-    "target", ["router:50051", "dns:///router:50051", "ipv4:127.0.0.1:1,10.0.0.1:1"]
-)
-def test_a_client_does_not_send_a_token_off_this_machine_in_plain_text(
-    target: str, authority: Authority
-):
-    with pytest.raises(ValueError, match="the token would be sent in plain text") as caught:
-        Client(target, token=TOKEN)
-    assert TOKEN not in str(caught.value)
-    Client(target, token=TOKEN, plaintext=True)
-    Client(target, TlsFiles(ca=authority.ca), token=TOKEN)
-    for near in ("127.0.0.1:1", "dns:///localhost:1", "unix:/tmp/router", "ipv6:[::1]:1"):
-        Client(near, token=TOKEN)
-
-
-# ---- the router's way to executors
-
-
-async def test_a_group_behind_a_name_is_checked_by_that_name(authority: Authority):
-    """Its addresses are numbers that no certificate has."""
-    security = ExecutorSecurity(executor_ca=authority.ca)
-    own = authority.issue("server", "executor.test")
-    async with serving(tls_cert=own.cert, tls_key=own.key) as address:
-        by_name = security.opener(("dns:executor.test:1?size=2",))
-        async with by_name.open(address, ()) as channel:
-            assert await ask(channel) == b"hello"
-        async with security.opener((address,)).open(address, ()) as channel:
-            assert (await refusal(channel)).code() in NOT_CONNECTED

@@ -1,0 +1,94 @@
+"""Echo server behind a port's settings, and its callers."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from protos.transport.channel import ChannelOpener
+from protos.transport.credentials import TlsFiles, channel_credentials
+from protos.transport.port import ServiceConfig
+from tests.support.certificates import Authority
+
+ANY = "127.0.0.1:0"
+ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
+HEALTH = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+# How gRPC's client reports a failed handshake: CANCELLED if it was just ending its side of the call.
+NOT_CONNECTED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+Channel = grpc.aio.Channel
+Refused = grpc.aio.AioRpcError
+
+
+def mutual_tls(authority: Authority) -> dict[str, Path | None]:
+    """Settings of a server on loopback."""
+    own = authority.issue("server", "127.0.0.1")
+    return {"tls_cert": own.cert, "tls_key": own.key, "tls_client_ca": own.ca}
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+async def echo_all(requests: AsyncIterator[bytes], context: Any) -> None:
+    async for request in requests:
+        await context.write(request)
+
+
+async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[str]:
+    """Yields the address of a server, with these settings, that sends back what it gets."""
+    config = ServiceConfig(listen=ANY, **settings)
+    server = grpc.aio.server(interceptors=config.interceptors())
+    one = grpc.unary_unary_rpc_method_handler(echo)
+    handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
+    info = grpc.stream_stream_rpc_method_handler(reflect)
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler("test.Echo", handlers),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": one}),
+            grpc.method_handlers_generic_handler(
+                REFLECTION.split("/")[1], {"ServerReflectionInfo": info}
+            ),
+        )
+    )
+    port = await config.start(server)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def calling(
+    address: str, files: TlsFiles | None = None, token: str | None = None, name: str | None = None
+) -> AsyncIterator[Channel]:
+    """Yields a channel, with these credentials, to a server whose certificate has this name."""
+    opener = ChannelOpener(
+        None if files is None else channel_credentials(files.read()),
+        name,
+        None if token is None else lambda: token,
+    )
+    # A pool of its own: a connection that another channel made would tell nothing of this one.
+    async with opener.open(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield channel
+
+
+async def ask(channel: Channel, method: str = ECHO) -> bytes:
+    return await channel.unary_unary(method)(b"hello")
+
+
+async def refusal(channel: Channel, method: str = ECHO) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await ask(channel, method)
+    return caught.value
