@@ -20,19 +20,16 @@ Message = Any
 
 # Fields that serving.proto has no word for, and what to do instead.
 _UNSUPPORTED = {
-    "kv_transfer_params": "prompts are not prefilled elsewhere",
-    "kv_transfer_params_json": "prompts are not prefilled elsewhere",
-    "mm_inputs": "the model takes text only",
-    "extra_mm_inputs": "the model takes text only",
-    "media_refs": "the model takes text only",
+    **dict.fromkeys(
+        ("kv_transfer_params", "kv_transfer_params_json"), "prompts are not prefilled elsewhere"
+    ),
+    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "the model takes text only"),
 }
 _UNSUPPORTED_SAMPLING = {
-    "json_schema": "output cannot be constrained",
-    "regex": "output cannot be constrained",
-    "grammar": "output cannot be constrained",
-    "structural_tag": "output cannot be constrained",
-    "json_object": "output cannot be constrained",
-    "choice": "output cannot be constrained",
+    **dict.fromkeys(
+        ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+        "output cannot be constrained",
+    ),
     "truncate_prompt_tokens": "prompts are never cut; send what is to be read",
 }
 
@@ -207,67 +204,55 @@ def loads(groups: list[serving_pb2.GroupStatus]) -> list[Message]:
     """Returns the load of every DP rank, numbered on from group to group.
 
     What waits in a group waits for any of its ranks, so each is given an equal share. A group
-    that has not formed has no ranks that one could tell of, and counts as one.
+    that has not formed counts as one rank that runs nothing.
     """
     entries: list[Message] = []
     for group in groups:
-        num_ranks = max(1, len(group.ranks))
-        waiting = _share_out(group.num_waiting, num_ranks)
-        waiting_tokens = _share_out(group.num_waiting_tokens, num_ranks)
-        for place in range(num_ranks):
+        ranks = group.ranks or [serving_pb2.RankStatus()]
+        for index, rank in enumerate(ranks):
+            num_waiting = _share(group.num_waiting, index, len(ranks))
+            num_waiting_tokens = _share(group.num_waiting_tokens, index, len(ranks))
+            num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
+            usage = rank.num_used_blocks / max(1, num_blocks)
             load = pb.SchedulerLoad(
                 dp_rank=len(entries),
-                num_waiting_reqs=waiting[place],
-                num_total_reqs=waiting[place],
-                num_waiting_uncached_tokens=waiting_tokens[place],
+                num_running_reqs=rank.num_running,
+                num_waiting_reqs=num_waiting,
+                num_total_reqs=rank.num_running + num_waiting,
+                num_used_tokens=rank.num_used_blocks * group.block_size,
+                max_total_num_tokens=num_blocks * group.block_size,
+                token_usage=usage,
+                utilization=usage,
+                cache_hit_rate=rank.prefix_hit_rate,
+                max_running_requests=group.max_num_seqs if group.ranks else 0,
+                # Before a rank is chosen, the best guess: as much is cached of them as of others.
+                num_waiting_uncached_tokens=round(num_waiting_tokens * (1 - rank.prefix_hit_rate)),
             )
-            if group.ranks:
-                _fill_load(load, group, place)
             entries.append(load)
     return entries
 
 
-def _fill_load(load: Message, group: serving_pb2.GroupStatus, place: int) -> None:
-    rank = group.ranks[place]
-    num_blocks = rank.num_used_blocks + rank.num_cached_blocks + rank.num_free_blocks
-    usage = rank.num_used_blocks / num_blocks if num_blocks else 0.0
-    load.num_running_reqs = rank.num_running
-    load.num_total_reqs += rank.num_running
-    load.num_used_tokens = rank.num_used_blocks * group.block_size
-    load.max_total_num_tokens = num_blocks * group.block_size
-    load.token_usage = load.utilization = usage
-    load.cache_hit_rate = rank.prefix_hit_rate
-    load.max_running_requests = group.max_num_seqs
-    # As far as one can tell before a rank is chosen: as much is cached of them as of the others.
-    load.num_waiting_uncached_tokens = round(
-        load.num_waiting_uncached_tokens * (1.0 - rank.prefix_hit_rate)
-    )
-
-
-def _share_out(count: int, num_shares: int) -> list[int]:
+def _share(count: int, index: int, num_shares: int) -> int:
     each, left = divmod(count, num_shares)
-    return [each + (place < left) for place in range(num_shares)]
+    return each + (index < left)
 
 
 def _refuse_unsupported(request: Message) -> None:
-    for field, _ in request.ListFields():
-        if field.name in _UNSUPPORTED:
-            raise InvalidRequest(
-                field.name, f"this router does not support it: {_UNSUPPORTED[field.name]}"
-            )
+    params = request.sampling_params
+    for prefix, message, reasons in (
+        ("", request, _UNSUPPORTED),
+        ("sampling_params.", params, _UNSUPPORTED_SAMPLING),
+    ):
+        for field, _ in message.ListFields():
+            if field.name in reasons:
+                problem = f"this router does not support it: {reasons[field.name]}"
+                raise InvalidRequest(prefix + field.name, problem)
     if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
         raise InvalidRequest(
             "data_parallel_rank",
             f"{request.data_parallel_rank} is not 0: this router says which rank runs a request; "
             f"leave it out",
         )
-    params = request.sampling_params
-    for field, _ in params.ListFields():
-        if field.name in _UNSUPPORTED_SAMPLING:
-            raise InvalidRequest(
-                f"sampling_params.{field.name}",
-                f"this router does not support it: {_UNSUPPORTED_SAMPLING[field.name]}",
-            )
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name) and getattr(params, name) < 0:
             raise InvalidRequest(

@@ -61,7 +61,7 @@ REFUSALS = (
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ExecutorFailed)
 
-# By place: what is read of every rank in every step.
+# Read by index, of every rank in every step.
 _QUEUED_NS, _FORWARD_NS = (
     itemgetter(RankResult._fields.index(n)) for n in ("queued_ns", "forward_ns")
 )
@@ -400,7 +400,7 @@ class TokenGaps:
 
     Ranks step together, so nearly every sequence that gains a token in a step gained one in the
     step before: all of these waited as long as the step took, and count as one value. Only those
-    that were left out of a step, or lost their place, are looked at.
+    that were left out of a step, or lost their row, are looked at.
 
     Args:
         num_rows: Rows of the table.
