@@ -29,7 +29,7 @@ STREAM_PROMPT = token_ids("\n17+25=")
 # Envoy asks every second; and no stream takes so long that its grace is over.
 ROUTER_ARGS = ("--shutdown-delay-s", "2.5", "--shutdown-grace-s", "300", *PATIENT)
 RESTART_S = 360.0
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "protos" / "README.md").read_text()
 
 Ask = Callable[[list[int], int, tuple[int, ...]], Awaitable[list[int]]]
 

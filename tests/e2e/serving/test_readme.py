@@ -1,4 +1,4 @@
-"""The README is the first thing that anyone reads: what it claims must hold."""
+"""READMEs: their examples run, and all that they name exists."""
 
 import asyncio
 import re
@@ -12,19 +12,49 @@ from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
 from protos.serving.v1 import serving_pb2
 from router.__main__ import main as router_main
+from router.top import main as top_main
 
-README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+READMES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in sorted([ROOT / "README.md", *ROOT.glob("*/README.md")])
+}
+ALL = "\n".join(READMES.values())
+EXAMPLES = re.findall(r"```python\n(.*?)```", ALL, re.DOTALL)
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+PROGRAMS = (router_main, executor_main, top_main)
+# Lines that run other programs, whose flags are not ours.
+FOREIGN = re.compile(r"(pip|smg|docker|kubectl|grpcurl|curl|docker compose|promtool|openssl) ")
+
+
+def own_text() -> str:
+    """The READMEs without commands of other programs, continued lines included."""
+    joined = re.sub(r"\\\n", " ", ALL)
+    return "\n".join(line for line in joined.splitlines() if not FOREIGN.search(line))
+
+
+def test_every_flag_that_is_named_exists():
+    flags = {flag for main in PROGRAMS for option in main.params for flag in option.opts}
+    named = set(re.findall(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*\b(?!-\*)", own_text()))
+
+    # Of every program, of the demo, of benches, of SMG.
+    named -= {"--help", "--speculative", "--require", "--model-path"}
+    assert named <= flags | {"--tls", "--executor"}  # --tls-*: a family
 
 
 def test_every_variable_that_is_named_exists():
     commands = (router_main, executor_main)
     known = {name for main in commands for o in main.params for name in o.envvar or ()}
 
-    for path in (ROOT / "README.md", *ROOT.glob("*/README.md")):
-        named = set(re.findall(r"\bLOCKSTEP_(?:ROUTER|EXECUTOR)_\w+", path.read_text()))
-        assert named <= known, path
+    assert set(re.findall(r"\bLOCKSTEP_(?:ROUTER|EXECUTOR)_\w+", ALL)) <= known
+
+
+def test_every_file_that_is_named_exists():
+    for name, text in READMES.items():
+        for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+            assert (ROOT / name).parent.joinpath(link).exists(), f"{name}: {link}"
+        for path in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.[a-z]+)`", text):
+            places = (ROOT, (ROOT / name).parent)
+            assert any((place / path).exists() for place in places), f"{name}: {path}"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -46,14 +76,15 @@ def test_every_reason_that_the_proto_lists_is_explained():
     listed = set(re.findall(r"^//   ([A-Z_]+) +([A-Z_]+) ", proto, re.MULTILINE))
 
     assert listed
-    assert set(re.findall(r"^\| ([A-Z_]+) \| ([A-Z_]+) \|", README, re.MULTILINE)) == listed
+    table = READMES["protos/README.md"]
+    assert set(re.findall(r"^\| ([A-Z_]+) \| ([A-Z_]+) \|", table, re.MULTILINE)) == listed
 
 
 def test_every_method_and_target_that_is_named_exists():
     service = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]
     makefile = (ROOT / "Makefile").read_text()
 
-    for method in re.findall(rf"{service.full_name}/(\w+)", README):
+    for method in re.findall(rf"{service.full_name}/(\w+)", ALL):
         assert method in service.methods_by_name
-    for target in re.findall(r"\bmake ([a-z]+)\b", README):
+    for target in re.findall(r"\bmake ([a-z]+)\b", ALL):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

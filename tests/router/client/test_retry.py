@@ -15,7 +15,7 @@ from router.client import Client, Unavailable
 from router.client.client import HEALTH_CONFIG, SERVICE_CONFIG
 from tests.router.support.fake_engines import MODEL, FakeEngines, serve
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+README = (Path(__file__).parents[3] / "protos" / "README.md").read_text()
 
 
 class Pair:
