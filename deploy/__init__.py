@@ -1,1 +1,1 @@
-"""Everything that starts Lockstep somewhere: images, manifests, the launcher and the demo model."""
+"""Deployment: launcher, demo models, images, manifests, dashboards."""

@@ -1,1 +1,1 @@
-"""Tensors, no policy: runs the forward passes that the router plans."""
+"""Executor: runs the forward passes that the router plans. Tensors, no policy."""

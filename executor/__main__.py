@@ -1,4 +1,4 @@
-"""``python -m executor``: from flags and environment to an executor that serves until it is stopped.
+"""Executor program, ``python -m executor``: from settings to an executor that serves until stopped.
 
 PyTorch is imported when it is needed and not before, so that ``--help`` answers at once and OpenMP
 reads its settings in time.

@@ -1,1 +1,1 @@
-"""The contract between clients, router and executors: the one package that both sides import."""
+"""Contracts between clients, router and executors: the one package that both sides import."""

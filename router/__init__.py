@@ -1,1 +1,1 @@
-"""The router: takes requests, schedules every rank, drives the executors. Policy, no tensors."""
+"""Router: takes requests, schedules every rank, drives the executors. Policy, no tensors."""

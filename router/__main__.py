@@ -1,4 +1,4 @@
-"""``python -m router``: from flags and environment to a running router."""
+"""Router program, ``python -m router``: from settings to a running router."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""``python -m deploy.local.child PARENT ARGS...``: becomes ``python ARGS...``, which dies with PARENT.
+"""Child process that dies with its parent: ``python -m deploy.local.child PARENT ARGS...``.
 
 Whatever ends the process PARENT, even SIGKILL, ends this one too. Linux only; elsewhere a child
 outlives a parent that was killed before it could stop it.

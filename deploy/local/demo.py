@@ -1,4 +1,4 @@
-"""``python -m deploy.local.demo``: a whole Lockstep on this machine, asked what can be checked.
+"""Demo: a whole service on this machine, checked by its answers (``python -m deploy.local.demo``).
 
 Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
 sortings in all the ways there are, and compares every answer with the right one. With --compare

@@ -1,4 +1,4 @@
-"""The speculative part of the demo: the same requests with and without drafts, in turns.
+"""Speculative part of the demo: the same requests with and without drafts, in turns.
 
 Two whole stacks stand side by side, and while one answers, the other sleeps. What is asked are the
 longest problems that the model knows, all at once, so that most steps decode.

@@ -1,4 +1,4 @@
-"""The three tasks of the demo model, and their right answers.
+"""Tasks of the demo model, and their right answers.
 
 A problem is one line of text; the model completes it and ends its answer with a newline:
 

@@ -1,4 +1,4 @@
-"""A whole Lockstep on this machine: one router and a group of executors, as real processes.
+"""Launcher: a router and groups of executors on this machine, as real processes.
 
     async with LocalStack(Path("deploy/demo_model"), dp_size=2) as stack:
         async with stack.client() as client:

@@ -1,4 +1,4 @@
-"""Ports of loopback that are known before anybody listens there, and that nobody else gets.
+"""Ports of loopback, held for a process before it listens there.
 
 A port that was only found free may be another process's by the time that it is listened at: that of
 any connection which is made meanwhile, too. This matters most to a process that is started again at

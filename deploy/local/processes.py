@@ -1,4 +1,4 @@
-"""A child process that logs JSON lines: its log, what it says there, and its end.
+"""Processes that log JSON lines: their log, their events, their end.
 
 A thread reads the log, so a Process belongs to no event loop: one loop may start it and another
 wait for it.

@@ -1,4 +1,4 @@
-"""``python -m deploy.local.serve``: a whole Lockstep on this machine, left running until Ctrl-C.
+"""Local service, left running until Ctrl-C: ``python -m deploy.local.serve``.
 
 An executor that dies is started again; what it ran goes on.
 """

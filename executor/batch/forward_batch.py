@@ -1,4 +1,4 @@
-"""What one forward pass of one rank reads.
+"""Forward batch: the inputs of one forward pass of one rank.
 
 Data only. The router decides every number in here; a layer gets tensors and a ``DpLayout``,
 never a request. Field names are the field's own (SGLang's), so that a buffer registry can refer

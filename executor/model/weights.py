@@ -1,4 +1,4 @@
-"""Streams safetensors files into a model's parameters.
+"""Weights: safetensors files streamed into a model's parameters.
 
 A model says which tensors it needs and where each goes; this file finds and copies them, one
 group at a time, so that a group can be packed and its plain copy dropped before the next is

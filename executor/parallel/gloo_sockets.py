@@ -1,4 +1,4 @@
-"""TCP connections that a library opened, so that they can be ended while it waits on them.
+"""Sockets that gloo opened, so that they can be shut down while it waits on them.
 
 Gloo's abort does nothing, and its collectives hold their connections until peers answer or a timeout
 runs out. A peer that is stopped, or behind a cut cable, does neither. What has been shut down fails at

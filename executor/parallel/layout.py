@@ -1,4 +1,4 @@
-"""How one step's tokens lie across all ranks: the only source of every per-step length.
+"""DP layout: one step's tokens across all ranks, the only source of every per-step length.
 
 The router decides the counts, the padding mode and the graph; everything else here follows from
 them by arithmetic that is the same on every rank. Layers get it as an argument.

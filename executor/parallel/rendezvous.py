@@ -1,4 +1,4 @@
-"""Where the executors of an epoch find one another: a store that one of them opens.
+"""Rendezvous store, where the executors of an epoch find one another; one of them opens it.
 
 It asks nobody who they are and encrypts nothing, so it listens where it was told to and nowhere
 else. Left to itself, PyTorch's listens on every address of the machine.

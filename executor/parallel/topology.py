@@ -1,4 +1,4 @@
-"""Which executor holds which share of the model. Pure arithmetic, the same on every rank.
+"""Topology of a group: the share of the model that each executor holds. Pure, alike on every rank.
 
 world rank   0          1          2          3
 DP rank      0          0          1          1        own sequences, own KV cache

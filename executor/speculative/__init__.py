@@ -1,1 +1,1 @@
-"""Speculative decoding: what a draft model proposes, and what the target model makes of it."""
+"""Speculative decoding: drafts, their verification, and the state of a draft model."""

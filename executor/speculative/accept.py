@@ -1,4 +1,4 @@
-"""Which drafts the target model accepts. Pure functions; the target is the authority.
+"""Acceptance of drafts. Pure functions; the target model is the authority.
 
     match        a draft is accepted if it is the very token that plain decoding would have taken
                  there, with the same uniform sample: the output is that of plain decoding, token for token

@@ -1,4 +1,4 @@
-"""Which rows the draft model runs behind a step that is not speculative. Pure arithmetic on columns.
+"""Ragged draft-extend: the draft model's rows behind a step that is not speculative. Pure.
 
     the target ran          c ........ c+n-1            and sampled the token at c+n
     the draft model runs    c ........ c+n-1   c+n      of a prompt; without c+n if nothing was sampled

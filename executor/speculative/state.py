@@ -1,4 +1,4 @@
-"""What a draft model goes on from, for every row and every KV block. Tensors on the device.
+"""State of a draft model, for every row and every KV block. Tensors on the device.
 
 carry      what the draft's layers take with a row's next token: the target's features of the
            position before, then the outputs of all draft layers but the last

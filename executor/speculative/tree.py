@@ -1,4 +1,4 @@
-"""Drafts as a tree: how draft steps grow it, which of its nodes are verified, who sees whom.
+"""Draft tree: how draft steps grow it, which nodes are verified, and which nodes a node sees.
 
     last token ─┬─ a ─┬─ c        storage   0     1  2  3  4  5
                 │     └─ d        token     last  a  b  c  d  e

@@ -1,1 +1,1 @@
-"""The router's gRPC services: validation, responses, health, and a gateway's protocol."""
+"""gRPC services of the router: validation, responses, health, and a gateway's protocol."""

@@ -1,4 +1,4 @@
-"""The loop that steps one group: form, then schedule, send, receive, commit, until it is lost.
+"""Engine: the loop of one group, form, then schedule, send, receive, commit, until it is lost.
 
 Start and recovery are the same path. What a lost group costs is its KV cache: the sequences that
 it ran wait again, with the tokens that they have, and the next epoch computes them anew, or another

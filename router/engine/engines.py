@@ -1,4 +1,4 @@
-"""Every group that this router drives, and every request that is live in one of them."""
+"""Engines: every group of this router, and every request that is live in one of them."""
 
 import asyncio
 from collections.abc import Sequence as SequenceOf

@@ -1,4 +1,4 @@
-"""The waiting line as the scheduler sees it: finds whose steps kill executors, and fails no other.
+"""Waiting queue that isolates poison requests: the scheduler's view of the waiting queue.
 
 A lost step says only who was in it, and most losses are nobody's fault. So whoever was in one is
 suspected until it has gained a few tokens, and while there are suspects they run in parts:

@@ -1,4 +1,4 @@
-"""GetStatus' message of one group, from the numbers of its engine."""
+"""Status of one group, as GetStatus sends it, from the numbers of its engine."""
 
 from google.protobuf.duration_pb2 import Duration
 

@@ -1,4 +1,4 @@
-"""Credentials towards executors: settings of a router, and the channels that follow of them."""
+"""Credentials towards executors: settings of a router, and the channels that they open."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

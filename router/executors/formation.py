@@ -1,4 +1,4 @@
-"""Whether executors can be one group, and what group they are. Pure, but for the wire's types."""
+"""Formation: whether executors can be one group, and which. Pure, but for the wire's types."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

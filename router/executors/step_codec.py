@@ -1,4 +1,4 @@
-"""StepPlan to StepRequests, StepResponse to RankResult. Columns as executor.proto lays them out."""
+"""Step codec: StepPlan to StepRequests, StepResponse to RankResult."""
 
 from collections.abc import Sequence
 from functools import lru_cache

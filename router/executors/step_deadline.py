@@ -1,4 +1,4 @@
-"""How long a step may take before its executors count as hung: learnt from steps that came back.
+"""Step deadline: the time after which executors count as hung, learnt from earlier steps.
 
 What a step takes depends on whether it runs prompts or drafts, whether a graph runs it, and on its
 tokens. So steps are told apart by these, tokens by powers of two, and each kind keeps an upper

@@ -1,4 +1,4 @@
-"""Who waits for tokens: one Listener per call, woken when one of its sequences has news.
+"""Listeners: one per call, woken when one of its sequences has news.
 
 A step may touch thousands of sequences, and most listeners are one step behind or not waiting at
 all. So the engine marks listeners in one array operation and wakes only those that wait; tokens

@@ -1,4 +1,4 @@
-"""What a client asked for, and what came of it so far. Data; no policy, no wire format.
+"""Requests and their sequences: what was asked, and the outcome so far. Data only.
 
 A Request is one client's call; each of its n continuations is a Sequence:
 

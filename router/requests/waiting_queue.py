@@ -1,4 +1,4 @@
-"""The waiting line of one group: bounded, ordered by arrival and priority.
+"""Waiting queue of one group: bounded, ordered by arrival and priority.
 
 Priority is a head start in time. A request goes before everybody who came less than
 `priority_step_s` earlier for each level that it stands above them:

@@ -1,4 +1,4 @@
-"""The demo model as a target, and its drafts as files in the layouts of published checkpoints."""
+"""Draft checkpoints: the demo model as a target, and drafts in published layouts."""
 
 import copy
 import json

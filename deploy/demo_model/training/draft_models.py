@@ -1,4 +1,4 @@
-"""The demo model's four drafts. Their parameters are named as in published checkpoints.
+"""Draft models of the demo model. Their parameters are named as in published checkpoints.
 
 Built from deploy/demo_model/training/draft_modules.py, which says how drafts are aligned with their target.
 """

@@ -1,4 +1,4 @@
-"""The demo model's draft models in torch, as they are trained.
+"""Modules of draft models, as they are trained.
 
 The entry at position p takes the token t_p and what is known of position p - 1 (the target's
 feature h_{p-1}, or the draft's own output there), and predicts t_{p+1}. Zeros stand for h_{-1}.

@@ -1,4 +1,4 @@
-"""Counts the tokens per step of a draft without a server: draft, verify, extend, by torch alone.
+"""Scores of drafts: tokens per step without a server, in plain PyTorch.
 
 Greedy: a draft is accepted if it is the token that the target would have given. So the target's
 own answers are made first, every chain of an answer is drafted at once, and then the answer is

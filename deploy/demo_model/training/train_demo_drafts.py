@@ -1,4 +1,4 @@
-"""Trains draft models for the demo model, which stays as it is.
+"""Training of the draft models for the demo model, which stays as it is.
 
     python -m deploy.demo_model.training.train_demo_drafts --out deploy/demo_drafts
 

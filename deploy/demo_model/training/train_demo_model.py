@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing: a small Qwen3-MoE that adds, reverses and sorts.
+"""Training of the demo model: a small Qwen3-MoE that adds, reverses and sorts.
 
     python -m deploy.demo_model.training.train_demo_model --out deploy/demo_model
 

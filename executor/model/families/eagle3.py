@@ -1,4 +1,4 @@
-"""EAGLE-3's head: one layer of Llama that reads the token and the target's features.
+"""EAGLE-3 head: one layer of Llama that reads the token and the target's features.
 
     features [T, 3H] ─▶ fc ─▶ hidden [T, H]                            once, for the target's features
 

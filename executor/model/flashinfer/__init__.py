@@ -1,4 +1,4 @@
-"""Every call to FlashInfer. Nothing else imports it.
+"""Calls to FlashInfer. Nothing else imports it.
 
 Every argument that decides about the result goes by keyword and is written out: the library's own
 defaults are float16 and no causal mask. It is imported when ``FlashInferOps`` is made, so that the

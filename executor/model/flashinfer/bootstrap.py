@@ -1,4 +1,4 @@
-"""Memory that every EP rank's GPU can write to, agreed on over a process group of ours.
+"""Shared memory of an all-to-all: every EP rank's GPU writes to it, agreed on over a process group.
 
 FlashInfer allocates it with CUDA's virtual memory (``MnnvlMemory``) and hands it from process to
 process as a handle: a fabric handle where every GPU has one, else a file descriptor over a Unix

@@ -1,4 +1,4 @@
-"""Sequences with few new tokens, in groups that are attended at once. Planned on the host.
+"""Groups of sequences with few new tokens, each attended at once. Planned on the host.
 
     B sequences    Q new tokens of each    G query heads per KV head    S keys    W tree's keys
 

@@ -1,4 +1,4 @@
-"""Memory that FlashInfer's attention wrappers need beside their inputs: one owner per executor.
+"""Workspaces of FlashInfer's attention wrappers: one owner per executor.
 
     float   one for all wrappers      partial results of one run: its first kernel writes them, its
                                       last one sums them up

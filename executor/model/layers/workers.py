@@ -1,4 +1,4 @@
-"""Threads that share the independent pieces of a layer, each on one core.
+"""Worker threads that share the independent pieces of a layer, each on one core.
 
 Left alone, PyTorch splits every operator over its OpenMP threads. A layer of experts is tens of
 operators of a tenth of a millisecond, and if waiting threads sleep (OMP_WAIT_POLICY=PASSIVE, which
