@@ -86,5 +86,5 @@ def test_every_method_and_target_that_is_named_exists():
 
     for method in re.findall(rf"{service.full_name}/(\w+)", ALL):
         assert method in service.methods_by_name
-    for target in re.findall(r"\bmake ([a-z]+)\b", ALL):
+    for target in re.findall(r"(?:`|^ {4})make ([a-z]+)\b", ALL, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
