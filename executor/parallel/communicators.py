@@ -26,6 +26,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from executor.errors import PeerLost
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, RankGroup
 from executor.parallel.topology import Topology
@@ -172,8 +173,13 @@ class DpCommunicator:
 
     @property
     def group(self) -> RankGroup:
-        """The group joined."""
-        assert self._group is not None, "join a group before the first step"
+        """The group joined.
+
+        Raises:
+            PeerLost: None is, or another thread has left it.
+        """
+        if self._group is None:  # none was joined, or another thread has left it
+            raise PeerLost("this executor is in no group")
         return self._group
 
     def _check(self, layout: DpLayout) -> None:
@@ -359,7 +365,8 @@ class AttnTpCommunicator:
 
     @property
     def _joined(self) -> RankGroup:
-        assert self._group is not None, "join a group before the first step"
+        if self._group is None:  # none was joined, or another thread has left it
+            raise PeerLost("this executor is in no group")
         return self._group
 
     def _check(self, x: torch.Tensor, num_rows: int, layout: DpLayout) -> None:
