@@ -24,7 +24,7 @@ from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import DraftSettings
-from router.scheduling.step import GroupInfo, ServedModel, StepPlan, StepResult
+from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 log = structlog.get_logger()
 
@@ -43,11 +43,11 @@ class Executors(Protocol):
         """
         ...
 
-    def send(self, plan: StepPlan) -> None:
-        """Sends a step. Earlier ones need not have come back."""
+    def send(self, step: InFlight) -> None:
+        """Sends a step, and notes when. Earlier ones need not have come back."""
         ...
 
-    async def receive(self) -> StepResult:
+    async def receive(self, step: InFlight) -> StepResult:
         """Returns the result of the earliest step that has not come back.
 
         Raises:
@@ -116,7 +116,7 @@ class Engine:
         self._overdue_s = overdue_s
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._info: GroupInfo | None = None
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
@@ -135,7 +135,6 @@ class Engine:
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
-        times = self.measures.times
         while True:
             self._line.acquit()
             while len(self._in_flight) < self._pipeline_depth:
@@ -143,18 +142,17 @@ class Engine:
                 plan = scheduler.schedule()
                 if plan is None:
                     break
-                planned = perf_counter()
-                self._executors.send(plan)
-                self._in_flight.append(plan)
-                times.add_send(begun, planned)
+                step = InFlight(plan, begun, perf_counter())
+                self._executors.send(step)
+                self._in_flight.append(step)
             if self._in_flight:
-                result = await self._executors.receive()
+                result = await self._executors.receive(self._in_flight[0])
                 received = perf_counter()
-                plan = self._in_flight.popleft()
-                drafts = scheduler.commit(plan, result)
+                step = self._in_flight.popleft()
+                drafts = scheduler.commit(step.plan, result)
                 self._progress_time = self._clock()
-                self._stats.add(plan, result, self._progress_time, drafts)
-                times.add_answer(result, received)
+                self._stats.add(step.plan, result, self._progress_time, drafts)
+                self.measures.times.add(step, result, received)
             else:
                 await self._wait_for_work()
 
@@ -293,13 +291,13 @@ class Engine:
 
     def _lose(self, error: Exception) -> None:
         """Takes the group out of service; whom it ran waits again."""
-        lost_plans, self._in_flight = self._in_flight, deque()
+        lost_steps, self._in_flight = self._in_flight, deque()
         was_ready, self.is_ready = self.is_ready, False
         has_left = isinstance(error, ExecutorLeft)
         if was_ready and has_left:
-            log.info("group_left", **self.ids(), problem=str(error), steps=len(lost_plans))
+            log.info("group_left", **self.ids(), problem=str(error), steps=len(lost_steps))
         elif was_ready:
-            log.warning("group_lost", **self.ids(), problem=str(error), steps=len(lost_plans))
+            log.warning("group_lost", **self.ids(), problem=str(error), steps=len(lost_steps))
         elif str(error) != self._problem:
             log.info("group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
@@ -308,7 +306,7 @@ class Engine:
             self.measures.end_epoch(self.lost_time, is_planned=has_left)
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
-            lost, is_alone = _lost_sequences(lost_plans, scheduler)
+            lost, is_alone = _lost_sequences(lost_steps, scheduler)
             names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
             log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
             guilty = [] if has_left else accuse(lost, is_alone=is_alone)
@@ -350,10 +348,10 @@ class Engine:
 
 
 def _lost_sequences(
-    lost_plans: Collection[StepPlan], scheduler: Scheduler
+    lost_steps: Collection[InFlight], scheduler: Scheduler
 ) -> tuple[list[Sequence], bool]:
     """Returns the live sequences of the lost steps, and whether one alone ran in them."""
     sequences = scheduler.table.sequences
-    rows = {row for plan in lost_plans for row in plan.runs.nonzero()[0].tolist()}
+    rows = {row for step in lost_steps for row in step.plan.runs.nonzero()[0].tolist()}
     live = [sequence for row in rows if (sequence := sequences[row]) is not None]
     return live, len(rows) == 1

@@ -1,10 +1,10 @@
 """Executor group: how its executors come into an epoch, and how a step goes to all of them."""
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import structlog
@@ -16,10 +16,10 @@ from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.step_codec import StepChecksums, decode_result, difference, encode_step
+from router.executors.step_codec import decode_result, difference, encode_step
 from router.executors.step_deadline import StepDeadline
 from router.executors.step_stream import StepStream
-from router.scheduling.step import GroupInfo, RankResult, StepPlan, StepResult
+from router.scheduling.step import GroupInfo, InFlight, RankResult, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
@@ -47,12 +47,6 @@ CHANNEL_OPTIONS = (
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 Place = tuple[int, int]  # dp_rank, attn_tp_rank
-
-
-class _Sent(NamedTuple):
-    plan: StepPlan
-    checksums: StepChecksums
-    time: float
 
 
 class ExecutorGroup:
@@ -85,13 +79,11 @@ class ExecutorGroup:
         self._stubs: dict[str, ExecutorServiceAsyncStub] = {}
         self._epoch = 0
         self._last_step_id = 0
-        self._unanswered: deque[_Sent] = deque()
         self._last_answer_time = 0.0
         self._members: list[Member] = []
         self._instances: dict[Place, str] = {}
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
-        self._clock = asyncio.get_running_loop().time
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def form(self) -> GroupInfo:
@@ -119,45 +111,39 @@ class ExecutorGroup:
         ]
         return info
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, step: InFlight) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
-        self._last_step_id += 1
-        requests, checksums = encode_step(plan, self._epoch, self._last_step_id)
-        self._unanswered.append(_Sent(plan, checksums, self._clock()))
+        step.step_id = self._last_step_id = self._last_step_id + 1
+        requests, step.checksums = encode_step(step.plan, self._epoch, step.step_id)
         for member, stream in zip(self._members, self._streams, strict=True):
             stream.send(requests[member.dp_rank])
+        step.sent = perf_counter()
 
-    async def receive(self) -> StepResult:
+    async def receive(self, step: InFlight) -> StepResult:
         """Returns the result of the earliest step that has not come back."""
         try:
-            return await self._receive()
+            return await self._receive(step)
         except ExecutorLost as error:
             _lose(self._loss, error)
             self._end_streams()
             raise
 
-    async def _receive(self) -> StepResult:
-        step_id = self._last_step_id - len(self._unanswered) + 1
-        plan, checksums, sent_time = self._unanswered.popleft()
-        begin_time = max(sent_time, self._last_answer_time)
-        responses = await self._responses(
-            step_id, begin_time, self._deadline.limit_s(plan.agreement)
-        )
-        self._last_answer_time = self._clock()
-        self._deadline.add(plan.agreement, self._last_answer_time - begin_time)
+    async def _receive(self, step: InFlight) -> StepResult:
+        agreement = step.plan.agreement
+        begun = max(step.sent, self._last_answer_time)
+        responses = await self._responses(step.step_id, begun, self._deadline.limit_s(agreement))
+        self._last_answer_time = perf_counter()
+        self._deadline.add(agreement, self._last_answer_time - begun)
         answers = list(zip(self._members, responses, strict=True))
-        self._check_answers(answers, step_id, checksums)
+        self._check_answers(answers, step)
         return tuple(
-            _decode(member, response, plan)
+            _decode(member, response, step.plan)
             for member, response in answers
             if member.attn_tp_rank == 0
         )
 
     def _check_answers(
-        self,
-        answers: Sequence[tuple[Member, pb.StepResponse]],
-        step_id: int,
-        sent: StepChecksums,
+        self, answers: Sequence[tuple[Member, pb.StepResponse]], step: InFlight
     ) -> None:
         """Checks that every executor has run the step that it was sent.
 
@@ -165,21 +151,20 @@ class ExecutorGroup:
             ExecutorLost: Some have not; says who ran what.
         """
         for member, response in answers:
-            if (response.epoch, response.step_id) != (self._epoch, step_id):
+            if (response.epoch, response.step_id) != (self._epoch, step.step_id):
                 raise ExecutorLost(
                     f"{member} answered step {response.step_id} of epoch {response.epoch} where "
-                    f"step {step_id} of epoch {self._epoch} was due"
+                    f"step {step.step_id} of epoch {self._epoch} was due"
                 )
         if differing := [
             f"{member} ran {what}"
             for member, response in answers
-            if (what := difference(response, sent, member.dp_rank))
+            if (what := difference(response, step.checksums, member.dp_rank))
         ]:
-            raise ExecutorLost(f"step {step_id} was not run as it was sent: {'; '.join(differing)}")
+            problem = "; ".join(differing)
+            raise ExecutorLost(f"step {step.step_id} was not run as it was sent: {problem}")
 
-    async def _responses(
-        self, step_id: int, begin_time: float, limit_s: float
-    ) -> list[pb.StepResponse]:
+    async def _responses(self, step_id: int, begun: float, limit_s: float) -> list[pb.StepResponse]:
         """Returns every member's next answer.
 
         Raises:
@@ -187,7 +172,7 @@ class ExecutorGroup:
         """
         responses: list[pb.StepResponse] = []
         try:
-            async with asyncio.timeout_at(begin_time + limit_s):
+            async with asyncio.timeout(begun + limit_s - perf_counter()):
                 for stream in self._streams:
                     responses.append(await stream.receive())
         except TimeoutError:
@@ -273,7 +258,6 @@ class ExecutorGroup:
         if self._asking is not None:
             self._asking.cancel()
         self._streams, self._asking, self._last_step_id = [], None, 0
-        self._unanswered.clear()
         self._loss = asyncio.get_running_loop().create_future()
 
     async def _connect(self, addresses: Sequence[str]) -> None:

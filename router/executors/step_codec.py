@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +20,7 @@ from router.scheduling.step import (
     RankBatch,
     RankResult,
     RowStart,
+    StepChecksums,
     StepPlan,
 )
 
@@ -30,18 +30,6 @@ PADDING_MODES = {
     PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
     PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
-
-
-class StepChecksums(NamedTuple):
-    """CRC-32s that executors answer who ran a step as it was sent. See StepResponse.
-
-    Attributes:
-        agreement: Of the StepAgreement.
-        parts: Of each DP rank's RankStep.
-    """
-
-    agreement: int
-    parts: list[int]
 
 
 def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], StepChecksums]:

@@ -6,7 +6,7 @@ everything else is worked out when somebody asks (GetStatus, a scrape).
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -40,6 +40,7 @@ from router.scheduling.step import (
     Agreement,
     CapturedSizes,
     GraphMiss,
+    InFlight,
     PaddingMode,
     RankResult,
     StepPlan,
@@ -208,20 +209,14 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._sent: deque[float] = deque()
         self._answers: list[tuple[StepResult, float]] = []  # not in `seconds` yet
 
-    def add_send(self, begun: float, planned: float) -> None:
-        """A step has just been sent. Times are of time.perf_counter."""
-        sent = time.perf_counter()
-        self.seconds["plan"] += planned - begun
-        self.seconds["encode"] += sent - planned
-        self._sent.append(sent)
-
-    def add_answer(self, result: StepResult, received: float) -> None:
-        """The earliest step that was sent has just been committed."""
+    def add(self, step: InFlight, result: StepResult, received: float) -> None:
+        """A step has just been committed, which was received at a time of time.perf_counter."""
+        self.seconds["plan"] += step.planned - step.begun
+        self.seconds["encode"] += step.sent - step.planned
         self.seconds["commit"] += time.perf_counter() - received
-        self._answers.append((result, received - self._sent.popleft()))
+        self._answers.append((result, received - step.sent))
         if len(self._answers) == FOLD_STEPS:
             self._fold()
 
@@ -238,10 +233,6 @@ class StepTimes:
             self.seconds["queue"] += queued_s
             self.seconds["execute"] += execute_s
             self.seconds["wire"] += max(0.0, way_s - queued_s - execute_s)
-
-    def forget_sent(self) -> None:
-        """What was sent is lost."""
-        self._sent.clear()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +310,6 @@ class GroupMeasures:
         self._lost_time = now
         self._is_lost = not is_planned
         self._losses["left" if is_planned else "lost"] += 1
-        self.times.forget_sent()
         self._counts, self._steps = self._all_counts(), self._all_steps()
         self._num_output_tokens += self._current.num_output_tokens
         self._drafts += self._current.drafts

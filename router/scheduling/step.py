@@ -135,6 +135,41 @@ class StepPlan:
     limits: Int32Array | None = None
 
 
+class StepChecksums(NamedTuple):
+    """CRC-32s that executors answer who ran a step as it was sent; see StepResponse.
+
+    Attributes:
+        agreement: Of the StepAgreement.
+        parts: Of each DP rank's RankStep.
+    """
+
+    agreement: int
+    parts: list[int]
+
+
+NO_CHECKSUMS = StepChecksums(0, [])  # of a step that has not been sent
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that has not come back. Times are of time.perf_counter.
+
+    Attributes:
+        begun: When its planning began.
+        planned: When it was planned.
+        sent: When it had been sent.
+        step_id: Its number in the epoch, from its sending on.
+        checksums: Of what was sent.
+    """
+
+    plan: StepPlan
+    begun: float
+    planned: float
+    sent: float = 0.0
+    step_id: int = 0
+    checksums: StepChecksums = NO_CHECKSUMS
+
+
 NO_FLOATS = np.zeros(0, dtype=np.float32)
 NO_INTS = np.zeros(0, dtype=np.int32)
 

@@ -11,7 +11,7 @@ from router.errors import ExecutorLeft
 from router.requests.listeners import Listeners
 from router.requests.request import Request
 from router.requests.waiting_queue import Admission
-from router.scheduling.step import NO_GRAPHS, GroupShape, StepResult
+from router.scheduling.step import NO_GRAPHS, GroupShape, InFlight, StepResult
 from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import expected_output
@@ -43,12 +43,12 @@ class Executors(FakeExecutors):
         self.leaves_at = leaves_at
         self.num_received = 0
 
-    async def receive(self) -> StepResult:
+    async def receive(self, step: InFlight) -> StepResult:
         self.num_received += 1
         if self.num_received in self.leaves_at:
             raise ExecutorLeft("SHUTTING_DOWN: this executor was told to stop")
         await asyncio.sleep(self.step_s)
-        return await super().receive()
+        return await super().receive(step)
 
 
 class World:

@@ -44,7 +44,7 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.step import GroupInfo
+from router.scheduling.step import GroupInfo, InFlight
 from tests.bench.support.quiet import quiet
 
 DEMO_MODEL = Path("deploy/demo_model")
@@ -124,8 +124,8 @@ async def run_round(group: ExecutorGroup, pipes: list[Connection]) -> tuple[floa
             assert plan is not None
             if number == STEPS_BEFORE:
                 corrupt(group, refusing)
-            group.send(plan)
-            scheduler.commit(plan, await group.receive())
+            group.send(step := InFlight(plan, 0.0, 0.0))
+            scheduler.commit(plan, await group.receive(step))
         raise AssertionError("no executor refused the last step")
     except ExecutorLost as error:
         heard, problem = time.perf_counter(), str(error)

@@ -37,9 +37,9 @@ from router.requests.waiting_queue import Admission
 from router.scheduling.step import (
     GroupInfo,
     GroupShape,
+    InFlight,
     RankResult,
     ServedModel,
-    StepPlan,
     StepResult,
 )
 from tests.bench.support.quiet import quiet
@@ -56,7 +56,7 @@ class TimerExecutors:
         self._step_s = step_s
         self._num_rows = num_rows
         self._end = 0.0
-        self._in_flight: deque[tuple[float, StepPlan]] = deque()
+        self._ends: deque[float] = deque()
 
     async def form(self) -> GroupInfo:
         model = ServedModel(
@@ -78,15 +78,14 @@ class TimerExecutors:
         )
         return GroupInfo(epoch=1, model=model, shape=shape, addresses=("timer",))
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, step: InFlight) -> None:
         now = asyncio.get_running_loop().time()
         self._end = max(self._end, now) + self._step_s
-        self._in_flight.append((self._end, plan))
+        self._ends.append(self._end)
 
-    async def receive(self) -> StepResult:
-        end, plan = self._in_flight.popleft()
-        await asyncio.sleep(max(0.0, end - asyncio.get_running_loop().time()))
-        return (RankResult(np.ones(len(plan.sampled_rows), dtype=np.int32)),)
+    async def receive(self, step: InFlight) -> StepResult:
+        await asyncio.sleep(max(0.0, self._ends.popleft() - asyncio.get_running_loop().time()))
+        return (RankResult(np.ones(len(step.plan.sampled_rows), dtype=np.int32)),)
 
     async def lost(self) -> None:
         await asyncio.Event().wait()

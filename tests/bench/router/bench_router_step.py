@@ -15,7 +15,7 @@ GenerateManyResponse.
     decode   FromString and decode_result, for each rank
     commit   Scheduler.commit
     listeners  take_columns, the message and SerializeToString
-    count    EpochStats.add, StepTimes.add_send and add_answer: what metrics take from each step
+    count    EpochStats.add and StepTimes.add: what metrics take from each step
 
 Making requests and the executors' answers is not counted. The garbage collector is off, as a
 collection would hit one phase at random. Times are CPU times of the one thread: what neighbours on
@@ -41,7 +41,7 @@ from router.requests.request import OutputOptions, Request, SamplingParams, Sequ
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, StepTimes
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.step import GroupShape, RankBatch, RankResult, StepPlan
+from router.scheduling.step import GroupShape, InFlight, RankBatch, RankResult, StepPlan
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -129,9 +129,8 @@ class Bench:
 
     def _count(self, plan: StepPlan, result: tuple[RankResult, ...]) -> None:
         now = time.perf_counter()
-        self.step_times.add_send(now, now)
         self.stats.add(plan, result, now)
-        self.step_times.add_answer(result, now)
+        self.step_times.add(InFlight(plan, now, now, now), result, now)
 
     def _timed(self, times: list[float], work: Callable[[], T]) -> T:
         started = time.thread_time()

@@ -32,6 +32,7 @@ from router.requests.listeners import Listener, Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import InFlight
 from tests.bench.support.quiet import quiet
 from tests.bench.support.routing import running_engines, simulated_executor
 
@@ -103,8 +104,9 @@ async def measure_rtt() -> list[float]:
         rtts = []
         while (plan := scheduler.schedule()) is not None:
             started = time.perf_counter()
-            group.send(plan)
-            result = await group.receive()
+            step = InFlight(plan, started, started)
+            group.send(step)
+            result = await group.receive(step)
             rtts.append((time.perf_counter() - started) * 1e6)
             scheduler.commit(plan, result)
         await group.close()

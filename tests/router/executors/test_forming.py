@@ -65,5 +65,5 @@ async def test_when_one_executor_cannot_join_the_others_are_freed_and_the_next_e
         info = await group.form()
         assert peers[0, 0].prepared == [info.epoch - 1, info.epoch]
         assert all(peer.joined == [info.epoch - 1, info.epoch] for peer in peers.values())
-        group.send(plan_step(dp_size=3))
-        assert len(await group.receive()) == 3
+        group.send(step := plan_step(dp_size=3))
+        assert len(await group.receive(step)) == 3

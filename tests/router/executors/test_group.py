@@ -31,8 +31,8 @@ async def test_attention_tp_peers_get_the_same_bytes_and_the_first_ones_tokens_c
         info = await group.form()
         assert (info.shape.dp_size, info.shape.attn_tp_size) == (2, 3)
 
-        group.send(plan_step(dp_size=2))
-        results = await group.receive()
+        group.send(step := plan_step(dp_size=2))
+        results = await group.receive(step)
 
         assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
         for dp_rank in range(2):
@@ -58,9 +58,9 @@ async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
     async with run_group(dp_size=1, attn_tp_size=2) as (group, peers):
         await group.form()
         peers[0, 1].may_answer.clear()
-        group.send(plan_step(dp_size=1))
+        group.send(step := plan_step(dp_size=1))
         await until(lambda: group._streams[0].has_answer and len(peers[0, 1].steps) == 1)
-        receiving = asyncio.ensure_future(group.receive())
+        receiving = asyncio.ensure_future(group.receive(step))
         await until(lambda: not group._streams[0].has_answer)
         for _ in range(10):  # a group that did not wait for the other one would end here
             await asyncio.sleep(0)
@@ -77,20 +77,20 @@ async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all(
         await group.form()
         for peer in peers.values():
             peer.may_answer.clear()
-        group.send(plan_step(dp_size=2))
+        group.send(step := plan_step(dp_size=2))
         peers[1, 1].dies.set()
 
         with pytest.raises(ExecutorLost, match=r"dp_rank 1, attn_tp_rank 1.*its attention failed"):
             await group.lost()
         with pytest.raises(ExecutorLost, match="dp_rank 1, attn_tp_rank 1"):
-            await group.receive()
+            await group.receive(step)
 
         for peer in peers.values():
             peer.dies.clear()
             peer.may_answer.set()
         await group.form()
-        group.send(plan_step(dp_size=2))
-        results = await group.receive()
+        group.send(step := plan_step(dp_size=2))
+        results = await group.receive(step)
         assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
 
 
@@ -183,8 +183,8 @@ async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_th
         await group.form()
         for peer in peers.values():
             peer.may_answer.clear()
-        group.send(plan_step(dp_size=2))
-        receiving = asyncio.ensure_future(group.receive())
+        group.send(step := plan_step(dp_size=2))
+        receiving = asyncio.ensure_future(group.receive(step))
         await until(lambda: len(peers[1, 0].steps) == 1)
 
         async def answer_late() -> None:
@@ -226,9 +226,9 @@ async def test_executors_that_ran_another_step_than_they_were_sent_are_named(
         await group.form()
         for place in ((0, 1), (1, 0)):
             peers[place].misreads = misreads
-        group.send(plan_step(dp_size=2))
+        group.send(step := plan_step(dp_size=2))
         with pytest.raises(ExecutorLost) as caught:
-            await group.receive()
+            await group.receive(step)
         problem = str(caught.value)
         assert problem.startswith("step 1 was not run as it was sent: ")
         for dp_rank, attn_tp_rank in peers:
@@ -261,9 +261,9 @@ async def test_all_streams_end_when_an_answer_is_overdue() -> None:
     async with run_group(dp_size=2, attn_tp_size=1, deadline=hurried()) as (group, peers):
         await group.form()
         peers[1, 0].may_answer.clear()
-        group.send(plan_step(dp_size=2))
+        group.send(step := plan_step(dp_size=2))
         with pytest.raises(ExecutorLost, match=r"did not answer step 1 within 0\.3 s"):
-            await group.receive()
+            await group.receive(step)
         await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
         with pytest.raises(ExecutorLost):
             await group.lost()
@@ -280,9 +280,9 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
             raise Gone("nobody is there any more")
 
         peers[2, 0].on_describe = vanish
-        group.send(plan_step(dp_size=3))
+        group.send(step := plan_step(dp_size=3))
         with pytest.raises(ExecutorLost) as caught:
-            await group.receive()
+            await group.receive(step)
     silent, _, waiting = str(caught.value).partition(", nor any other call; ")
     assert "(dp_rank 2, attn_tp_rank 0) did not answer step 1 within 0.3 s" in silent
     assert "dp_rank 0" not in silent
@@ -298,9 +298,9 @@ async def test_who_does_not_answer_any_call_in_time_is_silent(
         monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", 0.1)
         peers[0, 0].may_answer.clear()
         peers[0, 0].on_describe = asyncio.Event().wait
-        group.send(plan_step(dp_size=1))
+        group.send(step := plan_step(dp_size=1))
         with pytest.raises(ExecutorLost, match=r"within 0\.3 s, nor any other call$"):
-            await group.receive()
+            await group.receive(step)
 
 
 async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
@@ -308,9 +308,9 @@ async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
         await group.form()
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
-        group.send(plan_step(dp_size=3))
+        group.send(step := plan_step(dp_size=3))
         with pytest.raises(ExecutorLost, match=r"dp_rank 0.*dp_rank 2.*they answer other calls"):
-            await group.receive()
+            await group.receive(step)
 
 
 async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> None:
@@ -324,8 +324,8 @@ async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> 
             await until(lambda: group._streams[1].has_answer)
 
         peers[1, 0].on_describe = answer
-        group.send(plan_step(dp_size=2))
-        results = await group.receive()
+        group.send(step := plan_step(dp_size=2))
+        results = await group.receive(step)
         assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
 
 
@@ -344,10 +344,10 @@ async def test_an_answer_to_another_step_or_epoch_is_refused(
     async with run_group(dp_size=1, attn_tp_size=2) as (group, peers):
         await group.form()
         peers[0, 1].shift = shift
-        group.send(plan_step(dp_size=1))
+        group.send(step := plan_step(dp_size=1))
         expected = f"attn_tp_rank 1.*answered {answered} where step 1 of epoch 1 was due"
         with pytest.raises(ExecutorLost, match=expected):
-            await group.receive()
+            await group.receive(step)
 
 
 @pytest.mark.parametrize(
@@ -360,15 +360,15 @@ async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
     async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
         await group.form()
         peers[1, 0].spare_bytes = spare_bytes
-        group.send(plan_step(dp_size=2))
+        group.send(step := plan_step(dp_size=2))
         with pytest.raises(ExecutorLost, match=problem):
-            await group.receive()
+            await group.receive(step)
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
     deadline = StepDeadline(factor=20, min_s=5, max_s=30)
     async with run_group(dp_size=2, attn_tp_size=1, deadline=deadline) as (group, peers):
-        plan = plan_step(dp_size=2)
+        plan = plan_step(dp_size=2).plan
         for _ in range(MIN_STEPS):
             deadline.add(plan.agreement, 0.01)
         with capture_logs() as logs:
@@ -425,15 +425,15 @@ async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -
         )
         try:
             await group.form()
-            group.send(plan_step(dp_size=1))
-            await group.receive()
+            group.send(step := plan_step(dp_size=1))
+            await group.receive(step)
             await servers.pop().stop(None)
             await serve(new, port)
             with pytest.raises(ExecutorLost):
                 await group.lost()
-            group.send(plan_step(dp_size=1))
+            group.send(step := plan_step(dp_size=1))
             with pytest.raises(ExecutorLost):
-                await group.receive()
+                await group.receive(step)
             await group.form()
             assert new.steps == []
             assert (old.joined, new.joined) == ([1], [2])

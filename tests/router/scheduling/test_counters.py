@@ -24,7 +24,14 @@ from router.scheduling.counters import (
     by_rank,
 )
 from router.scheduling.speculation import DraftCounts
-from router.scheduling.step import CapturedSizes, GroupShape, PaddingMode, RankResult, StepPlan
+from router.scheduling.step import (
+    CapturedSizes,
+    GroupShape,
+    InFlight,
+    PaddingMode,
+    RankResult,
+    StepPlan,
+)
 from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE
@@ -52,9 +59,9 @@ class RecordingExecutors(FakeExecutors):
         super().__init__(*args, **faults)
         self.sent: list[StepPlan] = []
 
-    def send(self, plan: StepPlan) -> None:
-        self.sent.append(plan)
-        super().send(plan)
+    def send(self, step: InFlight) -> None:
+        self.sent.append(step.plan)
+        super().send(step)
 
 
 class Run:
@@ -249,29 +256,20 @@ def test_preemptions_are_counted_where_they_happen():
 
 
 def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPatch):
-    times = StepTimes()
-    monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 3.0)
-    times.add_send(1.0, 2.5)
+    times, stepper = StepTimes(), Stepper(make_shape())
+    stepper.submit([1, 2, 3])
+    plan = stepper.plan()
+    assert plan is not None
     monkeypatch.setattr("router.scheduling.counters.time.perf_counter", lambda: 9.0)
     tokens = np.zeros(0, np.int32)
     slow = RankResult(tokens, queued_ns=1_000_000_000, forward_ns=2_000_000_000)
-    times.add_answer((RankResult(tokens, forward_ns=1_500_000_000), slow), 8.0)
+    result = (RankResult(tokens, forward_ns=1_500_000_000), slow)
+    times.add(InFlight(plan, begun=1.0, planned=2.5, sent=3.0), result, 8.0)
 
     assert times.total() == {
         "plan": 1.5, "encode": 0.5, "wire": 2.0, "queue": 1.0, "execute": 2.0, "commit": 1.0
     }  # fmt: skip
     assert tuple(times.total()) == PHASES
-
-
-def test_a_loss_forgets_what_was_sent():
-    measures = GroupMeasures()
-    measures.times.add_send(0.0, 0.0)
-    measures.end_epoch(0.0)
-    measures.times.add_send(0.0, 0.0)
-    result = (RankResult(np.zeros(0, np.int32)),)
-    measures.times.add_answer(result, 10.0)
-    with pytest.raises(IndexError):
-        measures.times.add_answer(result, 10.0)
 
 
 def test_a_group_is_lost_from_an_unplanned_loss_until_it_has_formed_again():

@@ -19,6 +19,7 @@ from router.scheduling.step import (
     BatchMode,
     GroupInfo,
     GroupShape,
+    InFlight,
     PaddingMode,
     RankBatch,
     ServedModel,
@@ -150,7 +151,8 @@ class FakeExecutors:
         addresses = tuple(f"fake:{rank}" for rank in range(self.shape.dp_size))
         return GroupInfo(epoch=self.num_epochs, model=model, shape=self.shape, addresses=addresses)
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, step: InFlight) -> None:
+        plan = step.plan
         self.plans.append(plan)
         self._check_agreement(plan)
         now = asyncio.get_running_loop().time()
@@ -171,7 +173,7 @@ class FakeExecutors:
         poison = self._poison.get(ran.sequence.request.request_id)
         return poison is not None and poison.kills(ran)
 
-    async def receive(self) -> StepResult:
+    async def receive(self, step: InFlight) -> StepResult:
         assert self._loss is not None
         while (wait_s := self._pending[0].done_time - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait({self._loss}, timeout=wait_s)

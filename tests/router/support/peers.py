@@ -14,7 +14,7 @@ from protos.transport.errors import RpcError
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.scheduling.step import StepPlan
+from router.scheduling.step import InFlight
 from tests.router.support.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
@@ -186,11 +186,11 @@ async def run_group(
         yield group, peers
 
 
-def plan_step(dp_size: int) -> StepPlan:
-    """A step in which every DP rank runs a prompt of its own."""
+def plan_step(dp_size: int) -> InFlight:
+    """A step, not sent yet, in which every DP rank runs a prompt of its own."""
     world = Stepper(make_shape(dp_size=dp_size))
     for first in range(dp_size):
         world.submit([1 + first, 2, 3, 4, 5])
     plan = world.plan()
     assert plan is not None
-    return plan
+    return InFlight(plan, 0.0, 0.0)
