@@ -284,12 +284,16 @@ def _locate_logits(
     samples, num_scored = read.columns["samples"], read.columns["num_scored"]
     if (num_scored > num_query_tokens).any():
         raise read.error("num_scored", "a sequence has fewer tokens than are to be scored")
+    last_tokens = first_tokens + num_query_tokens - 1
+    if samples.all() and not num_scored.any():  # every decode's way, which is the shortest
+        count = len(last_tokens)
+        return last_tokens, np.arange(count), np.ones(count, np.bool_)
     num_logits = num_scored + samples
     sequence = np.repeat(np.arange(len(num_logits)), num_logits)
     nth = np.arange(len(sequence)) - (np.cumsum(num_logits) - num_logits)[sequence]
     is_sampled = nth == num_scored[sequence]
-    last = first_tokens + num_query_tokens - 1
-    return np.where(is_sampled, last[sequence], first_tokens[sequence] + nth), sequence, is_sampled
+    indices = np.where(is_sampled, last_tokens[sequence], first_tokens[sequence] + nth)
+    return indices, sequence, is_sampled
 
 
 def _check_mode(part: pb.RankStep, num_sequences: int, *, is_decode: bool) -> None:

@@ -13,13 +13,12 @@ another token: there tokens lie by likelihood along the unit interval, here by i
 that decide are of integers, the same in any order.
 """
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.sampling.logits import temper
+from executor.model.sampling.logits import RowParameters, temper
 
 _SCALE = 2.0**52  # float64 counts units of probability exactly up to twice this
 
@@ -74,7 +73,7 @@ class FlashInferFilters:
 
 def sample_rows(
     logits: torch.Tensor,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: RowParameters,
     uniform: torch.Tensor,
     filters: Filters,
 ) -> torch.Tensor:
@@ -89,12 +88,13 @@ def sample_rows(
     Returns:
         int64 [S] token ids.
     """
-    is_greedy = parameters["temperature"] <= 0
-    temperature = parameters["temperature"].masked_fill(is_greedy, 1)
+    temperature = parameters["temperature"]
+    is_greedy = temperature <= 0
+    temperature = temperature.masked_fill(is_greedy, 1)
     top_k = parameters["top_k"].clamp(max=logits.shape[-1])
     top_k = top_k.masked_fill(top_k == 0, logits.shape[-1]).to(torch.int32)
     probs = torch.softmax(temper(logits, temperature), dim=-1)
-    probs = filters.top_p(filters.top_k(probs, top_k), parameters["top_p"].contiguous())
+    probs = filters.top_p(filters.top_k(probs, top_k), parameters["top_p"])
     least = probs.amax(dim=-1, keepdim=True) * parameters["min_p"][:, None]
     drawn = _invert(probs.masked_fill(probs < least, 0), uniform)
     return torch.where(is_greedy, logits.argmax(dim=-1), drawn)

@@ -5,7 +5,7 @@
 Rows never influence one another, so a sequence samples alike in any batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,33 +17,40 @@ GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
-_FIELDS = dict(PARAMETERS.fields or {})
 _TORCH_DTYPES = {"<u8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
 
-class RowParameters(Mapping[str, torch.Tensor]):
-    """Sampling parameters of rows on the device, by name: columns of one table.
+class RowParameters:
+    """Sampling parameters of rows, by name.
 
     Args:
-        table: int64 [S, PARAMETER_WIDTH], rows as PARAMETERS lays them out.
+        columns: [R] each.
+        rows: int64 [S], those of which they are; None: of all.
     """
 
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
+    def __init__(
+        self, columns: Mapping[str, torch.Tensor], rows: torch.Tensor | None = None
+    ) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    @classmethod
+    def of_table(cls, table: torch.Tensor) -> "RowParameters":
+        """Returns those of a table, int64 [R, PARAMETER_WIDTH], laid out as PARAMETERS."""
+        return cls(
+            {
+                name: table.view(_TORCH_DTYPES[dtype.str])[:, offset // dtype.itemsize]
+                for name, (dtype, offset, *_) in (PARAMETERS.fields or {}).items()
+            }
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        dtype, offset = _FIELDS[name][:2]
-        return self.table.view(_TORCH_DTYPES[dtype.str])[:, offset // dtype.itemsize]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_FIELDS)
-
-    def __len__(self) -> int:
-        return len(_FIELDS)
+        column = self._columns[name]
+        return column if self._rows is None else column.index_select(0, self._rows)
 
     def at(self, rows: torch.Tensor) -> "RowParameters":
-        """Returns those of some rows, int64 [S]."""
-        return RowParameters(self.table.index_select(0, rows))
+        """Returns those of some rows, int64 [S]. Each is gathered when it is read."""
+        return RowParameters(self._columns, rows)
 
 
 def uniform_samples(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -81,7 +88,7 @@ def penalize(
     logits: torch.Tensor,
     prompt_mask: torch.Tensor,
     output_counts: torch.Tensor,
-    parameters: Mapping[str, torch.Tensor],
+    parameters: RowParameters,
 ) -> torch.Tensor:
     """Returns logits in which tokens seen before are less likely.
 

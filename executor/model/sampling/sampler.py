@@ -87,7 +87,7 @@ class Sampler:
 
         self.last_tokens = state(dtype=torch.int64)
         self._parameters = state(PARAMETER_WIDTH, dtype=torch.int64)
-        self.parameters = RowParameters(self._parameters)
+        self.parameters = RowParameters.of_table(self._parameters)
         self._bias = state(vocab_size, dtype=torch.float32)
         self._suppressed = state(vocab_size, dtype=torch.bool)
         self._prompt_mask = state(vocab_size, dtype=torch.bool)
@@ -229,8 +229,9 @@ class Sampler:
         edited = self._edit(logits.to(torch.float32, copy=True), stages, at)
         greedy = torch.nn.functional.one_hot(edited.argmax(dim=-1), self.vocab_size).float()
         parameters = self.parameters.at(at)
-        is_random = parameters["temperature"] > 0
-        tempered = temper(edited, torch.where(is_random, parameters["temperature"], 1.0))
+        temperature = parameters["temperature"]
+        is_random = temperature > 0
+        tempered = temper(edited, torch.where(is_random, temperature, 1.0))
         drawn = probabilities(
             tempered, parameters["top_k"], parameters["top_p"], parameters["min_p"]
         )
@@ -245,9 +246,9 @@ class Sampler:
             at: ``rows`` on the device.
         """
         self.last_tokens.index_copy_(0, at, tokens)
-        counted = np.flatnonzero(self._stages[rows] & PENALIZED)
-        if counted.size:
-            members = self._index(counted)
+        is_counted = self._stages[rows] & PENALIZED
+        if is_counted.any():
+            members = self._index(np.flatnonzero(is_counted))
             self._output_counts[at[members], tokens[members]] += 1
 
     def _stages_at(self, rows: Int64Array, seq_lens: Int64Array) -> Stages:
@@ -258,6 +259,8 @@ class Sampler:
 
     def _edit(self, logits: torch.Tensor, stages: Stages, at: torch.Tensor) -> torch.Tensor:
         """Applies penalties, biases and suppression, in this order. May write to the logits."""
+        if not (stages & EDITS).any():
+            return logits
 
         def apply_penalties(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             parameters = self.parameters.at(at)

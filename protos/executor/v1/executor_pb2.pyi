@@ -744,7 +744,7 @@ class RowStarts(_message.Message):
     frequency_penalty: _builtins.bytes
     """[A] float32. Subtracted once per occurrence in the output; default 0."""
     seed: _builtins.bytes
-    """[A] uint64. With the position it determines the coin of each sampled token, so a sequence
+    """[A] uint64. With the position it determines the uniform sample of each token, so a sequence
     samples alike in any batch and after a preemption. Default 0.
     """
     scores_output: _builtins.bytes
