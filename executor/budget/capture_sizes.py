@@ -1,4 +1,4 @@
-"""Graph sizes: those to capture, and the one that a batch replays. Pure.
+"""Graph sizes to capture. Pure.
 
 A decode size counts sequences, a prefill size counts token rows of one rank. The list that comes
 out of here is the one that is captured and the one that ``Describe`` carries, from
@@ -6,7 +6,6 @@ which the router picks.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -149,17 +148,6 @@ def prefill_capture_sizes(
     if listed is not None:
         return filter_sizes(listed, alignment)
     return round_up_sizes(default_prefill_sizes(max_num_tokens), alignment)
-
-
-def pick_graph_size(size: int, captured: Sequence[int]) -> int | None:
-    """Returns the smallest captured size that fits, or None if none does.
-
-    Args:
-        size: Real sequences or tokens.
-        captured: Ascending, as it was captured.
-    """
-    index = bisect_left(captured, size)
-    return captured[index] if index < len(captured) else None
 
 
 def _stepped(maximum: int, steps: Iterable[tuple[float, int]]) -> list[int]:

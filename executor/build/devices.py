@@ -10,7 +10,7 @@ sampling     rows by what they ask   all rows alike, FlashInfer    rows by what 
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -48,25 +48,22 @@ class AttentionGraphs(NamedTuple):
     has_tree: bool = False
 
 
-class Device(Protocol):
-    """Makes what depends on where the model runs."""
+class Device:
+    """Makes what depends on where the model runs.
 
-    @property
-    def torch_device(self) -> torch.device: ...
+    Attributes:
+        torch_device: Where tensors are.
+        ops: FlashInfer; None where it does not run.
+        filters: How sampling drops unlikely tokens, if all rows go through every stage.
+    """
 
-    @property
-    def ops(self) -> FlashInferOps | None:
-        """FlashInfer; None where it does not run."""
-        ...
-
-    @property
-    def filters(self) -> Filters | None:
-        """How sampling drops unlikely tokens, if all rows go through every stage."""
-        ...
+    torch_device: torch.device
+    ops: FlashInferOps | None = None
+    filters: Filters | None = None
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         """Returns what the model's layers call, for passes of so many rows of experts."""
-        ...
+        raise NotImplementedError
 
     def attention(
         self,
@@ -83,15 +80,15 @@ class Device(Protocol):
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
         """
-        ...
+        raise NotImplementedError
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:
         """Returns what all attention made so far has allocated, for the budget's table."""
-        ...
+        return ()
 
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
-        ...
+        raise NotImplementedError
 
 
 def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
@@ -143,7 +140,7 @@ def memory_in_use() -> dict[str, int]:
     }
 
 
-class Cpu:
+class Cpu(Device):
     """The machine's cores.
 
     Args:
@@ -152,8 +149,6 @@ class Cpu:
     """
 
     torch_device = torch.device("cpu")
-    ops: FlashInferOps | None = None
-    filters: Filters | None = None
 
     def __init__(self, omp_wait_policy: str) -> None:
         self._num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
@@ -170,14 +165,11 @@ class Cpu:
     ) -> Attention:
         return _torch_attention(num_heads, kv_pool, self._num_workers)
 
-    def attention_lines(self) -> tuple[BudgetLine, ...]:
-        return ()
-
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
 
 
-class Cuda:
+class Cuda(Device):
     """One GPU: the one that the settings name, else the first that this process sees."""
 
     def __init__(self, config: ExecutorConfig) -> None:

@@ -25,7 +25,7 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
-from executor.model.families.kernels import Kernels
+from executor.model.families.kernels import Peers
 from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
@@ -69,8 +69,20 @@ def build_worker(
     dispatcher = _dispatcher(blueprint, communicator, device)
     lines += _logged(dispatcher.lines())
     kernels = [device.kernels(blueprint.model, blueprint.dtype, dispatcher.max_rows)]
-    model = _load(
-        blueprint, device, communicator, attn_tp_communicator, dispatcher, kernels=kernels[0]
+    model = load_model(
+        config.model,
+        blueprint.model,
+        dtype=blueprint.dtype,
+        device=device.torch_device,
+        peers=Peers(
+            communicator=communicator,
+            attn_tp=attn_tp_communicator,
+            dispatcher=dispatcher,
+            moe_dense_tp_size=config.moe_dense_tp_size,
+        ),
+        kernels=kernels[0],
+        aux_layers=() if blueprint.draft is None else blueprint.draft.aux_layers,
+        on_progress=_log_progress(),
     )
     draft = None
     if blueprint.draft is not None:
@@ -124,32 +136,6 @@ def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:
     for line in lines:
         log.info("token_budget", **asdict(line))
     return lines
-
-
-def _load(
-    blueprint: Blueprint,
-    device: Device,
-    communicator: DpCommunicator,
-    attn_tp_communicator: AttnTpCommunicator,
-    dispatcher: Dispatcher,
-    *,
-    kernels: Kernels,
-) -> Model:
-    config, draft = blueprint.config, blueprint.draft
-    return load_model(
-        config.model,
-        blueprint.model,
-        dtype=blueprint.dtype,
-        device=device.torch_device,
-        topology=config.topology,
-        communicator=communicator,
-        attn_tp_communicator=attn_tp_communicator,
-        dispatcher=dispatcher,
-        moe_dense_tp_size=config.moe_dense_tp_size,
-        kernels=kernels,
-        aux_layers=() if draft is None else draft.aux_layers,
-        on_progress=_log_progress(),
-    )
 
 
 def _forward_pass(

@@ -13,11 +13,7 @@ from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.vocab import Embedding, LMHead
-from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.model.moe.layer import Dispatcher
 from executor.model.weights import OnProgress, WeightGroup, load_weights
-from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.topology import Topology
 
 _MODULES = {"Qwen3MoeForCausalLM": "executor.model.families.qwen3_moe"}
 
@@ -75,11 +71,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    topology: Topology | None = None,
-    communicator: DpCommunicator | None = None,
-    attn_tp_communicator: AttnTpCommunicator | None = None,
-    dispatcher: Dispatcher | None = None,
-    moe_dense_tp_size: int | None = None,
+    peers: Peers | None = None,
     kernels: Kernels | None = None,
     aux_layers: Sequence[int] = (),
     on_progress: OnProgress | None = None,
@@ -91,14 +83,7 @@ def load_model(
         config: From the same directory.
         dtype: Type to run in; the saved one if None.
         device: Where to run.
-        topology: This executor's place in its group; a group of its own if None.
-        communicator: Joins all executors. It may join a group later, and others after that, while
-            the model stays loaded. Needed in a group of several.
-        attn_tp_communicator: Joins the executors of this DP rank in the same way. Needed if there
-            are several.
-        dispatcher: Takes rows to their experts; gathers all of them if None.
-        moe_dense_tp_size: 1 runs dense MLPs whole on each executor; None splits them over the
-            group.
+        peers: This executor's place and ways to the others; none if None.
         kernels: What the layers call; those of the CPU if None.
         aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft
             (``DraftConfig.aux_layers``).
@@ -106,41 +91,20 @@ def load_model(
 
     Raises:
         CheckpointError: The architecture is not supported, or the weights do not fit it.
-        ValueError: Heads, experts or dense MLPs do not divide, or a communicator is for another
-            place.
+        ValueError: Heads, experts or dense MLPs do not divide.
     """
-    topology = topology or Topology()
-    communicator = communicator or DpCommunicator.single()
-    attn_tp_communicator = attn_tp_communicator or AttnTpCommunicator.single()
-    if communicator.topology != topology:
-        raise ValueError(
-            f"the communicator is for {communicator.topology}, the model for {topology}: they must "
-            f"be the same"
-        )
-    if attn_tp_communicator.size != topology.attn_tp_size:
-        raise ValueError(
-            f"the attention-TP communicator joins {attn_tp_communicator.size} executors, the "
-            f"model's attention is shared by attn_tp_size={topology.attn_tp_size}"
-        )
     absent = [layer for layer in aux_layers if not 0 <= layer < config.num_hidden_layers]
     if absent:
         raise ValueError(
             f"aux_layers={list(aux_layers)}: the model has layers 0 to "
             f"{config.num_hidden_layers - 1}"
         )
-    local_experts = topology.local_experts(config.num_experts)
     dtype = dtype or config.dtype
     model = _model_class(config.architecture)(
         config,
         dtype=dtype,
         device=torch.device(device),
-        peers=Peers(
-            topology=topology,
-            communicator=communicator,
-            attn_tp=attn_tp_communicator,
-            dispatcher=dispatcher or AllGatherDispatcher(communicator, local_experts),
-            moe_dense_tp_size=moe_dense_tp_size,
-        ),
+        peers=peers or Peers.gathering(config.num_experts),
         kernels=kernels or cpu_kernels(config, dtype=dtype),
         aux_layers=aux_layers,
     )

@@ -24,6 +24,7 @@ from executor.model.layers.operators import (
     TorchOperators,
 )
 from executor.model.layers.workers import WorkerPool
+from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.experts import (
     Experts,
     ExpertShare,
@@ -165,19 +166,50 @@ class Peers:
     """This executor's place, and its ways to the others. Groups come and go behind them.
 
     Attributes:
-        topology: Which share of the model this executor has.
         communicator: Gathers and sums rows over the group.
         attn_tp: Gathers and sums rows over the executors of this DP rank.
         dispatcher: Takes rows to their experts; shared by all layers.
         moe_dense_tp_size: 1 runs dense MLPs whole on each executor; None splits them over the
             group.
+
+    Raises:
+        ValueError: The communicators are for different arrangements.
     """
 
-    topology: Topology
     communicator: DpCommunicator
     attn_tp: AttnTpCommunicator
     dispatcher: Dispatcher
     moe_dense_tp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.attn_tp.size != self.topology.attn_tp_size:
+            raise ValueError(
+                f"the attention-TP communicator joins {self.attn_tp.size} executors, the model's "
+                f"attention is shared by attn_tp_size={self.topology.attn_tp_size}"
+            )
+
+    @classmethod
+    def gathering(
+        cls,
+        num_experts: int,
+        communicator: DpCommunicator | None = None,
+        attn_tp: AttnTpCommunicator | None = None,
+        **dense: int | None,
+    ) -> "Peers":
+        """Returns peers among which rows are gathered for experts; none by default."""
+        communicator = communicator or DpCommunicator.single()
+        local_experts = communicator.topology.local_experts(num_experts)
+        return cls(
+            communicator=communicator,
+            attn_tp=attn_tp or AttnTpCommunicator.single(),
+            dispatcher=AllGatherDispatcher(communicator, local_experts),
+            **dense,
+        )
+
+    @property
+    def topology(self) -> Topology:
+        """Which share of the model this executor has."""
+        return self.communicator.topology
 
     @property
     def splits_dense(self) -> bool:

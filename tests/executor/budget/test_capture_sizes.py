@@ -12,7 +12,6 @@ from executor.budget.capture_sizes import (
     default_decode_sizes,
     default_prefill_sizes,
     filter_sizes,
-    pick_graph_size,
     prefill_capture_sizes,
     round_up_sizes,
 )
@@ -131,10 +130,6 @@ def test_default_sizes_of_any_configuration_divide_ascend_and_hold_every_batch(s
         assert all(size * tokens_per_size % group == 0 for size in sizes)
         assert maximum <= sizes[-1] < maximum + alignment
 
-        real = rng.randint(1, maximum)
-        picked = pick_graph_size(real, sizes)
-        assert picked == min(size for size in sizes if size >= real)
-
 
 @pytest.mark.parametrize("seed", range(50))
 def test_an_operators_sizes_are_never_changed_only_dropped(seed: int):
@@ -152,14 +147,3 @@ def test_an_operators_sizes_are_never_changed_only_dropped(seed: int):
 def test_a_size_without_the_gathered_group_needs_no_alignment():
     assert decode_capture_sizes(13) == default_decode_sizes(13)
     assert prefill_capture_sizes(13) == default_prefill_sizes(13)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(0, 4), (1, 4), (4, 4), (5, 8), (16, 16), (17, None)]
-)
-def test_a_batch_runs_the_smallest_graph_that_holds_it(size: int, expected: int | None):
-    assert pick_graph_size(size, (4, 8, 16)) == expected
-
-
-def test_without_graphs_no_size_fits():
-    assert pick_graph_size(1, ()) is None

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from executor.errors import CheckpointError
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Peers
 from executor.model.weights import Part, WeightGroup, load_weights
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.topology import Topology
@@ -47,7 +48,7 @@ def load(path: Path, **options: Any) -> None:
     load_model(path, ModelConfig.from_dir(path), **options)
 
 
-def rank_0_of(topology: Topology) -> dict[str, Any]:
+def rank_0_of(topology: Topology, num_experts: int = 8, **dense: int) -> dict[str, Any]:
     communicator = DpCommunicator(
         topology=topology,
         max_tokens_per_rank=1,
@@ -55,7 +56,7 @@ def rank_0_of(topology: Topology) -> dict[str, Any]:
         dtype=torch.float32,
         top_k=2,
     )
-    return {"topology": topology, "communicator": communicator}
+    return {"peers": Peers.gathering(num_experts, communicator, **dense)}
 
 
 def test_a_missing_tensor_is_named(broken: Callable[..., Path]):
@@ -96,14 +97,6 @@ def test_experts_of_other_ranks_are_not_read(broken: Callable[..., Path]):
     load(path, **rank_0_of(Topology(dp_size=2)))
     with pytest.raises(CheckpointError, match=EXPERT_3):
         load(path)
-
-
-def test_a_rank_of_several_needs_a_communicator_of_as_many(good: tuple[Path, Any]):
-    with pytest.raises(
-        ValueError,
-        match=r"communicator is for .*dp_size=1, .* the model for .*dp_rank=1, dp_size=2",
-    ):
-        load(good[0], topology=Topology(dp_rank=1, dp_size=2))
 
 
 def test_shards_load_like_one_file(good: tuple[Path, Any], tmp_path: Path):
@@ -154,14 +147,14 @@ def test_a_tensor_of_which_a_part_is_wanted_must_have_the_whole_shape(
         load_weights(tmp_path, [WeightGroup({"w": part})])
 
 
-def test_an_executor_that_shares_attention_needs_a_communicator_for_it(good: tuple[Path, Any]):
+def test_an_executor_that_shares_attention_needs_a_communicator_for_it():
     with pytest.raises(ValueError, match=r"joins 1 executors, .* attn_tp_size=2"):
-        load(good[0], **rank_0_of(Topology(attn_tp_size=2)))
+        rank_0_of(Topology(attn_tp_size=2))
 
 
 def test_a_dense_mlp_that_cannot_be_split_names_the_setting_that_keeps_it_whole(tmp_path: Path):
     save_qwen3_moe(tmp_path, "mlp_only", num_experts=3)
-    three = rank_0_of(Topology(dp_size=3))
+    three = Topology(dp_size=3)
     with pytest.raises(ValueError, match=r"intermediate_size=40 .*, or set moe_dense_tp_size=1"):
-        load(tmp_path, **three)
-    load(tmp_path, **three, moe_dense_tp_size=1)
+        load(tmp_path, **rank_0_of(three, 3))
+    load(tmp_path, **rank_0_of(three, 3, moe_dense_tp_size=1))

@@ -27,7 +27,7 @@ from executor.graph.cuda_graph_buffer_registry import (
 )
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import stacked_kernels
+from executor.model.families.kernels import Peers, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
@@ -107,9 +107,7 @@ class RunnerCase:
         model: Any = load_model(
             path,
             config,
-            topology=topology,
-            communicator=communicator,
-            attn_tp_communicator=attn_tp_communicator,
+            peers=Peers.gathering(config.num_experts, communicator, attn_tp_communicator),
             kernels=kernels,
             aux_layers=aux_layers or (),
         )

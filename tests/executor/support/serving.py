@@ -10,6 +10,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
+from executor.model.families.kernels import Peers
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
@@ -39,10 +40,12 @@ class Rank:
         self.model = load_model(
             path,
             config,
-            topology=topology,
-            communicator=communicator,
-            attn_tp_communicator=attn_tp_communicator,
-            moe_dense_tp_size=moe_dense_tp_size,
+            peers=Peers.gathering(
+                config.num_experts,
+                communicator,
+                attn_tp_communicator,
+                moe_dense_tp_size=moe_dense_tp_size,
+            ),
         )
         heads = config.attention_share(topology)
         self.attention = TorchAttention(

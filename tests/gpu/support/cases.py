@@ -27,10 +27,7 @@ from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout
-from executor.parallel.topology import Topology
 from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
@@ -167,17 +164,11 @@ class Case:
         self.config = config
         self.sizes = sizes
         self.device = device
-        communicator = DpCommunicator.single()
         self.model = Qwen3MoeForCausalLM(
             config,
             dtype=config.dtype,
             device=device,
-            peers=Peers(
-                topology=Topology(),
-                communicator=communicator,
-                attn_tp=AttnTpCommunicator.single(),
-                dispatcher=AllGatherDispatcher(communicator, range(config.num_experts)),
-            ),
+            peers=Peers.gathering(config.num_experts),
             kernels=kernels,
         )
         with torch.no_grad():
