@@ -12,6 +12,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc
@@ -35,7 +36,6 @@ from router.telemetry.request_log import RequestLog
 
 log = structlog.stdlib.get_logger(__name__)
 
-READINESS_POLL_S = 0.05
 DRAIN_POLL_S = 0.02
 FLUSH_S = 1.0  # for the last messages of calls whose requests were ended
 STOP_GRACE_S = 0.5  # for calls that have no request to finish, such as a Watch
@@ -75,9 +75,9 @@ async def run(config: RouterConfig) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engine.run()) for engine in by_group]
-            running.append(tasks.create_task(_keep_ready(health, engines)))
+            engines.watch_readiness(partial(_publish_readiness, health))
             await signals.asked.wait()
-            running.pop().cancel()  # from here on, readiness is the drain's
+            engines.watch_readiness(None)  # from here on, readiness is the drain's
             await drain(
                 engines,
                 health,
@@ -265,14 +265,9 @@ async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.
         await asyncio.sleep(min(left_s, DRAIN_POLL_S))
 
 
-async def _keep_ready(health: Health, engines: Engines) -> None:
-    was_ready = False
-    while True:
-        if engines.is_ready != was_ready:
-            was_ready = engines.is_ready
-            health.set_ready(was_ready)
-            log.info("readiness", is_ready=was_ready)
-        await asyncio.sleep(READINESS_POLL_S)
+def _publish_readiness(health: Health, is_ready: bool) -> None:
+    health.set_ready(is_ready)
+    log.info("readiness", is_ready=is_ready)
 
 
 def _version() -> str:

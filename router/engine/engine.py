@@ -28,6 +28,8 @@ from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 log = structlog.get_logger()
 
+MIN_CHECK_S = 0.001
+OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
 
 
@@ -213,6 +215,14 @@ class Engine:
         if not (self.is_ready and self._has_sequences):
             return self.is_ready
         return self._clock() - self._progress_time < self._overdue_s
+
+    @property
+    def until_overdue_s(self) -> float:
+        """Seconds until it may stop serving for want of progress, or serve again thereafter."""
+        if not (self.is_ready and self._has_sequences):
+            return self._overdue_s
+        left_s = self._progress_time + self._overdue_s - self._clock()
+        return max(left_s, MIN_CHECK_S) if left_s > 0 else OVERDUE_CHECK_S
 
     @property
     def _has_sequences(self) -> bool:

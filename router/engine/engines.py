@@ -1,6 +1,7 @@
 """Engines: every group of this router, and every request that is live in one of them."""
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -64,12 +65,15 @@ class Engines:
         self._engines: SequenceOf[Engine] = ()
         self._live: dict[str, Request] = {}
         self._is_shutting_down = False
+        self._on_readiness: Callable[[bool], None] | None = None
+        self._was_ready = False
+        self._readiness_timer: asyncio.TimerHandle | None = None
 
     def drive(self, engines: SequenceOf[Engine]) -> None:
         """Says which engines there are; they report to `on_end`. Called once."""
         self._engines = engines
         for engine in engines:
-            engine.on_change = self._move_waiting
+            engine.on_change = self._on_change
 
     @property
     def model(self) -> ServedModel | None:
@@ -80,6 +84,28 @@ class Engines:
     def is_ready(self) -> bool:
         """Whether some group can step."""
         return not self._is_shutting_down and any(engine.is_serving for engine in self._engines)
+
+    def watch_readiness(self, on_change: Callable[[bool], None] | None) -> None:
+        """Has a function called with each change of `is_ready` from False on; None: no longer."""
+        self._on_readiness, self._was_ready = on_change, False
+        self._check_readiness()
+
+    def _on_change(self) -> None:
+        self._move_waiting()
+        self._check_readiness()
+
+    def _check_readiness(self) -> None:
+        """Reports a change, and sets the timer for the next one that no engine reports."""
+        if self._readiness_timer is not None:
+            self._readiness_timer.cancel()
+        if self._on_readiness is None:
+            return
+        if self.is_ready != self._was_ready:
+            self._was_ready = self.is_ready
+            self._on_readiness(self._was_ready)
+        wait_s = min(engine.until_overdue_s for engine in self._engines)
+        loop = asyncio.get_running_loop()
+        self._readiness_timer = loop.call_later(wait_s, self._check_readiness)
 
     @property
     def is_shutting_down(self) -> bool:

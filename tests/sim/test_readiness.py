@@ -134,6 +134,36 @@ def test_a_group_that_has_work_and_makes_no_progress_does_not_serve():
     virtual_clock.run(stuck())
 
 
+def test_each_change_of_readiness_is_told_when_it_comes():
+    """When a group has formed, is lost, makes no progress, or does again."""
+
+    async def changing() -> None:
+        executors = Executors(step_s=0.01)
+        world, now = World(executors), asyncio.get_running_loop().time
+        seen: list[tuple[bool, float]] = []
+        world.engines.watch_readiness(lambda is_ready: seen.append((is_ready, now())))
+        await world.formed()
+        assert [is_ready for is_ready, _ in seen] == [True]
+        await asyncio.sleep(3600.0)
+        executors.step_s = 3 * OVERDUE_S
+        started = now()
+        request = world.submit()
+        await asyncio.sleep(4 * OVERDUE_S)
+        executors.step_s = 0.01
+        while request.is_live:
+            await asyncio.sleep(1.0)
+        executors.kill(down_s=5.0)
+        await asyncio.sleep(60.0)
+        assert [is_ready for is_ready, _ in seen] == [True, *[False, True] * (len(seen) // 2)]
+        assert len(seen) >= 5
+        assert seen[1][1] - started == pytest.approx(OVERDUE_S, abs=0.1)
+        world.engines.watch_readiness(None)
+        world.running.cancel()
+        assert len(seen) % 2 == 1
+
+    virtual_clock.run(changing())
+
+
 def test_a_request_outlives_any_number_of_executors_that_are_told_to_stop():
     """Lost executors would have it failed as their cause: it ran alone each time."""
 
