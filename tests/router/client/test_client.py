@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
-from protos.transport.errors import abort_on_error
+from protos.transport.errors import RpcError, abort_on_error
 from router.client import (
     Cancelled,
     Client,
@@ -330,53 +330,37 @@ async def test_nobody_at_the_other_end_is_unavailable():
 
 
 class Flaky(serving_pb2_grpc.GenerationServiceServicer):
-    """Is not ready for the first calls, and counts them."""
+    """Refuses its first call."""
 
-    def __init__(self, num_failures: int) -> None:
-        self.num_failures = num_failures
+    def __init__(self, refusal: RpcError) -> None:
+        self.refusal = refusal
         self.num_calls = 0
 
-    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+    async def _count(self, context: Any) -> None:
         self.num_calls += 1
         async with abort_on_error(context):
-            if self.num_calls <= self.num_failures:
-                raise NotReady("not yet")
-        return pb.GetModelResponse(name="tiny-moe")
+            if self.num_calls == 1:
+                raise self.refusal
+
+    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+        await self._count(context)
+        return pb.GetModelResponse()
 
     async def Generate(self, request: Any, context: Any) -> None:
-        self.num_calls += 1
-        async with abort_on_error(context):
-            if self.num_calls <= self.num_failures:
-                raise QueueFull("full") if request.priority else NotReady("not yet")
+        await self._count(context)
         finish = pb.Finish(reason=pb.FINISH_REASON_LENGTH)
         await context.write(pb.GenerateResponse(token_ids=[1], finish=finish))
 
     GenerateMany = Cancel = GetStatus = None  # type: ignore[assignment]
 
 
-@asynccontextmanager
-async def flaky(servicer: Flaky) -> AsyncIterator[Client]:
-    async with listening(generation(servicer)) as target, Client(target) as client:
-        yield client
-
-
-async def test_a_router_that_is_not_ready_yet_is_asked_again():
-    servicer = Flaky(num_failures=1)
-    async with flaky(servicer) as client:
-        assert (await client.get_model()).name == "tiny-moe"
-        assert servicer.num_calls == 2
-
-
-async def test_a_request_is_sent_again_before_its_first_answer():
-    servicer = Flaky(num_failures=1)
-    async with flaky(servicer) as client:
-        assert (await client.complete([5])).token_ids == [1]
-        assert servicer.num_calls == 2
-
-
-async def test_only_unavailable_is_sent_again():
-    servicer = Flaky(num_failures=1)
-    async with flaky(servicer) as client:
-        with pytest.raises(Overloaded):
-            await client.complete([5], priority=1)
-        assert servicer.num_calls == 1
+@pytest.mark.parametrize(
+    "ask", [lambda client: client.get_model(), lambda client: client.complete([5])]
+)
+async def test_only_unavailable_is_sent_again_before_the_first_answer(ask: Any):
+    for refusal, num_calls in ((NotReady("not yet"), 2), (QueueFull("full"), 1)):
+        servicer = Flaky(refusal)
+        async with listening(generation(servicer)) as target, Client(target) as client:
+            with pytest.raises(Overloaded) if num_calls == 1 else nullcontext():
+                await ask(client)
+        assert servicer.num_calls == num_calls
