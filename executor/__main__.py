@@ -82,11 +82,17 @@ async def serve(config: ExecutorConfig) -> int:
 
 async def _serve_until(stopped: asyncio.Event, stuck: asyncio.Event) -> int:
     """Returns, with the exit code, when the process is to stop or its step is stuck."""
-    ends = [asyncio.create_task(event.wait()) for event in (stopped, stuck)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
+    await _first(stopped, stuck)
     return STUCK if stuck.is_set() else 0
+
+
+async def _first(*ends: asyncio.Event | asyncio.Task[None], timeout_s: float | None = None) -> None:
+    """Returns when one of the events is set, one of the tasks is done, or the time is over."""
+    waits = [asyncio.create_task(end.wait()) for end in ends if isinstance(end, asyncio.Event)]
+    tasks = [end for end in ends if isinstance(end, asyncio.Task)]
+    await asyncio.wait([*waits, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _serve_metrics(
@@ -126,11 +132,9 @@ async def _load(
     from executor.build.executor import build_worker
 
     loading = asyncio.create_task(servicer.load(lambda: build_worker(config, measures)))
-    stopping = asyncio.create_task(stopped.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await _first(loading, stopped)
     if not loading.done():
         return 0
-    stopping.cancel()
     try:
         loading.result()
     except ValueError as error:
@@ -142,16 +146,12 @@ async def _load(
 async def _stop(
     servicer: "ExecutorServicer", server: Any, timeout_s: float, at_once: asyncio.Event
 ) -> None:
-    """Lets the step in flight finish, for so long or until a second signal."""
+    """Lets the step in flight finish, for `timeout_s` or until a second signal."""
     is_driven = servicer.is_driven
     finishing = asyncio.create_task(servicer.stop())
-    hurrying = asyncio.create_task(at_once.wait())
-    await asyncio.wait(
-        {finishing, hurrying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    await _first(finishing, at_once, timeout_s=timeout_s)
     if finishing.done() and is_driven:
-        await asyncio.wait({hurrying}, timeout=FAREWELL_S)
-    hurrying.cancel()
+        await _first(at_once, timeout_s=FAREWELL_S)
     if finishing.done():
         finishing.result()
     else:
@@ -160,7 +160,7 @@ async def _stop(
             "step_not_finished",
             epoch=servicer.epoch,
             timeout_s=timeout_s,
-            told_twice=at_once.is_set(),
+            second_signal=at_once.is_set(),
         )
     await server.stop(grace=STOP_GRACE_S)
     log.info("stopped")
