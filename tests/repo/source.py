@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,8 @@ def is_ours(name: str) -> bool:
     return start.is_dir() or start.with_suffix(".py").is_file()
 
 
-def imports_of(path: Path, *, in_functions: bool = True) -> set[str]:
+@cache
+def imports_of(path: Path, *, in_functions: bool = True) -> frozenset[str]:
     """Full names of all that a file imports, "package.module.name" included.
 
     A string that is the name of a module, with or without ":attribute", counts as an import.
@@ -62,7 +64,7 @@ def imports_of(path: Path, *, in_functions: bool = True) -> set[str]:
             name = node.value.partition(":")[0]
             if MODULE_NAME.fullmatch(name) and is_ours(name):
                 names.add(name)
-    return names
+    return frozenset(names)
 
 
 def is_docstring(node: ast.AST) -> bool:
