@@ -25,7 +25,7 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel
-from executor.model.families.kernels import Peers
+from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
@@ -68,26 +68,13 @@ def build_worker(
     communicator, attn_tp_communicator = _communicators(blueprint, device)
     dispatcher = _dispatcher(blueprint, communicator, device)
     lines += _logged(dispatcher.lines())
-    kernels = [device.kernels(blueprint.model, blueprint.dtype, dispatcher.max_rows)]
-    model = load_model(
-        config.model,
-        blueprint.model,
-        dtype=blueprint.dtype,
-        device=device.torch_device,
-        peers=Peers(
-            communicator=communicator,
-            attn_tp=attn_tp_communicator,
-            dispatcher=dispatcher,
-            moe_dense_tp_size=config.moe_dense_tp_size,
-        ),
-        kernels=kernels[0],
-        aux_layers=() if blueprint.draft is None else blueprint.draft.aux_layers,
-        on_progress=_log_progress(),
+    peers = Peers(
+        communicator=communicator,
+        attn_tp=attn_tp_communicator,
+        dispatcher=dispatcher,
+        moe_dense_tp_size=config.moe_dense_tp_size,
     )
-    draft = None
-    if blueprint.draft is not None:
-        kernels += [device.kernels(blueprint.draft.layers, blueprint.dtype, dispatcher.max_rows)]
-        draft = load_draft(blueprint, model, kernels[1], on_progress=_log_progress())
+    model, draft, kernels = _models(blueprint, device, peers)
     kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
@@ -129,6 +116,29 @@ def build_worker(
     )
     _log_loaded(blueprint, device, kv_pool)
     return worker, describe(blueprint, limits, device.torch_device, lines)
+
+
+def _models(
+    blueprint: Blueprint, device: Device, peers: Peers
+) -> tuple[Model, DraftModel | None, list[Kernels]]:
+    """Returns the target, its draft if it has one, and the kernels of each."""
+    max_rows, draft_config = peers.dispatcher.max_rows, blueprint.draft
+    kernels = [device.kernels(blueprint.model, blueprint.dtype, max_rows)]
+    model = load_model(
+        blueprint.config.model,
+        blueprint.model,
+        dtype=blueprint.dtype,
+        device=device.torch_device,
+        peers=peers,
+        kernels=kernels[0],
+        aux_layers=() if draft_config is None else draft_config.aux_layers,
+        on_progress=_log_progress(),
+    )
+    if draft_config is None:
+        return model, None, kernels
+    kernels += [device.kernels(draft_config.layers, blueprint.dtype, max_rows)]
+    draft = load_draft(blueprint, model, kernels[1], on_progress=_log_progress())
+    return model, draft, kernels
 
 
 def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:
