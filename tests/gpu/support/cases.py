@@ -10,7 +10,6 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.budget.capture_sizes import pick_graph_size
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
@@ -296,7 +295,7 @@ class Case:
     ) -> ForwardBatch:
         """Returns a batch for the smallest graph that fits, or for the graph of ``size``."""
         longest = self.sizes.max_len - width
-        size = size or pick_graph_size(num_seqs, self.sizes.decode)
+        size = size or next((n for n in self.sizes.decode if n >= num_seqs), None)
         assert size is not None, f"no graph for {num_seqs} sequences"
         return self.batch(
             [(int(prefix), width) for prefix in rng.integers(0, longest + 1, num_seqs)],
