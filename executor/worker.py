@@ -30,7 +30,7 @@ from executor.model.sampling.logits import score
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
 from protos.executor.v1 import executor_pb2 as pb
@@ -103,7 +103,7 @@ class Worker:
         limits: StepLimits,
         kv_pool: KVPool,
         sampler: Sampler,
-        runner: RunnerByLayout,
+        runner: RunnerSelection,
         speculation: Speculation | None = None,
         members: Sequence[GroupMember],
         form_group: Callable[[int, str, int], EpochGroups] | None,

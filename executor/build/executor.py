@@ -34,7 +34,7 @@ from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 
@@ -187,7 +187,7 @@ def _runners(
     draft: DraftModel | None,
     sampler: Sampler,
     agree: Callable[[torch.Tensor], None] | None,
-) -> tuple[RunnerByLayout, Drafts | None]:
+) -> tuple[RunnerSelection, Drafts | None]:
     """Returns the target's runners, and what a draft model adds to them. Nothing is captured yet.
 
     All their graphs read inputs from the same buffers: they replay one after another.

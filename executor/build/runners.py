@@ -19,7 +19,7 @@ from executor.runners import Capturable, GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 
@@ -33,7 +33,7 @@ def build_runners(
     *,
     speculation: SpeculationPlan | None = None,
     draft_runners: Sequence[Capturable] = (),
-) -> RunnerByLayout:
+) -> RunnerSelection:
     """Builds the runners of the target model that the settings ask for. Nothing is captured yet.
 
     Args:
@@ -70,7 +70,7 @@ def build_runners(
         ),
     )
     binds_group = config.world_size > 1 and not decode_backend.outlives_group
-    return RunnerByLayout(
+    return RunnerSelection(
         eager,
         decode=decode,
         prefill=prefill,

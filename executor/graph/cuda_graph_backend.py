@@ -16,10 +16,10 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
@@ -41,55 +41,13 @@ _ERROR_MODE = "thread_local"
 _GIB = 1 << 30
 
 
-class Graph(Protocol):
-    """A recording; ``torch.cuda.CUDAGraph`` is one."""
-
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        """Starts recording the current stream. Memory comes from ``pool``."""
-        ...
-
-    def capture_end(self) -> None:
-        """Ends it, on the stream where it began. Nothing recorded has run yet."""
-        ...
-
-    def replay(self) -> None:
-        """Launches the recording on the current stream."""
-        ...
-
-    def reset(self) -> None:
-        """Drops the recording and its claim on the pool."""
-        ...
-
-
-class GraphDevice(Protocol):
-    """A device that records, call by call, so that a test can replace it. Pools and streams are passed
-    around, never looked into."""
-
-    def new_graph(self) -> Graph: ...
-
-    def new_pool(self) -> Any: ...
-
-    def new_stream(self) -> Any: ...
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[None]:
-        """Makes it the current stream. It waits for the caller's stream, and then the reverse."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits for everything that was launched."""
-        ...
-
-    def release_cached(self) -> None:
-        """Gives memory that PyTorch holds but nobody uses back to the device."""
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """Returns the bytes that are free on the device, and all that it has."""
-        ...
+Graph = torch.cuda.CUDAGraph
 
 
 class CudaDevice:
-    """One GPU.
+    """One GPU: what recording asks of PyTorch's CUDA, call by call, so that a test can replace it.
+
+    Pools and streams are passed around, never looked into.
 
     Args:
         device: With its index; what is current does not matter.
@@ -109,6 +67,7 @@ class CudaDevice:
 
     @contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
+        """Makes it the current stream. It waits for the caller's stream, and then the reverse."""
         caller = torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
@@ -119,9 +78,11 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def release_cached(self) -> None:
+        """Gives memory that PyTorch holds but nobody uses back to the device."""
         torch.cuda.empty_cache()
 
     def memory(self) -> tuple[int, int]:
+        """Returns the bytes that are free on the device, and all that it has."""
         return torch.cuda.mem_get_info(self._device)
 
 
@@ -136,7 +97,7 @@ class CaptureResources:
         stream: Warm-ups and captures run on it.
     """
 
-    def __init__(self, device: GraphDevice) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self.device = device
         self.stream = device.new_stream()
         self._pool: Any = None
@@ -360,7 +321,7 @@ class _Recording:
 class _Progress:
     """Logs each size once all of its pieces are captured."""
 
-    def __init__(self, label: str, num_captures: int, device: GraphDevice) -> None:
+    def __init__(self, label: str, num_captures: int, device: CudaDevice) -> None:
         self._label = label
         self._num_captures = num_captures
         self._device = device

@@ -8,7 +8,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.runners import Capturable, GraphRunner, Runner
 
 
-class RunnerByLayout:
+class RunnerSelection:
     """Runs each batch the way its layout says, which all ranks were told alike.
 
     Args:

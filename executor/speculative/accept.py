@@ -1,7 +1,8 @@
 """Acceptance of drafts. Pure functions; the target model is the authority.
 
     match        a draft is accepted if it is the very token that plain decoding would have taken
-                 there, with the same uniform sample: the output is that of plain decoding, token for token
+                 there, with the same uniform sample: the output is that of plain decoding, token
+                 for token
     rejection    a draft drawn from q is accepted with probability min(1, p / q), and replaced by a
                  draw from max(p - q, 0) if not: only the distribution is that of plain decoding
 

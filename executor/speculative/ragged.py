@@ -14,6 +14,8 @@ import numpy as np
 from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import LAST_SAMPLED, StepColumns
 
+Filled = tuple[Int64Array, Int64Array, Int64Array]  # what ``filled_blocks`` returns
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
@@ -81,7 +83,7 @@ class Ragged:
 
 def filled_blocks(
     first_positions: Int64Array, counts: Int64Array, starts: Int64Array, block_size: int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+) -> Filled:
     """Returns which rows stand at the end of a block.
 
     Args:

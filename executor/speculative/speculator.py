@@ -26,7 +26,7 @@ from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Extended
-from executor.speculative.ragged import Ragged, filled_blocks
+from executor.speculative.ragged import Filled, Ragged, filled_blocks
 from executor.speculative.state import DraftState
 from executor.speculative.tree import Drafts
 from executor.speculative.verifier import Verification
@@ -153,47 +153,35 @@ class Speculator:
         if not plan.extends:  # behind the tokens gained, the path stays at the last
             self._state.keep_carries(at, 0, hidden, path[:, -1])
             return
-        assert self._extender is not None, "a draft model with KV has a draft-extend"
         depth, nodes, tokens = path.shape[1], path, accepted.tokens
         if depth != width:
             entry = torch.arange(width, device=self._device).clamp_(max=depth - 1)
             nodes, tokens = path.index_select(1, entry), tokens.index_select(1, entry)
         starts = columns.num_computed_tokens + 1  # position of each sequence's first entry
-        extend_starts = firsts * width
-        lasts = extend_starts + accepted.num_tokens - 1
+        lasts = firsts * width + accepted.num_tokens - 1
+        first_positions = verification.positions.view(count, size)[:, 0]
         batch = self._extend_batch(
             columns,
             starts,
             np.full(count, width),
-            self._layout(columns, width),
+            layout=self._layout(columns, width),
             input_ids=tokens.flatten(),
             hidden_states=hidden.index_select(0, nodes.flatten()),
+            width=width,
+            starts=firsts * width,
+            lasts=lasts,
+            carries=self._carries(at),
+            **self._draws(at, first_positions + accepted.num_tokens),
         )
-        first_positions = verification.positions.view(count, size)[:, 0]
-        extended = self._extender.extend(
-            ExtendBatch.of(
-                batch,
-                width=width,
-                starts=extend_starts,
-                lasts=lasts,
-                carries=self._carries(at),
-                **self._draws(at, first_positions + accepted.num_tokens),
-            )
-        )
-        self._state.keep(at, extended)
-        for layer, states in enumerate(extended.outputs, start=1):
-            self._state.keep_carries(at, layer, states, lasts)
         # Blocks that end within the longest path: where less was accepted, the next steps will
         # have written them again before anybody can find them.
         places, depths = np.arange(count), np.full(count, depth)
+        drafted = filled_blocks(starts, depths, places * width, self._block_size)
+        self._run_extend(columns, batch, at, lasts, drafted)
         target = filled_blocks(starts - 1, depths, places * depth, self._block_size)
         if target[0].size:
             rows_at = path.flatten().index_select(0, self._to_device(target[2]))
             self._keep_blocks(columns, target, 0, hidden, rows_at)
-        if extended.outputs:
-            drafted = filled_blocks(starts, depths, places * width, self._block_size)
-        for layer, states in enumerate(extended.outputs, start=1):
-            self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
 
     def extends(self, columns: StepColumns) -> bool:
         """Whether draft-extend runs behind a step that is not speculative.
@@ -211,51 +199,37 @@ class Speculator:
             tokens: int64 [S], sampled, on the device.
         """
         plan, at = self.plan, batch.req_pool_indices
-        num_tokens = len(batch.input_ids)
-        hidden = self._project(self._features[:num_tokens])
-        ends = np.cumsum(columns.num_tokens)
+        hidden = self._project(self._features[: len(batch.input_ids)])
+        computed, num_tokens = columns.num_computed_tokens, columns.num_tokens
+        ends = np.cumsum(num_tokens)
         last_rows = self._to_device(ends - 1)
         if plan.extends:
-            assert self._extender is not None, "a draft model with KV has a draft-extend"
             ragged = Ragged.of(columns, plan.num_layers)
             source = torch.cat((hidden, self._state.carries[:, 0].index_select(0, at)))
             ids = torch.cat((batch.input_ids, tokens)) if len(tokens) else batch.input_ids
-            layout = self._plain_layout(columns)
+            layout, lasts = self._plain_layout(columns), self._to_device(ragged.lasts)
+            sampled = self._to_device(columns.rows[ragged.samples])
             extend = self._extend_batch(
                 columns,
                 ragged.positions,
                 ragged.num_rows,
-                layout,
+                layout=layout,
                 input_ids=ids.index_select(0, self._to_device(ragged.token_index)),
                 hidden_states=source.index_select(0, self._to_device(ragged.hidden_index)),
+                width=None if layout.graph_size is None else plan.num_layers,
+                starts=self._to_device(ragged.starts),
+                lasts=self._to_device(ragged.lasts[ragged.samples]),
+                carries=self._carries(at),
+                **self._draws(
+                    sampled, self._to_device((computed + num_tokens + 1)[ragged.samples])
+                ),
             )
-            sampled = self._to_device(columns.rows[ragged.samples])
-            lens = (columns.num_computed_tokens + columns.num_tokens + 1)[ragged.samples]
-            extended = self._extender.extend(
-                ExtendBatch.of(
-                    extend,
-                    width=None if layout.graph_size is None else plan.num_layers,
-                    starts=self._to_device(ragged.starts),
-                    lasts=self._to_device(ragged.lasts[ragged.samples]),
-                    carries=self._carries(at),
-                    **self._draws(sampled, self._to_device(lens)),
-                )
-            )
-            self._state.keep(sampled, extended)
-            for layer, states in enumerate(extended.outputs, start=1):
-                self._state.keep_carries(at, layer, states, self._to_device(ragged.lasts))
-            ran = filled_blocks(
-                columns.num_computed_tokens,
-                columns.num_tokens,
-                ends - columns.num_tokens,
-                self._block_size,
-            )
-            self._keep_blocks(columns, ran, 0, hidden, self._to_device(ran[2]))
             drafted = filled_blocks(
                 ragged.positions, ragged.num_entries, ragged.starts, self._block_size
             )
-            for layer, states in enumerate(extended.outputs, start=1):
-                self._keep_blocks(columns, drafted, layer, states, self._to_device(drafted[2]))
+            self._run_extend(columns, extend, sampled, lasts, drafted)
+            ran = filled_blocks(computed, num_tokens, ends - num_tokens, self._block_size)
+            self._keep_blocks(columns, ran, 0, hidden, self._to_device(ran[2]))
         self._state.keep_carries(at, 0, hidden, last_rows)
 
     # ---- parts of them
@@ -275,8 +249,8 @@ class Speculator:
         """Returns the layout of draft-extend behind a step that is not speculative.
 
         Where all ranks decode in a graph, a token of each sequence, each has as many rows of the
-        draft model as that has layers: draft-extend is a graph as well. All ranks know it from what
-        they were told alike.
+        draft model as that has layers: draft-extend is a graph as well. All ranks know it from
+        the agreement.
         """
         layout, num_layers = columns.layout, self.plan.num_layers
         decodes = not layout.has_extend and columns.draft_counts == layout.global_num_tokens_cpu
@@ -295,33 +269,50 @@ class Speculator:
         return replace(layout, global_num_tokens_cpu=counts, graph_size=None)
 
     def _extend_batch(
-        self,
-        columns: StepColumns,
-        starts: Int64Array,
-        num_rows: Int64Array,
-        layout: DpLayout,
-        *,
-        input_ids: torch.Tensor,
-        hidden_states: torch.Tensor,
-    ) -> ForwardBatch:
-        """Returns a batch of the draft model: ``num_rows`` of each sequence from ``starts`` on."""
-        positions, locations = self._locate(columns.rows, starts, num_rows)
-        seq_lens = starts + num_rows
-        return ForwardBatch(
+        self, columns: StepColumns, begins: Int64Array, num_rows: Int64Array, **more: Any
+    ) -> ExtendBatch:
+        """Returns a batch of the draft model: ``num_rows`` of each sequence from ``begins`` on.
+
+        Args:
+            more: Its other fields.
+        """
+        positions, locations = self._locate(columns.rows, begins, num_rows)
+        seq_lens = begins + num_rows
+        return ExtendBatch(
             forward_mode=ForwardMode.EXTEND if len(positions) else ForwardMode.IDLE,
             batch_size=len(columns.rows),
-            input_ids=input_ids,
             positions=self._to_device(np.minimum(positions, self._max_position)),
             out_cache_loc=self._to_device(locations),
             req_pool_indices=self._to_device(columns.rows),
             seq_lens=self._to_device(seq_lens),
             seq_lens_cpu=torch.from_numpy(seq_lens),
-            layout=layout,
-            logits_indices=self._to_device(starts[:0]),
-            extend_prefix_lens_cpu=starts,
+            logits_indices=self._to_device(begins[:0]),
+            extend_prefix_lens_cpu=begins,
             extend_seq_lens_cpu=num_rows,
-            hidden_states=hidden_states,
+            **more,
         )
+
+    def _run_extend(
+        self,
+        columns: StepColumns,
+        batch: ExtendBatch,
+        sampled: torch.Tensor,
+        lasts: torch.Tensor,
+        filled: Filled,
+    ) -> None:
+        """Runs draft-extend and stores what it leaves for the next step.
+
+        Args:
+            sampled: int64 [S], the rows that sample.
+            lasts: int64 [B], the row of ``batch`` in which each sequence's last token is.
+            filled: Blocks that it has filled.
+        """
+        assert self._extender is not None, "a draft model with KV has a draft-extend"
+        extended = self._extender.extend(batch)
+        self._state.keep(sampled, extended)
+        for layer, states in enumerate(extended.outputs, start=1):
+            self._state.keep_carries(batch.req_pool_indices, layer, states, lasts)
+            self._keep_blocks(columns, filled, layer, states, self._to_device(filled[2]))
 
     def _locate(
         self, rows: Int64Array, starts: Int64Array, counts: Int64Array
@@ -336,7 +327,7 @@ class Speculator:
     def _keep_blocks(
         self,
         columns: StepColumns,
-        filled: tuple[Int64Array, Int64Array, Int64Array],
+        filled: Filled,
         layer: int,
         states: torch.Tensor,
         index: torch.Tensor,

@@ -16,7 +16,7 @@ from executor.graph.backend import ShapeKey
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families.config import ModelConfig
 from executor.model.layers.attention_torch import TorchAttention
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, torch_attention
@@ -98,7 +98,7 @@ def case(tiny_checkpoint: Path, log: list[str]) -> RunnerCase:
 
 def build(
     case: RunnerCase, log: list[str], sizes: GraphSizes, prefill_graphs: str = "breakable"
-) -> RunnerByLayout:
+) -> RunnerSelection:
     """Returns runners that have captured, and nothing else in the log."""
     log.clear()
     runner = case.build(sizes, lambda: LoggingBackend(log), prefill_graphs)
@@ -264,9 +264,9 @@ def test_a_capture_that_failed_is_made_again_from_the_start(failing: str, binds_
 
 def by_layout(
     log: list[str], names: tuple[str, ...], binds_group: bool, failing: str | None = None
-) -> RunnerByLayout:
+) -> RunnerSelection:
     """Returns fakes of the named kinds behind one runner; the first capture of one may fail."""
     fakes: dict[str, Any] = {name: FakeGraphRunner(name, log) for name in names}
     if failing is not None:
         fakes[failing].problem = RuntimeError("no memory")
-    return RunnerByLayout(FakeGraphRunner("eager", log), binds_group=binds_group, **fakes)
+    return RunnerSelection(FakeGraphRunner("eager", log), binds_group=binds_group, **fakes)

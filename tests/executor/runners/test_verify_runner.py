@@ -14,7 +14,7 @@ from executor.graph.cpu_eager_backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
 from executor.runners.decode import DecodeRunner
 from executor.runners.dummy_batches import dummy_extend
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from executor.speculative.tree import ancestors
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.kv import out_cache_loc
@@ -145,7 +145,7 @@ def test_padded_sequences_shorter_than_what_they_run_are_refused(case: RunnerCas
 def test_drafts_are_verified_by_the_graph_that_the_layout_names_and_else_eagerly(case: RunnerCase):
     eager = case.build(GraphSizes())._eager
     verify: Any = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
-    runner = RunnerByLayout(eager, verify=verify)
+    runner = RunnerSelection(eager, verify=verify)
     batch = tree_batch(case, np.random.default_rng(0), 4, 3)
     expected = case.run_eagerly(batch)[0]
     in_graph = batch.layout
@@ -185,7 +185,7 @@ def test_drafts_are_captured_last_and_everything_is_dropped_first():
         def capture(self) -> None:
             log.append(self.name)
 
-    runner = RunnerByLayout(
+    runner = RunnerSelection(
         Graphs("eager"),
         decode=Graphs("decode"),
         prefill=Graphs("prefill"),

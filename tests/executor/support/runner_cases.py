@@ -37,7 +37,7 @@ from executor.parallel.topology import Topology
 from executor.runners import Runner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
@@ -175,7 +175,7 @@ class RunnerCase:
         sizes: GraphSizes,
         new_backend: Callable[[], RunnerBackend] = EagerBackend,
         prefill_graphs: str = "breakable",
-    ) -> RunnerByLayout:
+    ) -> RunnerSelection:
         """Returns the executor's own runners, which have captured nothing yet."""
         settings = replace(self.settings, prefill_graphs=prefill_graphs)
         budget = plan_budget(settings, self.model_config, self.forward_pass.dtype, sizes)
@@ -314,7 +314,7 @@ class RunnerCase:
 
 def registry_of(runner: Any) -> CudaGraphBufferRegistry:
     """Returns the inputs of what ``RunnerCase.decode`` or ``prefill`` returned."""
-    if isinstance(runner, RunnerByLayout):
+    if isinstance(runner, RunnerSelection):
         runner = runner._decode or runner._prefill
     registry: CudaGraphBufferRegistry = runner.graphs.registry
     return registry

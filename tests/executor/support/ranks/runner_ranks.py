@@ -14,7 +14,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.parallel.process_groups import RankGroup, join_group
 from executor.parallel.topology import Topology
-from executor.runners.select import RunnerByLayout
+from executor.runners.select import RunnerSelection
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
@@ -105,7 +105,7 @@ def _replay_in_epoch(
     epoch: int,
     port: int,
     case: RunnerCase,
-    runner: RunnerByLayout,
+    runner: RunnerSelection,
     backends: Sequence[Any],
     steps: list[RanksStep],
 ) -> Replayed:
@@ -133,7 +133,7 @@ def _replay_in_epoch(
     return replayed
 
 
-def _capture(runner: RunnerByLayout) -> list[dict[str, list[int]]]:
+def _capture(runner: RunnerSelection) -> list[dict[str, list[int]]]:
     """Captures, and looks at each graph runner's counts before the next one overwrites them."""
     seen: list[dict[str, list[int]]] = []
     graph_runners: list[Any] = [runner._decode, runner._prefill]
