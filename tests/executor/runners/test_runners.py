@@ -1,150 +1,162 @@
 """If these fail, padding or a replay changes somebody's answer."""
 
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
-from tests.executor.support.checkpoints import save_qwen3_moe
+from executor.runners import Runner
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep, replay_on_ranks
+from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
     DECODE_SIZES,
     DTYPES,
     PREFILL_GRAPHS,
     PREFILL_SIZES,
     RunnerCase,
-    assert_padding_reaches_no_expert,
     assert_same,
     keep_padding,
     registry_of,
 )
 
-
-@pytest.fixture(scope="module", params=DTYPES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunnerCase:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    save_qwen3_moe(path, "wide", dtype=DTYPES[request.param])
-    return RunnerCase(path)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-@pytest.mark.parametrize("size", DECODE_SIZES)
-def test_a_decode_replay_equals_eager(case: RunnerCase, size: int):
-    rng = np.random.default_rng(size)
-    runner = case.decode(EagerBackend())
-    for _ in range(6):
-        batch = case.decode_batch(rng, size)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+class Way(NamedTuple):
+    """A runner of a model.
+
+    Attributes:
+        kind: "decode", or a kind of prefill graphs.
+        width: Tokens of each sequence of a decode.
+        dtype: Of the model.
+        is_recorded: Whether graphs are recorded, between calls of attention, or called.
+    """
+
+    kind: str
+    width: int = 1
+    dtype: str = "float32"
+    is_recorded: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return DECODE_SIZES if self.kind == "decode" else PREFILL_SIZES
+
+    def runner(self, case: RunnerCase) -> Runner:
+        """Returns a runner that has captured."""
+        backend = RecordingBackend() if self.is_recorded else EagerBackend()
+        if self.kind == "decode":
+            return case.decode(backend, self.width)
+        return case.prefill(self.kind, backend)
+
+    def batches(self, case: RunnerCase) -> list[ForwardBatch]:
+        """Returns random batches of each size; for a decode also few sequences, and none."""
+        rng = np.random.default_rng(0)
+        if self.kind != "decode":
+            return [case.prefill_batch(rng, size) for size in self.sizes for _ in range(4)]
+        return [
+            case.decode_batch(rng, size, num_seqs=num_seqs, width=self.width)
+            for size in self.sizes
+            for num_seqs in {None, 0, 1, size // 2, size}
+        ]
 
 
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("size", DECODE_SIZES)
-def test_a_replay_of_several_tokens_per_sequence_equals_eager(
-    case: RunnerCase, size: int, width: int
-):
-    rng = np.random.default_rng(size)
-    runner = case.decode(EagerBackend(), width)
-    for _ in range(3):
-        batch = case.decode_batch(rng, size, width=width)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
-@pytest.mark.parametrize("size", PREFILL_SIZES)
-def test_a_prefill_replay_equals_eager(case: RunnerCase, kind: str, size: int):
-    rng = np.random.default_rng(size)
-    runner = case.prefill(kind, EagerBackend())
-    for _ in range(6):
-        batch = case.prefill_batch(rng, size)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-def test_an_idle_rank_replays_and_returns_nothing(case: RunnerCase):
-    runner = case.decode(EagerBackend())
-    idle = case.decode_batch(np.random.default_rng(0), 8, num_seqs=0)
-    logits, *caches = case.run(runner, idle)
-    assert logits.shape == (0, case.vocab_size)
-    assert_same(caches, [cache[4:] for cache in case.caches])
-
-
-@pytest.mark.parametrize("size", DECODE_SIZES)
-@pytest.mark.parametrize("width", [1, 3])
-def test_poisoned_tails_change_no_decode(case: RunnerCase, size: int, width: int):
-    rng = np.random.default_rng(size)
-    runner = case.decode(EagerBackend(), width)
-    batches = [
-        case.decode_batch(rng, size, num_seqs=num_seqs, width=width)
-        for num_seqs in (0, 1, size // 2, size)
+WAYS = [
+    Way(kind, width, dtype)
+    for dtype in DTYPES
+    for kind, width in [
+        ("decode", 1),
+        ("decode", 2),
+        ("decode", 4),
+        *((k, 1) for k in PREFILL_GRAPHS),
     ]
-    expected = [case.run(runner, batch) for batch in batches]
-    registry_of(runner).poison_tails()
-    for batch, unpoisoned in zip(batches, expected, strict=True):
-        assert_same(case.run(runner, batch), unpoisoned)
+] + [Way(kind, is_recorded=True) for kind in ("decode", *PREFILL_GRAPHS)]
+
+NewCase = Callable[[Way], RunnerCase]
 
 
-@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
-@pytest.mark.parametrize("size", PREFILL_SIZES)
-def test_poisoned_tails_change_no_prefill(case: RunnerCase, kind: str, size: int):
-    rng = np.random.default_rng(size)
-    runner = case.prefill(kind, EagerBackend())
-    batches = [case.prefill_batch(rng, size) for _ in range(3)]
-    expected = [case.run(runner, batch) for batch in batches]
-    registry_of(runner).poison_tails()
-    for batch, unpoisoned in zip(batches, expected, strict=True):
-        assert_same(case.run(runner, batch), unpoisoned)
+@pytest.fixture(scope="module")
+def new_case(targets: dict[str, Path]) -> NewCase:
+    """Returns what makes a model, and makes it once."""
+    make = cache(
+        lambda dtype, is_capturable: RunnerCase(targets[dtype], is_capturable=is_capturable)
+    )
+    return lambda way: make(way.dtype, way.is_recorded)
 
 
-@pytest.mark.parametrize("name", ["positions", "out_cache_loc", "req_pool_indices"])
-def test_a_decode_index_that_kept_its_padding_would_be_noticed(case: RunnerCase, name: str):
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_replay_equals_eager_with_poisoned_tails_too(new_case: NewCase, way: Way):
+    """Of batches that a graph was not captured with, and of an idle rank."""
+    case = new_case(way)
+    runner, batches = way.runner(case), way.batches(case)
+    expected = [case.run_eagerly(batch) for batch in batches]
+    for _ in range(2):
+        for batch, eagerly in zip(batches, expected, strict=True):
+            assert_same(case.run(runner, batch), eagerly)
+        registry_of(runner).poison_tails()
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (way, name)
+        for way in (Way("decode"), *map(Way, PREFILL_GRAPHS))
+        for name in ("positions", "out_cache_loc", "req_pool_indices")
+        if way.kind == "decode" or name != "req_pool_indices"
+    ],
+    ids=str,
+)
+def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way: Way, name: str):
     """The check of the check above: the same poison, and one slot that no longer resets it."""
-    runner = case.decode(EagerBackend())
+    case = new_case(way)
+    runner = way.runner(case)
     keep_padding(registry_of(runner), name)
-    batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=5)
+    lens = [1] * 5 if way.kind == "decode" else [3, 4]
+    batch = case.batch(np.random.default_rng(0), lens, 8, has_extend=way.kind != "decode")
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
-@pytest.mark.parametrize("name", ["positions", "out_cache_loc"])
-def test_a_prefill_index_that_kept_its_padding_would_be_noticed(
-    case: RunnerCase, name: str, kind: str
+@pytest.mark.parametrize(
+    ("way", "lens"),
+    [
+        *((Way("decode", width), [width] * n) for width in (1, 3) for n in (0, 1, 5, 8)),
+        *((Way("decode", is_recorded=True), [1] * n) for n in (0, 1, 5, 8)),
+        *(
+            (Way(kind, is_recorded=is_recorded), lens)
+            for kind in PREFILL_GRAPHS
+            for is_recorded in (False, True)
+            for lens in ([1], [3, 2], [4, 1, 3])
+        ),
+    ],
+    ids=str,
+)
+def test_no_padded_row_reaches_an_expert(
+    new_case: NewCase, way: Way, lens: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    runner = case.prefill(kind, EagerBackend())
-    keep_padding(registry_of(runner), name)
-    batch = case.batch(np.random.default_rng(0), [3, 4], 8, has_extend=True)
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-@pytest.mark.parametrize("num_seqs", [0, 1, 5, 8])
-@pytest.mark.parametrize("width", [1, 3])
-def test_no_padded_row_of_a_decode_reaches_an_expert(
-    case: RunnerCase, monkeypatch: pytest.MonkeyPatch, width: int, num_seqs: int
-):
-    runner = case.decode(EagerBackend(), width)
-    batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=num_seqs, width=width)
+    """A count that a capture had baked in would send padding to experts, unseen in results."""
+    case, size = new_case(way), 8 * way.width
     seen = case.watch_experts(monkeypatch)
-    case.run(runner, batch)
-    assert_padding_reaches_no_expert(case, seen, num_real=num_seqs * width, num_rows=8 * width)
+    runner = way.runner(case)
+    is_prefill = way.kind != "decode"
+    case.run(runner, case.batch(np.random.default_rng(0), lens, size, has_extend=is_prefill))
+    ran = [ids for ids in seen if len(ids) == size][-case.num_layers :]
+    assert len(ran) == case.num_layers
+    for ids in ran:
+        assert (ids[: sum(lens)] < case.num_experts).all()
+        assert (ids[sum(lens) :] == case.num_experts).all()
 
 
-@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
-@pytest.mark.parametrize("num_tokens", [[1], [3, 2], [4, 1, 3]])
-def test_no_padded_row_of_a_prefill_reaches_an_expert(
-    case: RunnerCase, monkeypatch: pytest.MonkeyPatch, kind: str, num_tokens: list[int]
-):
-    runner = case.prefill(kind, EagerBackend())
-    batch = case.batch(np.random.default_rng(0), num_tokens, 8, has_extend=True)
-    seen = case.watch_experts(monkeypatch)
-    case.run(runner, batch)
-    assert_padding_reaches_no_expert(case, seen, num_real=sum(num_tokens), num_rows=8)
-
-
-def test_real_rows_that_no_expert_sees_would_be_noticed(case: RunnerCase):
+def test_real_rows_that_no_expert_sees_would_be_noticed(new_case: NewCase):
     """Experts skip the rows from num_token_non_padded on: too small a count drops real ones."""
+    case = new_case(Way("decode"))
     runner = case.decode(EagerBackend())
     batch = case.decode_batch(np.random.default_rng(0), 8, num_seqs=5)
     expected = case.run_eagerly(batch)
@@ -186,15 +198,13 @@ def expected(tiny_checkpoint: Path) -> list[list[list[torch.Tensor]]]:
     ]
 
 
-@pytest.mark.parametrize("kind", PREFILL_GRAPHS)
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["called", "recorded"])
 def test_replays_of_two_dp_ranks_equal_eager_runs_of_one(
-    replayed: list[Any], expected: list[list[list[torch.Tensor]]], is_recorded: bool, kind: str
+    replayed: list[Any], expected: list[list[list[torch.Tensor]]]
 ):
     """Also of a rank that is idle or has fewer tokens than the other, and in a second group."""
     attn_tp_size = len(replayed) // 2
     for rank, of_rank in enumerate(replayed):
-        for epoch in of_rank[is_recorded, kind]:
+        for epoch in chain(*of_rank.values()):
             for ours, theirs in zip(epoch.outcomes, expected[rank // attn_tp_size], strict=True):
                 assert_shares(ours, theirs, rank % attn_tp_size, attn_tp_size)
 

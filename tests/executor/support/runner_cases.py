@@ -339,14 +339,3 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Bit for bit: logits, keys and values."""
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def assert_padding_reaches_no_expert(
-    case: RunnerCase, seen: list[torch.Tensor], *, num_real: int, num_rows: int
-) -> None:
-    """Each layer's experts got every real row, and no other."""
-    assert len(seen) == case.num_layers
-    for ids in seen:
-        assert len(ids) == num_rows
-        assert (ids[:num_real] < case.num_experts).all()
-        assert (ids[num_real:] == case.num_experts).all()
