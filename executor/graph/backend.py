@@ -115,18 +115,18 @@ class RunnerBackend(Protocol):
         ...
 
 
-def copy_result(result: torch.Tensor, room: torch.Tensor) -> None:
+def copy_result(result: torch.Tensor, output: torch.Tensor) -> None:
     """Copies what an eager region returned to where the recording reads it.
 
     Raises:
         ValueError: It has another shape or dtype than at capture.
     """
-    if result.shape != room.shape or result.dtype != room.dtype:
+    if result.shape != output.shape or result.dtype != output.dtype:
         raise ValueError(
             f"an eager region returned {list(result.shape)} {result.dtype}, but "
-            f"{list(room.shape)} {room.dtype} when it was captured: it must return the same"
+            f"{list(output.shape)} {output.dtype} when it was captured: it must return the same"
         )
-    room.copy_(result)
+    output.copy_(result)
 
 
 class Captures(Generic[T]):

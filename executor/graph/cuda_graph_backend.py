@@ -4,11 +4,11 @@
     ┌───────────┐                     ┌─────────┐          ┌─────────┐
     │   graph   │                     │  graph  │▶ region ▶│  graph  │▶ region ▶ …
     └───────────┘                     └─────────┘          └─────────┘
-                                           region's result ─copy─▶ room in the next graph
+                                           region's result ─copy─▶ output in the next graph
 
 All graphs of a process share one memory pool: a graph takes for its intermediate results what
 other graphs use for theirs. That is right as long as replays run one after another, on one stream,
-and no tensor is kept from one to the next. A region's arguments and the room for its result are
+and no tensor is kept from one to the next. A region's arguments and the output tensor are
 remembered as addresses, so they too are memory that later segments and sizes take.
 """
 
@@ -234,16 +234,16 @@ class _Region:
 
     Attributes:
         args, kwargs: Those of the capture. Tensors are views that own nothing.
-        room: Such a view of where the next graph reads the result.
+        output: Such a view of where the next graph reads the result.
     """
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    room: torch.Tensor
+    output: torch.Tensor
 
     def replay(self) -> None:
-        copy_result(self.function(*self.args, **self.kwargs), self.room)
+        copy_result(self.function(*self.args, **self.kwargs), self.output)
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class _Recording:
     """Graphs and regions under construction.
 
     Each graph but the last runs once it is recorded, so that a region sees real values: it may
-    index with them. Recording alone runs nothing.
+    index with them. Recording itself runs nothing.
     """
 
     resources: CaptureResources
@@ -275,20 +275,20 @@ class _Recording:
     def break_for(
         self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Ends a graph, calls the function, begins the next. Returns the room for the result."""
+        """Ends a graph, calls the function, begins the next. Returns the output tensor."""
         self.end()
         self._run_last_graph()
         weak_args, weak_kwargs = tree_map_only(torch.Tensor, weak_view, (args, kwargs))
         self._result = function(*args, **kwargs)
         self.begin()
-        room = torch.empty_like(self._result)  # in the pool, like the graph's own memory
-        self.steps.append(_Region(function, weak_args, weak_kwargs, weak_view(room)))
-        return room
+        output = torch.empty_like(self._result)  # in the pool, like the graph's own memory
+        self.steps.append(_Region(function, weak_args, weak_kwargs, weak_view(output)))
+        return output
 
     def _run_last_graph(self) -> None:
         *_, region, graph = (None, *self.steps)
         if isinstance(region, _Region) and self._result is not None:
-            copy_result(self._result, region.room)
+            copy_result(self._result, region.output)
         assert graph is not None
         graph.replay()
 

@@ -1,7 +1,7 @@
 """Fill plan: what a registry resets, copies and calls for a batch of given sizes.
 
 Made once per set of sizes, because making views costs more than all copies of a decode step. What
-follows from the sizes alone (sentinels, counts) is a constant: on the device copied along with the
+follows from the sizes only (sentinels, counts) is a constant: on the device copied along with the
 batch, in host memory written through NumPy (tests/bench/executor/bench_registry.py).
 """
 

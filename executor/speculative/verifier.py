@@ -48,7 +48,7 @@ class Verifier:
         kv_pool: The target's.
         sampler: Says what plain decoding would take.
         max_position: The last position of any sequence.
-        agree: Replaces a tensor by that of one executor among those of a DP rank; None if alone.
+        agree: Replaces a tensor by that of one executor among those of a DP rank; None without peers.
         target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
     """
 

@@ -16,7 +16,6 @@ from executor.runners.decode import DecodeRunner
 from executor.runners.dummy_batches import dummy_extend
 from executor.runners.select import RunnerSelection
 from executor.speculative.tree import ancestors
-from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
@@ -35,10 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunnerCase:
-    path: Path = tmp_path_factory.mktemp(request.param)
-    save_qwen3_moe(path, "wide", dtype=DTYPES[request.param])
-    return RunnerCase(path)
+def case(request: pytest.FixtureRequest, targets: dict[str, Path]) -> RunnerCase:
+    return RunnerCase(targets[request.param])
 
 
 def tree_batch(
@@ -58,34 +55,26 @@ def tree_batch(
     )
 
 
-@pytest.mark.parametrize("size", DECODE_SIZES)
-def test_a_replay_of_trees_equals_eager(case: RunnerCase, size: int):
-    rng = np.random.default_rng(size)
+def test_a_replay_of_trees_equals_eager_with_poisoned_tails_too(case: RunnerCase):
+    rng = np.random.default_rng(0)
     runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
-    for num_seqs in {0, 1, size // 2, size}:
-        batch = tree_batch(case, rng, size, num_seqs)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
+    batches = [
+        tree_batch(case, rng, size, n) for size in DECODE_SIZES for n in {0, 1, size // 2, size}
+    ]
+    expected = [case.run_eagerly(batch) for batch in batches]
+    for _ in range(2):
+        for batch, eagerly in zip(batches, expected, strict=True):
+            assert_same(case.run(runner, batch), eagerly)
+        registry_of(runner).poison_tails()
 
 
-def test_a_recorded_replay_of_trees_equals_eager(tmp_path: Path):
-    save_qwen3_moe(tmp_path, "wide")
-    case = RunnerCase(tmp_path, is_capturable=True)
+def test_a_recorded_replay_of_trees_equals_eager(targets: dict[str, Path]):
+    case = RunnerCase(targets["float32"], is_capturable=True)
     rng = np.random.default_rng(0)
     runner = case.decode(RecordingBackend(), NUM_NODES, has_tree=True)
     for size in DECODE_SIZES * 2:
         batch = tree_batch(case, rng, size, int(rng.integers(0, size + 1)))
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
-@pytest.mark.parametrize("size", DECODE_SIZES)
-def test_poisoned_tails_change_no_tree(case: RunnerCase, size: int):
-    rng = np.random.default_rng(size)
-    runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
-    batches = [tree_batch(case, rng, size, num_seqs) for num_seqs in (0, 1, size // 2, size)]
-    expected = [case.run(runner, batch) for batch in batches]
-    registry_of(runner).poison_tails()
-    for batch, unpoisoned in zip(batches, expected, strict=True):
-        assert_same(case.run(runner, batch), unpoisoned)
 
 
 def test_padded_nodes_see_something(case: RunnerCase):
