@@ -4,8 +4,6 @@ Each bad step below differs from a good one in one thing, must be refused with t
 and must leave the executor as it was.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,14 @@ from executor.errors import InvalidStep
 from executor.parallel.layout import DpPaddingMode
 from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.steps import row_starts, sequences, step
+from tests.executor.support.steps import (
+    Change,
+    change_agreement,
+    change_sequences,
+    row_starts,
+    sequences,
+    step,
+)
 
 
 def limits() -> StepLimits:
@@ -108,30 +113,17 @@ def test_an_idle_part_reads_as_no_sequences():
     assert columns.layout.global_num_tokens_cpu == (5, 0)
 
 
-def change_sequences(**columns: list[int]) -> Callable[[pb.StepRequest], None]:
-    return lambda request: request.ranks[0].sequences.MergeFrom(sequences(**columns))
-
-
-def change_starts(**columns: list[float]) -> Callable[[pb.StepRequest], None]:
+def change_starts(**columns: list[float]) -> Change:
     return lambda request: request.ranks[0].starts.MergeFrom(row_starts(**columns))
 
 
-def change_part(**fields: int) -> Callable[[pb.StepRequest], None]:
+def change_part(**fields: int) -> Change:
     return lambda request: request.ranks[0].MergeFrom(pb.RankStep(**fields))  # type: ignore[arg-type]
-
-
-def change_agreement(**fields: object) -> Callable[[pb.StepRequest], None]:
-    def change(request: pb.StepRequest) -> None:
-        for name in fields:
-            request.agreement.ClearField(name)  # type: ignore[arg-type]
-        request.agreement.MergeFrom(pb.StepAgreement(**fields))  # type: ignore[arg-type]
-
-    return change
 
 
 SEQUENCES, STARTS = "ranks[0].sequences", "ranks[0].starts"
 
-BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
+BAD_STEPS: list[tuple[Change, str, str]] = [
     (lambda r: r.ClearField("ranks"), "ranks", "0 parts"),
     (lambda r: r.ranks.append(r.ranks[0]), "ranks", "2 parts"),
     (lambda r: setattr(r.ranks[0], "dp_rank", 0), "ranks[0].dp_rank", "this executor is DP rank 1"),
@@ -279,7 +271,7 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
     ids=[f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(BAD_STEPS)],
 )
 def test_a_bad_step_is_refused_by_field_and_changes_nothing(
-    spoil: Callable[[pb.StepRequest], object], field: str, problem: str
+    spoil: Change, field: str, problem: str
 ):
     request, rows = good_step(), progress()
     spoil(request)

@@ -1,18 +1,19 @@
 """Builds step messages from plain lists, as a router would send them. For tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from protos.executor.sampling_fields import SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
 
-DTYPES: Mapping[str, str] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), "<f4"),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "biases"), "<f4"),
+DTYPES: Mapping[str, Any] = {
+    **{field.name: field.dtype for field in (SEED, *SAMPLING_FIELDS)},
     **dict.fromkeys(("scores_output", "samples"), "u1"),
-    "seed": "<u8",
+    "biases": "<f4",
 }
+Change = Callable[[pb.StepRequest], object]
 
 
 def row_starts(**columns: Sequence[float]) -> pb.RowStarts:
@@ -46,6 +47,22 @@ def step(
         ),
         ranks=[part],
     )
+
+
+def change_sequences(**columns: Sequence[float]) -> Change:
+    """Returns what puts columns into a step's sequences."""
+    return lambda request: request.ranks[0].sequences.MergeFrom(sequences(**columns))
+
+
+def change_agreement(**fields: object) -> Change:
+    """Returns what puts fields into a step's agreement, in place of those there."""
+
+    def change(request: pb.StepRequest) -> None:
+        for name in fields:
+            request.agreement.ClearField(name)  # type: ignore[arg-type]
+        request.agreement.MergeFrom(pb.StepAgreement(**fields))  # type: ignore[arg-type]
+
+    return change
 
 
 def prompt_part(

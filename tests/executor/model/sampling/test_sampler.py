@@ -19,9 +19,10 @@ from executor.batch.limits import StepLimits
 from executor.batch.row_starts import RowStarts, read_starts
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import TorchFilters
-from executor.model.sampling.logits import draw, score, uniform_samples
+from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
 from executor.parallel.topology import Topology
+from tests.executor.support.chi_square import p_value
 from tests.executor.support.steps import row_starts
 
 VOCAB_SIZE = 20
@@ -100,22 +101,7 @@ def test_samples_follow_the_distribution_that_transformers_would_sample_from(
 
     tokens = sampler.sample(logits.expand(count, -1), rows, np.full(count, 7))
 
-    assert_distributed_like(tokens, expected.softmax(-1)[0])
-
-
-def assert_distributed_like(tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Chi-square; tokens expected fewer than 5 times are counted together."""
-    observed = torch.bincount(tokens, minlength=len(probs)).double()
-    assert observed[probs == 0].sum() == 0, "a token was sampled that should have been dropped"
-    expected = probs.double() * len(tokens)
-    is_rare = expected < 5
-    observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
-    expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    statistic = ((observed - expected) ** 2 / expected).sum().item()
-    freedom = max(len(expected) - 1, 1)
-    # Wilson and Hilferty's approximation of the 99.9 % quantile; the seeds are fixed.
-    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert p_value(tokens, expected.softmax(-1)[0]) > 0.001
 
 
 def test_zero_temperature_takes_the_likeliest_token():
@@ -314,24 +300,19 @@ def test_rows_of_one_kind_each_draw_their_own_sample(columns: dict[str, Any]):
     assert len(set(tokens)) > 3
 
 
-def test_logits_are_left_as_they_were():
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"temperature": [1, 0], "num_biases": [1, 1], "bias_ids": [1, 2], "biases": [3, 4]},
+        {"temperature": [1, 1], "num_biases": [0, 1], "bias_ids": [2], "biases": [4]},
+    ],
+    ids=["all rows are edited", "some are"],
+)
+def test_logits_are_left_as_they_were(columns: dict[str, Any]):
     logits = random_logits()[None].repeat(2, 1)
     before = logits.clone()
     sampler = Sampler(2, VOCAB_SIZE)
-    sampler.start(
-        starts(rows=[0, 1], temperature=[1, 0], num_biases=[1, 1], bias_ids=[1, 2], biases=[3, 4])
-    )
-    sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
-    assert torch.equal(logits, before)
-
-
-def test_logits_are_left_as_they_were_when_some_of_the_rows_are_edited():
-    logits = random_logits()[None].repeat(2, 1)
-    before = logits.clone()
-    sampler = Sampler(2, VOCAB_SIZE)
-    sampler.start(
-        starts(rows=[0, 1], temperature=[1, 1], num_biases=[0, 1], bias_ids=[2], biases=[4])
-    )
+    sampler.start(starts(rows=[0, 1], **columns))
     sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
     assert torch.equal(logits, before)
 
@@ -409,9 +390,9 @@ def test_uniform_samples_are_uniform_over_seeds_and_over_positions():
     count = 20_000
     ramp, fixed = torch.arange(count), torch.full((count,), 3)
     for uniform in (uniform_samples(ramp, fixed), uniform_samples(fixed, ramp)):
-        assert_distributed_like((uniform * 50).long(), torch.full((50,), 1 / 50))
+        assert p_value((uniform * 50).long(), torch.full((50,), 1 / 50)) > 0.001
         neighbours = (uniform[:-1] * 7).long() * 7 + (uniform[1:] * 7).long()
-        assert_distributed_like(neighbours[::2], torch.full((49,), 1 / 49))
+        assert p_value(neighbours[::2], torch.full((49,), 1 / 49)) > 0.001
 
 
 def test_scores_are_log_probabilities_of_the_untouched_logits():
@@ -455,3 +436,195 @@ def test_filters_for_all_rows_keep_each_row_to_its_own_top_k():
     tokens = sampler.sample(logits, rows, rows).numpy()
     assert (tokens >= VOCAB_SIZE - top_k).all()
     assert set(tokens[1::2].tolist()) == {VOCAB_SIZE - 3, VOCAB_SIZE - 2, VOCAB_SIZE - 1}
+
+
+# ---- several tokens of a row, probabilities, and what is remembered
+
+NUM_DRAWS = 20_000
+
+# What requests ask for, by row.
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 0.8},
+    "top_k": {"temperature": 1.0, "top_k": 3},
+    "top_p": {"temperature": 0.7, "top_p": 0.6},
+    "min_p": {"temperature": 1.3, "min_p": 0.2},
+    "all filters": {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    "greedy and biased": {"num_biases": 2, "bias_ids": [3, 4], "biases": [50.0, -50.0]},
+    "biased": {"temperature": 1.0, "num_biases": 2, "bias_ids": [3, 4], "biases": [2.0, -50.0]},
+    "suppressed": {
+        "temperature": 1.0,
+        "suppressed_until": 100,
+        "num_suppressed_ids": 2,
+        "suppressed_ids": [1, 2],
+    },
+    "penalized": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+        "num_prompt_ids": 2,
+        "prompt_ids": [5, 6],
+        "num_output_ids": 3,
+        "output_ids": [7, 8, 8],
+    },
+}
+RAGGED = ("bias_ids", "biases", "suppressed_ids", "prompt_ids", "output_ids")
+DEFAULTS = {"top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def sampler_of(kinds: list[dict[str, Any]], vocab_size: int = VOCAB_SIZE) -> Sampler:
+    """Returns a sampler with a row of each kind, seeded by the row."""
+    columns: dict[str, Any] = {
+        "rows": range(len(kinds)),
+        "seed": [11 + i for i in range(len(kinds))],
+    }
+    for name in sorted({name for kind in kinds for name in kind}):
+        if name in RAGGED:
+            columns[name] = [value for kind in kinds for value in kind.get(name, [])]
+        else:
+            columns[name] = [kind.get(name, DEFAULTS.get(name, 0)) for kind in kinds]
+    sampler = Sampler(len(kinds), vocab_size)
+    sampler.start(starts(vocab_size, **columns))
+    return sampler
+
+
+def several(count: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return torch.stack([random_logits(vocab_size, seed) for seed in range(count)])
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 3 * PICK_WIDTH])
+def test_several_tokens_of_a_row_are_what_as_many_steps_would_sample(vocab_size: int):
+    """Four in a row of every kind at once, against one sampler that takes one at a time."""
+    kinds = [kind for name, kind in KINDS.items() if name != "penalized"]
+    count, width = len(kinds), 4
+    logits = several(count * width, vocab_size)
+    rows = np.repeat(np.arange(count), width)
+    seq_lens = np.repeat(np.arange(count) + 20, width) + np.tile(np.arange(width), count)
+
+    picked = sampler_of(kinds, vocab_size).pick(logits, rows, seq_lens, torch.from_numpy(rows))
+
+    one_by_one = sampler_of(kinds, vocab_size)
+    sampled = torch.stack(
+        [
+            one_by_one.sample(logits[place::width], np.arange(count), np.arange(count) + 20 + place)
+            for place in range(width)
+        ],
+        dim=1,
+    )
+    assert torch.equal(picked, sampled.flatten())
+    assert len(set(picked.tolist())) > 4
+
+
+def test_tokens_are_suppressed_up_to_the_row_s_length_and_not_behind_it():
+    suppressed = {"suppressed_until": 12, "num_suppressed_ids": 1, "suppressed_ids": [4]}
+    logits = torch.zeros(4, VOCAB_SIZE)
+    logits[:, 4], logits[:, 9] = 5, 2
+    rows, seq_lens = np.zeros(4, dtype=np.int64), np.arange(10, 14)
+    picked = sampler_of([suppressed]).pick(logits, rows, seq_lens, torch.from_numpy(rows))
+    assert picked.tolist() == [9, 9, 4, 4]
+
+
+def test_the_first_token_of_a_penalized_row_is_exact():
+    kinds = [KINDS["penalized"], KINDS["greedy"]]
+    logits = several(4)
+    rows, seq_lens = np.array([0, 0, 1, 1]), np.array([30, 31, 8, 9])
+    picked = sampler_of(kinds).pick(logits, rows, seq_lens, torch.from_numpy(rows))
+    sampled = sampler_of(kinds).sample(logits[::2], rows[::2], seq_lens[::2])
+    assert picked[::2].tolist() == sampled.tolist()
+
+
+def test_picking_remembers_nothing():
+    kinds = list(KINDS.values())
+    sampler, rows = sampler_of(kinds), np.arange(len(KINDS))
+    sampler.last_tokens.fill_(7)
+    before = sampler._output_counts.clone()
+    for call in (sampler.pick, sampler.probabilities):
+        logits = several(len(kinds))
+        call(logits, rows, rows + 9, torch.from_numpy(rows))
+        assert torch.equal(logits, several(len(kinds))), "the logits are the caller's"
+    assert (sampler.last_tokens == 7).all()
+    assert torch.equal(sampler._output_counts, before)
+
+
+def test_what_is_remembered_is_the_last_token_and_a_count_where_penalties_need_it():
+    sampler = sampler_of([KINDS["penalized"], KINDS["greedy"], KINDS["penalized"]])
+    before = sampler._output_counts.clone()
+    rows = np.array([2, 1])
+    sampler.remember(torch.tensor([13, 14]), rows, torch.from_numpy(rows))
+    assert sampler.last_tokens.tolist() == [0, 14, 13]
+    change = sampler._output_counts - before
+    assert torch.nonzero(change).tolist() == [[2, 13]]
+    assert int(change[2, 13]) == 1
+
+
+def test_sampling_is_picking_and_remembering():
+    kinds = list(KINDS.values())
+    rows, logits = np.arange(len(kinds)), several(len(kinds))
+    at = torch.from_numpy(rows)
+    whole, parts = sampler_of(kinds), sampler_of(kinds)
+    tokens = whole.sample(logits, rows, rows + 30)
+    picked = parts.pick(logits, rows, rows + 30, at)
+    parts.remember(picked, rows, at)
+    assert torch.equal(tokens, picked)
+    assert torch.equal(whole.last_tokens, parts.last_tokens)
+    assert torch.equal(whole._output_counts, parts._output_counts)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 3 * PICK_WIDTH])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_sampled_from_the_probabilities_that_it_says(kind: str, vocab_size: int):
+    """Chi-square over 20,000 positions of one row, whose logits are always the same."""
+    sampler = sampler_of([KINDS[kind]], vocab_size)
+    logits = random_logits(vocab_size, seed=3).expand(NUM_DRAWS, -1)
+    rows, seq_lens = np.zeros(NUM_DRAWS, dtype=np.int64), np.arange(NUM_DRAWS)
+    if kind == "suppressed":
+        seq_lens %= 100
+    at, one = torch.from_numpy(rows), slice(0, 1)
+
+    probs = sampler.probabilities(logits[one], rows[one], seq_lens[one], at[one])[0]
+
+    assert probs.dtype == torch.float32
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
+    if kind == "suppressed":  # as many samples as there are lengths below 100, so other rows
+        sampler = sampler_of([KINDS[kind]] * 200, vocab_size)
+        rows = np.arange(NUM_DRAWS) // 100
+        at = torch.from_numpy(rows)
+    tokens = sampler.pick(logits, rows, seq_lens, at)
+    assert p_value(tokens, probs) > 0.001
+    wrong = torch.softmax(random_logits(vocab_size, seed=3) / 2, dim=-1)
+    assert p_value(tokens, wrong) < 0.001
+
+
+def test_probabilities_of_a_mixed_batch_are_those_of_each_row_alone():
+    kinds = list(KINDS.values())
+    count = len(kinds)
+    sampler, logits = sampler_of(kinds), several(count)
+    rows = np.arange(count)
+    whole = sampler.probabilities(logits, rows, rows + 30, torch.from_numpy(rows))
+    for row in range(count):
+        at = slice(row, row + 1)
+        alone = sampler.probabilities(
+            logits[at], rows[at], rows[at] + 30, torch.from_numpy(rows[at])
+        )
+        assert torch.equal(alone[0], whole[row])
+    empty = sampler.probabilities(logits[:0], rows[:0], rows[:0], torch.from_numpy(rows[:0]))
+    assert empty.shape == (0, VOCAB_SIZE)
+
+
+def test_a_greedy_row_has_all_probability_on_its_likeliest_token():
+    names = ["greedy", "greedy and biased"]
+    sampler, rows = sampler_of([KINDS[name] for name in names]), np.arange(2)
+    logits = several(2)
+    at = torch.from_numpy(rows)
+    probs = sampler.probabilities(logits, rows, rows, at)
+    assert probs.argmax(dim=1).tolist() == sampler.pick(logits, rows, rows, at).tolist()
+    assert probs.max(dim=1).values.tolist() == [1, 1]
+    assert probs.sum(dim=1).tolist() == [1, 1]
+    assert int(probs[1].argmax()) == 3
+
+
+def test_ties_at_the_edge_of_top_k_leave_exactly_k_tokens():
+    probs = probabilities(torch.zeros(2, 5), torch.tensor([2, 0]), torch.ones(2), torch.zeros(2))
+    assert sorted(probs[0].tolist()) == [0, 0, 0, 0.5, 0.5]
+    assert torch.allclose(probs[1], torch.full((5,), 0.2))

@@ -1,7 +1,6 @@
 """Steps of an executor with a draft model: how they read, and every way in which one is refused."""
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,7 +19,13 @@ from tests.executor.support.drafts.speculative_steps import (
     progress,
     speculative_step,
 )
-from tests.executor.support.steps import row_starts, sequences
+from tests.executor.support.steps import (
+    Change,
+    change_agreement,
+    change_sequences,
+    row_starts,
+    sequences,
+)
 
 SEQUENCES, AGREEMENT = "ranks[0].sequences", "agreement"
 
@@ -100,31 +105,18 @@ def test_a_draft_model_without_kv_has_no_counts_of_its_own(plan):
     assert columns.draft_counts == columns.num_sampled == ()
 
 
-def change(**columns: list[int]) -> Callable[[pb.StepRequest], None]:
-    return lambda request: request.ranks[0].sequences.MergeFrom(sequences(**columns))
-
-
-def tell(**fields: object) -> Callable[[pb.StepRequest], None]:
-    def change_agreement(request: pb.StepRequest) -> None:
-        for name in fields:
-            request.agreement.ClearField(name)  # type: ignore[arg-type]
-        request.agreement.MergeFrom(pb.StepAgreement(**fields))  # type: ignore[arg-type]
-
-    return change_agreement
-
-
 def start_row_2(request: pb.StepRequest) -> None:
     request.ranks[0].starts.CopyFrom(row_starts(rows=[2]))
 
 
-BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
+BAD_STEPS: list[tuple[Change, str, str]] = [
     (
-        tell(num_draft_tokens=3),
+        change_agreement(num_draft_tokens=3),
         f"{AGREEMENT}.num_draft_tokens",
         "num_draft_tokens=3: need 4, or 0 for a step that is not speculative",
     ),
     (
-        tell(has_extend=True),
+        change_agreement(has_extend=True),
         f"{AGREEMENT}.num_draft_tokens",
         "num_draft_tokens=4: with has_extend: a step that runs prompts is not speculative",
     ),
@@ -138,57 +130,69 @@ BAD_STEPS: list[tuple[Callable[[pb.StepRequest], object], str, str]] = [
         "ranks[0].forward_mode",
         "IDLE with 2 sequences",
     ),
-    (change(samples=[1, 1]), f"{SEQUENCES}.samples", "a speculative step has none"),
-    (change(num_scored=[0, 0]), f"{SEQUENCES}.num_scored", "a speculative step has none"),
-    (change(token_ids=[-1] * 8), f"{SEQUENCES}.token_ids", "goes on from its last token"),
-    (change(token_ids=[-1] * 2), f"{SEQUENCES}.token_ids", "a speculative step has none"),
-    (change(scored_ids=[1]), f"{SEQUENCES}.scored_ids", "a speculative step has none"),
-    (change(num_tokens=[5, 3]), f"{SEQUENCES}.num_tokens", "has 5; it must be from 1 to 4"),
-    (change(num_tokens=[4, 0]), f"{SEQUENCES}.num_tokens", "has 0; it must be from 1 to 4"),
+    (change_sequences(samples=[1, 1]), f"{SEQUENCES}.samples", "a speculative step has none"),
+    (change_sequences(num_scored=[0, 0]), f"{SEQUENCES}.num_scored", "a speculative step has none"),
+    (change_sequences(token_ids=[-1] * 8), f"{SEQUENCES}.token_ids", "goes on from its last token"),
+    (change_sequences(token_ids=[-1] * 2), f"{SEQUENCES}.token_ids", "a speculative step has none"),
+    (change_sequences(scored_ids=[1]), f"{SEQUENCES}.scored_ids", "a speculative step has none"),
     (
-        change(num_computed_tokens=[7, 13]),
+        change_sequences(num_tokens=[5, 3]),
+        f"{SEQUENCES}.num_tokens",
+        "has 5; it must be from 1 to 4",
+    ),
+    (
+        change_sequences(num_tokens=[4, 0]),
+        f"{SEQUENCES}.num_tokens",
+        "has 0; it must be from 1 to 4",
+    ),
+    (
+        change_sequences(num_computed_tokens=[7, 13]),
         f"{SEQUENCES}.num_computed_tokens",
         "7 for row 2, which has computed 8",
     ),
     (
-        change(num_computed_tokens=[11, 38]),
+        change_sequences(num_computed_tokens=[11, 38]),
         f"{SEQUENCES}.num_computed_tokens",
         "comes to 41; max_model_len is 40",
     ),
     (
-        change(num_new_blocks=[0, 7], new_block_ids=list(range(1, 8))),
+        change_sequences(num_new_blocks=[0, 7], new_block_ids=list(range(1, 8))),
         f"{SEQUENCES}.num_new_blocks",
         "comes to 11; max_blocks_per_row is 10",
     ),
     (start_row_2, f"{SEQUENCES}.token_ids", "-1 for row 2, which has not sampled a token"),
-    (change(rows=[2, 3]), f"{SEQUENCES}.rows", "row 3 runs without having started"),
+    (change_sequences(rows=[2, 3]), f"{SEQUENCES}.rows", "row 3 runs without having started"),
     (
-        tell(global_num_tokens=[8, 4]),
+        change_agreement(global_num_tokens=[8, 4]),
         f"{AGREEMENT}.global_num_tokens",
         "says 4 for this executor's part, which has 8",
     ),
     (
-        tell(global_num_tokens_for_logprob=[8, 2]),
+        change_agreement(global_num_tokens_for_logprob=[8, 2]),
         f"{AGREEMENT}.global_num_tokens_for_logprob",
         "says 2 for this executor's part, which has 8",
     ),
-    (tell(global_num_tokens=[28, 8]), f"{AGREEMENT}.global_num_tokens", "28; the budget is 24"),
     (
-        tell(global_num_tokens_for_logprob=[28, 8]),
+        change_agreement(global_num_tokens=[28, 8]),
+        f"{AGREEMENT}.global_num_tokens",
+        "28; the budget is 24",
+    ),
+    (
+        change_agreement(global_num_tokens_for_logprob=[28, 8]),
         f"{AGREEMENT}.global_num_tokens_for_logprob",
         "28; the budget is 24",
     ),
     (
-        tell(global_num_tokens_for_draft=[2, 2]),
+        change_agreement(global_num_tokens_for_draft=[2, 2]),
         f"{AGREEMENT}.global_num_tokens_for_draft",
         "global_num_tokens_for_draft is set: only a step that is not speculative has it",
     ),
     (
-        tell(global_num_sampled=[2, 2]),
+        change_agreement(global_num_sampled=[2, 2]),
         f"{AGREEMENT}.global_num_sampled",
         "global_num_sampled is set: only a step that is not speculative has it",
     ),
-    (tell(graph_size=3), f"{AGREEMENT}.graph_size", "the decode graphs are [1, 2, 4]"),
+    (change_agreement(graph_size=3), f"{AGREEMENT}.graph_size", "the decode graphs are [1, 2, 4]"),
 ]
 
 
@@ -208,7 +212,7 @@ def refused(request: pb.StepRequest, problem: str, plan=CHAIN) -> InvalidStep:
     ids=[f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(BAD_STEPS)],
 )
 def test_a_bad_speculative_step_is_refused_by_field_and_changes_nothing(
-    spoil: Callable[[pb.StepRequest], object], field: str, problem: str
+    spoil: Change, field: str, problem: str
 ):
     request = good_step()
     spoil(request)
@@ -280,7 +284,7 @@ def test_wrong_counts_of_the_draft_model_s_rows_are_refused(
 ):
     mine, most = {"global_num_tokens_for_draft": (5, 64), "global_num_sampled": (2, 6)}[field]
     request = mixed_step([Run(2, 8), Run(3, 4, [7, 8, 9])])
-    tell(**{field: counts})(request)
+    change_agreement(**{field: counts})(request)
     for plan in (CHAIN, LAYERS):
         error = refused(request, f"{field} " + problem.format(mine=mine, most=most), plan)
         assert error.field == f"{AGREEMENT}.{field}"
@@ -290,7 +294,7 @@ def test_wrong_counts_of_the_draft_model_s_rows_are_refused(
 @pytest.mark.parametrize("plan", [FROZEN, None], ids=["frozen", "none"])
 def test_counts_of_rows_that_nobody_runs_are_refused(plan, field: str):
     request = mixed_step([Run(2, 8)], extends=False)
-    tell(**{field: [1, 1]})(request)
+    change_agreement(**{field: [1, 1]})(request)
     problem = (
         f"{field} is set: only a step that is not speculative has it, and only where the draft"
     )
