@@ -15,7 +15,7 @@ import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
-from router.engine.quarantine import Quarantine, accuse
+from router.engine.quarantine import Quarantine, note_loss
 from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.requests.listeners import Listener, Listeners
@@ -72,8 +72,8 @@ class Engine:
     Args:
         group: Its number, for people.
         executors: The group.
-        admission: Its waiting line.
-        listeners: Everybody who may wait for tokens.
+        admission: Its waiting queue.
+        listeners: Of all calls that may wait for tokens.
         pipeline_depth: Steps in flight at most; 2 hides the way to the executors.
         min_chunk_tokens: See Scheduler.
         retry_delay_s: Between attempts to form the group.
@@ -106,7 +106,7 @@ class Engine:
         self.is_ready = False
         self._executors = executors
         self.on_change: Callable[[], None] = lambda: None
-        self._line = Quarantine(admission)
+        self._waiting = Quarantine(admission)
         self._listeners = listeners
         self._pipeline_depth = pipeline_depth
         self._min_chunk_tokens = min_chunk_tokens
@@ -138,7 +138,7 @@ class Engine:
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
         while True:
-            self._line.acquit()
+            self._waiting.clear_proven()
             while len(self._in_flight) < self._pipeline_depth:
                 begun = perf_counter()
                 plan = scheduler.schedule()
@@ -163,39 +163,39 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether a small request would be taken."""
-        return self._line.has_room
+        return self._waiting.has_room
 
     def submit(self, request: Request) -> None:
-        """Lines up a request.
+        """Queues a request.
 
         Raises:
             QueueFull: There is no room.
         """
         self._expect_progress()
-        self._line.submit(request)
+        self._waiting.submit(request)
         for sequence in request.sequences:
             sequence.group = self.group
         self._has_work.set()
 
     def waiting_requests(self) -> list[Request]:
         """Returns the requests that wait; while the group is down, all of its live ones."""
-        return list(dict.fromkeys(sequence.request for sequence in self._line))
+        return list(dict.fromkeys(sequence.request for sequence in self._waiting))
 
     def hand_over(self, request: Request, other: "Engine") -> None:
-        """Lines a waiting request up at another group, at its place in the order of arrival."""
+        """Queues a waiting request at another group, where its order of arrival holds."""
         other._expect_progress()
         for sequence in request.sequences:
             if not sequence.is_ended:
-                self._line.discard(sequence)
+                self._waiting.discard(sequence)
                 sequence.block_hashes.clear()  # the other's blocks may be of another size
                 sequence.group = other.group
-                other._line.push(sequence)
+                other._waiting.push(sequence)
         other._has_work.set()
 
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a live sequence of this group with an error."""
         if sequence.table is None:
-            self._line.discard(sequence)
+            self._waiting.discard(sequence)
             sequence.error = error
             self._on_end(sequence)
         else:
@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def _has_sequences(self) -> bool:
-        return bool(self._in_flight or len(self._line) or self.num_running)
+        return bool(self._in_flight or len(self._waiting) or self.num_running)
 
     def _expect_progress(self) -> None:
         """Starts the clock if there was nothing to do. Call it before work is added."""
@@ -235,7 +235,7 @@ class Engine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._line.num_tokens
+        return self._waiting.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -249,7 +249,7 @@ class Engine:
         status = epoch_status(self._stats, self._info, self._scheduler, self._clock())
         status.group, status.problem = self.group, self._problem
         status.state = pb.GROUP_STATE_READY if self.is_ready else pb.GROUP_STATE_FORMING
-        status.num_waiting, status.num_waiting_tokens = len(self._line), self._line.num_tokens
+        status.num_waiting, status.num_waiting_tokens = len(self._waiting), self._waiting.num_tokens
         return status
 
     # ---- epochs
@@ -259,7 +259,7 @@ class Engine:
         self._check_model(info.model)
         scheduler = Scheduler(
             info.shape,
-            self._line,
+            self._waiting,
             self._listeners,
             min_chunk_tokens=self._min_chunk_tokens,
             clock=self._clock,
@@ -319,11 +319,11 @@ class Engine:
             lost, is_alone = _lost_sequences(lost_steps, scheduler)
             names = list(dict.fromkeys(sequence.request.request_id for sequence in lost))
             log.info("steps_lost", **self.ids(), requests=len(names), request_ids=names[:MAX_NAMED])
-            guilty = [] if has_left else accuse(lost, is_alone=is_alone)
+            guilty = [] if has_left else note_loss(lost, is_alone=is_alone)
             scheduler.abandon()
             if not has_left:
-                self._line.exonerate(lost)
-            self._line.share_out()
+                self._waiting.clear_bystanders(lost)
+            self._waiting.set_max_running()
             for sequence in guilty:
                 self._fail_request(sequence.request)
         if was_ready:

@@ -143,7 +143,7 @@ class Request:
         listener: Whom to wake when there is something new.
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
         is_columnar: Whether the listener takes its tokens as columns (`Listener.take_columns`).
-        turn: Its place among those who wait or run, set on submission: less goes first.
+        priority_key: Its order among all that wait or run, set on submission: less goes first.
         expiry: The timer behind `deadline`.
     """
 
@@ -155,13 +155,13 @@ class Request:
         "listener",
         "output",
         "priority",
+        "priority_key",
         "prompt",
         "request_id",
         "sampling",
         "sequences",
         "stop",
         "tag",
-        "turn",
     )
 
     def __init__(
@@ -191,7 +191,7 @@ class Request:
         self.deadline = deadline
         self.tag = tag
         self.is_columnar = is_columnar
-        self.turn = (arrival_time, 0)
+        self.priority_key = (arrival_time, 0)
         self.expiry: asyncio.TimerHandle | None = None
         self.sequences = [Sequence(self, index) for index in range(n)]
 
@@ -213,13 +213,13 @@ class Suspicion:
         num_losses: How often in a row.
         num_losses_alone: How often nobody else was in the lost steps.
         num_output_tokens: Those that it had at the last loss.
-        trial_size: How many of those with as many losses may run at a time.
+        max_running: How many of those with as many losses may run at a time.
     """
 
     num_losses: int = 0
     num_losses_alone: int = 0
     num_output_tokens: int = 0
-    trial_size: int = 1
+    max_running: int = 1
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class Sequence:
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
         suspicion: Set while its steps may be what executors die of (quarantine.py).
-        num_acquittals: How often it was suspected, and lived on, while no executor was lost whose
+        num_clearings: How often it was suspected and cleared, while no executor was lost whose
             steps it was not in.
         finish_reason: Set when it ended well.
         error: Set when it ended otherwise.
@@ -271,7 +271,7 @@ class Sequence:
     group: int = 0
     dp_rank: int = 0
     suspicion: Suspicion | None = None
-    num_acquittals: int = 0
+    num_clearings: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     stop_string: str | None = None

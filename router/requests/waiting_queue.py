@@ -1,17 +1,17 @@
 """Waiting queue of one group: bounded, ordered by arrival and priority.
 
-Priority is a head start in time. A request goes before everybody who came less than
-`priority_step_s` earlier for each level that it stands above them:
+Priority is a head start in time. A request goes before all requests that came less than
+`priority_step_s` earlier for each level of priority that it has above theirs:
 
     time of arrival            0 s         4 s          10 s        16 s
     priority 0              ───a────────────────────────────────────b───▶
     priority 1                           ───────────────c────────────────▶   c, a, b  at 11 s a level
                                                                              a, c, b  at 9 s
 
-A high priority thus means a short wait, and no priority means an endless one: whoever has waited
-for so long as all levels are worth stands before all who come. The place of a request never
-changes, so that the line is a heap, and what is bound to a rank stands in the same order: nobody
-is preempted for a request that would have had to wait for him.
+A high priority thus means a short wait, and no priority means an endless one: a request that has
+waited for as long as all levels are worth goes before all that come. The order of two requests never
+changes, so that the queue is a heap, and it is the order on the ranks too: no sequence is preempted
+for a request that would have had to wait for it.
 """
 
 import heapq
@@ -28,21 +28,21 @@ RETRY_DELAY_S = 1.0
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
 
 
-class WaitingLine(Protocol):
-    """What the scheduler sees of those who wait."""
+class WaitingQueue(Protocol):
+    """What the scheduler sees of the sequences that wait."""
 
     def __len__(self) -> int: ...
 
     def peek(self) -> Sequence | None:
-        """Returns who is next, if anybody may be."""
+        """Returns the next sequence, if any may begin."""
         ...
 
     def pop(self) -> Sequence:
-        """Takes out whom `peek` has just returned."""
+        """Takes out the sequence that `peek` has just returned."""
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """Lines up a sequence that has lost its place on a rank."""
+        """Queues a sequence that has lost its place on a rank."""
         ...
 
 
@@ -54,9 +54,9 @@ class Admission:
     Args:
         max_sequences: Waiting at most; more are refused.
         max_tokens: Prompt tokens waiting at most. One request that is longer by itself may
-            still wait alone.
+            still wait where no other does.
         priority_step_s: Seconds of waiting that one level of priority is worth; the same at every
-            group. 0 is the order of arrival alone.
+            group. 0 is the order of arrival.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Admission:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Everybody who waits, in no order."""
+        """Every sequence that waits, in no order."""
         return iter(tuple(self._waiting))
 
     @property
@@ -84,7 +84,7 @@ class Admission:
         )
 
     def submit(self, request: Request) -> None:
-        """Lines up all continuations of a new request, or none.
+        """Queues all continuations of a new request, or none.
 
         Raises:
             QueueFull: There is no room.
@@ -104,30 +104,30 @@ class Admission:
                 retry_delay_s=RETRY_DELAY_S,
             )
         head_start_s = request.priority * self._priority_step_s
-        request.turn = (request.arrival_time - head_start_s, next(_ARRIVALS))
+        request.priority_key = (request.arrival_time - head_start_s, next(_ARRIVALS))
         for sequence in request.sequences:
             self.push(sequence)
 
     def push(self, sequence: Sequence) -> None:
-        """Lines up a sequence at its request's place. Preempted ones are never refused."""
+        """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (*sequence.request.turn, sequence.index, sequence))
+        heapq.heappush(self._heap, (*sequence.request.priority_key, sequence.index, sequence))
 
     def peek(self) -> Sequence | None:
-        """Returns the first in line."""
+        """Returns the first of the queue."""
         while self._heap and self._heap[0][-1] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Sequence:
-        """Takes the first in line; `peek` has just returned it."""
+        """Takes the first of the queue; `peek` has just returned it."""
         sequence = heapq.heappop(self._heap)[-1]
         self._leave(sequence)
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the line, if it is there."""
+        """Takes a sequence out of the queue, if it is there."""
         if sequence in self._waiting:
             self._leave(sequence)
 

@@ -19,7 +19,7 @@ import numpy as np
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
 from router.requests.request import FinishReason, Int32Array, Sequence
-from router.requests.waiting_queue import WaitingLine
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.block_pool import BlockIds
 from router.scheduling.commit import NewTokens, hand_out_logprobs, write_runs, write_tokens
 from router.scheduling.counters import GroupMeasures, TokenGaps
@@ -53,7 +53,7 @@ class Scheduler:
     def __init__(
         self,
         shape: GroupShape,
-        waiting: WaitingLine,
+        waiting: WaitingQueue,
         listeners: Listeners,
         *,
         min_chunk_tokens: int,
@@ -241,7 +241,7 @@ class Scheduler:
             return
         victim, request = self.table.last_in_order(rows), sequence.request
         last = self.table.bound(victim).request
-        if last.priority < request.priority and last.turn > request.turn:
+        if last.priority < request.priority and last.priority_key > request.priority_key:
             self.preempt(victim)
 
     def _take_chunks(self, num_decodes: list[int]) -> list[list[Chunk]]:

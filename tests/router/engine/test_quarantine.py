@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from router.engine.quarantine import (
-    FREE_ACQUITTALS,
+    FREE_CLEARINGS,
     MAX_PROOF_TOKENS,
     PARTS,
     PROOF_TOKENS,
     Quarantine,
-    accuse,
+    note_loss,
 )
 from router.requests.listeners import Listeners
 from router.requests.request import Sequence
@@ -46,7 +46,7 @@ class Line:
 
     def take(self) -> list[Sequence]:
         """Everybody who may begin before the next step."""
-        self.quarantine.acquit()
+        self.quarantine.clear_proven()
         taken = []
         while self.quarantine.peek() is not None:
             taken.append(self.quarantine.pop())
@@ -54,11 +54,11 @@ class Line:
 
     def lose(self, *lost: Sequence) -> list[Sequence]:
         """They were in the lost steps, and wait again. Returns who is guilty."""
-        guilty = accuse(lost, is_alone=len(lost) == 1)
+        guilty = note_loss(lost, is_alone=len(lost) == 1)
         for sequence in lost:
             self.quarantine.push(sequence)
-        self.quarantine.exonerate(lost)
-        self.quarantine.share_out()
+        self.quarantine.clear_bystanders(lost)
+        self.quarantine.set_max_running()
         return guilty
 
 
@@ -109,7 +109,7 @@ def test_whoever_is_lost_alone_twice_is_guilty():
 def test_ten_losses_with_others_make_nobody_guilty():
     sequences = Line().submit(2)
     for _ in range(10):
-        assert accuse(sequences, is_alone=False) == []
+        assert note_loss(sequences, is_alone=False) == []
 
 
 def test_ten_losses_alone_with_many_tokens_between_them_make_nobody_guilty():
@@ -125,12 +125,12 @@ def test_whoever_is_lost_again_and_again_needs_ever_more_tokens_for_a_proof():
     line = Line()
     [poison] = line.submit(1)
     verdicts: list[list[Sequence]] = []
-    while len(verdicts) < FREE_ACQUITTALS + 8 and not any(verdicts):
+    while len(verdicts) < FREE_CLEARINGS + 8 and not any(verdicts):
         assert line.take() == [poison]
         gain(poison, count=20 * PROOF_TOKENS)
         verdicts.append(line.lose(poison))
     assert verdicts[-1] == [poison]
-    assert len(verdicts) > FREE_ACQUITTALS + 2
+    assert len(verdicts) > FREE_CLEARINGS + 2
 
 
 def test_a_loss_without_a_suspect_takes_its_past_from_it():
@@ -140,9 +140,9 @@ def test_a_loss_without_a_suspect_takes_its_past_from_it():
         line.take()
         gain(one, other)
         line.lose(one)
-        assert one.num_acquittals <= 1
+        assert one.num_clearings <= 1
         line.lose(other)
-    assert one.num_acquittals == 0
+    assert one.num_clearings == 0
 
 
 def test_a_suspect_that_is_cancelled_makes_way_for_the_next():
@@ -178,7 +178,7 @@ def test_a_suspect_does_not_take_the_place_of_whoever_was_given_its_own():
     line = Quarantine(stepper.admission)
     stepper.scheduler._waiting = line
     low = stepper.submit([1, 2, 3], priority=-5)
-    accuse(low.sequences, is_alone=False)
+    note_loss(low.sequences, is_alone=False)
     line.push(stepper.admission.pop())
     stepper.step()
     high = stepper.submit([4, 5, 6], priority=5)

@@ -102,7 +102,7 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
                     assert waiting
             case "pop" if admission.peek() is not None:
                 sequence = admission.pop()
-                expected = min(waiting, key=lambda s: (*s.request.turn, s.index))
+                expected = min(waiting, key=lambda s: (*s.request.priority_key, s.index))
                 assert sequence is expected
                 waiting.remove(sequence)
                 running.append(sequence)
