@@ -29,8 +29,12 @@ class BlockPool:
     ``on_evict`` is told. Cached blocks stand in a queue, in the order of their release:
 
         queue     [ evicted | 5  8 (5) 3 | unused ]     a block that was shared and released
-                             head          tail         again since has a later place, and
-        place_of  {5: .., 8: .., 3: ..}                 its old entry counts for nothing
+                             head          tail         again since has a later index, and
+        index_of  {5: .., 8: .., 3: ..}                 its old entry counts for nothing
+
+    Attributes:
+        num_free: Blocks that hold nothing.
+        num_cached: Blocks that hold something reusable and that nobody uses.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[BlockIds], None]) -> None:
@@ -39,58 +43,48 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self._free = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)  # a stack, top at the end
-        self._num_free = num_blocks - 1
+        self.num_free = num_blocks - 1
         # A free block's count is 1 already, so that `acquire`, called for every rank in most
         # steps, has nothing to write.
         self._ref_counts = np.ones(num_blocks, dtype=np.int32)
         self._is_kept = np.zeros(num_blocks, dtype=np.bool_)
-        self._num_cached = 0
+        self.num_cached = 0
         self._queue = np.zeros(4 * num_blocks, dtype=np.int32)
-        self._places = np.arange(len(self._queue), dtype=np.int32)
-        self._place_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
+        self._indices = np.arange(len(self._queue), dtype=np.int32)
+        self._index_of = np.full(num_blocks, -1, dtype=np.int32)  # -1: not cached
         self._head = self._tail = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that hold nothing."""
-        return self._num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that hold something reusable and that nobody uses."""
-        return self._num_cached
 
     @property
     def num_available(self) -> int:
         """Blocks that `acquire` can hand out."""
-        return self._num_free + self._num_cached
+        return self.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - self._num_free - self._num_cached
+        return self.num_blocks - 1 - self.num_free - self.num_cached
 
     def num_unused(self, block_ids: BlockIds) -> int:
         """How many of these blocks `share` would take out of `num_available`."""
         return len(block_ids) - int(np.count_nonzero(self._ref_counts[block_ids]))
 
     def can_acquire(self, count: int) -> bool:
-        return count <= self._num_free + self._num_cached
+        return count <= self.num_free + self.num_cached
 
     def acquire(self, count: int) -> BlockIds:
         """Takes ``count`` blocks, evicting the least recently used cached ones if needed."""
-        if self._num_free < count:
+        if self.num_free < count:
             assert self.can_acquire(count), "the scheduler looks before it takes"
-            self._evict(count - self._num_free + int(self.num_blocks * EVICTED_SHARE))
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
+            self._evict(count - self.num_free + int(self.num_blocks * EVICTED_SHARE))
+        self.num_free -= count
+        return self._free[self.num_free : self.num_free + count].copy()
 
     def share(self, block_ids: BlockIds) -> None:
         """Adds a reference to used or cached blocks, none of them twice."""
         if len(block_ids) == 0:
             return
         counts = self._ref_counts[block_ids]
-        self._num_cached -= len(block_ids) - int(np.count_nonzero(counts))
-        self._place_of[block_ids] = -1
+        self.num_cached -= len(block_ids) - int(np.count_nonzero(counts))
+        self._index_of[block_ids] = -1
         self._ref_counts[block_ids] = counts + 1
 
     def keep(self, block_ids: BlockIds) -> None:
@@ -114,46 +108,45 @@ class BlockPool:
 
     def kept_blocks(self) -> list[int]:
         """The blocks that hold something reusable, used or not. O(num_blocks); for tests."""
-        kept: list[int] = np.flatnonzero(self._is_kept).tolist()
-        return kept
+        return list(np.flatnonzero(self._is_kept).tolist())
 
     def check(self) -> None:
         """Asserts that every block is in exactly one state. O(num_blocks); for tests."""
-        free = self._free[: self._num_free]
+        free = self._free[: self.num_free]
         assert (self._ref_counts[free] == 1).all()
         is_used = self._ref_counts > 0
         is_used[SCRATCH_BLOCK] = is_used[free] = False
         used = np.flatnonzero(is_used).tolist()
-        cached = np.flatnonzero(self._place_of >= 0)
+        cached = np.flatnonzero(self._index_of >= 0)
         states = [*free.tolist(), *cached.tolist(), *used]
         assert sorted(states) == list(range(1, self.num_blocks))
         assert not self._is_kept[free].any()
         assert self._is_kept[cached].all()
         assert (self._ref_counts >= 0).all()
-        assert len(cached) == self._num_cached
-        places = self._place_of[cached]
-        assert (self._queue[places] == cached).all()
-        assert ((self._head <= places) & (places < self._tail)).all()
+        assert len(cached) == self.num_cached
+        indices = self._index_of[cached]
+        assert (self._queue[indices] == cached).all()
+        assert ((self._head <= indices) & (indices < self._tail)).all()
 
     def _free_up(self, block_ids: BlockIds) -> None:
         self._ref_counts[block_ids] = 1
-        self._free[self._num_free : self._num_free + len(block_ids)] = block_ids
-        self._num_free += len(block_ids)
+        self._free[self.num_free : self.num_free + len(block_ids)] = block_ids
+        self.num_free += len(block_ids)
 
     def _line_up(self, block_ids: BlockIds) -> None:
         if self._tail + len(block_ids) > len(self._queue):
             self._close_up()
         end = self._tail + len(block_ids)
         self._queue[self._tail : end] = block_ids
-        self._place_of[block_ids] = self._places[self._tail : end]
+        self._index_of[block_ids] = self._indices[self._tail : end]
         self._tail = end
-        self._num_cached += len(block_ids)
+        self.num_cached += len(block_ids)
 
     def _close_up(self) -> None:
         """Moves the queue to the front of its array, without entries that count for nothing."""
         cached = self._cached_between(self._head, self._tail)
         self._queue[: len(cached)] = cached
-        self._place_of[cached] = self._places[: len(cached)]
+        self._index_of[cached] = self._indices[: len(cached)]
         self._head, self._tail = 0, len(cached)
 
     def _evict(self, count: int) -> None:
@@ -165,14 +158,14 @@ class BlockPool:
             if len(block_ids) == 0:
                 continue
             self._is_kept[block_ids] = False
-            self._place_of[block_ids] = -1
-            self._num_cached -= len(block_ids)
+            self._index_of[block_ids] = -1
+            self.num_cached -= len(block_ids)
             self._on_evict(block_ids)
             self._free_up(block_ids)
             count -= len(block_ids)
 
     def _cached_between(self, start: int, end: int) -> BlockIds:
-        """Returns the blocks whose place is in this part of the queue, in order."""
+        """Returns the blocks whose index is in this part of the queue, in order."""
         entries = self._queue[start:end]
-        block_ids: BlockIds = entries[self._place_of[entries] == self._places[start:end]]
+        block_ids: BlockIds = entries[self._index_of[entries] == self._indices[start:end]]
         return block_ids

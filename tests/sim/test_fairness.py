@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import DeadlineExceeded
 from router.requests.listeners import Listeners
@@ -16,6 +15,7 @@ from router.scheduling.step import GroupShape
 from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
+from tests.router.support.running_engines import drive_group
 
 ENDLESS_S = 1e6  # a level of priority that no wait makes up for
 LOAD_S = 8.0  # how long the others come
@@ -41,17 +41,9 @@ class Overloaded:
         self.admission = Admission(
             max_sequences=100, max_tokens=10_000, priority_step_s=priority_step_s
         )
-        self.engine = Engine(
-            0,
-            FakeExecutors(shape, rng),
-            self.admission,
-            self.engines.listeners,
-            pipeline_depth=2,
-            min_chunk_tokens=8,
-            retry_delay_s=0.1,
-            on_end=self.engines.on_end,
+        self.engine = drive_group(
+            self.engines, FakeExecutors(shape, rng), self.admission, min_chunk_tokens=8
         )
-        self.engines.drive([self.engine])
 
     def submit(self, name: str, priority: int, timeout_s: float | None = None) -> Request:
         now = asyncio.get_running_loop().time()

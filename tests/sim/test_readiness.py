@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import ExecutorLeft
 from router.requests.listeners import Listeners
@@ -16,6 +15,7 @@ from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import expected_output
 from tests.router.support.requests import make_request
+from tests.router.support.running_engines import drive_group
 
 OVERDUE_S = 60.0
 PROMPT = [7, 3, 9]
@@ -56,18 +56,14 @@ class World:
 
     def __init__(self, executors: Executors) -> None:
         self.engines = Engines(Listeners(max_listeners=8))
-        self.engine = Engine(
-            0,
+        self.engine = drive_group(
+            self.engines,
             executors,
             Admission(max_sequences=8, max_tokens=1000),
-            self.engines.listeners,
             pipeline_depth=1,
             min_chunk_tokens=8,
-            retry_delay_s=0.1,
-            on_end=self.engines.on_end,
             overdue_s=OVERDUE_S,
         )
-        self.engines.drive([self.engine])
         self.running = asyncio.create_task(self.engine.run())
 
     async def formed(self) -> None:

@@ -30,7 +30,6 @@ from protos.serving.v1.serving_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
@@ -43,6 +42,7 @@ from router.scheduling.step import (
     StepResult,
 )
 from tests.bench.support.quiet import quiet
+from tests.router.support.running_engines import drive_group
 
 PROMPT_LEN = 8
 MAX_MODEL_LEN = 2048
@@ -97,17 +97,13 @@ class TimerExecutors:
 async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
     """Serves one run of the clients and prints its line."""
     engines = Engines(Listeners(num_streams + 1))
-    engine = Engine(
-        0,
+    engine = drive_group(
+        engines,
         TimerExecutors(step_ms / 1e3, num_streams),
         Admission(max_sequences=num_streams, max_tokens=10**9),
-        engines.listeners,
-        pipeline_depth=2,
         min_chunk_tokens=512,
         retry_delay_s=1.0,
-        on_end=engines.on_end,
     )
-    engines.drive([engine])
     server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
     add_GenerationServiceServicer_to_server(GenerationServicer(engines, None, "bench"), server)
     port = server.add_insecure_port("127.0.0.1:0")

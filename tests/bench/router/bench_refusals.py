@@ -41,12 +41,12 @@ from protos.transport.channel import with_token
 from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
 from tests.bench.support.quiet import quiet
+from tests.router.support.running_engines import drive_group
 
 STEP_S = 0.02
 TURN_S = 2.0
@@ -90,17 +90,13 @@ async def sample(count: Callable[[], float], samples: list[Sample]) -> None:
 async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engines, str]]:
     """Runs a router with so many rows, and as many may wait. Yields it and its address."""
     engines = Engines(Listeners(8192))
-    engine = Engine(
-        0,
+    engine = drive_group(
+        engines,
         TimerExecutors(STEP_S, num_streams),
         Admission(max_sequences=num_streams, max_tokens=10**9),
-        engines.listeners,
-        pipeline_depth=2,
         min_chunk_tokens=512,
         retry_delay_s=1.0,
-        on_end=engines.on_end,
     )
-    engines.drive([engine])
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
     servicer = GenerationServicer(engines, None, "bench")
     interceptors: list[grpc.aio.ServerInterceptor] = [

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import Request
@@ -27,23 +26,18 @@ from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
+from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import make_shape
 
 
 async def run(num_ranks: int, num_scrapes: int) -> None:
     engines = Engines(Listeners(max_listeners=4))
     shape = make_shape(dp_size=num_ranks, num_blocks=4000, max_model_len=12000)
-    engine = Engine(
-        0,
+    engine = drive_group(
+        engines,
         FakeExecutors(shape, random.Random(0), step_s=0.02),
         Admission(max_sequences=1000, max_tokens=1_000_000),
-        engines.listeners,
-        pipeline_depth=2,
-        min_chunk_tokens=1,
-        retry_delay_s=0.1,
-        on_end=engines.on_end,
     )
-    engines.drive([engine])
     stepping = asyncio.create_task(engine.run())
     while engines.model is None:
         await asyncio.sleep(0.01)

@@ -5,13 +5,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
+from tests.router.support.running_engines import drive_group
 
 
 class ExecutorProcess:
@@ -55,17 +55,13 @@ async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
         deadline=StepDeadline(factor=20, min_s=30, max_s=30),
     )
     engines = Engines(Listeners(max_listeners=4096))
-    engine = Engine(
-        0,
+    engine = drive_group(
+        engines,
         group,
         Admission(max_sequences=100_000, max_tokens=100_000_000),
-        engines.listeners,
         pipeline_depth=depth,
         min_chunk_tokens=512,
-        retry_delay_s=0.1,
-        on_end=engines.on_end,
     )
-    engines.drive([engine])
     running = asyncio.create_task(engine.run())
     try:
         while not engines.is_ready:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import Cancelled, QueueFull
 from router.requests.listeners import Listeners
@@ -36,6 +35,7 @@ from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE
 from tests.router.support.requests import make_request
+from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import Stepper, make_shape, speculation
 
 DP_SIZE = 3
@@ -71,17 +71,13 @@ class Run:
         self.rng = random.Random(seed)
         self.executors = RecordingExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
         self.engines = Engines(Listeners(max_listeners=100))
-        self.engine = Engine(
-            0,
+        self.engine = drive_group(
+            self.engines,
             self.executors,
             Admission(max_sequences=200, max_tokens=10_000),
-            self.engines.listeners,
             pipeline_depth=self.rng.choice([1, 2]),
             min_chunk_tokens=4,
-            retry_delay_s=0.1,
-            on_end=self.engines.on_end,
         )
-        self.engines.drive([self.engine])
         self.requests: list[Request] = []
 
     async def run(self) -> None:

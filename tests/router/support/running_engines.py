@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.engine.engine import Engine
+from router.engine.engine import Engine, Executors
 from router.engine.engines import Engines, Observer
 from router.requests.listeners import Listeners
 from router.requests.request import Request
@@ -16,6 +16,17 @@ from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape
 
 
+def drive_group(
+    engines: Engines, executors: Executors, waiting: Admission, **settings: Any
+) -> Engine:
+    """Gives engines their only group, with defaults for what a test does not care about."""
+    defaults = {"pipeline_depth": 2, "min_chunk_tokens": 1, "retry_delay_s": 0.1}
+    listeners, settings = engines.listeners, {**defaults, **settings}
+    engine = Engine(0, executors, waiting, listeners, on_end=engines.on_end, **settings)
+    engines.drive([engine])
+    return engine
+
+
 @asynccontextmanager
 async def running(
     dp_size: int = 2,
@@ -23,21 +34,11 @@ async def running(
     sizes: dict[str, Any] | None = None,
     **faults: float,
 ) -> AsyncIterator[Engines]:
-    """A engines whose group steps over executors that take 1 ms, and may have faults."""
+    """Engines whose only group steps over executors that take 1 ms, and may have faults."""
     engines = Engines(Listeners(max_listeners=50), observers=observers)
     shape = make_shape(dp_size=dp_size, **(sizes or {}))
     executors = FakeExecutors(shape, random.Random(0), step_s=0.001, **faults)
-    engine = Engine(
-        0,
-        executors,
-        Admission(max_sequences=4, max_tokens=1000),
-        engines.listeners,
-        pipeline_depth=2,
-        min_chunk_tokens=1,
-        retry_delay_s=0.1,
-        on_end=engines.on_end,
-    )
-    engines.drive([engine])
+    engine = drive_group(engines, executors, Admission(max_sequences=4, max_tokens=1000))
     stepping = asyncio.create_task(engine.run())
     while engines.model is None:
         await asyncio.sleep(0.01)

@@ -19,7 +19,6 @@ from router import app
 from router.api.generate import GenerationServicer
 from router.api.health import Health
 from router.config import RouterConfig
-from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, QueueFull
 from router.requests.listeners import Listeners
@@ -27,7 +26,7 @@ from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.support.fake_engines import FakeEngines, serve
 from tests.router.support.fake_executors import FakeExecutors
-from tests.router.support.running_engines import complete, running
+from tests.router.support.running_engines import complete, drive_group, running
 from tests.router.support.stepper import make_shape, speculation
 
 Samples = dict[str, dict[tuple[str, ...], float]]
@@ -123,17 +122,12 @@ async def test_a_group_without_a_draft_model_says_nothing_of_whether_drafts_pay(
 async def test_a_router_without_a_group_answers_too():
     """That is when somebody will look."""
     engines = Engines(Listeners(max_listeners=2))
-    engine = Engine(
-        0,
+    drive_group(
+        engines,
         FakeExecutors(make_shape(), random.Random(0)),
         Admission(max_sequences=4, max_tokens=100),
-        engines.listeners,
         pipeline_depth=1,
-        min_chunk_tokens=1,
-        retry_delay_s=0.1,
-        on_end=engines.on_end,
     )
-    engines.drive([engine])
     port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
     samples = read(await scrape(port.number))
     await asyncio.to_thread(port.close)
