@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
@@ -32,9 +32,6 @@ import structlog
 from protos.telemetry.logs import configure_logging
 
 BAD_CONFIGURATION = 2  # exit code
-
-# Kubernetes sets variables for its Services, which may be named lockstep-router: no settings.
-SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +161,22 @@ def command(
     return decorate
 
 
-def check_variables(names: Iterable[str], prefix: str, known: Collection[str]) -> None:
+def check_variables(names: Collection[str], prefix: str, known: Collection[str]) -> None:
     """Checks that each variable of a program is the variable of a setting.
 
-    Variables with another prefix belong to others, such as the other program or the tests.
+    Variables with another prefix belong to others, such as the other program or the tests, and
+    some with this one to Kubernetes, which describes a Service named lockstep-router in them.
 
     Raises:
         ValueError: Names one that is not, and the nearest that is.
     """
+    services = [
+        name.removesuffix("SERVICE_HOST") for name in names if name.endswith("_SERVICE_HOST")
+    ]
+    of_services = tuple(name + kind for name in services for kind in ("SERVICE_", "PORT"))
     for name in sorted(names):
-        if name.startswith(prefix) and name not in known:
+        if name.startswith(prefix) and name not in known and not name.startswith(of_services):
             rest = name.removeprefix(prefix)
-            if SERVICE_LINK.fullmatch(rest):
-                continue
             near = get_close_matches(rest, [other.removeprefix(prefix) for other in known], n=1)
             guess = f"did you mean {prefix}{near[0]}? " if near else ""
             raise ValueError(f"{name}: there is no such setting; {guess}--help lists all")

@@ -155,6 +155,7 @@ def test_an_address_is_a_host_and_a_port(folder: str, address: str):
     [
         ("LOCKSTEP_TOOL_COUNTS", "did you mean LOCKSTEP_TOOL_COUNT?"),
         ("LOCKSTEP_TOOL_GROUP", "did you mean LOCKSTEP_TOOL_GROUPS?"),
+        ("LOCKSTEP_TOOL_PORT", "no such setting; --help"),
         ("LOCKSTEP_TOOL_ELSEWHERE_ENTIRELY", "no such setting; --help"),
     ],
 )
@@ -174,8 +175,10 @@ def test_variables_of_others_are_left_alone():
         "LOCKSTEP_ELSE_COUNTS",
         "LOCKSTEP_FUZZ",
         "PATH",
+        # Kubernetes sets these for Services named lockstep-tool and lockstep-tool-pods.
         *("LOCKSTEP_TOOL_SERVICE_HOST", "LOCKSTEP_TOOL_SERVICE_PORT_GRPC", "LOCKSTEP_TOOL_PORT"),
-        "LOCKSTEP_TOOL_PORT_50051_TCP_ADDR",  # Kubernetes sets these for a Service of that name
+        *("LOCKSTEP_TOOL_PORT_50051_TCP_ADDR", "LOCKSTEP_TOOL_PODS_SERVICE_HOST"),
+        "LOCKSTEP_TOOL_PODS_PORT",
     ]
     check_variables(others, "LOCKSTEP_TOOL_", {"LOCKSTEP_TOOL_COUNT"})
 
