@@ -13,6 +13,28 @@ from tests.executor.support.fake_worker import FakeWorker
 from tests.executor.support.ranks.ranks import be_patient
 from tests.executor.support.servers import Client, serving
 
+# Files that start processes, or that compare for seconds.
+SLOW = (
+    "runners/",
+    "budget/test_budget_in_worker.py",
+    "budget/test_token_budget.py",
+    "graph/test_backends.py",
+    "graph/test_recording_backend.py",
+    "model/flashinfer/test_flashinfer_bootstrap.py",
+    "model/moe/test_dispatchers.py",
+    "model/test_hf_parity.py",
+    "parallel/test_attention_tp.py",
+    "parallel/test_communicators.py",
+    "parallel/test_gloo_sockets.py",
+    "server/test_server_models.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(tuple(f"tests/executor/{name}" for name in SLOW)):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:

@@ -62,7 +62,7 @@ def fork_server(folder: Path) -> Iterator[None]:
     assert server.stdout.readline() == b"listening\n"
 
     def fork(args: Sequence[str], env: Mapping[str, str]) -> "Fork | subprocess.Popen[str]":
-        if args[0] != "-m" or "PYTHONPATH" in env:
+        if args[0] != "-m" or env.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
             return start_anew(args, env)
         output, written = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
