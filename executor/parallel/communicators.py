@@ -21,7 +21,6 @@ with epochs.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -283,7 +282,7 @@ class AttnTpCommunicator:
         if layout.num_rows == 0:
             return x
         width = x.shape[1]
-        gathered = _front(self._gathered, layout.shard_num_rows * self.size, width)
+        gathered = view_rows(self._gathered, layout.shard_num_rows * self.size, width)
         self._joined.all_gather(gathered, x)
         return gathered[: layout.num_rows]
 
@@ -305,11 +304,11 @@ class AttnTpCommunicator:
         width = y.shape[1]
         num_rows = layout.shard_num_rows * self.size
         if num_rows > layout.num_rows:
-            padded = _front(self._padded, num_rows, width)
+            padded = view_rows(self._padded, num_rows, width)
             padded[: layout.num_rows] = y
             padded[layout.num_rows :] = 0
             y = padded
-        summed = _front(self._summed, layout.shard_num_rows, width)
+        summed = view_rows(self._summed, layout.shard_num_rows, width)
         self._joined.reduce_scatter(summed, y, self._scratch)
         return summed
 
@@ -330,10 +329,10 @@ class AttnTpCommunicator:
         assert count <= self.max_logits_rows, (
             f"{count} rows of logits; the buffers were made for {self.max_logits_rows}"
         )
-        logits = _front(self._logits, count, self.size * width)
+        logits = view_rows(self._logits, count, self.size * width)
         if count == 0:
             return logits
-        gathered = _front(self._logits_by_rank, self.size * count, width)
+        gathered = view_rows(self._logits_by_rank, self.size * count, width)
         self._joined.all_gather(gathered, local)
         by_rank = gathered.view(self.size, count, width)
         logits.view(count, self.size, width).copy_(by_rank.transpose(0, 1))
@@ -397,13 +396,13 @@ def moe_words(hidden_size: int, dtype: torch.dtype, top_k: int) -> int:
     return words_of(hidden_size, dtype) + 2 * words_of(top_k, WORD)
 
 
-def view_rows(storage: torch.Tensor, num_rows: int, num_words: int) -> torch.Tensor:
-    """Returns the start of ``storage`` as words [num_rows, num_words]."""
-    size = num_rows * num_words
+def view_rows(storage: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+    """Returns the start of ``storage`` as [num_rows, width]."""
+    size = num_rows * width
     assert size <= storage.numel(), (
-        f"{num_rows} rows of {num_words} words; the buffers were made for {storage.numel()} words"
+        f"{num_rows} rows of {width} numbers; the buffers were made for {storage.numel()} numbers"
     )
-    return storage[:size].view(num_rows, num_words)
+    return storage[:size].view(num_rows, width)
 
 
 def pack(columns: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -416,10 +415,3 @@ def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Te
     widths = [words_of(column.shape[1], column.dtype) for column in like]
     parts = packed.split_with_sizes(widths, dim=1)
     return tuple(part.view(column.dtype) for part, column in zip(parts, like, strict=True))
-
-
-def _front(storage: torch.Tensor, *size: int) -> torch.Tensor:
-    """Returns the start of ``storage`` in the given size."""
-    count = prod(size)
-    assert count <= storage.numel(), "a row is wider than the buffers were made for"
-    return storage[:count].view(size)

@@ -12,7 +12,7 @@ GenerateManyResponse.
 
     plan     Admission.submit, Scheduler.schedule
     encode   encode_step, to bytes for each rank
-    decode   FromString and decode_result, for each rank
+    decode   FromString, difference and decode_result, for each rank
     commit   Scheduler.commit
     listeners  take_columns, the message and SerializeToString
     count    EpochStats.add and StepTimes.add: what metrics take from each step
@@ -35,13 +35,20 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
-from router.executors.step_codec import decode_result, encode_step
+from router.executors.step_codec import decode_result, difference, encode_step
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import Admission
 from router.scheduling.counters import EpochStats, StepTimes
 from router.scheduling.scheduler import Scheduler
-from router.scheduling.step import GroupShape, InFlight, RankBatch, RankResult, StepPlan
+from router.scheduling.step import (
+    GroupShape,
+    InFlight,
+    RankBatch,
+    RankResult,
+    StepChecksums,
+    StepPlan,
+)
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -88,7 +95,7 @@ class Bench:
         )
         self.stats = EpochStats(self.scheduler.caches, self.scheduler.num_preemptions)
         self.step_times = StepTimes()
-        self.in_flight: deque[tuple[StepPlan, list[bytes]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, StepChecksums, list[bytes]]] = deque()
         self.times: list[list[float]] = []
         self.num_events: list[int] = []
         self._ended: list[Sequence] = []
@@ -111,13 +118,13 @@ class Bench:
 
     def _exchange(self, plan: StepPlan, times: list[float]) -> None:
         step_id = len(self.times) + 1
-        self._timed(times, lambda: _encode(plan, step_id))
-        self.in_flight.append((plan, self._answer(plan, step_id)))
+        _, sent = self._timed(times, lambda: encode_step(plan, 1, step_id))
+        self.in_flight.append((plan, sent, self._answer(plan, step_id, sent)))
         if len(self.in_flight) < DEPTH:
             return
 
-        plan, answers = self.in_flight.popleft()
-        result = self._timed(times, lambda: _decode(answers, plan.batches))
+        plan, sent, answers = self.in_flight.popleft()
+        result = self._timed(times, lambda: _decode(answers, plan.batches, sent))
         self._timed(times, lambda: self.scheduler.commit(plan, result))
         self._timed(times, self._read)
         self._timed(times, lambda: self._count(plan, result))
@@ -147,13 +154,19 @@ class Bench:
             token_ids=columns.token_ids.tobytes(),
         ).SerializeToString()
 
-    def _answer(self, plan: StepPlan, step_id: int) -> list[bytes]:
+    def _answer(self, plan: StepPlan, step_id: int, sent: StepChecksums) -> list[bytes]:
         answers = []
         for rank, batch in enumerate(plan.batches):
             num_sampled = len(batch.rows) if batch.samples is None else int(batch.samples.sum())
             tokens = self.rng.integers(1, VOCAB_SIZE, num_sampled, dtype=np.int32)
             part = pb.RankResult(dp_rank=rank, next_token_ids=tokens.tobytes())
-            response = pb.StepResponse(epoch=1, step_id=step_id, ranks=[part])
+            response = pb.StepResponse(
+                epoch=1,
+                step_id=step_id,
+                ranks=[part],
+                agreement_crc32=sent.agreement,
+                part_crc32=sent.parts[rank],
+            )
             answers.append(response.SerializeToString())
         return answers
 
@@ -177,15 +190,15 @@ class Bench:
         sequence.request.listener.wake()
 
 
-def _encode(plan: StepPlan, step_id: int) -> list[bytes]:
-    return encode_step(plan, 1, step_id)[0]
-
-
-def _decode(answers: list[bytes], batches: tuple[RankBatch, ...]) -> tuple[RankResult, ...]:
-    return tuple(
-        decode_result(pb.StepResponse.FromString(answer), batch, rank)
-        for rank, (answer, batch) in enumerate(zip(answers, batches, strict=True))
-    )
+def _decode(
+    answers: list[bytes], batches: tuple[RankBatch, ...], sent: StepChecksums
+) -> tuple[RankResult, ...]:
+    results = []
+    for rank, (answer, batch) in enumerate(zip(answers, batches, strict=True)):
+        response = pb.StepResponse.FromString(answer)
+        assert not difference(response, sent, rank)
+        results.append(decode_result(response, batch, rank))
+    return tuple(results)
 
 
 def main() -> None:
