@@ -41,7 +41,7 @@ async def running(
     engine = drive_group(engines, executors, Admission(max_sequences=4, max_tokens=1000))
     stepping = asyncio.create_task(engine.run())
     while engines.model is None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
     yield engines
     stepping.cancel()
 
