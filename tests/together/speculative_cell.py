@@ -4,13 +4,16 @@ Steps are planned ahead of the results of those before them, as the router does:
 Executors that share a group run in a thread each.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.build.executor import build_worker
@@ -24,6 +27,7 @@ from router.requests.request import FinishReason, OutputOptions, Request, Sampli
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import GroupShape, StepPlan
 from tests.router.support.stepper import Stepper
+from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
@@ -275,3 +279,69 @@ def demo_prompts(seed: int, count: int, context_tokens: int = 0) -> tuple[tuple[
         tuple(byte + 3 for byte in (solved_lines(seed, context_tokens) + problem.prompt).encode())
         for problem in problems(seed, count, EVEN_MIX)
     )
+
+
+# A draft, and drafts that each of its steps goes on from.
+WAYS = [
+    ("eagle", 1),
+    ("eagle", 2),
+    ("eagle", 4),
+    ("mtp", 1),
+    ("mtp", 2),
+    ("mtp", 4),
+    ("mtp3", 1),
+    ("frozen_kv", 1),
+    ("frozen_kv", 2),
+    ("frozen_kv", 4),
+]
+MAX_LEN = 64  # of a mixed request
+CHAINS = [name for name, topk in WAYS if topk == 1]
+
+
+def settings_of(name: str, topk: int) -> dict[str, Any]:
+    tree = {"draft_topk": topk, "num_draft_tokens": 7} if topk > 1 else {}
+    return {"draft_model": DRAFTS / name, **tree}
+
+
+@contextmanager
+def cell_of(**settings: Any) -> Iterator[Cell]:
+    cell = Cell(**settings)
+    try:
+        yield cell
+    finally:
+        cell.close()
+
+
+def mixed_asks(seed: int, count: int) -> list[Ask]:
+    """Returns requests of all kinds that greedy decoding knows, which come one after another."""
+    rng = random.Random(seed)
+    long, short = demo_prompts(seed, count, 24), demo_prompts(seed, count)
+    asks = []
+    for place in range(count):
+        kind, is_long = rng.randrange(8), rng.random() < 0.6
+        prompt = (long if is_long and len(long[place]) < MAX_LEN - 8 else short)[place]
+        asks.append(
+            Ask(
+                prompt=prompt,
+                max_tokens=min(rng.randint(1, 24), MAX_LEN - len(prompt)),
+                stop_ids=rng.choice([(), (NEWLINE,), (NEWLINE, 49 + rng.randrange(10))]),
+                min_tokens=rng.choice([0, 0, 1, 3]),
+                sampling=SamplingParams(
+                    {0: {"repetition_penalty": 1.3}, 1: {"frequency_penalty": 0.4}}.get(kind, {}),
+                    logit_bias=((50, 2.0),) if kind == 2 else (),
+                ),
+                logprobs=kind == 3,
+                prompt_logprobs=kind == 4,
+                n=2 if kind == 5 else 1,
+                delay=rng.randrange(6),
+            )
+        )
+    return asks
+
+
+def state_of(cell: Cell, row: int) -> list[torch.Tensor]:
+    """Returns what the draft model goes on from in a row."""
+    speculation = cell.workers[0]._speculation
+    assert speculation is not None
+    state = speculation.speculator._state
+    return [x[row].clone() for x in (state.scores, state.hidden, state.carries)]

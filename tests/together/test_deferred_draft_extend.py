@@ -16,10 +16,12 @@ from tests.together.speculative_cell import (
     ALWAYS,
     Cell,
     Router,
+    cell_of,
     demo_prompts,
     expect_plain,
+    mixed_asks,
+    settings_of,
 )
-from tests.together.test_speculation import cell_of, mixed_asks, settings_of
 
 PROMPT = demo_prompts(11, 1, 20)[0]
 OFF = DraftSettings(is_on=False)

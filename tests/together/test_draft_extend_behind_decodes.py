@@ -10,8 +10,14 @@ import torch
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.speculative.draft_batch import ExtendBatch
-from tests.together.speculative_cell import Cell, Router, demo_prompts
-from tests.together.test_speculation import cell_of, settings_of, state_of
+from tests.together.speculative_cell import (
+    Cell,
+    Router,
+    cell_of,
+    demo_prompts,
+    settings_of,
+    state_of,
+)
 
 PROMPT, OTHER = demo_prompts(21, 2, 20)
 NUM_STEPS = 6

@@ -8,8 +8,14 @@ import torch
 from executor.batch.read_step import StepColumns
 from executor.speculative.speculator import Speculator
 from executor.speculative.tree import Drafts
-from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain
-from tests.together.test_speculation import settings_of
+from tests.together.speculative_cell import (
+    Ask,
+    Cell,
+    Router,
+    demo_prompts,
+    expect_plain,
+    settings_of,
+)
 
 ASKS = [Ask(prompt=prompt, max_tokens=14) for prompt in demo_prompts(17, 4, 20)]
 

@@ -3,11 +3,6 @@
 The router's scheduler drives real executors of the demo model and its drafts, two steps in flight.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,80 +10,29 @@ from deploy.demo_model.training.draft_checkpoints import Target, load
 from deploy.demo_model.training.draft_scores import ask, draft_chains, walk
 from executor.batch.read_step import StepColumns
 from executor.speculative.tree import Drafts
-from router.requests.request import SamplingParams
 from router.scheduling.step import StepPlan
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
+    CHAINS,
+    MAX_LEN,
     MODEL,
     NEWLINE,
+    WAYS,
     Ask,
     Cell,
     Router,
+    cell_of,
     demo_prompts,
     expect_plain,
+    mixed_asks,
     plain_answers,
     plain_cell,
     serve,
+    settings_of,
+    state_of,
 )
-
-# A draft, and drafts that each of its steps goes on from.
-WAYS = [
-    ("eagle", 1),
-    ("eagle", 2),
-    ("eagle", 4),
-    ("mtp", 1),
-    ("mtp", 2),
-    ("mtp", 4),
-    ("mtp3", 1),
-    ("frozen_kv", 1),
-    ("frozen_kv", 2),
-    ("frozen_kv", 4),
-]
-MAX_LEN = 64  # of a mixed request
-CHAINS = [name for name, topk in WAYS if topk == 1]
-
-
-def settings_of(name: str, topk: int) -> dict[str, Any]:
-    tree = {"draft_topk": topk, "num_draft_tokens": 7} if topk > 1 else {}
-    return {"draft_model": DRAFTS / name, **tree}
-
-
-@contextmanager
-def cell_of(**settings: Any) -> Iterator[Cell]:
-    cell = Cell(**settings)
-    try:
-        yield cell
-    finally:
-        cell.close()
-
-
-def mixed_asks(seed: int, count: int) -> list[Ask]:
-    """Returns requests of all kinds that greedy decoding knows, which come one after another."""
-    rng = random.Random(seed)
-    long, short = demo_prompts(seed, count, 24), demo_prompts(seed, count)
-    asks = []
-    for place in range(count):
-        kind, is_long = rng.randrange(8), rng.random() < 0.6
-        prompt = (long if is_long and len(long[place]) < MAX_LEN - 8 else short)[place]
-        asks.append(
-            Ask(
-                prompt=prompt,
-                max_tokens=min(rng.randint(1, 24), MAX_LEN - len(prompt)),
-                stop_ids=rng.choice([(), (NEWLINE,), (NEWLINE, 49 + rng.randrange(10))]),
-                min_tokens=rng.choice([0, 0, 1, 3]),
-                sampling=SamplingParams(
-                    {0: {"repetition_penalty": 1.3}, 1: {"frequency_penalty": 0.4}}.get(kind, {}),
-                    logit_bias=((50, 2.0),) if kind == 2 else (),
-                ),
-                logprobs=kind == 3,
-                prompt_logprobs=kind == 4,
-                n=2 if kind == 5 else 1,
-                delay=rng.randrange(6),
-            )
-        )
-    return asks
 
 
 @pytest.mark.parametrize(("name", "topk"), WAYS)
@@ -242,14 +186,6 @@ def test_drafts_that_are_right_are_all_accepted_and_change_no_output(name: str, 
 
 
 # ---- how well is drafted
-
-
-def state_of(cell: Cell, row: int) -> list[torch.Tensor]:
-    """Returns what the draft model goes on from in a row."""
-    speculation = cell.workers[0]._speculation
-    assert speculation is not None
-    state = speculation.speculator._state
-    return [x[row].clone() for x in (state.scores, state.hidden, state.carries)]
 
 
 @pytest.mark.parametrize(("name", "topk"), WAYS)

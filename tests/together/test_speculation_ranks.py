@@ -5,8 +5,16 @@ from typing import Any
 import pytest
 
 from executor.speculative.verifier import Verifier
-from tests.together.speculative_cell import Ask, Router, demo_prompts, expect_plain
-from tests.together.test_speculation import WAYS, cell_of, mixed_asks, settings_of
+from tests.together.speculative_cell import (
+    WAYS,
+    Ask,
+    Router,
+    cell_of,
+    demo_prompts,
+    expect_plain,
+    mixed_asks,
+    settings_of,
+)
 
 GROUPS = {
     "DP 2": {"dp_size": 2},

@@ -25,14 +25,18 @@ from tests.executor.support.drafts.draft_checkpoints import VOCAB, save_draft
 from tests.executor.support.steps import ints_of, row_starts, sequences, step
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
+    CHAINS,
     NEWLINE,
+    WAYS,
     Ask,
     Cell,
     Router,
+    cell_of,
     expect_plain,
+    mixed_asks,
     serve,
+    settings_of,
 )
-from tests.together.test_speculation import CHAINS, WAYS, cell_of, mixed_asks, settings_of
 
 NUM_DRAWS = 20_000
 SIGNIFICANCE = 0.01

@@ -8,8 +8,16 @@ import pytest
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan
-from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain
-from tests.together.test_speculation import CHAINS, cell_of, settings_of
+from tests.together.speculative_cell import (
+    CHAINS,
+    Ask,
+    Cell,
+    Router,
+    cell_of,
+    demo_prompts,
+    expect_plain,
+    settings_of,
+)
 
 FEW = {"max_num_seqs": 12, "max_num_batched_tokens": 32, "max_model_len": 64}
 NUM_LATER = 20
