@@ -26,7 +26,7 @@ _c10d: Any = distributed_c10d  # its process groups, stores and options carry no
 CPU = torch.device("cpu")
 
 # All are called to join at the same time, and who comes too late is called again. Until then others
-# wait, unless their router gives up before (join_attempt.py).
+# wait, unless their router gives up before (epochs.py).
 FORM_TIMEOUT_S = 15.0
 
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
