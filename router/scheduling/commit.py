@@ -1,10 +1,15 @@
-"""Commit of a step's answer: its tokens and log probabilities, written where they belong."""
+"""Commit of a step's answer: its tokens, the stop conditions, its log probabilities.
+
+`write_tokens` and `write_runs` find rows that may have ended, for all rows at once: at a stop id, at
+their last token, or because Python must look (`is_inspected`). `apply_stop_conditions` decides for
+one such row.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from router.requests.request import Int32Array, TokenLogprob
+from router.requests.request import FinishReason, Int32Array, TokenLogprob
 from router.scheduling.sequence_table import (
     NO_TOKEN,
     Mask,
@@ -127,6 +132,30 @@ def _cut_at_stops(
     kept[indices] = num_until[counts][first]
     is_stopped[indices] = True
     return kept, is_stopped
+
+
+def apply_stop_conditions(table: SequenceTable, row: int, num_new: int) -> int:
+    """Sets the finish reason of a row's sequence at the first of its newest tokens that ends it.
+
+    Returns how many tokens come behind that one. They leave the table, and nobody sees them.
+    """
+    sequence, end = table.bound(row), int(table.num_tokens[row])
+    stop = sequence.request.stop
+    for length in range(end - num_new + 1, end + 1):
+        table.num_tokens[row] = length
+        token, may_stop = table.tokens[row, length - 1 : length], length >= table.min_len[row]
+        if stop.has_stop_strings:
+            assert sequence.text is not None
+            sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(may_stop))
+        if sequence.stop_string is not None:
+            sequence.finish_reason = FinishReason.STOP
+        elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:
+            sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, token_id
+        elif length >= table.max_len[row]:
+            sequence.finish_reason = FinishReason.LENGTH
+        if sequence.is_ended:
+            return end - length
+    return 0
 
 
 def hand_out_logprobs(plan: StepPlan, result: StepResult) -> None:

@@ -18,10 +18,16 @@ import numpy as np
 
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
-from router.requests.request import FinishReason, Int32Array, Sequence
+from router.requests.request import Int32Array, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.block_pool import BlockIds
-from router.scheduling.commit import NewTokens, hand_out_logprobs, write_runs, write_tokens
+from router.scheduling.commit import (
+    NewTokens,
+    apply_stop_conditions,
+    hand_out_logprobs,
+    write_runs,
+    write_tokens,
+)
 from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.planner import RankLoads, fill_level
 from router.scheduling.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
@@ -112,7 +118,7 @@ class Scheduler:
         new = (write_runs if is_speculative else write_tokens)(table, plan, result)
         self._note_times(new, has_first=plan.agreement.has_extend)
         self._listeners.wake(table.listener.take(new.rows))
-        num_dropped = sum(self._finish_if_due(row, num_kept) for row, num_kept in new.due)
+        num_dropped = sum(self._apply_stops(row, num_kept) for row, num_kept in new.due)
         self._free_left_rows()
         if is_speculative:
             self.gate.add(len(new.rows), new.num_kept)
@@ -289,29 +295,11 @@ class Scheduler:
                 self._measures.first_token_s.observe(now - sequence.request.arrival_time)
         self._gaps.add(new.has_token, len(new.rows), first_rows, now)
 
-    def _finish_if_due(self, row: int, num_new: int) -> int:
-        """Ends a row's sequence at the first of its newest tokens that ends it.
-
-        Returns how many come behind that one. Nobody sees them.
-        """
-        table, sequence = self.table, self.table.bound(row)
-        stop, end = sequence.request.stop, int(table.num_tokens[row])
-        for length in range(end - num_new + 1, end + 1):
-            table.num_tokens[row] = length
-            token, may_stop = table.tokens[row, length - 1 : length], length >= table.min_len[row]
-            if stop.has_stop_strings:
-                assert sequence.text is not None
-                sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(may_stop))
-            if sequence.stop_string is not None:
-                sequence.finish_reason = FinishReason.STOP
-            elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:
-                sequence.finish_reason, sequence.stop_token_id = FinishReason.STOP, token_id
-            elif length >= table.max_len[row]:
-                sequence.finish_reason = FinishReason.LENGTH
-            if sequence.is_ended:
-                self._end(sequence)
-                return end - length
-        return 0
+    def _apply_stops(self, row: int, num_new: int) -> int:
+        num_dropped = apply_stop_conditions(self.table, row, num_new)
+        if (sequence := self.table.bound(row)).is_ended:
+            self._end(sequence)
+        return num_dropped
 
     # ---- rows that are given up
 

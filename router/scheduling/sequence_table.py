@@ -92,8 +92,8 @@ class SequenceTable:
         num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
         num_stop_ids: The most of them that any row has had; the rest of `stop_ids` is -1.
-        is_inspected: bool [R], each of its tokens is looked at in Python: stop strings, log
-            probabilities, many stop tokens.
+        is_inspected: bool [R], each of its tokens is looked at in Python: stop strings,
+            many stop tokens.
         takes_drafts: bool [R], it may gain several tokens in a step. Not so where the executor
             needs more than a length for the next one: penalties, log probabilities.
         num_drafts: int64 [R], drafts of its steps that could have been accepted.
