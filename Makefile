@@ -25,7 +25,7 @@ DEV := $(VENV)/.installed-dev
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
-	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (README.md)"
+	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (executor/README.md)"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
 	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A, DRAFTS likewise"
 	@echo "make quick   the checks, and the tests that start no processes"
