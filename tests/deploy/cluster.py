@@ -1,4 +1,4 @@
-"""The pods that an overlay's manifests would become, with names, addresses and environment."""
+"""Pods of an overlay: names, addresses and environment, as its manifests give them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What the Dockerfiles say, as far as tests need it: instructions, not the shell inside them."""
+"""Dockerfiles as data: their instructions, not the shell inside them."""
 
 import json
 import re

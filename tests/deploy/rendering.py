@@ -1,4 +1,4 @@
-"""What Kustomize makes of deploy/kubernetes, and the checks of single manifests against schemas."""
+"""Manifests as Kustomize renders them, and their checks against schemas."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What `docker compose up` would refuse, or quietly not do; there is no Docker here to ask."""
+"""Compose file: what `docker compose up` would refuse, or quietly not do. No Docker is needed."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The cpu-demo overlay's very commands and environment, as processes on loopback addresses.
+"""Overlay cpu-demo: its very commands and environment, as processes on loopback addresses.
 
 Each pod gets an address of its own in 127.0.0.0/8, where it listens at the manifest's ports. What a
 process cannot have is what an image and a cluster add: the files below /opt are the repository's,

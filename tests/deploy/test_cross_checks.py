@@ -1,4 +1,4 @@
-"""What one manifest says must be so in the others, and in the programs that they start."""
+"""Agreement of manifests with one another, and with the programs that they start."""
 
 import asyncio
 import math

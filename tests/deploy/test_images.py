@@ -1,4 +1,4 @@
-"""No image can be built here, so what its Dockerfile names is checked: files, user, command."""
+"""Images, by their Dockerfiles: files, user, command. None can be built here."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A typo in a manifest is silently dropped by a server: these checks must refuse every one."""
+"""Manifests: a typo in any field is refused, which a server would silently drop."""
 
 import copy
 import functools

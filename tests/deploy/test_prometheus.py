@@ -1,4 +1,4 @@
-"""An alert on a metric that nobody exposes never fires, and nobody notices until it should have."""
+"""Alerts and dashboards: each metric that they name is exposed, and each alert can fire."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``python -m tests.e2e.chaos``: kills and stops executors while many streams run, and checks all.
+"""Chaos run: executors are killed and stopped under many streams (``python -m tests.e2e.chaos``).
 
 Every stream's tokens must be those that came when nothing was disturbed, neither fewer nor more,
 and at the end no sequence and no block may be left. Prints how long each recovery took.

@@ -1,4 +1,4 @@
-"""One whole stack for all tests of this folder, as real processes with the demo model."""
+"""Stack of the demo model, as real processes, shared by the tests of this folder."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,4 +1,4 @@
-"""What the executor's tests share: one torch thread, patience, a checkpoint, and a server."""
+"""Fixtures of the executor's tests: one torch thread, patience, a checkpoint, and a server."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

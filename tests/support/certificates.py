@@ -1,4 +1,4 @@
-"""Certificates and tokens in files, as an operator has them. For tests."""
+"""Certificates and tokens in files, as an operator has them."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which TCP addresses the processes of this machine listen on, as Linux tells in /proc."""
+"""Listening sockets of this machine's processes, as Linux tells them in /proc."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""Put on a process's PYTHONPATH, this answers for a cluster's DNS: names as a JSON file has them.
+"""Resolver in a cluster's place, on a process's PYTHONPATH: names as a JSON file has them.
 
 HOSTS_FILE names it. It is read at every question, so that a test can change it, and every other
 name goes to the system's resolver.

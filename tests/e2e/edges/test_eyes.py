@@ -1,4 +1,4 @@
-"""What operators see, over real processes: metrics of both services, a trace, and the live picture."""
+"""Observation of real processes: metrics of both services, a trace, and the live picture."""
 
 import asyncio
 import sys

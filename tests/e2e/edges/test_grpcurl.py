@@ -1,4 +1,4 @@
-"""What an operator types first: reflection, health and a call must work without our code."""
+"""Calls by grpcurl: reflection, health and generation without code of ours."""
 
 import asyncio
 import json

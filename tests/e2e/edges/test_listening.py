@@ -1,4 +1,4 @@
-"""What is open to others by default: nothing. The kernel is asked, not the settings."""
+"""Listening sockets: by default none is open to others. The kernel is asked, not the settings."""
 
 import ipaddress
 import sys

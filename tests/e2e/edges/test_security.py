@@ -1,4 +1,4 @@
-"""Both hops closed, as real processes: who lacks a certificate or a token gets nowhere."""
+"""Security of both hops, with real processes: certificates and tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

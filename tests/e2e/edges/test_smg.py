@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API, by a real `smg` in front of the router: what its users get is right."""
+"""Gateway: OpenAI's HTTP API by a real `smg` in front of the router."""
 
 import asyncio
 import http.client

@@ -1,4 +1,4 @@
-"""If one of these fails, a dead or hung executor costs callers tokens, requests or blocks.
+"""Whole streams under chaos: a dead or hung executor costs no token, request or block.
 
 More faults, and how long recoveries take: python -m tests.e2e.chaos --faults 10
 """

@@ -1,4 +1,4 @@
-"""A request whose step kills executors is failed, or it would take the service down for ever."""
+"""Poison requests: one whose step kills executors fails, and the service goes on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

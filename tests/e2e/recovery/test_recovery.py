@@ -1,4 +1,4 @@
-"""An executor's death costs its KV cache and a pause: if not, callers lose requests or tokens."""
+"""Recovery from an executor's death: it costs a KV cache and a pause, and no token."""
 
 import asyncio
 from pathlib import Path

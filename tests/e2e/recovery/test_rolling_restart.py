@@ -1,4 +1,4 @@
-"""An update of all routers, one after the other, must not cost a single request."""
+"""Rolling restart: an update of all routers, one after the other, costs no request."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""`make demo` is the first thing that a newcomer runs, and it fails if one answer is wrong."""
+"""Demo: all its answers are right, and it fails if one is wrong."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""If this fails, a Qwen3-MoE answers otherwise through Lockstep than through Transformers.
+"""Parity with Transformers of every shape of Qwen3-MoE checkpoint.
 
 Every shape of checkpoint goes through the real stack, on one and on two DP ranks and shared out
 over attention TP as well, in a KV pool that is too small for all requests: prompts run in chunks

@@ -1,4 +1,4 @@
-"""If this fails, drafts change an answer, are not accepted, or do not survive a lost executor.
+"""Speculative decoding: drafts change no answer, are accepted, and survive a lost executor.
 
 A stack without drafts answers first, in float32. Every draft model must give the same tokens.
 """

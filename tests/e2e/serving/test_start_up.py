@@ -1,4 +1,4 @@
-"""A wrong set-up must say what is wrong: if not, an operator searches for it in the dark."""
+"""Start-up: a wrong setting is named; processes start, stop and die in good order."""
 
 import asyncio
 import json

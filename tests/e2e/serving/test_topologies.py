@@ -1,4 +1,4 @@
-"""If this fails, an answer depends on how many executors there are and how they share the model.
+"""Topologies: answers do not depend on how executors share the model.
 
 A single executor answers first, in float32. Every other way to share the model must give the same
 tokens, with the same log probabilities but for the order of sums.

@@ -1,4 +1,4 @@
-"""A real Envoy before routers, with the configuration of deploy/envoy. For tests."""
+"""Envoy before routers, with the configuration of deploy/envoy."""
 
 import asyncio
 import json

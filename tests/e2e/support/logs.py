@@ -1,4 +1,4 @@
-"""What processes have logged, for tests: lines come when they come, and not all are ours."""
+"""Log records of processes: lines come when they come, and not all are ours."""
 
 import asyncio
 import json

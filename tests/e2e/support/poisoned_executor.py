@@ -1,4 +1,4 @@
-"""``python -m tests.e2e.support.poisoned_executor``: an executor that dies or hangs in certain prompts.
+"""Poisoned executor: one that dies or hangs in certain prompts.
 
 Takes the flags of ``python -m executor`` and is one, but for steps that compute the tokens of
 `POISON` or of `SNARE` one after another. The first end the process in the middle of the step, the

@@ -1,4 +1,4 @@
-"""What a real process tells Prometheus, for tests."""
+"""Scrape of a real process, as Prometheus does it."""
 
 import asyncio
 import urllib.request

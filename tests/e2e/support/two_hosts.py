@@ -1,4 +1,4 @@
-"""``python -m tests.e2e.support.two_hosts PREFIX LOG_DIR``: a group over a network, and its cable cut.
+"""Run of a group over a network, and its cable cut: ``... two_hosts PREFIX LOG_DIR``.
 
 Runs on the router's host of tests/e2e/support/hosts.py, where it starts the router, and an executor on each
 of the two others. Asks the demo's problems; then, while many streams run, cuts one executor off for

@@ -20,9 +20,9 @@ from executor.parallel.communicators import (
     words_of,
 )
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.process_groups import EpochGroups, GlooGroup, join_group
+from executor.parallel.process_groups import EpochGroups, GlooGroup
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S, run_ranks
+from tests.executor.support.ranks.ranks import join, run_ranks
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3
 DTYPES = (torch.float32, torch.bfloat16)
@@ -86,9 +86,7 @@ def exchange(rank: int, port: int) -> dict[tuple[int, int], list[dict[str, Any]]
             attn_tp_rank=rank % attn_tp_size,
             attn_tp_size=attn_tp_size,
         )
-        groups = join_group(
-            HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
-        )
+        groups = join(port, topology, epoch)
         seen[dp_size, attn_tp_size] = [
             step for dtype in DTYPES for step in exchange_in_group(groups, topology, dtype)
         ]

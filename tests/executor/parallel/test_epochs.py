@@ -16,7 +16,8 @@ from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
+from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
+from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 
 STORE = f"{HOST}:1"
 

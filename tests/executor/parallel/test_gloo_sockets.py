@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from executor.parallel.gloo_sockets import Connections, _address
-from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.ranks import TIMEOUT_S, run_ranks
+from tests.executor.support.ranks.ranks import join, run_ranks
 
 HOST = "127.0.0.1"
 
@@ -144,7 +143,7 @@ def test_what_listens_goes_on_listening(pair: Pair):
 def num_collected(rank: int, port: int, world_size: int) -> int:
     """Returns how many connections of its own an executor has found; all look before any leaves."""
     place = Topology(dp_rank=rank, dp_size=world_size)
-    groups = join_group(HOST, port, epoch=0, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S)
+    groups = join(port, place)
     found = len(groups.host._connections._by_name)
     groups.host.all_reduce(torch.zeros(1))
     return found

@@ -29,7 +29,8 @@ from executor.parallel.process_groups import (
 )
 from executor.parallel.rendezvous import open_store
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.rank_threads import HOST, TIMEOUT_S, on_every_rank, topologies
+from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
+from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 
 # What gloo says of a connection that a peer ended: when it reads, and when it writes.
 SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it

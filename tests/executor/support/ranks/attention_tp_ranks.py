@@ -1,4 +1,4 @@
-"""What an executor of the attention-TP tests does. Imports no Transformers: processes start here."""
+"""Executor of the attention-TP tests. Imports no Transformers: processes start here."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.process_groups import EpochGroups
 from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import HOST, join, topology_of
 from tests.executor.support.serving import Rank
 
 MAX_ROWS = 64
@@ -64,13 +64,8 @@ def serve_cases(
         By case, the logits of each row's tokens, as arrays.
     """
     dp_size, attn_tp_size = sizes
-    topology = Topology(
-        dp_rank=rank // attn_tp_size,
-        dp_size=dp_size,
-        attn_tp_rank=rank % attn_tp_size,
-        attn_tp_size=attn_tp_size,
-    )
-    groups = join_group(HOST, port, epoch=0, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S)
+    topology = topology_of(rank, dp_size, attn_tp_size)
+    groups = join(port, topology)
     served = [
         _serve(groups, paths[case.shape], replace(topology, ep_size=case.ep_size), case, steps)
         for case in cases

@@ -1,4 +1,4 @@
-"""What an executor of the draft tests does. Imports no Transformers: processes start here."""
+"""Executor of the draft tests. Imports no Transformers: processes start here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ import torch
 
 from executor.model.families.config import ModelConfig
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
 from tests.executor.support.ranks.attention_tp_ranks import MAX_ROWS, communicators
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import join, topology_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,8 @@ def draft_on_ranks(
         By name and padding mode.
     """
     dp_size, attn_tp_size = sizes
-    topology = Topology(
-        dp_rank=rank // attn_tp_size,
-        dp_size=dp_size,
-        attn_tp_rank=rank % attn_tp_size,
-        attn_tp_size=attn_tp_size,
-    )
-    groups = join_group(HOST, port, epoch=0, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S)
+    topology = topology_of(rank, dp_size, attn_tp_size)
+    groups = join(port, topology)
     answers = {}
     for name, path in drafts.items():
         for mode in DpPaddingMode:

@@ -1,4 +1,4 @@
-"""What an executor of the draft runners' tests does. Imports no Transformers: processes start here."""
+"""Executor of the draft runners' tests. Imports no Transformers: processes start here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,9 @@ import numpy as np
 
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.parallel.layout import DpPaddingMode
-from executor.parallel.process_groups import join_group
-from executor.parallel.topology import Topology
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import DraftCase, Way
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.ranks.runner_ranks import RecordedGroup
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import captured
@@ -68,17 +66,10 @@ def draft_on_ranks(
         What ``DraftCase.run`` returns of each step, as arrays, by way and by whether graphs are
         recorded.
     """
-    topology = Topology(
-        dp_rank=rank // attn_tp_size,
-        dp_size=2,
-        attn_tp_rank=rank % attn_tp_size,
-        attn_tp_size=attn_tp_size,
-    )
+    topology = topology_of(rank, 2, attn_tp_size)
     results = {}
     for epoch, (way, is_recorded) in enumerate((w, r) for w in ways for r in (False, True)):
-        groups = join_group(
-            HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
-        )
+        groups = join(port, topology, epoch)
         case = DraftCase(
             Path(paths["float32"]),
             Path(paths[way.draft]),

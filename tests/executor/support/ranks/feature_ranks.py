@@ -1,13 +1,11 @@
-"""What an executor of the feature tests does. Imports no Transformers: processes start here."""
+"""Executor of the feature tests. Imports no Transformers: processes start here."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.parallel.process_groups import join_group
-from executor.parallel.topology import Topology
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
 
@@ -33,14 +31,9 @@ def features_on_ranks(
     Returns:
         By kind of prefill runner, the features of this DP rank's rows after each step, as arrays.
     """
-    topology = Topology(
-        dp_rank=rank // attn_tp_size,
-        dp_size=2,
-        attn_tp_rank=rank % attn_tp_size,
-        attn_tp_size=attn_tp_size,
-    )
+    topology = topology_of(rank, 2, attn_tp_size)
     case = RunnerCase(path, topology=topology, aux_layers=aux_layers)
-    groups = join_group(HOST, port, epoch=0, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S)
+    groups = join(port, topology)
     for member in case.members:
         member.join(groups)
     features = {}

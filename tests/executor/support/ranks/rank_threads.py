@@ -1,28 +1,17 @@
-"""Runs a function in one thread per executor, each with groups of its own over gloo."""
+"""Ranks as threads of one process, each with groups of its own over gloo."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.process_groups import EpochGroups
 from executor.parallel.topology import Topology
-
-HOST = "127.0.0.1"
-TIMEOUT_S = 120.0  # of waits that should not end this way
+from tests.executor.support.ranks.ranks import TIMEOUT_S, join, topology_of
 
 
 def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
     """Returns every executor's place, in order of world rank."""
-    return [
-        Topology(
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            attn_tp_rank=attn_tp_rank,
-            attn_tp_size=attn_tp_size,
-        )
-        for dp_rank in range(dp_size)
-        for attn_tp_rank in range(attn_tp_size)
-    ]
+    return [topology_of(rank, dp_size, attn_tp_size) for rank in range(dp_size * attn_tp_size)]
 
 
 def on_every_rank(
@@ -41,9 +30,7 @@ def on_every_rank(
 
     def run(place: Topology) -> None:
         try:
-            groups = join_group(
-                HOST, port, epoch=epoch, topology=place, bind_host=HOST, timeout_s=TIMEOUT_S
-            )
+            groups = join(port, place, epoch)
         except Exception as error:
             results[place.world_rank] = error
             formed.abort()

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from executor.parallel import process_groups as parallel
+from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
+from executor.parallel.topology import Topology
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
@@ -23,6 +25,21 @@ def be_patient() -> None:
     A router asks again where a busy peer came too late; nobody does here.
     """
     parallel.FORM_TIMEOUT_S = TIMEOUT_S
+
+
+def topology_of(rank: int, dp_size: int, attn_tp_size: int) -> Topology:
+    """Returns the place of a world rank."""
+    dp_rank, attn_tp_rank = divmod(rank, attn_tp_size)
+    return Topology(
+        dp_rank=dp_rank, dp_size=dp_size, attn_tp_rank=attn_tp_rank, attn_tp_size=attn_tp_size
+    )
+
+
+def join(port: int, topology: Topology, epoch: int = 0) -> EpochGroups:
+    """Returns the groups of an executor once all have joined at the store of this port."""
+    return join_group(
+        HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
+    )
 
 
 @functools.cache

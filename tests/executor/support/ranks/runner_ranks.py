@@ -1,4 +1,4 @@
-"""What an executor of the replay tests does. Imports no Transformers: processes start here."""
+"""Executor of the replay tests. Imports no Transformers: processes start here."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,9 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.cpu_eager_backend import EagerBackend
-from executor.parallel.process_groups import RankGroup, join_group
-from executor.parallel.topology import Topology
+from executor.parallel.process_groups import RankGroup
 from executor.runners.select import RunnerSelection
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
 
@@ -80,12 +79,7 @@ def replay_on_ranks(
     Returns:
         What was seen in each epoch, by whether graphs are recorded and by kind of prefill runner.
     """
-    topology = Topology(
-        dp_rank=rank // attn_tp_size,
-        dp_size=2,
-        attn_tp_rank=rank % attn_tp_size,
-        attn_tp_size=attn_tp_size,
-    )
+    topology = topology_of(rank, 2, attn_tp_size)
     results = {}
     epochs = count()
     # What is called shows nothing by kind of prefill that a rank alone does not show.
@@ -111,9 +105,7 @@ def _replay_in_epoch(
     steps: list[RanksStep],
 ) -> Replayed:
     topology = case.forward_pass.topology
-    groups: Any = join_group(
-        HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
-    )
+    groups: Any = join(port, topology, epoch)
     if not backends[0].outlives_group:
         groups = replace(
             groups,

@@ -1,13 +1,12 @@
-"""What a rank of the parity test does. Apart from it, so that processes import no Transformers."""
+"""Rank of the parity test. Imports no Transformers: processes start here."""
 
 from pathlib import Path
 
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpPaddingMode
-from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import join
 from tests.executor.support.serving import Rank, layout_of
 
 
@@ -31,9 +30,7 @@ def decode_on_two_ranks(
     served = Rank(path, topology=topology, communicator=communicator)
     results = {}
     for epoch, mode in enumerate(DpPaddingMode):
-        groups = join_group(
-            HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
-        )
+        groups = join(port, topology, epoch)
         communicator.join(groups)
         results[mode.name] = _decode(served, rank, prompts, num_tokens, mode)
         communicator.leave()
