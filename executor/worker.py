@@ -12,7 +12,7 @@ computes, it is deferred until the answer is out. On a GPU log probabilities are
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -176,8 +176,8 @@ class Worker:
         return pb.StepResponse(
             epoch=request.epoch,
             step_id=request.step_id,
-            agreement_crc32=crc32(request.agreement.SerializeToString()),
-            part_crc32=crc32(request.ranks[0].SerializeToString()),
+            agreement_crc32=_checksum(agreement=request.agreement),
+            part_crc32=_checksum(ranks=request.ranks),
             ranks=ranks,
             forward_ns=forward_ns,
         )
@@ -395,6 +395,11 @@ class Worker:
         result.logprobs = _float32(logprobs)
         result.top_ids = _int32(top_ids.cpu().numpy())
         result.top_logprobs = _float32(top_logprobs)
+
+
+def _checksum(**field: Any) -> int:
+    """Returns the CRC-32 of a StepRequest that holds one field."""
+    return crc32(pb.StepRequest(**field).SerializeToString())
 
 
 def _int32(values: Int64Array) -> bytes:

@@ -150,6 +150,15 @@ class ExecutorGroup:
         Raises:
             ExecutorLost: Some have not; says who ran what.
         """
+        sent, epoch, step_id = step.checksums, self._epoch, step.step_id
+        if all(
+            response.agreement_crc32 == sent.agreement
+            and response.part_crc32 == sent.parts[member.dp_rank]
+            and response.step_id == step_id
+            and response.epoch == epoch
+            for member, response in answers
+        ):
+            return
         for member, response in answers:
             if (response.epoch, response.step_id) != (self._epoch, step.step_id):
                 raise ExecutorLost(

@@ -48,7 +48,7 @@ def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], 
         _encode_batch(part, rank, batch)
         encoded = request.SerializeToString()
         requests.append(alike + encoded)
-        parts.append(_crc32_within(encoded))
+        parts.append(crc32(encoded))
     return requests, StepChecksums(agreement_crc32, parts)
 
 
@@ -66,16 +66,7 @@ def _encode_agreement(agreement: Agreement) -> tuple[bytes, int]:
         global_num_sampled=agreement.global_num_sampled,
     )
     encoded = pb.StepRequest(agreement=message).SerializeToString()
-    return encoded, _crc32_within(encoded)
-
-
-def _crc32_within(encoded: bytes) -> int:
-    """Returns the CRC-32 of the only field of a message, which is a message: of what its tag, one
-    byte, and its length, a varint, precede."""
-    end_of_length = 1
-    while encoded[end_of_length] & 0x80:
-        end_of_length += 1
-    return crc32(memoryview(encoded)[end_of_length + 1 :])
+    return encoded, crc32(encoded)
 
 
 def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:

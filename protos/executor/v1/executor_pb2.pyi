@@ -899,12 +899,12 @@ class StepResponse(_message.Message):
     forward_ns: _builtins.int
     """From the start of its work to its tokens on the host, in nanoseconds."""
     agreement_crc32: _builtins.int
-    """CRC-32, as of zlib, of the StepAgreement that it ran: of the message that it read, serialised
-    in the order of field numbers. The router knows it, compares that of every executor, and ends
-    the epoch with an error that names those that differ.
+    """CRC-32, as of zlib, of the StepAgreement that it ran: of a StepRequest that holds nothing else,
+    serialised in the order of field numbers. The router knows it, compares that of every executor,
+    and ends the epoch with an error that names the executors that differ.
     """
     part_crc32: _builtins.int
-    """The same of the RankStep that it ran, ranks[0]. Attention-TP peers run the same one."""
+    """The same of `ranks`, the part that it ran. Attention-TP peers run the same one."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """One for each part of the request, in its order. Empty from attention-TP peers other than 0."""

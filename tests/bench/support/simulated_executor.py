@@ -136,8 +136,8 @@ def _answer(request: pb.StepRequest) -> pb.StepResponse:
     return pb.StepResponse(
         epoch=request.epoch,
         step_id=request.step_id,
-        agreement_crc32=crc32(request.agreement.SerializeToString()),
-        part_crc32=crc32(part.SerializeToString()),
+        agreement_crc32=crc32(pb.StepRequest(agreement=request.agreement).SerializeToString()),
+        part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
         ranks=[pb.RankResult(dp_rank=part.dp_rank, next_token_ids=tokens)],
     )
 

@@ -125,5 +125,7 @@ async def test_answers_say_by_checksums_what_was_run(tiny_checkpoint: Path):
     sent = prompts_step()
     assert len({answer.agreement_crc32 for answer in answers}) == 1
     for answer, request in zip(answers, sent, strict=True):
-        assert answer.agreement_crc32 == crc32(request.agreement.SerializeToString())
-        assert answer.part_crc32 == crc32(request.ranks[0].SerializeToString())
+        assert answer.agreement_crc32 == crc32(
+            pb.StepRequest(agreement=request.agreement).SerializeToString()
+        )
+        assert answer.part_crc32 == crc32(pb.StepRequest(ranks=request.ranks).SerializeToString())

@@ -417,8 +417,8 @@ def test_the_checksums_are_those_of_what_an_executor_reads(num_rows: int) -> Non
     for rank, data in enumerate(requests):
         request = pb.StepRequest.FromString(data)
         response = pb.StepResponse(
-            agreement_crc32=crc32(request.agreement.SerializeToString()),
-            part_crc32=crc32(request.ranks[0].SerializeToString()),
+            agreement_crc32=crc32(pb.StepRequest(agreement=request.agreement).SerializeToString()),
+            part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
         )
         assert difference(response, sent, rank) == ""
         assert difference(response, sent, 1 - rank) == "another part"

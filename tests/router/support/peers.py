@@ -122,8 +122,10 @@ class Peer:
                     epoch=request.epoch + self.shift[0],
                     step_id=request.step_id + self.shift[1],
                     ranks=[result],
-                    agreement_crc32=crc32(request.agreement.SerializeToString()),
-                    part_crc32=crc32(request.ranks[0].SerializeToString()),
+                    agreement_crc32=crc32(
+                        pb.StepRequest(agreement=request.agreement).SerializeToString()
+                    ),
+                    part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
                 )
             )
 
