@@ -11,11 +11,11 @@ from router.errors import DeadlineExceeded
 from router.requests.listeners import Listeners
 from router.requests.request import Request
 from router.requests.waiting_queue import Admission
-from router.scheduling.step import GroupShape
-from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
+from tests.router.support.stepper import make_shape
+from tests.router.support.virtual_clock import on_virtual_clock
 
 ENDLESS_S = 1e6  # a level of priority that no wait makes up for
 LOAD_S = 8.0  # how long the others come
@@ -28,15 +28,7 @@ class Overloaded:
 
     def __init__(self, rng: random.Random, *, priority_step_s: float, num_blocks: int = 40) -> None:
         self.rng = rng
-        shape = GroupShape(
-            dp_size=1,
-            num_blocks=(num_blocks,),
-            block_size=4,
-            rows_per_rank=4,
-            max_num_batched_tokens=32,
-            max_num_logits=16,
-            max_model_len=48,
-        )
+        shape = make_shape(num_blocks=num_blocks, rows_per_rank=4)
         self.engines = Engines(Listeners(max_listeners=20_000))
         self.admission = Admission(
             max_sequences=100, max_tokens=10_000, priority_step_s=priority_step_s
@@ -77,10 +69,12 @@ class Overloaded:
         self._running.cancel()
 
 
+@on_virtual_clock
 async def queue_time_of_a_low_request(
-    rng: random.Random, *, priority_step_s: float, num_blocks: int = 40
+    seed: int, *, priority_step_s: float, num_blocks: int
 ) -> float | None:
     """Returns how long one of priority 0 waits among those of priority 2; None if it ran never."""
+    rng = random.Random(seed)
     async with Overloaded(rng, priority_step_s=priority_step_s, num_blocks=num_blocks) as world:
         loading = asyncio.create_task(world.load(priority=2))
         await asyncio.sleep(1)
@@ -98,9 +92,7 @@ async def queue_time_of_a_low_request(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_blocks", [40, 13])  # 13 are too few for all rows: some are preempted
 def test_nobody_waits_much_longer_than_their_priority_is_behind(seed: int, num_blocks: int) -> None:
-    waited_s = virtual_clock.run(
-        queue_time_of_a_low_request(random.Random(seed), priority_step_s=1.5, num_blocks=num_blocks)
-    )
+    waited_s = queue_time_of_a_low_request(seed, priority_step_s=1.5, num_blocks=num_blocks)
     assert waited_s is not None
     # Two levels are 3 s. Those who came before them have to end, and then it has to run.
     assert 3 < waited_s < 5
@@ -110,43 +102,35 @@ def test_nobody_waits_much_longer_than_their_priority_is_behind(seed: int, num_b
 def test_the_load_of_these_tests_would_starve_a_request_without_head_starts_that_end(
     num_blocks: int,
 ) -> None:
-    waited_s = virtual_clock.run(
-        queue_time_of_a_low_request(
-            random.Random(0), priority_step_s=ENDLESS_S, num_blocks=num_blocks
-        )
-    )
+    waited_s = queue_time_of_a_low_request(0, priority_step_s=ENDLESS_S, num_blocks=num_blocks)
     assert waited_s is None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_request_whose_time_is_over_in_the_queue_never_runs(seed: int) -> None:
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        async with Overloaded(rng, priority_step_s=ENDLESS_S) as world:
-            loading = asyncio.create_task(world.load(priority=2))
-            await asyncio.sleep(1)
-            loop, waiting = asyncio.get_running_loop(), []
-            for number in range(5):
-                waiting.append(world.submit(f"late{number}", 0, timeout_s=rng.uniform(0.1, 5)))
-            await loading
-            for request in waiting:
-                [sequence] = request.sequences
-                assert isinstance(sequence.error, DeadlineExceeded)
-                assert sequence.progress.start_time is None
-                assert sequence.progress.end_time == request.deadline
-                assert not request.has_begun
-            assert loop.time() > LOAD_S
-            await asyncio.sleep(5)
-            assert world.engines.num_live == len(world.admission) == world.admission.num_tokens == 0
-
-    virtual_clock.run(scenario())
+@on_virtual_clock
+async def test_a_request_whose_time_is_over_in_the_queue_never_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    async with Overloaded(rng, priority_step_s=ENDLESS_S) as world:
+        loading = asyncio.create_task(world.load(priority=2))
+        await asyncio.sleep(1)
+        loop, waiting = asyncio.get_running_loop(), []
+        for number in range(5):
+            waiting.append(world.submit(f"late{number}", 0, timeout_s=rng.uniform(0.1, 5)))
+        await loading
+        for request in waiting:
+            [sequence] = request.sequences
+            assert isinstance(sequence.error, DeadlineExceeded)
+            assert sequence.progress.start_time is None
+            assert sequence.progress.end_time == request.deadline
+            assert not request.has_begun
+        assert loop.time() > LOAD_S
+        await asyncio.sleep(5)
+        assert world.engines.num_live == len(world.admission) == world.admission.num_tokens == 0
 
 
-def test_a_request_whose_time_was_over_when_it_was_read_is_not_taken() -> None:
-    async def scenario() -> None:
-        async with Overloaded(random.Random(0), priority_step_s=1.0) as world:
-            with pytest.raises(DeadlineExceeded, match="had not been taken 0 s after"):
-                world.submit("late", 0, timeout_s=0.0)
-            assert world.engines.num_live == len(world.admission) == 0
-
-    virtual_clock.run(scenario())
+@on_virtual_clock
+async def test_a_request_whose_time_was_over_when_it_was_read_is_not_taken() -> None:
+    async with Overloaded(random.Random(0), priority_step_s=1.0) as world:
+        with pytest.raises(DeadlineExceeded, match="had not been taken 0 s after"):
+            world.submit("late", 0, timeout_s=0.0)
+        assert world.engines.num_live == len(world.admission) == 0

@@ -13,9 +13,9 @@ import pytest
 
 from router.requests.request import StopConditions
 from router.scheduling.speculation import DraftCounts
-from router.scheduling.step import GroupShape
-from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import Poison
+from tests.router.support.stepper import make_shape
+from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World
 
 NUM_CHAOS_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "150"))
@@ -42,23 +42,19 @@ def test_about_half_of_the_groups_draft_and_drafts_are_accepted_and_refused() ->
     assert 0.2 * drafts.num_drafts < drafts.num_accepted < 0.8 * drafts.num_drafts
 
 
-def simulate(rng: random.Random, **faults: float) -> World:
-    async def main() -> World:
-        world = World(rng, **faults)
-        await world.run(num_clients=40)
-        assert world.num_right > 0
-        return world
-
-    return virtual_clock.run(main())
+@on_virtual_clock
+async def simulate(rng: random.Random, **faults: float) -> World:
+    world = World(rng, **faults)
+    await world.run_clients([world.client(number) for number in range(40)])
+    assert world.num_right > 0
+    return world
 
 
 @pytest.mark.parametrize("seed", range(NUM_CHAOS_SEEDS))
-def test_chaos_loses_and_doubles_nothing(seed: int) -> None:
+@on_virtual_clock
+async def test_chaos_loses_and_doubles_nothing(seed: int) -> None:
     """One group or two; kills, hangs, poison, cancels and deadlines at random."""
-    virtual_clock.run(chaos(random.Random(2000 + seed)))
-
-
-async def chaos(rng: random.Random) -> None:
+    rng = random.Random(2000 + seed)
     poison = {
         f"r{number}": Poison(rng.choice([None, 0, rng.randint(0, 20)]))
         for number in rng.sample(range(20), rng.choice([0, 0, 1, 2]))
@@ -99,33 +95,24 @@ def check_blame(world: World) -> None:
 @pytest.mark.parametrize("num_poisons", [1, 2])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_only_the_requests_that_kill_are_failed(
+@on_virtual_clock
+async def test_only_the_requests_that_kill_are_failed(
     seed: int, num_groups: int, num_poisons: int, position: int | None
 ) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        poison = {f"r{number}": Poison(position) for number in rng.sample(range(21), num_poisons)}
-        world = World(rng, num_groups=num_groups, poison=poison)
-        await world.run_clients([world.patient_client(number) for number in range(21)])
-        assert {request.request_id for request in world.failed} == set(poison)
-        assert world.num_right == 21 - num_poisons
-        assert all(s.error is not None for request in world.failed for s in request.sequences)
-        num_losses = sum(group.executors.num_losses for group in world.groups)
-        assert num_losses <= 8 * num_poisons
-
-    virtual_clock.run(main())
+    rng = random.Random(seed)
+    poison = {f"r{number}": Poison(position) for number in rng.sample(range(21), num_poisons)}
+    world = World(rng, num_groups=num_groups, poison=poison)
+    await world.run_clients([world.patient_client(number) for number in range(21)])
+    assert {request.request_id for request in world.failed} == set(poison)
+    assert world.num_right == 21 - num_poisons
+    assert all(s.error is not None for request in world.failed for s in request.sequences)
+    num_losses = sum(group.executors.num_losses for group in world.groups)
+    assert num_losses <= 8 * num_poisons
 
 
 LONG_TOKENS = 400
-LONG_SHAPE = GroupShape(
-    dp_size=2,
-    num_blocks=(1200, 1200),
-    block_size=4,
-    rows_per_rank=16,
-    max_num_batched_tokens=500,
-    max_num_logits=40,
-    max_model_len=LONG_TOKENS + 20,
-)
+SIZES = {"rows_per_rank": 16, "max_num_batched_tokens": 500, "max_num_logits": 40}
+LONG_SHAPE = make_shape(dp_size=2, num_blocks=1200, max_model_len=LONG_TOKENS + 20, **SIZES)
 
 
 def long_client(world: World, number: int) -> Coroutine[Any, Any, None]:
@@ -143,33 +130,31 @@ def long_client(world: World, number: int) -> Coroutine[Any, Any, None]:
 @pytest.mark.parametrize("period", [2, 6, 20])
 @pytest.mark.parametrize("num_others", [0, 20])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_request_that_kills_every_few_tokens_is_failed_in_the_end(
+@on_virtual_clock
+async def test_a_request_that_kills_every_few_tokens_is_failed_in_the_end(
     seed: int, num_others: int, period: int
 ) -> None:
     """Each time it gets farther, so that it seems to have proven itself."""
-
-    async def main() -> None:
-        world = World(random.Random(seed), poison={"r0": Poison(None, period)}, shape=LONG_SHAPE)
-        await world.run_clients([long_client(world, number) for number in range(1 + num_others)])
-        assert [request.request_id for request in world.failed] == ["r0"]
-        assert world.num_right == num_others
-        assert world.groups[0].executors.num_losses <= 20
-
-    virtual_clock.run(main())
+    world = World(random.Random(seed), poison={"r0": Poison(None, period)}, shape=LONG_SHAPE)
+    await world.run_clients([long_client(world, number) for number in range(1 + num_others)])
+    assert [request.request_id for request in world.failed] == ["r0"]
+    assert world.num_right == num_others
+    assert world.groups[0].executors.num_losses <= 20
 
 
 def test_hardly_any_request_is_failed_for_executors_that_die_by_themselves() -> None:
     """Chance alone can look like a cause. If losses without a request said nothing in its
     favour, one in each run would be failed."""
 
-    async def main(seed: int) -> World:
+    @on_virtual_clock
+    async def lose_some(seed: int) -> World:
         world = World(random.Random(seed), shape=LONG_SHAPE, step_s=0.05)
         clients = [long_client(world, number) for number in range(12)]
         await world.run_clients(clients, kill_regularly(world))
         check_blame(world)
         return world
 
-    worlds = [virtual_clock.run(main(seed)) for seed in range(10)]
+    worlds = [lose_some(seed) for seed in range(10)]
     assert sum(world.groups[0].executors.num_losses for world in worlds) > 100
     assert sum(len(world.failed) for world in worlds) <= 2
 

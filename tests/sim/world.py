@@ -253,11 +253,7 @@ class World:
     def check_outcome(self, sequence: Sequence, tokens: list[int]) -> None:
         request, stop = sequence.request, sequence.request.stop
         expected = expected_output(
-            request.prompt,
-            stop.max_tokens,
-            stop.stop_token_ids,
-            sequence.seed,
-            stop.min_tokens,
+            request.prompt, stop.max_tokens, stop.stop_token_ids, sequence.seed, stop.min_tokens
         )
         if sequence.error is not None:
             assert tokens == expected[: len(tokens)]
@@ -275,9 +271,6 @@ class World:
         self.num_right += 1
 
     # ---- the run
-
-    async def run(self, num_clients: int) -> None:
-        await self.run_clients([self.client(number) for number in range(num_clients)])
 
     async def run_clients(self, clients: Iterable[Work], trouble: Work | None = None) -> None:
         """Runs clients until all have ended, and trouble, if any, beside them."""

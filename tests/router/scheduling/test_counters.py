@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,39 +28,18 @@ from router.scheduling.step import (
     InFlight,
     PaddingMode,
     RankResult,
-    StepPlan,
 )
-from tests.router.support import virtual_clock
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import Stepper, make_shape, speculation
+from tests.router.support.virtual_clock import on_virtual_clock
 
-DP_SIZE = 3
-SHAPE = GroupShape(
-    dp_size=DP_SIZE,
-    num_blocks=(24,) * DP_SIZE,
-    block_size=4,
-    rows_per_rank=6,
-    max_num_batched_tokens=24,
-    max_num_logits=16,
-    max_model_len=48,
-    graph_sizes=CapturedSizes((1, 2, 4), (8, 16), "prefill"),
-)
+GRAPHS = CapturedSizes((1, 2, 4), (8, 16), "prefill")
+SIZES = {"num_blocks": 24, "rows_per_rank": 6, "max_num_batched_tokens": 24}
+SHAPE = make_shape(dp_size=3, graph_sizes=GRAPHS, **SIZES)
 DRAFTING = replace(SHAPE, speculation=speculation())
-
-
-class RecordingExecutors(FakeExecutors):
-    """Keeps every step that it was sent."""
-
-    def __init__(self, *args: Any, **faults: Any) -> None:
-        super().__init__(*args, **faults)
-        self.sent: list[StepPlan] = []
-
-    def send(self, step: InFlight) -> None:
-        self.sent.append(step.plan)
-        super().send(step)
 
 
 class Run:
@@ -69,7 +47,7 @@ class Run:
 
     def __init__(self, seed: int, loss_rate: float, shape: GroupShape) -> None:
         self.rng = random.Random(seed)
-        self.executors = RecordingExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
+        self.executors = FakeExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
         self.engines = Engines(Listeners(max_listeners=100))
         self.engine = drive_group(
             self.engines,
@@ -116,15 +94,14 @@ class Run:
     ids=["steady", "losing executors", "drafting", "drafting, and losing executors"],
 )
 def finished(request: pytest.FixtureRequest) -> Run:
-    loss_rate, shape = request.param
-    run: list[Run] = []
+    return finished_run(*request.param)
 
-    async def main() -> None:
-        run.append(Run(7, loss_rate, shape))
-        await run[0].run()
 
-    virtual_clock.run(main())
-    return run[0]
+@on_virtual_clock
+async def finished_run(loss_rate: float, shape: GroupShape) -> Run:
+    run = Run(7, loss_rate, shape)
+    await run.run()
+    return run
 
 
 def test_every_sequence_has_its_times_counted_once(finished: Run):
@@ -162,7 +139,7 @@ def test_steps_and_tokens_add_up_over_epochs(finished: Run):
     """A step that was lost with its executors was not committed, so it does not count."""
     totals, status = finished.engine.measures.totals(), finished.engines.status()[0]
     num_steps = sum(totals.steps.values())
-    plans = finished.executors.sent
+    plans = finished.executors.plans
 
     assert totals.num_epochs == finished.executors.num_epochs
     assert sum(totals.recovery_s.counts) == totals.num_epochs - 1

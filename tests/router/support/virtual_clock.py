@@ -1,10 +1,12 @@
 """An event loop whose clock jumps to the next timer, so that a simulated hour takes no time."""
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -35,3 +37,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine on a fresh virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
+
+
+def on_virtual_clock(test: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Makes a function of a coroutine function: it runs on a virtual clock of its own."""
+
+    @functools.wraps(test)
+    def run_test(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run(test(*args, **kwargs))
+
+    return run_test
