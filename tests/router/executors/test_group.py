@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 import pytest
@@ -19,22 +20,26 @@ from tests.router.conftest import LONG_S
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
     NEVER_LATE,
+    Gone,
+    JoinFailed,
     Peer,
+    Peers,
+    StepFailed,
+    Stopping,
+    formed_group,
     nothing,
     plan_step,
     run_group,
+    run_step,
 )
 
 
 async def test_attention_tp_peers_get_the_same_bytes_and_the_first_ones_tokens_count() -> None:
-    async with run_group(dp_size=2, attn_tp_size=3) as (group, peers):
+    async with run_group(2, 3) as (group, peers):
         info = await group.form()
         assert (info.shape.dp_size, info.shape.attn_tp_size) == (2, 3)
 
-        group.send(step := plan_step(dp_size=2))
-        results = await group.receive(step)
-
-        assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
+        assert await run_step(group, 2) == [[0], [10]]
         for dp_rank in range(2):
             [sent] = peers[dp_rank, 0].steps
             assert pb.StepRequest.FromString(sent).ranks[0].dp_rank == dp_rank
@@ -43,22 +48,19 @@ async def test_attention_tp_peers_get_the_same_bytes_and_the_first_ones_tokens_c
 
 
 async def test_every_executor_joins_the_store_that_the_first_one_prepared() -> None:
-    async with run_group(dp_size=2, attn_tp_size=2) as (group, peers):
-        first = await group.form()
-        second = await group.form()
+    async with run_group(2, 2) as (group, peers):
+        epochs = [(await group.form()).epoch for _ in range(2)]
 
-        assert first.epoch < second.epoch
-        epochs = [first.epoch, second.epoch]
+        assert epochs[0] < epochs[1]
         for place, peer in peers.items():
             assert peer.prepared == (epochs if place == (0, 0) else [])
         assert all(peer.joined == epochs for peer in peers.values())
 
 
 async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
-    async with run_group(dp_size=1, attn_tp_size=2) as (group, peers):
-        await group.form()
+    async with formed_group(1, 2) as (group, peers):
         peers[0, 1].may_answer.clear()
-        group.send(step := plan_step(dp_size=1))
+        group.send(step := plan_step(1))
         await until(lambda: group._streams[0].has_answer and len(peers[0, 1].steps) == 1)
         receiving = asyncio.ensure_future(group.receive(step))
         await until(lambda: not group._streams[0].has_answer)
@@ -73,12 +75,11 @@ async def test_a_step_is_over_only_when_every_peer_has_ended_it() -> None:
 
 
 async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all() -> None:
-    async with run_group(dp_size=2, attn_tp_size=2) as (group, peers):
-        await group.form()
+    async with formed_group(2, 2) as (group, peers):
         for peer in peers.values():
             peer.may_answer.clear()
-        group.send(step := plan_step(dp_size=2))
-        peers[1, 1].dies.set()
+        group.send(step := plan_step(2))
+        peers[1, 1].die()
 
         with pytest.raises(ExecutorLost, match=r"dp_rank 1, attn_tp_rank 1.*its attention failed"):
             await group.lost()
@@ -89,28 +90,18 @@ async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all(
             peer.dies.clear()
             peer.may_answer.set()
         await group.form()
-        group.send(step := plan_step(dp_size=2))
-        results = await group.receive(step)
-        assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
+        assert await run_step(group, 2) == [[0], [10]]
 
 
-class StepFailed(RpcError):
-    """What an executor says whose step fails, also if it does for want of another."""
-
-    code = grpc.StatusCode.INTERNAL
-    reason = "STEP_FAILED"
-
-
-class Stopping(RpcError):
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "SHUTTING_DOWN"
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0)
 
 
-class Gone(RpcError):
-    """What a call ends with that reaches nobody."""
-
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = ""
+async def until_streams_are(peers: Peers, count: int) -> None:
+    """Waits until every executor has as many step streams open."""
+    await until(lambda: all(peer.num_streams == count for peer in peers.values()))
 
 
 def says(error: RpcError) -> Callable[[], Awaitable[None]]:
@@ -123,6 +114,7 @@ def says(error: RpcError) -> Callable[[], Awaitable[None]]:
 
 
 STEP_FAILED, REASON_LOST = StepFailed("another executor left the group"), None
+HURRIED = StepDeadline(factor=20, min_s=0.3, max_s=0.3)
 
 
 @pytest.mark.parametrize("heard_first", [0, 1])
@@ -131,147 +123,116 @@ async def test_who_left_is_asked_when_the_first_stream_to_end_does_not_say(
     last_word: RpcError | None, heard_first: int
 ) -> None:
     """A step fails on those who stay, too; and gRPC loses what is said while a step is sent."""
-    async with run_group(dp_size=3, attn_tp_size=1) as (group, peers):
-        await group.form()
+    async with formed_group(3) as (group, peers):
         peers[1, 0].on_describe = says(Stopping("it was told to stop"))
-        peers[heard_first, 0].last_word = last_word
-        peers[heard_first, 0].dies.set()
+        peers[heard_first, 0].die(last_word)
         with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
             await asyncio.wait_for(group.lost(), LONG_S)
 
 
 async def test_who_does_not_answer_is_named_though_another_one_says_that_its_step_failed() -> None:
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
+    async with formed_group(2) as (group, peers):
         peers[1, 0].on_describe = says(Gone("nobody is there any more"))
-        peers[0, 0].last_word = STEP_FAILED
-        peers[0, 0].dies.set()
+        peers[0, 0].die(STEP_FAILED)
         expected = r"dp_rank 1, attn_tp_rank 0\): UNAVAILABLE; .*dp_rank 0.*left the group"
         with pytest.raises(ExecutorLost, match=expected):
             await asyncio.wait_for(group.lost(), LONG_S)
 
 
 async def test_a_step_that_failed_on_one_executor_ends_the_epoch_for_all() -> None:
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
-        await until(lambda: all(peer.num_streams == 1 for peer in peers.values()))
-        peers[1, 0].last_word = StepFailed("out of memory")
-        peers[1, 0].dies.set()
+    async with formed_group(2) as (group, peers):
+        await until_streams_are(peers, 1)
+        peers[1, 0].die(StepFailed("out of memory"))
         with pytest.raises(ReasonUnknown, match=r"dp_rank 1.*out of memory"):
             await asyncio.wait_for(group.lost(), LONG_S)
-        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
+        await until_streams_are(peers, 0)
 
 
 async def test_the_others_streams_end_before_anybody_is_asked_why_the_first_did() -> None:
     """They wait in a collective for who has left."""
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
-        await until(lambda: all(peer.num_streams == 1 for peer in peers.values()))
+    async with formed_group(2) as (group, peers):
+        await until_streams_are(peers, 1)
 
         async def answer_once_free() -> None:
             await until(lambda: peers[0, 0].num_streams == 0)
 
         peers[1, 0].on_describe = answer_once_free
-        peers[1, 0].last_word = STEP_FAILED
-        peers[1, 0].dies.set()
+        peers[1, 0].die(STEP_FAILED)
         with pytest.raises(ReasonUnknown):
             await asyncio.wait_for(group.lost(), LONG_S)
 
 
-async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_the_reason() -> None:
-    async with run_group(dp_size=2, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with formed_group(2, deadline=HURRIED) as (group, peers):
         for peer in peers.values():
             peer.may_answer.clear()
-        group.send(step := plan_step(dp_size=2))
+        group.send(step := plan_step(2))
         receiving = asyncio.ensure_future(group.receive(step))
         await until(lambda: len(peers[1, 0].steps) == 1)
 
+        is_overdue, lost = asyncio.Event(), group.lost
+
+        async def wait_for_the_reason() -> None:
+            is_overdue.set()
+            await lost()
+
         async def answer_late() -> None:
-            await asyncio.sleep(0.4)  # the step's deadline is 0.3 s
+            await is_overdue.wait()
             raise Stopping("it was told to stop")
 
+        monkeypatch.setattr(group, "lost", wait_for_the_reason)
         peers[1, 0].on_describe = answer_late
-        peers[1, 0].last_word = STEP_FAILED
-        peers[1, 0].dies.set()
+        peers[1, 0].die(STEP_FAILED)
         with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
             await receiving
 
 
-def other_agreement(request: pb.StepRequest) -> None:
-    request.agreement.global_num_tokens[0] += 1
-
-
-def other_part(request: pb.StepRequest) -> None:
-    request.ranks[0].sequences.rows = b"\7\0\0\0"
-
-
-def both(request: pb.StepRequest) -> None:
-    other_agreement(request)
-    other_part(request)
-
-
 @pytest.mark.parametrize(
-    ("misreads", "what"),
-    [
-        (other_agreement, "another agreement"),
-        (other_part, "another part"),
-        (both, "another agreement and another part"),
-    ],
+    "what", ["another agreement", "another part", "another agreement and another part"]
 )
-async def test_executors_that_ran_another_step_than_they_were_sent_are_named(
-    misreads: Callable[[pb.StepRequest], None], what: str
-) -> None:
-    async with run_group(dp_size=2, attn_tp_size=2) as (group, peers):
-        await group.form()
+async def test_executors_that_ran_another_step_than_they_were_sent_are_named(what: str) -> None:
+    def misread(request: pb.StepRequest) -> None:
+        if "agreement" in what:
+            request.agreement.global_num_tokens[0] += 1
+        if "part" in what:
+            request.ranks[0].sequences.rows = b"\7\0\0\0"
+
+    async with formed_group(2, 2) as (group, peers):
         for place in ((0, 1), (1, 0)):
-            peers[place].misreads = misreads
-        group.send(step := plan_step(dp_size=2))
+            peers[place].misreads = misread
         with pytest.raises(ExecutorLost) as caught:
-            await group.receive(step)
+            await run_step(group, 2)
         problem = str(caught.value)
         assert problem.startswith("step 1 was not run as it was sent: ")
         for dp_rank, attn_tp_rank in peers:
             named = f"(dp_rank {dp_rank}, attn_tp_rank {attn_tp_rank}) ran {what}"
             assert (named in problem) == ((dp_rank, attn_tp_rank) in ((0, 1), (1, 0)))
-        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
-
-
-def hurried() -> StepDeadline:
-    return StepDeadline(factor=20, min_s=0.1, max_s=0.3)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0.001)
+        await until_streams_are(peers, 0)
 
 
 async def test_all_streams_end_at_the_first_loss_so_that_every_peer_is_free() -> None:
-    async with run_group(dp_size=2, attn_tp_size=2) as (group, peers):
-        await group.form()
-        await until(lambda: all(peer.num_streams == 1 for peer in peers.values()))
-        peers[1, 0].dies.set()
-        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
+    async with formed_group(2, 2) as (group, peers):
+        await until_streams_are(peers, 1)
+        peers[1, 0].die()
+        await until_streams_are(peers, 0)
         with pytest.raises(ExecutorLost, match="its attention failed"):
             await group.lost()
 
 
 async def test_all_streams_end_when_an_answer_is_overdue() -> None:
-    async with run_group(dp_size=2, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+    async with formed_group(2, deadline=HURRIED) as (group, peers):
         peers[1, 0].may_answer.clear()
-        group.send(step := plan_step(dp_size=2))
         with pytest.raises(ExecutorLost, match=r"did not answer step 1 within 0\.3 s"):
-            await group.receive(step)
-        await until(lambda: all(peer.num_streams == 0 for peer in peers.values()))
+            await run_step(group, 2)
+        await until_streams_are(peers, 0)
         with pytest.raises(ExecutorLost):
             await group.lost()
 
 
 async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> None:
-    async with run_group(dp_size=3, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+    async with formed_group(3, deadline=HURRIED) as (group, peers):
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
 
@@ -280,9 +241,8 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
             raise Gone("nobody is there any more")
 
         peers[2, 0].on_describe = vanish
-        group.send(step := plan_step(dp_size=3))
         with pytest.raises(ExecutorLost) as caught:
-            await group.receive(step)
+            await run_step(group, 3)
     silent, _, waiting = str(caught.value).partition(", nor any other call; ")
     assert "(dp_rank 2, attn_tp_rank 0) did not answer step 1 within 0.3 s" in silent
     assert "dp_rank 0" not in silent
@@ -293,30 +253,25 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
 async def test_who_does_not_answer_any_call_in_time_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with run_group(dp_size=1, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+    async with formed_group(1, deadline=HURRIED) as (group, peers):
         monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", 0.1)
         peers[0, 0].may_answer.clear()
         peers[0, 0].on_describe = asyncio.Event().wait
-        group.send(step := plan_step(dp_size=1))
         with pytest.raises(ExecutorLost, match=r"within 0\.3 s, nor any other call$"):
-            await group.receive(step)
+            await run_step(group, 1)
 
 
 async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
-    async with run_group(dp_size=3, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+    async with formed_group(3, deadline=HURRIED) as (group, peers):
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
-        group.send(step := plan_step(dp_size=3))
         with pytest.raises(ExecutorLost, match=r"dp_rank 0.*dp_rank 2.*they answer other calls"):
-            await group.receive(step)
+            await run_step(group, 3)
 
 
 async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> None:
     """It was the router that stood still, not the executor."""
-    async with run_group(dp_size=2, attn_tp_size=1, deadline=hurried()) as (group, peers):
-        await group.form()
+    async with formed_group(2, deadline=HURRIED) as (group, peers):
         peers[1, 0].may_answer.clear()
 
         async def answer() -> None:
@@ -324,9 +279,7 @@ async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> 
             await until(lambda: group._streams[1].has_answer)
 
         peers[1, 0].on_describe = answer
-        group.send(step := plan_step(dp_size=2))
-        results = await group.receive(step)
-        assert [result.next_token_ids.tolist() for result in results] == [[0], [10]]
+        assert await run_step(group, 2) == [[0], [10]]
 
 
 @pytest.mark.parametrize(
@@ -341,13 +294,11 @@ async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> 
 async def test_an_answer_to_another_step_or_epoch_is_refused(
     shift: tuple[int, int], answered: str
 ) -> None:
-    async with run_group(dp_size=1, attn_tp_size=2) as (group, peers):
-        await group.form()
+    async with formed_group(1, 2) as (group, peers):
         peers[0, 1].shift = shift
-        group.send(step := plan_step(dp_size=1))
         expected = f"attn_tp_rank 1.*answered {answered} where step 1 of epoch 1 was due"
         with pytest.raises(ExecutorLost, match=expected):
-            await group.receive(step)
+            await run_step(group, 1)
 
 
 @pytest.mark.parametrize(
@@ -357,18 +308,16 @@ async def test_an_answer_to_another_step_or_epoch_is_refused(
 async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
     spare_bytes: bytes, problem: str
 ) -> None:
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
-        await group.form()
+    async with formed_group(2) as (group, peers):
         peers[1, 0].spare_bytes = spare_bytes
-        group.send(step := plan_step(dp_size=2))
         with pytest.raises(ExecutorLost, match=problem):
-            await group.receive(step)
+            await run_step(group, 2)
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
     deadline = StepDeadline(factor=20, min_s=5, max_s=30)
-    async with run_group(dp_size=2, attn_tp_size=1, deadline=deadline) as (group, peers):
-        plan = plan_step(dp_size=2).plan
+    async with run_group(2, deadline=deadline) as (group, peers):
+        plan = plan_step(2).plan
         for _ in range(MIN_STEPS):
             deadline.add(plan.agreement, 0.01)
         with capture_logs() as logs:
@@ -388,7 +337,7 @@ async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_f
 
 
 async def test_an_executor_that_restarts_while_the_group_forms_is_not_taken_for_its_predecessor():
-    async with run_group(dp_size=2, attn_tp_size=1) as (group, peers):
+    async with run_group(2) as (group, peers):
         calls: list[str] = []
 
         async def restart() -> None:
@@ -400,6 +349,40 @@ async def test_an_executor_that_restarts_while_the_group_forms_is_not_taken_for_
             await group.form()
         peers[1, 0].on_describe = nothing
         await group.form()
+
+
+@pytest.mark.parametrize("failure", [JoinFailed("graphs were not captured"), Gone("no connection")])
+async def test_when_one_executor_cannot_join_the_others_are_freed_and_the_next_epoch_begins(
+    failure: RpcError,
+) -> None:
+    """The router does not wait until they have waited for it: their time to form is long."""
+    begun, freed = list[int](), list[int]()
+
+    async def wait(rank: int) -> None:
+        begun.append(rank)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            freed.append(rank)
+
+    async def fail() -> None:
+        await until(lambda: sorted(begun) == [0, 1])
+        raise failure
+
+    async with run_group(3) as (group, peers):
+        peers[0, 0].on_join, peers[1, 0].on_join = partial(wait, 0), partial(wait, 1)
+        peers[2, 0].on_join = fail
+        async with asyncio.timeout(FORM_TIMEOUT_S):
+            with pytest.raises(ExecutorLost, match=r"Join of .*dp_rank 2.* failed: "):
+                await group.form()
+            await until(lambda: sorted(freed) == [0, 1])
+
+        for peer in peers.values():
+            peer.on_join = nothing
+        info = await group.form()
+        assert peers[0, 0].prepared == [info.epoch - 1, info.epoch]
+        assert all(peer.joined == [info.epoch - 1, info.epoch] for peer in peers.values())
+        assert len(await run_step(group, 3)) == 3
 
 
 async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -> None:
@@ -425,15 +408,13 @@ async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -
         )
         try:
             await group.form()
-            group.send(step := plan_step(dp_size=1))
-            await group.receive(step)
+            await run_step(group, 1)
             await servers.pop().stop(None)
             await serve(new, port)
             with pytest.raises(ExecutorLost):
                 await group.lost()
-            group.send(step := plan_step(dp_size=1))
             with pytest.raises(ExecutorLost):
-                await group.receive(step)
+                await run_step(group, 1)
             await group.form()
             assert new.steps == []
             assert (old.joined, new.joined) == ([1], [2])

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
-from protos.transport.errors import RpcError
+from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
@@ -20,6 +20,17 @@ from tests.router.support.stepper import Stepper, make_shape
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 FORM_TIMEOUT_S = 120.0
 NEVER_LATE = StepDeadline(factor=20, min_s=120, max_s=120)
+
+
+def error_of(code: grpc.StatusCode, reason: str) -> type[RpcError]:
+    """Returns a kind of error that an executor may answer."""
+    return type("Answered", (RpcError,), {"code": code, "reason": reason})
+
+
+JoinFailed = error_of(grpc.StatusCode.UNAVAILABLE, "JOIN_FAILED")
+StepFailed = error_of(grpc.StatusCode.INTERNAL, "STEP_FAILED")  # also for want of another
+Stopping = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+Gone = error_of(grpc.StatusCode.UNAVAILABLE, "")  # of a call that reaches nobody
 
 
 class Peer:
@@ -35,8 +46,7 @@ class Peer:
         num_streams: Step streams that are open.
         spare_bytes: Stand behind the tokens of its answers.
         misreads: Changes each request before it is run.
-        dies: Set by a test to end the Step stream with an error.
-        last_word: What that error is; None is one without a reason.
+        dies: Set to end the Step stream with an error.
     """
 
     def __init__(self, dp_rank: int, attn_tp_rank: int, dp_size: int, attn_tp_size: int) -> None:
@@ -47,7 +57,7 @@ class Peer:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.dies = asyncio.Event()
-        self.last_word: RpcError | None = None
+        self._last_word: RpcError | None = None
         self.on_describe: Callable[[], Awaitable[object]] = nothing
         self.on_join: Callable[[], Awaitable[object]] = nothing
         self.instance_id = "first"
@@ -57,11 +67,14 @@ class Peer:
         self.misreads: Callable[[pb.StepRequest], object] = lambda request: None
         self._sizes = (dp_size, attn_tp_size)
 
+    def die(self, last_word: RpcError | None = None) -> None:
+        """Ends the Step stream, with an error or with one that says no reason."""
+        self._last_word = last_word
+        self.dies.set()
+
     async def describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
-        try:
+        async with abort_on_error(context):
             await self.on_describe()
-        except RpcError as error:
-            await context.abort(error.code, str(error), error.trailing_metadata)
         (dp_rank, attn_tp_rank), (dp_size, attn_tp_size) = self.place, self._sizes
         return pb.DescribeResponse(
             instance_id=self.instance_id,
@@ -83,10 +96,8 @@ class Peer:
 
     async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
         self.joined.append(request.epoch)
-        try:
+        async with abort_on_error(context):
             await self.on_join()
-        except RpcError as error:
-            await context.abort(error.code, str(error), error.trailing_metadata)
         return pb.JoinResponse()
 
     async def step(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -101,9 +112,9 @@ class Peer:
             answering.cancel()
             dying.cancel()
         if self.dies.is_set():
-            if self.last_word is not None:
-                error = self.last_word
-                await context.abort(error.code, str(error), error.trailing_metadata)
+            async with abort_on_error(context):
+                if self._last_word is not None:
+                    raise self._last_word
             await context.abort(grpc.StatusCode.INTERNAL, "its attention failed")
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -131,30 +142,19 @@ class Peer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service. Steps come as bytes, so that a test sees what travelled."""
-        unary = grpc.unary_unary_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Describe": unary(
-                    self.describe,
-                    request_deserializer=pb.DescribeRequest.FromString,
-                    response_serializer=pb.DescribeResponse.SerializeToString,
-                ),
-                "Prepare": unary(
-                    self.prepare,
-                    request_deserializer=pb.PrepareRequest.FromString,
-                    response_serializer=pb.PrepareResponse.SerializeToString,
-                ),
-                "Join": unary(
-                    self.join,
-                    request_deserializer=pb.JoinRequest.FromString,
-                    response_serializer=pb.JoinResponse.SerializeToString,
-                ),
-                "Step": grpc.stream_stream_rpc_method_handler(
-                    self.step, response_serializer=pb.StepResponse.SerializeToString
-                ),
-            },
+        unary = {"Describe": self.describe, "Prepare": self.prepare, "Join": self.join}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                call,
+                request_deserializer=getattr(pb, f"{name}Request").FromString,
+                response_serializer=getattr(pb, f"{name}Response").SerializeToString,
+            )
+            for name, call in unary.items()
+        }
+        handlers["Step"] = grpc.stream_stream_rpc_method_handler(
+            self.step, response_serializer=pb.StepResponse.SerializeToString
         )
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 async def nothing() -> None:
@@ -166,7 +166,7 @@ Peers = dict[tuple[int, int], Peer]
 
 @asynccontextmanager
 async def run_group(
-    dp_size: int, attn_tp_size: int, deadline: StepDeadline | None = None
+    dp_size: int, attn_tp_size: int = 1, deadline: StepDeadline = NEVER_LATE
 ) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
     """Peers of every place, by place, and a client that was given their addresses backwards."""
     peers, addresses = {}, []
@@ -182,10 +182,26 @@ async def run_group(
             find_addresses(addresses[::-1]),
             "moe",
             form_timeout_s=FORM_TIMEOUT_S,
-            deadline=deadline or NEVER_LATE,
+            deadline=deadline,
         )
         stack.push_async_callback(group.close)
         yield group, peers
+
+
+@asynccontextmanager
+async def formed_group(
+    dp_size: int, attn_tp_size: int = 1, deadline: StepDeadline = NEVER_LATE
+) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
+    """The same, in its first epoch."""
+    async with run_group(dp_size, attn_tp_size, deadline) as (group, peers):
+        await group.form()
+        yield group, peers
+
+
+async def run_step(group: ExecutorGroup, dp_size: int) -> list[list[int]]:
+    """Runs a step of `plan_step`. Returns each rank's tokens."""
+    group.send(step := plan_step(dp_size))
+    return [result.next_token_ids.tolist() for result in await group.receive(step)]
 
 
 def plan_step(dp_size: int) -> InFlight:
