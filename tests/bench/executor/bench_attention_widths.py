@@ -28,6 +28,8 @@ from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers import attention_torch
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.bench.support.options import parse_options
+from tests.bench.support.timing import in_turns
 from tests.executor.support.kv import out_cache_loc
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model
@@ -98,30 +100,12 @@ class Case:
             attention.forward(self.q, self.k, self.v, layer_id)
 
 
-def fastest(
-    calls: dict[tuple[int, str], Callable[[], None]], rounds: int, clock: Callable[[], float]
-) -> dict[tuple[int, str], float]:
-    """Returns the microseconds of each call's fastest round."""
-
-    def once(call: Callable[[], None], repeats: int) -> float:
-        started = clock()
-        for _ in range(repeats):
-            call()
-        return (clock() - started) / repeats * 1e6
-
-    repeats = {key: max(1, int(SECONDS * 1e6 / once(call, 1))) for key, call in calls.items()}
-    times = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for key, call in calls.items():
-            times[key] = min(times[key], once(call, repeats[key]))
-    return times
-
-
 @torch.inference_mode()
 def measure(
-    num_sequences: int, dtype: torch.dtype, widths: list[int], options: argparse.Namespace
+    num_sequences: int, dtype: torch.dtype, options: argparse.Namespace
 ) -> dict[int, float]:
     """Prints a table, and returns the time of each width as a ratio to that of the first."""
+    widths = options.widths
     calls: dict[tuple[int, str], Callable[[], None]] = {}
     for width in widths:
         case = Case(num_sequences, width, dtype, options.threads)
@@ -132,7 +116,8 @@ def measure(
         calls[width, "one by one"] = partial(case.run, case.one_by_one)
         calls[width, "plan"] = partial(case.plan, case.together)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    times = fastest(calls, options.rounds, clock)
+    rounds = in_turns(calls, options.rounds, clock=clock, least_s=SECONDS)
+    times = {key: min(column) * 1e6 for key, column in rounds.items()}
     first = times[widths[0], "together"]
     ratios = {width: times[width, "together"] / first for width in widths}
     for width in widths:
@@ -147,22 +132,15 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--sequences", default="1,8,32")
-    parser.add_argument("--widths", default="1,2,4,8,16")
-    parser.add_argument("--dtypes", default="bf16,fp32")
-    parser.add_argument("--require", type=float)
-    options = parser.parse_args()
+    lists = {"sequences": (1, 8, 32), "widths": (1, 2, 4, 8, 16), "dtypes": tuple(DTYPES)}
+    options = parse_options(__doc__, threads=1, rounds=20, require=float, **lists)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    widths = [int(width) for width in options.widths.split(",")]
     missed = []
-    for name in options.dtypes.split(","):
+    for name in options.dtypes:
         print(f"{name}, {options.threads} threads", flush=True)
-        for num_sequences in map(int, options.sequences.split(",")):
-            ratios = measure(num_sequences, DTYPES[name], widths, options)
+        for num_sequences in options.sequences:
+            ratios = measure(num_sequences, DTYPES[name], options)
             ratio = ratios.get(4, 0.0) if num_sequences == 32 else 0.0
             if options.require is not None and ratio > options.require:
                 missed.append(f"{name}: {ratio:.2f}")

@@ -11,11 +11,11 @@ Below, single collectives on rows of the same model, by themselves: the time fro
 result.
 """
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +27,9 @@ from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
+from tests.bench.support.timing import in_turns
 from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import row_starts, sequences, step
 
@@ -107,7 +109,6 @@ def decodes(rank: int, batch_size: int, number: int) -> pb.StepRequest:
 
 def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
     """Returns the seconds of each collective of ``num_rows`` rows a rank."""
-    seconds: dict[str, float] = {}
     dp = Topology(dp_rank=rank, dp_size=2)
     groups = join_group(HOST, port, epoch=1, topology=dp, bind_host=HOST)
     communicator = DpCommunicator(
@@ -117,15 +118,14 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
     x = torch.zeros(num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
     y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
 
-    timed: list[tuple[str, Callable[[], object]]] = []
+    timed: dict[str, Callable[[], object]] = {}
     for mode in DpPaddingMode:
         layout = DpLayout((num_rows, num_rows), mode, rank)
-        timed.append((f"gather {mode.name}", lambda o=layout: communicator.gather(x, o)))
-        timed.append((f"scatter_sum {mode.name}", lambda o=layout: communicator.scatter_sum(y, o)))
-    measure(seconds, timed)
+        timed[f"gather {mode.name}"] = partial(communicator.gather, x, layout)
+        timed[f"scatter_sum {mode.name}"] = partial(communicator.scatter_sum, y, layout)
+    seconds = measure(timed)
     groups.close()
-    seconds |= inside_a_dp_rank(rank, port, num_rows)
-    return seconds
+    return seconds | inside_a_dp_rank(rank, port, num_rows)
 
 
 def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
@@ -145,29 +145,21 @@ def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
     y = torch.zeros(2 * num_rows, HIDDEN_SIZE, dtype=torch.bfloat16)
     logits = torch.zeros(num_rows, 132, dtype=torch.bfloat16)
     tokens = torch.zeros(num_rows, dtype=torch.int64)
-    seconds: dict[str, float] = {}
-    measure(
-        seconds,
-        [
-            ("attn_tp gather", lambda: attn_tp.gather(x, layout)),
-            ("attn_tp scatter_sum", lambda: attn_tp.scatter_sum(y, layout)),
-            ("attn_tp gather_logits", lambda: attn_tp.gather_logits(logits)),
-            ("attn_tp agree", lambda: attn_tp.agree(tokens)),
-        ],
+    seconds = measure(
+        {
+            "attn_tp gather": lambda: attn_tp.gather(x, layout),
+            "attn_tp scatter_sum": lambda: attn_tp.scatter_sum(y, layout),
+            "attn_tp gather_logits": lambda: attn_tp.gather_logits(logits),
+            "attn_tp agree": lambda: attn_tp.agree(tokens),
+        }
     )
     groups.close()
     return seconds
 
 
-def measure(seconds: dict[str, float], timed: list[tuple[str, Callable[[], object]]]) -> None:
-    """Fills in what each takes. The calls take turns, as they would in a pass."""
-    columns: dict[str, list[float]] = {name: [] for name, _ in timed}
-    for _ in range(ROUNDS):
-        for name, call in timed:
-            started_s = time.perf_counter()
-            call()
-            columns[name].append(time.perf_counter() - started_s)
-    seconds |= {name: quartile(column) for name, column in columns.items()}
+def measure(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the seconds of each. The calls take turns, as they would in a pass."""
+    return {name: quartile(column) for name, column in in_turns(calls, ROUNDS).items()}
 
 
 def quartile(seconds: list[float]) -> float:
@@ -175,17 +167,14 @@ def quartile(seconds: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--steps", type=int, default=600, help="at most 1000")
-    options = parser.parse_args()
+    options = parse_options(__doc__, batches=(1, 8), steps=600)  # at most 1000
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     print(f"{'decode step':<12} {'wall us':>8} {'CPU us':>8}")
-    for batch_size in map(int, options.batches.split(",")):
+    for batch_size in options.batches:
         by_rank = run_ranks(decode, 2, batch_size, options.steps)
         wall, cpu = (max(quartile(seconds[clock]) for seconds in by_rank) for clock in CLOCKS)
         print(f"{f'B={batch_size}':<12} {wall * 1e6:8.0f} {cpu * 1e6:8.0f}", flush=True)
-    for num_rows in map(int, options.batches.split(",")):
+    for num_rows in options.batches:
         print(f"\n{'rows a rank: ' + str(num_rows):<24} {'us':>7}")
         by_rank = run_ranks(collectives, 2, num_rows)
         for name in by_rank[0]:

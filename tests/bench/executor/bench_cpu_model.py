@@ -23,7 +23,6 @@ PASSIVE is set: Transformers then takes up to twice as long, this model a fifth 
 one sequence and half as long again in prefill.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -45,6 +44,7 @@ from executor.model.families.kernels import cpu_kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
+from tests.bench.support.options import parse_options
 from tests.executor.support.kv import out_cache_loc
 
 PROMPT_LEN = 512
@@ -57,12 +57,7 @@ class Ours:
     """Prompts in a paged KV pool, one row each."""
 
     def __init__(
-        self,
-        model: Model,
-        config: ModelConfig,
-        batch_size: int,
-        max_len: int,
-        num_workers: int,
+        self, model: Model, config: ModelConfig, batch_size: int, max_len: int, num_workers: int
     ) -> None:
         self._model = model
         self._attention = TorchAttention(
@@ -246,13 +241,9 @@ def print_row(name: str, num_tokens: int, times: list[list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--workers", type=int, help="threads that share a layer of ours")
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3, help="prefill repetitions")
-    options = parser.parse_args()
+    # Workers are the threads that share a layer of ours, rounds those of the prefill.
+    counts = {"threads": 2, "workers": int, "steps": 48, "rounds": 3}
+    options = parse_options(__doc__, batches=(1, 8, 32), **counts)
     torch.set_num_threads(options.threads)
     is_passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
     workers = options.workers or (options.threads if is_passive else 1)
@@ -272,7 +263,7 @@ def main() -> None:
         )
         times = time_prefill(model, config, peer, options.rounds, workers)
         print_row("prefill 512", PROMPT_LEN, times)
-        for batch_size in map(int, options.batches.split(",")):
+        for batch_size in options.batches:
             times = time_decode(model, config, peer, batch_size, options.steps, workers)
             times.append(time_generate(config, peer, batch_size, options.steps))
             print_row(f"decode B={batch_size}", batch_size, times)

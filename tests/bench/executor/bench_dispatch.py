@@ -12,7 +12,6 @@ executors and to 3.6 of 4, as in an all-gather; "near" picks all 8 on one execut
 executors than cores, as 4 here, a collective waits for turns on the cores first of all.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import join_group
 from executor.parallel.topology import Topology
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.executor.support.ranks.ranks import HOST, run_ranks
 
@@ -38,12 +38,9 @@ Times = dict[str, tuple[float, float]]  # microseconds of dispatch and of combin
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--world-sizes", default="2,4")
-    arguments.add_argument("--rounds", type=int, default=100)
-    given = arguments.parse_args()
+    given = parse_options(__doc__, world_sizes=(2, 4), rounds=100)
     quiet()
-    for world_size in map(int, given.world_sizes.split(",")):
+    for world_size in given.world_sizes:
         results = run_ranks(measure, world_size, world_size, given.rounds)[0]
         print(f"{world_size} executors: microseconds of dispatch + combine, and ratio")
         for name, times in results.items():

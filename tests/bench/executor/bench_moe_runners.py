@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ from executor.model.layers.workers import WorkerPool
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
+from tests.bench.support.options import parse_options
+from tests.bench.support.timing import in_turns
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32, 128, 512)
@@ -135,42 +138,27 @@ def fastest(
     share: Callable[[int], AbstractContextManager[None]],
 ) -> dict[str, float]:
     """Returns the seconds of each column's fastest round of one layer."""
-    num_rows = len(dispatched.x_RD)
 
-    def once(layers: list[MoERunner], repeats: int) -> float:
-        started = clock()
-        with share(num_rows):
-            for _ in range(repeats):
-                for layer in layers:
-                    layer.run(dispatched)
-        return (clock() - started) / repeats / len(layers)
+    def run(layers: list[MoERunner]) -> None:
+        with share(len(dispatched.x_RD)):
+            for layer in layers:
+                layer.run(dispatched)
 
-    repeats = {
-        name: max(1, int(BLOCK_SECONDS / (once(layers, 1) * len(layers))))
-        for name, layers in columns.items()
-    }
-    times = dict.fromkeys(columns, float("inf"))
-    for _ in range(rounds):
-        for name, layers in columns.items():
-            times[name] = min(times[name], once(layers, repeats[name]))
-    return times
+    calls = {name: partial(run, layers) for name, layers in columns.items()}
+    times = in_turns(calls, rounds, clock=clock, least_s=BLOCK_SECONDS)
+    return {name: min(times[name]) / len(layers) for name, layers in columns.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--dtypes", default="bf16,fp32")
-    options = parser.parse_args()
+    lists = {"shapes": tuple(SHAPES), "rows": ROWS, "dtypes": tuple(DTYPES)}
+    options = parse_options(__doc__, threads=1, rounds=20, **lists)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     workers = WorkerPool(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    for name in options.shapes.split(","):
+    for name in options.shapes:
         shape = SHAPES[name]
-        for dtype_name in options.dtypes.split(","):
+        for dtype_name in options.dtypes:
             dtype = DTYPES[dtype_name]
             print(f"{name} {dtype_name}: {shape}, {options.threads} threads", flush=True)
             measure(shape, dtype, options, workers, clock)
@@ -199,7 +187,7 @@ def measure(
         for name, runner in made.items():
             columns.setdefault(name, []).append(runner)
     is_small = are_small(shape.experts, shape.hidden, shape.expert_size, dtype.itemsize)
-    for num_rows in map(int, options.rows.split(",")):
+    for num_rows in options.rows:
         dispatched = routed(shape, num_rows, dtype)
         expected = columns["packed"][0].run(dispatched).float()
         for name, layers in columns.items():

@@ -15,7 +15,6 @@ Exits with 1 if the median of `left` is above 50 ms at any size. Executors share
 another and with the router: on a machine that is busy otherwise, look at the least.
 """
 
-import argparse
 import asyncio
 import multiprocessing
 import statistics
@@ -45,6 +44,7 @@ from router.requests.request import OutputOptions, Request, SamplingParams, Stop
 from router.requests.waiting_queue import Admission
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupInfo, InFlight
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 
 DEMO_MODEL = Path("deploy/demo_model")
@@ -217,13 +217,10 @@ async def measure(num_executors: int, num_rounds: int) -> list[tuple[float, floa
 
 def main() -> None:
     quiet()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--sizes", default="2,4")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
+    options = parse_options(__doc__, sizes=(2, 4), rounds=20)
     is_met = True
     print(f"{'executors':<11}{'heard ms':>10}{'left ms':>10}{'min':>8}{'max':>8}   (medians first)")
-    for size in map(int, options.sizes.split(",")):
+    for size in options.sizes:
         heard, left = zip(*asyncio.run(measure(size, options.rounds)), strict=True)
         median = statistics.median(left)
         print(

@@ -22,12 +22,10 @@ faster than the floor, which shows most where nothing is padded. On CUDA each of
 at least one kernel launch.
 """
 
-import argparse
 import gc
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +39,8 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
 )
 from executor.graph.slots import local_num_token_non_padded
+from tests.bench.support.options import parse_options
+from tests.bench.support.timing import in_turns, median_ratio
 
 MAX_BS = 256
 SIZES = ((1, 1), (30, 32), (64, 64), (250, 256), (256, 256))  # (real, padded) sequences
@@ -153,13 +153,6 @@ def check_same(registry: CudaGraphBufferRegistry, fields: FieldByField, padded: 
             assert torch.equal(slot.slice_for(padded, padded), expected), name
 
 
-def microseconds(run: Callable[[SimpleNamespace], None], batches: list[SimpleNamespace]) -> float:
-    started = time.perf_counter()
-    for batch in batches:
-        run(batch)
-    return (time.perf_counter() - started) / len(batches) * 1e6
-
-
 def operations(run: Callable[[SimpleNamespace], None], batch: SimpleNamespace) -> int:
     """Returns how many operations are dispatched, views left out."""
     with _Counter() as counter:
@@ -201,12 +194,16 @@ def compare(raw: int, padded: int, rounds: int, fills: int) -> float:
         by_registry(batch)
         by_field(batch)
         check_same(registry, fields, padded)
-    times = [
-        [microseconds(run, batches) for run in (by_field, by_registry, floor)]
-        for _ in range(rounds)
-    ]
-    naive, ours, least = (min(column) for column in zip(*times, strict=True))
-    median = statistics.median(row[0] / row[1] for row in times)
+
+    def fill_all(run: Callable[[SimpleNamespace], None]) -> None:
+        for batch in batches:
+            run(batch)
+
+    times = in_turns(
+        {run: partial(fill_all, run) for run in (by_field, by_registry, floor)}, rounds
+    )
+    naive, ours, least = (min(column) / fills * 1e6 for column in times.values())
+    median = median_ratio(times[by_field], times[by_registry])
     counts = f"{operations(by_field, slots[0]):>4} {operations(by_registry, slots[0]):>4}"
     print(
         f"{f'{raw}/{padded}':>12} {naive:9.2f} {ours:9.2f} {naive / ours:6.2f}x {median:6.2f}x "
@@ -217,11 +214,7 @@ def compare(raw: int, padded: int, rounds: int, fills: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--fills", type=int, default=50, help="fills of a round")
-    parser.add_argument("--require", type=float, default=0.0, help="exit with 1 below this ratio")
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=200, fills=50, require=0.0)  # fills of a round
     torch.set_num_threads(1)
     gc.disable()
     short = []

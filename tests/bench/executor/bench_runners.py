@@ -7,10 +7,10 @@ table says what filling buffers, padding and cutting the pass cost. The last two
 default of --prefill-graphs here; on a GPU, tests/gpu does.
 """
 
-import argparse
 import statistics
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,9 @@ from executor.runners import GraphRunner, Runner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
-from tests.bench.executor.bench_cpu_model import BLOCK_SIZE, PROMPT_LEN, make_checkpoint, seconds
+from tests.bench.executor.bench_cpu_model import BLOCK_SIZE, PROMPT_LEN, clock, make_checkpoint
+from tests.bench.support.options import parse_options
+from tests.bench.support.timing import in_turns
 from tests.executor.support.kv import out_cache_loc
 
 MAX_ROWS = 32
@@ -87,10 +89,8 @@ def make_runners(forward_pass: ForwardPass) -> tuple[Runner, GraphRunner, dict[s
     )
     sizes = sorted({size for _, size in PREFILLS})
     prefill: dict[str, GraphRunner] = {}
-    for name, kind in (
-        ("breakable", BreakablePrefillRunner),
-        ("piecewise", PiecewisePrefillRunner),
-    ):
+    kinds = {"breakable": BreakablePrefillRunner, "piecewise": PiecewisePrefillRunner}
+    for name, kind in kinds.items():
         registry = build_prefill_registry(
             max_num_token=sizes[-1], enable_num_token_non_padded=True, **options
         )
@@ -117,21 +117,17 @@ def make_batch(pool: KVPool, num_computed: int, num_tokens: list[int], size: int
 def print_row(name: str, batch: ForwardBatch, runners: list[Runner], rounds: int) -> None:
     """Prints the first runner's time, and every other's as a multiple of it."""
     eager_batch = replace(batch, layout=DpLayout.single(len(batch.input_ids)))
-    times: list[list[float]] = [[] for _ in runners]
-    for _ in range(rounds + 1):
-        for i, runner in enumerate(runners):
-            given = batch if i else eager_batch
-            times[i].append(seconds(lambda runner=runner, given=given: runner.run(given)))  # type: ignore[misc]
-    eager, *others = (statistics.median(column[1:]) for column in times)
+    calls = {
+        i: partial(runner.run, batch if i else eager_batch) for i, runner in enumerate(runners)
+    }
+    times = in_turns(calls, rounds, clock=clock())
+    eager, *others = map(statistics.median, times.values())
     print(f"{name:<24} {eager * 1e3:9.1f}", *(f"{other / eager:10.3f}x" for other in others))
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = parse_options(__doc__, threads=2, rounds=9)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         del make_checkpoint(Path(directory)).model

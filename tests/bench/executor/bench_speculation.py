@@ -1,6 +1,6 @@
 """Compares a speculative step with a plain one in CPU time, for each draft of the demo model.
 
-    python -m tests.bench.executor.bench_speculation [--drafts eagle mtp] [--batches 1 4 16 32] [--rounds 12]
+    python -m tests.bench.executor.bench_speculation [--drafts eagle,mtp] [--batches 1,4,16,32] [--rounds 12]
                                             [--dtype bfloat16] [--require 1.1] [--behind]
 
 Executors on one thread, without a router: one plain, and one for each draft. In a round all of them
@@ -22,11 +22,11 @@ and as a graph of just so many sequences. On a CPU, where a graph is its pass an
 tells what filling a graph's inputs costs; a GPU saves launches.
 """
 
-import argparse
 import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -36,7 +36,9 @@ from deploy.local.demo_tasks import STOP_ID, Mix, Problem, problems
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from protos.executor.v1 import executor_pb2 as pb
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
+from tests.bench.support.timing import median_ratio
 from tests.executor.support.steps import row_starts, sequences
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -58,7 +60,8 @@ class Cell:
         has_graph: Whether they replay a graph.
 
     Attributes:
-        behind_ns: CPU time of what the last step ran behind its answer.
+        spent_ns: CPU time of the last step.
+        behind_ns: Of it, what ran behind its answer.
         gained: Tokens up to the answers' ends.
         offered: How often a sequence took a step before its answer's end.
     """
@@ -95,7 +98,7 @@ class Cell:
         self._step_id = 0
         self._num_tokens = np.zeros(count, dtype=np.int64)
         self._has_ended = np.zeros(count, dtype=np.bool_)
-        self.gained = self.offered = self.behind_ns = 0
+        self.gained = self.offered = self.spent_ns = self.behind_ns = 0
 
     def start(self, asked: list[Problem]) -> None:
         """Gives every row a problem, and runs the prompts."""
@@ -130,8 +133,8 @@ class Cell:
         self._num_tokens = np.array(lens) + 1
         self._has_ended[:] = False
 
-    def step(self) -> int:
-        """Returns the nanoseconds of CPU time that a step of all rows took."""
+    def step(self) -> None:
+        """Runs a step of all rows."""
         rows, computed = range(self._count), self._num_tokens - 1
         width = self._width or 1
         columns = sequences(rows=rows, num_computed_tokens=computed.tolist())
@@ -152,7 +155,7 @@ class Cell:
             agreement.global_num_tokens_for_draft.append(self._count)
             agreement.global_num_sampled.append(self._count)
         part = pb.RankStep(forward_mode=pb.FORWARD_MODE_DECODE, sequences=columns)
-        result, spent = self._execute(agreement, part)
+        result = self._execute(agreement, part)
         tokens = np.frombuffer(result.next_token_ids, "<i4")
         counts = np.ones(self._count, dtype=np.int64)
         if self._width:
@@ -164,9 +167,8 @@ class Cell:
                 self.gained += int(stops[0]) + 1 if len(stops) else len(run)
                 self.offered += 1
         self._num_tokens += counts
-        return spent
 
-    def _execute(self, agreement: pb.StepAgreement, part: pb.RankStep) -> tuple[pb.RankResult, int]:
+    def _execute(self, agreement: pb.StepAgreement, part: pb.RankStep) -> pb.RankResult:
         self._step_id += 1
         request = pb.StepRequest(epoch=1, step_id=self._step_id, agreement=agreement, ranks=[part])
         start = time.thread_time_ns()
@@ -174,27 +176,35 @@ class Cell:
         answered = time.thread_time_ns()
         self._worker.run_deferred()
         end = time.thread_time_ns()
-        self.behind_ns = end - answered
-        return response.ranks[0], end - start
+        self.spent_ns, self.behind_ns = end - start, end - answered
+        return response.ranks[0]
+
+
+def run_in_turns(
+    cells: list[Cell], asked: list[list[Problem]], spent: Callable[[Cell], int]
+) -> list[list[int]]:
+    """Returns what each cell spent in each step. The first problems warm up."""
+    times: list[list[int]] = [[] for _ in cells]
+    for turn, given in enumerate(asked):
+        for cell in cells:
+            cell.start(given)
+        for _ in range(STEPS):
+            for cell, column in zip(cells, times, strict=True):
+                cell.step()
+                if turn:
+                    column.append(spent(cell))
+    return times
 
 
 def compare(drafts: list[str], count: int, rounds: int, dtype: str) -> float:
     """Prints a line for each draft and returns the best gain."""
     cells = [Cell(draft, count, dtype) for draft in (None, *drafts)]
     long = (p for p in problems(0, 10**6, Mix(0, 1, 1)) if len(p.answer) >= LONG_ANSWER)
-    times: list[list[int]] = [[] for _ in cells]
-    for turn in range(rounds + 1):  # the first one warms up
-        asked = list(islice(long, count))
-        for cell in cells:
-            cell.start(asked)
-        for _ in range(STEPS):
-            for cell, column in zip(cells, times, strict=True):
-                spent = cell.step()
-                if turn:
-                    column.append(spent)
+    asked = [list(islice(long, count)) for _ in range(rounds + 1)]
+    times = run_in_turns(cells, asked, lambda cell: cell.spent_ns)
     plain, best = times[0], 0.0
     for draft, cell, column in zip(drafts, cells[1:], times[1:], strict=True):
-        ratio = statistics.median(mine / its for mine, its in zip(column, plain, strict=True))
+        ratio = median_ratio(column, plain)
         tokens = cell.gained / cell.offered
         best = max(best, tokens / ratio)
         print(
@@ -214,33 +224,17 @@ def compare_behind(drafts: list[str], count: int, rounds: int, dtype: str) -> No
             for has_graph in (False, True)
         ]
         asked = list(islice(problems(0, 10**6, Mix(0, 1, 1)), count))
-        times: list[list[int]] = [[], []]
-        for turn in range(rounds + 1):  # the first one warms up
-            for cell in cells:
-                cell.start(asked)
-            for _ in range(STEPS):
-                for cell, column in zip(cells, times, strict=True):
-                    cell.step()
-                    if turn:
-                        column.append(cell.behind_ns)
-        eager, graph = times
-        ratio = statistics.median(mine / its for mine, its in zip(graph, eager, strict=True))
+        eager, graph = run_in_turns(cells, [asked] * (rounds + 1), lambda cell: cell.behind_ns)
         print(
             f"{count:>4} {draft:<10} {statistics.median(eager) / 1e6:9.2f} "
-            f"{statistics.median(graph) / 1e6:9.2f} {ratio:6.2f}",
+            f"{statistics.median(graph) / 1e6:9.2f} {median_ratio(graph, eager):6.2f}",
             flush=True,
         )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 32])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--require", type=float, default=0.0, help="exit with 1 below this gain")
-    parser.add_argument("--behind", action="store_true", help="behind plain steps instead")
-    options = parser.parse_args()
+    numbers = {"batches": (1, 4, 16, 32), "rounds": 12, "require": 0.0}
+    options = parse_options(__doc__, drafts=DRAFTS, dtype="bfloat16", behind=False, **numbers)
     quiet()
     gc.disable()
     if options.behind:

@@ -13,12 +13,11 @@ runner that does nothing, greedy and random.
 On the CPU nothing is copied. On CUDA the copies of field by field each wait for the device.
 """
 
-import argparse
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
+from tests.bench.support.options import parse_options
+from tests.bench.support.timing import in_turns, median_ratio
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.steps import row_starts, sequences, step
 
@@ -161,13 +162,6 @@ def check_same(worker: Worker, columns: StepColumns) -> None:
     assert one.forward_mode is other.forward_mode
 
 
-def microseconds(run: Callable[[], object], times: int) -> float:
-    started = time.perf_counter()
-    for _ in range(times):
-        run()
-    return (time.perf_counter() - started) / times * 1e6
-
-
 def compare(size: int, rounds: int, steps: int) -> float:
     """Prints the row of a size. Returns the ratio of the fastest rounds."""
     worker = make_worker(size)
@@ -176,12 +170,10 @@ def compare(size: int, rounds: int, steps: int) -> float:
     columns = read_step(next(stream), worker._limits, worker._rows)
     check_same(worker, columns)
     ways = (by_field, staged, with_views_anew)
-    times = [
-        [microseconds(lambda way=way: way(worker, columns), steps) for way in ways]
-        for _ in range(rounds)
-    ]
-    field, ours, anew = (min(column) for column in zip(*times, strict=True))
-    median = statistics.median(row[0] / row[1] for row in times)
+    calls = {way: partial(way, worker, columns) for way in ways}
+    times = in_turns(calls, rounds, repeats=steps)
+    field, ours, anew = (min(column) * 1e6 for column in times.values())
+    median = median_ratio(times[by_field], times[staged])
     print(
         f"{size:>9} {field:9.1f} {ours:7.1f} {field / ours:6.2f}x {median:6.2f}x {anew:11.1f}",
         flush=True,
@@ -196,17 +188,15 @@ def execute(size: int, temperature: float, rounds: int) -> float:
     for _ in range(rounds):
         worker = make_worker(size)
         worker.execute(first)
-        stream = iter(rest)
-        best = min(best, microseconds(lambda s=stream, w=worker: w.execute(next(s)), NUM_EXECUTED))
-    return best
+        started = time.perf_counter()
+        for request in rest:
+            worker.execute(request)
+        best = min(best, time.perf_counter() - started)
+    return best / NUM_EXECUTED * 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=50, help="steps of a round")
-    parser.add_argument("--require", type=float, default=0.0, help="exit with 1 below this ratio")
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=200, steps=50, require=0.0)  # steps of a round
     torch.set_num_threads(1)
     gc.disable()
     print("columns to batch, CPU, 1 thread; us per decode step, fastest round; GC off")
