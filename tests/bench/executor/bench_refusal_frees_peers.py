@@ -26,7 +26,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from executor.build.executor import build_worker
@@ -36,16 +35,11 @@ from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig
 from router.errors import ExecutorLost
-from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
-from router.requests.waiting_queue import Admission
-from router.scheduling.scheduler import Scheduler
-from router.scheduling.step import GroupInfo, InFlight
+from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
+from tests.bench.support.routing import group_of, scheduler_of
 
 DEMO_MODEL = Path("deploy/demo_model")
 HOST = "127.0.0.1"
@@ -113,8 +107,8 @@ def note_leave(events: Events, leave: Callable[[], None]) -> None:
 
 async def run_round(group: ExecutorGroup, pipes: list[Connection]) -> tuple[float, float]:
     """Returns the milliseconds from the refusal until the router has heard of it and all have left."""
-    info = await group.form()
-    scheduler = scheduler_of(info)
+    shape = (await group.form()).shape
+    scheduler = scheduler_of(shape, max_tokens=100, num_requests=shape.dp_size)
     for pipe in pipes:
         take_events(pipe)  # those of joining
     refusing = len(pipes) - 1
@@ -141,33 +135,6 @@ async def run_round(group: ExecutorGroup, pipes: list[Connection]) -> tuple[floa
         assert first.keys() <= {"PeerLost", "left"}, events
         ends += first.values()
     return (heard - refused) * 1e3, (max(ends) - refused) * 1e3
-
-
-def scheduler_of(info: GroupInfo) -> Scheduler:
-    """Returns a scheduler with a request for each rank."""
-    listeners = Listeners(max_listeners=1)
-    listener = listeners.open()
-    admission = Admission(max_sequences=100, max_tokens=1000)
-    for number in range(info.shape.dp_size):
-        admission.submit(
-            Request(
-                request_id=str(number),
-                prompt=np.full(8, 3 + number, dtype=np.int32),
-                sampling=SamplingParams(),
-                stop=StopConditions(max_tokens=100),
-                output=OutputOptions(),
-                listener=listener,
-                arrival_time=0.0,
-            )
-        )
-    return Scheduler(
-        info.shape,
-        admission,
-        listeners,
-        min_chunk_tokens=1,
-        clock=time.monotonic,
-        on_end=lambda sequence: None,
-    )
 
 
 def corrupt(group: ExecutorGroup, rank: int) -> None:
@@ -201,12 +168,7 @@ async def measure(num_executors: int, num_rounds: int) -> list[tuple[float, floa
         pipes.append(ours)
         processes.append(process)
     addresses = [f"{HOST}:{await asyncio.to_thread(pipe.recv)}" for pipe in pipes]
-    group = ExecutorGroup(
-        find_addresses(addresses),
-        "demo",
-        form_timeout_s=120,
-        deadline=StepDeadline(factor=20, min_s=120, max_s=120),
-    )
+    group = group_of(addresses)
     rounds = [await run_round(group, pipes) for _ in range(num_rounds)]
     await group.close()
     for pipe, process in zip(pipes, processes, strict=True):

@@ -1,7 +1,7 @@
 """What turns of drafts and prompts gain and cost, in virtual time: the real scheduler, no executors.
 
     python -m tests.bench.router.bench_draft_turns [--trace FILE] [--draft-cost 1.5] [--acceptance 0.6]
-                                            [--ranks 8] [--rates 5 20 40 80 160]
+                                            [--ranks 8] [--rates 5,20,40,80,160]
 
 Requests come as a trace says, faster or slower, or at random: Poisson, prompts of 1,150 tokens and
 answers of 210 on average, log-normal. A trace is a CSV with a line of names and then a time as in
@@ -11,7 +11,8 @@ that, and prompts as long as `--prompt-tokens` of them take as a plain step does
 the decodes in their step, or with `--overlap` beside them, so that the longer of the two counts.
 Measured ratios of a speculative step to a plain one: 2.1 to 2.7 on a CPU (bench_speculation), and on
 GPUs, which wait for memory while they decode, some 1.3 to 1.6. Each draft is accepted with
-`--acceptance`, if those before it are. Two steps are in flight.
+`--acceptance`, if those before it are. Two steps are in flight. Each rank has so many ``--rows``, KV
+``--blocks`` of 16 tokens, and a ``--budget`` of tokens in a step.
 
 A line for each rate and way: without drafts, prompts always first, and turns with so many steps of
 prompts between. Of all requests: output tokens a second; milliseconds to the first token, mean and
@@ -42,6 +43,7 @@ from router.scheduling.step import (
     StepPlan,
     StepResult,
 )
+from tests.bench.support.options import parse_options
 
 DEPTH = 2
 NUM_DRAFTS = 3
@@ -221,20 +223,10 @@ def report(name: str, world: World) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--rates", nargs="+", type=float, default=[5, 20, 40, 80, 160])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=64, help="sequences of each rank, at most")
-    parser.add_argument("--blocks", type=int, default=8000, help="of 16 tokens, of each rank")
-    parser.add_argument("--budget", type=int, default=4096, help="tokens of a rank in a step")
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--draft-cost", type=float, default=1.5)
-    parser.add_argument("--prompt-tokens", type=float, default=600.0)
-    parser.add_argument("--acceptance", type=float, default=0.6)
-    parser.add_argument("--overlap", action="store_true")
-    options = parser.parse_args()
+    load = {"trace": Path, "requests": 1000, "rates": (5.0, 20.0, 40.0, 80.0, 160.0)}
+    sizes = {"ranks": 8, "rows": 64, "blocks": 8000, "budget": 4096}
+    costs = {"step_ms": 20.0, "draft_cost": 1.5, "prompt_tokens": 600.0, "acceptance": 0.6}
+    options = parse_options(__doc__, overlap=False, **load, **sizes, **costs)
     if options.trace is None:
         arrivals = draw_arrivals(options.requests)
     else:

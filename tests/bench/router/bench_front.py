@@ -12,7 +12,6 @@ and tokens per second are what they got of what was offered (streams / step-ms).
 than was offered, this process was busy all the time.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -30,6 +29,7 @@ from protos.serving.v1.serving_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
@@ -41,6 +41,7 @@ from router.scheduling.step import (
     ServedModel,
     StepResult,
 )
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.router.support.running_engines import drive_group
 
@@ -59,14 +60,8 @@ class TimerExecutors:
         self._ends: deque[float] = deque()
 
     async def form(self) -> GroupInfo:
-        model = ServedModel(
-            name="timer",
-            architecture="Timer",
-            fingerprint="",
-            vocab_size=1000,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(),
-        )
+        names = {"name": "timer", "architecture": "Timer", "fingerprint": ""}
+        model = ServedModel(vocab_size=1000, max_model_len=MAX_MODEL_LEN, **names)
         shape = GroupShape(
             dp_size=1,
             num_blocks=(1 + self._num_rows * MAX_MODEL_LEN // 16,),
@@ -94,16 +89,17 @@ class TimerExecutors:
         pass
 
 
+def timer_engines(step_s: float, num_rows: int, max_listeners: int) -> tuple[Engines, Engine]:
+    """Returns engines whose only group has so many rows, and as many sequences may wait."""
+    engines = Engines(Listeners(max_listeners))
+    waiting = Admission(max_sequences=num_rows, max_tokens=10**9)
+    executors = TimerExecutors(step_s, num_rows)
+    return engines, drive_group(engines, executors, waiting, min_chunk_tokens=512, retry_delay_s=1)
+
+
 async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
     """Serves one run of the clients and prints its line."""
-    engines = Engines(Listeners(num_streams + 1))
-    engine = drive_group(
-        engines,
-        TimerExecutors(step_ms / 1e3, num_streams),
-        Admission(max_sequences=num_streams, max_tokens=10**9),
-        min_chunk_tokens=512,
-        retry_delay_s=1.0,
-    )
+    engines, engine = timer_engines(step_ms / 1e3, num_streams, max_listeners=num_streams + 1)
     server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
     add_GenerationServiceServicer_to_server(GenerationServicer(engines, None, "bench"), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -111,12 +107,8 @@ async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float
     running = asyncio.create_task(engine.run())
     client = await asyncio.create_subprocess_exec(
         sys.executable,
-        *(
-            "-m",
-            "tests.bench.router.bench_front",
-            f"--client=127.0.0.1:{port}",
-            f"--method={method}",
-        ),
+        *("-m", "tests.bench.router.bench_front"),
+        *(f"--client=127.0.0.1:{port}", f"--method={method}"),
         *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
         stdout=asyncio.subprocess.PIPE,
     )
@@ -191,7 +183,7 @@ async def run_client(address: str, method: str, num_streams: int, num_tokens: in
         await channel.close()
 
 
-async def run(streams: list[int], num_tokens: int, step_ms: float) -> None:
+async def run(streams: tuple[int, ...], num_tokens: int, step_ms: float) -> None:
     print(f"public API, a step every {step_ms:g} ms, {num_tokens} tokens per stream")
     print(
         f"{'':<14}{'streams':>8}{'offered':>10}{'tokens/s':>10}{'messages/s':>12}"
@@ -204,18 +196,12 @@ async def run(streams: list[int], num_tokens: int, step_ms: float) -> None:
 
 def main() -> None:
     quiet()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--streams", default="64,256")
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--client", help=argparse.SUPPRESS)
-    parser.add_argument("--method", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    streams = [int(number) for number in options.streams.split(",")]
+    roles = {"client": str, "method": str}  # of the other process
+    options = parse_options(__doc__, streams=(64, 256), tokens=100, step_ms=20.0, **roles)
     if options.client:
-        uvloop.run(run_client(options.client, options.method, streams[0], options.tokens))
+        uvloop.run(run_client(options.client, options.method, options.streams[0], options.tokens))
     else:
-        uvloop.run(run(streams, options.tokens, options.step_ms))
+        uvloop.run(run(options.streams, options.tokens, options.step_ms))
 
 
 if __name__ == "__main__":

@@ -42,11 +42,9 @@ from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.engine.engines import Engines
-from router.requests.listeners import Listeners
-from router.requests.waiting_queue import Admission
-from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, TimerExecutors, make_message
+from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, make_message, timer_engines
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.router.support.running_engines import drive_group
 
 STEP_S = 0.02
 TURN_S = 2.0
@@ -89,14 +87,7 @@ async def sample(count: Callable[[], float], samples: list[Sample]) -> None:
 @asynccontextmanager
 async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engines, str]]:
     """Runs a router with so many rows, and as many may wait. Yields it and its address."""
-    engines = Engines(Listeners(8192))
-    engine = drive_group(
-        engines,
-        TimerExecutors(STEP_S, num_streams),
-        Admission(max_sequences=num_streams, max_tokens=10**9),
-        min_chunk_tokens=512,
-        retry_delay_s=1.0,
-    )
+    engines, engine = timer_engines(STEP_S, num_streams, max_listeners=8192)
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
     servicer = GenerationServicer(engines, None, "bench")
     interceptors: list[grpc.aio.ServerInterceptor] = [
@@ -159,13 +150,8 @@ async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
             asyncio.create_task(sample(lambda: engines.measures.refused[reason], refused)),
         ]
         load = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "tests.bench.support.http2_load",
-                address,
-                f"--method={method}",
-            ),
+            *(sys.executable, "-m", "tests.bench.support.http2_load"),
+            *(address, f"--method={method}"),
             *(f"--rate={rate / num_messages}", f"--seconds={TURN_S}", f"--turns={turns}"),
             *(f"--message={refused_message(kind).hex()}", f"--messages={num_messages}"),
             stdout=asyncio.subprocess.PIPE,
@@ -247,13 +233,10 @@ async def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     quiet()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--kind", choices=KINDS, default="generate")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=5000.0)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--read", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    load = {"kind": "generate", "streams": 64, "rate": 5000.0, "turns": 6}
+    options = parse_options(__doc__, read=str, **load)  # of the process that reads
+    if options.kind not in KINDS:
+        sys.exit(f"kind={options.kind}: need one of {', '.join(KINDS)}")
     uvloop.run(read_streams(options.read, options.streams) if options.read else run(options))
 
 

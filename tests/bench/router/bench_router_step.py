@@ -22,7 +22,6 @@ collection would hit one phase at random. Times are CPU times of the one thread:
 the same cores take is not in them, though what they do to the caches is.
 """
 
-import argparse
 import cProfile
 import gc
 import pstats
@@ -49,6 +48,7 @@ from router.scheduling.step import (
     StepChecksums,
     StepPlan,
 )
+from tests.bench.support.options import parse_options
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -202,13 +202,8 @@ def _decode(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--output", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--profile", action="store_true")
-    options = parser.parse_args()
+    sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000}
+    options = parse_options(__doc__, profile=False, **sizes)
 
     bench = Bench(options.ranks, options.rows, options.output)
     for _ in range(min(2 * options.output, MAX_WARM_UP)):

@@ -8,7 +8,6 @@ thread; `scrape` is all of it, over HTTP on loopback. CPU times are of the one t
 neighbours on the same cores take is not in them.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -20,10 +19,10 @@ from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engines import Engines
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import Request
+from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
 from router.telemetry.prometheus import collector, families, take_snapshot
+from tests.bench.support.options import parse_options
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
@@ -43,7 +42,7 @@ async def run(num_ranks: int, num_scrapes: int) -> None:
         await asyncio.sleep(0.01)
     listener = engines.listeners.open()
     for number in range(2 * num_ranks):
-        engines.submit(_request(str(number), listener))
+        engines.submit(make_request(range(1, 9), listener, 11_000, request_id=str(number)))
     await asyncio.sleep(1.0)
     stepping.cancel()
     port = serve_metrics("127.0.0.1:0", collector(engines, "bench"))
@@ -76,15 +75,8 @@ def _cpu_s(work: Callable[[], object]) -> float:
     return time.thread_time() - started
 
 
-def _request(request_id: str, listener: Listener) -> Request:
-    return make_request(range(1, 9), listener, 11_000, request_id=request_id)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--scrapes", type=int, default=300)
-    options = parser.parse_args()
+    options = parse_options(__doc__, ranks=16, scrapes=300)
     asyncio.run(run(options.ranks, options.scrapes))
 
 

@@ -10,13 +10,13 @@ tiny: on a real one the router's share is smaller. CPU numbers of shared cores v
 factor of two; compare runs made a moment apart.
 """
 
-import argparse
 import asyncio
 import random
 import time
 
 from deploy.local.launch import LocalStack
 from router.client import Client
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 
 PROMPT_LEN = 16
@@ -62,11 +62,7 @@ async def run(dp_size: int, max_requests: int, num_tokens: int) -> None:
 
 def main() -> None:
     quiet()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--dp-size", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    options = parser.parse_args()
+    options = parse_options(__doc__, dp_size=2, requests=64, tokens=64)
     asyncio.run(run(options.dp_size, options.requests, options.tokens))
 
 

@@ -15,7 +15,6 @@ Medians: on cores that are shared with others, means tell of the others. Exits w
 median period / T at depth 2 and T = 5 ms is above 1.03.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,36 +24,17 @@ import numpy as np
 import uvloop
 
 from router.engine.engines import Engines
-from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
-from router.requests.waiting_queue import Admission
-from router.scheduling.scheduler import Scheduler
+from router.requests.listeners import Listener
 from router.scheduling.step import InFlight
+from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.bench.support.routing import running_engines, simulated_executor
+from tests.bench.support.routing import group_of, running_engines, scheduler_of, simulated_executor
+from tests.router.support.requests import make_request
 
 STEP_MS = (2.0, 5.0, 10.0)
 DEPTHS = (1, 2)
-PROMPT_LEN = 8
 REQUIRED_RATIO = 1.03  # at depth 2 and 5 ms
 RTT_STEPS = 2000
-
-
-def make_request(number: int, num_tokens: int, listener: Listener) -> Request:
-    return Request(
-        request_id=f"r{number}",
-        prompt=np.full(PROMPT_LEN, 1 + number % 900, dtype=np.int32),
-        sampling=SamplingParams(),
-        stop=StopConditions(max_tokens=num_tokens),
-        output=OutputOptions(),
-        listener=listener,
-        arrival_time=0.0,
-        tag=number,
-        is_columnar=True,
-    )
 
 
 async def drain(engines: Engines, listener: Listener) -> None:
@@ -73,7 +53,8 @@ async def measure_periods(
         async with running_engines(executor.address, depth) as engines:
             listener = engines.listeners.open()
             for number in range(num_sequences):
-                engines.submit(make_request(number, num_steps, listener))
+                fields = {"request_id": f"r{number}", "tag": number, "is_columnar": True}
+                engines.submit(make_request([1 + number % 900] * 8, listener, num_steps, **fields))
             await drain(engines, listener)
         report = json.loads(await executor.report())
     skip = num_steps // 10
@@ -83,24 +64,8 @@ async def measure_periods(
 async def measure_rtt() -> list[float]:
     """Returns round trips of a step of one sequence, in microseconds."""
     async with simulated_executor(0.0, 1) as executor:
-        group = ExecutorGroup(
-            find_addresses([executor.address]),
-            "simulated",
-            form_timeout_s=30,
-            deadline=StepDeadline(factor=20, min_s=30, max_s=30),
-        )
-        info = await group.form()
-        listeners = Listeners(max_listeners=1)
-        admission = Admission(max_sequences=1, max_tokens=100)
-        scheduler = Scheduler(
-            info.shape,
-            admission,
-            listeners,
-            min_chunk_tokens=1,
-            clock=time.monotonic,
-            on_end=lambda sequence: None,
-        )
-        admission.submit(make_request(0, RTT_STEPS, listeners.open()))
+        group = group_of([executor.address])
+        scheduler = scheduler_of((await group.form()).shape, RTT_STEPS, num_requests=1)
         rtts = []
         while (plan := scheduler.schedule()) is not None:
             started = time.perf_counter()
@@ -137,10 +102,7 @@ async def run(num_sequences: int, num_steps: int) -> bool:
 
 def main() -> None:
     quiet()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
+    options = parse_options(__doc__, sequences=256, steps=300)
     sys.exit(0 if uvloop.run(run(options.sequences, options.steps)) else 1)
 
 

@@ -10,10 +10,9 @@ SerializeToString and decoding begins with FromString. Each cell is the least of
 many calls, in microseconds: what the code costs when nobody else takes the core.
 """
 
-import argparse
 import timeit
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -21,6 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.step_codec import decode_result, encode_step
 from router.scheduling.step import Agreement, BatchMode, PaddingMode, RankBatch, StepPlan
+from tests.bench.support.options import parse_options
 
 FIELDS = ("row", "position", "token", "block", "samples")
 NUM_RANKS = 16
@@ -40,13 +40,8 @@ def make_messages() -> dict[str, Any]:
     add("Sequence", FIELDS, type=types.TYPE_INT32, label=types.LABEL_OPTIONAL)
     add("Repeated", FIELDS, type=types.TYPE_INT32, label=types.LABEL_REPEATED)
     add("Bytes", FIELDS, type=types.TYPE_BYTES, label=types.LABEL_OPTIONAL)
-    add(
-        "Sequences",
-        ("sequences",),
-        type=types.TYPE_MESSAGE,
-        type_name=".bench.Sequence",
-        label=types.LABEL_REPEATED,
-    )
+    of = {"type": types.TYPE_MESSAGE, "type_name": ".bench.Sequence"}
+    add("Sequences", ("sequences",), label=types.LABEL_REPEATED, **of)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     names = [message.name for message in file.message_type]
@@ -56,18 +51,12 @@ def make_messages() -> dict[str, Any]:
     }
 
 
-class Layout:
+class Layout(NamedTuple):
     """One way to carry columns: to bytes, and back."""
 
-    def __init__(
-        self,
-        name: str,
-        encode: Callable[[list[np.ndarray]], bytes],
-        decode: Callable[[bytes], list[np.ndarray]],
-    ) -> None:
-        self.name = name
-        self.encode = encode
-        self.decode = decode
+    name: str
+    encode: Callable[[list[np.ndarray]], bytes]
+    decode: Callable[[bytes], list[np.ndarray]]
 
 
 def make_layouts() -> list[Layout]:
@@ -76,8 +65,9 @@ def make_layouts() -> list[Layout]:
 
     def encode_sequences(columns: list[np.ndarray]) -> bytes:
         message = sequences()
-        for values in zip(*(column.tolist() for column in columns), strict=True):
-            row, position, token, block, samples = values
+        for row, position, token, block, samples in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             message.sequences.add(
                 row=row, position=position, token=token, block=block, samples=samples
             )
@@ -139,9 +129,7 @@ def least_us(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--sequences", type=int, default=256)
-    num_sequences = parser.parse_args().sequences
+    num_sequences = parse_options(__doc__, sequences=256).sequences
 
     rng = np.random.default_rng(0)
     columns = [rng.integers(1, 150_000, num_sequences, dtype=np.int32) for _ in FIELDS]

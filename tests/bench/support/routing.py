@@ -2,8 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+
+import numpy as np
 
 from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
@@ -11,6 +14,9 @@ from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import Admission
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import GroupShape
+from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
 
 
@@ -45,15 +51,28 @@ async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[Exe
         await process.wait()
 
 
+def group_of(addresses: Sequence[str]) -> ExecutorGroup:
+    """Returns a group whose executors are never overdue."""
+    deadline = StepDeadline(factor=20, min_s=120, max_s=120)
+    return ExecutorGroup(find_addresses(addresses), "bench", form_timeout_s=120, deadline=deadline)
+
+
+def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Scheduler:
+    """Returns a scheduler with requests that differ in their prompts, of 8 tokens."""
+    listeners = Listeners(max_listeners=1)
+    listener = listeners.open()
+    waiting = Admission(max_sequences=num_requests, max_tokens=8 * num_requests)
+    for number in range(num_requests):
+        request_id, prompt = str(number), np.full(8, 3 + number)
+        waiting.submit(make_request(prompt, listener, max_tokens, request_id=request_id))
+    hooks = {"clock": time.monotonic, "on_end": lambda sequence: None}
+    return Scheduler(shape, waiting, listeners, min_chunk_tokens=1, **hooks)  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
-    """A engines whose one group has formed and steps."""
-    group = ExecutorGroup(
-        find_addresses([address]),
-        "simulated",
-        form_timeout_s=30,
-        deadline=StepDeadline(factor=20, min_s=30, max_s=30),
-    )
+    """Engines whose one group has formed and steps."""
+    group = group_of([address])
     engines = Engines(Listeners(max_listeners=4096))
     engine = drive_group(
         engines,

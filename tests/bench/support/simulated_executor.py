@@ -1,6 +1,6 @@
 """An executor process without a model: real gRPC in front, a device that only takes its time.
 
-    python -m tests.bench.support.simulated_executor --step-ms 5 [--rows 256]
+    python -m tests.bench.support.simulated_executor [--step-ms 5] [--rows 256]
 
 A step starts when it has arrived and the step before it has ended, and takes `step-ms`. Every
 sampling sequence gets token 1. Prints its address once it listens and, at the end of each Step
@@ -8,7 +8,6 @@ stream, one line of JSON: for each step the device's time since the end of the o
 how much of that it was idle, in microseconds.
 """
 
-import argparse
 import asyncio
 import json
 import queue
@@ -24,6 +23,7 @@ import uvloop
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from tests.bench.support.options import parse_options
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -153,10 +153,7 @@ async def serve(step_ms: float, num_rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--step-ms", type=float, required=True)
-    parser.add_argument("--rows", type=int, default=256)
-    options = parser.parse_args()
+    options = parse_options(__doc__, step_ms=5.0, rows=256)
     uvloop.run(serve(options.step_ms, options.rows))
 
 
