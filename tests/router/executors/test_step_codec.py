@@ -23,6 +23,7 @@ from router.scheduling.step import (
 )
 
 READER = Listeners(max_listeners=1).open()
+DTYPES = {"samples": "u1", "scores_output": "u1", "seed": "<u8", "biases": "<f4"}
 
 
 def ints(*values: int) -> np.ndarray:
@@ -75,13 +76,29 @@ def starts_of(*sequences: Sequence) -> pb.RowStarts:
     return pb.RowStarts.FromString(columns.SerializeToString())
 
 
-def column(data: bytes, dtype: str = "<i4") -> list[Any]:
-    values: list[Any] = np.frombuffer(data, dtype=dtype).tolist()
-    return values
+def columns_of(message: Any) -> dict[str, list[Any]]:
+    """Returns the columns that are there, by name."""
+    dtypes = {field.name: field.dtype for field in SAMPLING_FIELDS} | DTYPES
+    return {
+        field.name: np.frombuffer(data, dtypes.get(field.name, "<i4")).tolist()
+        for field, data in message.ListFields()
+    }
 
 
 DECODE = RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3), ints(-1, 8))
 IDLE = RankBatch(BatchMode.IDLE, ints(), ints(), ints())
+EXTEND_COLUMNS = {
+    "rows": ints(1, 2),
+    "num_computed_tokens": ints(0, 4),
+    "token_ids": ints(5, 6, 7),
+    "num_tokens": ints(2, 1),
+    "num_new_blocks": ints(1, 2),
+    "new_block_ids": ints(9, 10, 11),
+    "samples": np.array([0, 1], dtype=np.uint8),
+    "num_scored": ints(2, 0),
+    "scored_ids": ints(6, 7),
+}
+EXTEND = RankBatch(BatchMode.EXTEND, **EXTEND_COLUMNS, starts=[RowStart(1, make_sequence())])
 
 
 def test_every_rank_gets_the_same_agreement_and_its_own_part() -> None:
@@ -109,8 +126,8 @@ def test_a_speculative_step_says_its_width_and_what_each_sequence_may_gain() -> 
     assert not request.agreement.global_num_tokens_for_draft
     [part] = request.ranks
     assert part.forward_mode == pb.FORWARD_MODE_DECODE
-    assert column(part.sequences.num_tokens) == [4, 2]
-    assert part.sequences.token_ids == b""
+    expected = {"rows": [3, 5], "num_computed_tokens": [17, 3], "num_tokens": [4, 2]}
+    assert columns_of(part.sequences) == expected
 
 
 def test_a_step_that_is_not_says_what_the_draft_model_runs() -> None:
@@ -137,39 +154,17 @@ def test_an_idle_rank_gets_no_columns() -> None:
 def test_a_decode_sends_three_columns_and_leaves_defaults_out() -> None:
     [request] = encode(DECODE)
     [part] = request.ranks
-    columns = part.sequences
     assert part.forward_mode == pb.FORWARD_MODE_DECODE
-    assert column(columns.rows) == [0, 4]
-    assert column(columns.num_computed_tokens) == [17, 3]
-    assert column(columns.token_ids) == [-1, 8]
-    given = {field.name for field, _ in columns.ListFields()}
-    assert given == {"rows", "num_computed_tokens", "token_ids"}
+    expected = {"rows": [0, 4], "num_computed_tokens": [17, 3]}
+    assert columns_of(part.sequences) == {**expected, "token_ids": [-1, 8]}
     assert not part.HasField("starts")
-
-
-def test_no_token_ids_are_sent_where_each_is_what_its_row_sampled_last() -> None:
-    batch = RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3))
-    [request] = encode(batch)
-    given = {field.name for field, _ in request.ranks[0].sequences.ListFields()}
-    assert given == {"rows", "num_computed_tokens"}
+    [request] = encode(RankBatch(BatchMode.DECODE, ints(0, 4), ints(17, 3)))
+    assert columns_of(request.ranks[0].sequences) == expected  # each its row's last token
 
 
 def test_nothing_of_one_rank_s_part_is_left_in_the_next_one_s() -> None:
-    extend = RankBatch(
-        BatchMode.EXTEND,
-        ints(1),
-        ints(0),
-        ints(5, 6),
-        num_tokens=ints(2),
-        num_new_blocks=ints(1),
-        new_block_ids=ints(9),
-        samples=np.array([1], dtype=np.uint8),
-        num_scored=ints(1),
-        scored_ids=ints(6),
-        starts=[RowStart(1, make_sequence())],
-    )
     alone = [encode(batch)[0].ranks[0] for batch in (DECODE, IDLE)]
-    after_others = [request.ranks[0] for request in encode(extend, DECODE, extend, IDLE)]
+    after_others = [request.ranks[0] for request in encode(EXTEND, DECODE, EXTEND, IDLE)]
     for rank, part in ((1, alone[0]), (3, alone[1])):
         part.dp_rank = rank
         assert after_others[rank] == part
@@ -184,85 +179,68 @@ def test_each_step_s_agreement_is_its_own() -> None:
 
 
 def test_an_extend_sends_every_column_as_it_is() -> None:
-    batch = RankBatch(
-        BatchMode.EXTEND,
-        ints(1, 2),
-        ints(0, 4),
-        ints(5, 6, 7),
-        num_tokens=ints(2, 1),
-        num_new_blocks=ints(1, 2),
-        new_block_ids=ints(9, 10, 11),
-        samples=np.array([0, 1], dtype=np.uint8),
-        num_scored=ints(2, 0),
-        scored_ids=ints(6, 7),
-        starts=[RowStart(1, make_sequence())],
-    )
-    [request] = encode(batch)
-    columns = request.ranks[0].sequences
-    assert column(columns.num_tokens) == [2, 1]
-    assert column(columns.num_new_blocks) == [1, 2]
-    assert column(columns.new_block_ids) == [9, 10, 11]
-    assert column(columns.samples, "u1") == [0, 1]
-    assert column(columns.num_scored) == [2, 0]
-    assert column(columns.scored_ids) == [6, 7]
-    assert column(request.ranks[0].starts.rows) == [1]
+    [request] = encode(EXTEND)
+    expected = {name: column.tolist() for name, column in EXTEND_COLUMNS.items()}
+    assert columns_of(request.ranks[0].sequences) == expected
+    assert columns_of(request.ranks[0].starts) == {"rows": [1]}
 
 
 # ---- rows that begin
 
 
-def test_a_row_of_nothing_but_defaults_sends_its_number_alone() -> None:
-    columns = starts_of(make_sequence())
-    assert [field.name for field, _ in columns.ListFields()] == ["rows"]
+DEFAULTS = make_sequence()
 
 
-def test_one_row_s_setting_gives_the_others_their_defaults() -> None:
-    columns = starts_of(
-        make_sequence(), make_sequence(SamplingParams({"temperature": 0.5, "top_p": 0.25}))
-    )
-    assert column(columns.temperature, "<f4") == [0.0, 0.5]
-    assert column(columns.top_p, "<f4") == [1.0, 0.25]
-    assert columns.top_k == b""
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [
+        ([DEFAULTS], {}),
+        (
+            [DEFAULTS, make_sequence(SamplingParams({"temperature": 0.5, "top_p": 0.25}))],
+            {"temperature": [0.0, 0.5], "top_p": [1.0, 0.25]},
+        ),
+        (
+            [make_sequence(SamplingParams(seed=(1 << 64) - 1)), DEFAULTS],
+            {"seed": [(1 << 64) - 1, 0]},
+        ),
+        (
+            [make_sequence(output=OutputOptions(logprobs=True, top_logprobs=3)), DEFAULTS],
+            {"scores_output": [1, 0], "num_top_logprobs": [3, 0]},
+        ),
+        (  # stop tokens are suppressed until the shortest output
+            [
+                make_sequence(
+                    stop=StopConditions(max_tokens=9, min_tokens=4, stop_token_ids=(7, 8))
+                ),
+                make_sequence(stop=StopConditions(max_tokens=9, stop_token_ids=(7, 8))),
+            ],
+            {
+                "suppressed_until": [3 + 4, 0],
+                "num_suppressed_ids": [2, 0],
+                "suppressed_ids": [7, 8],
+            },
+        ),
+        (
+            [
+                make_sequence(SamplingParams(logit_bias=((4, 1.5), (9, -2.0)))),
+                DEFAULTS,
+                make_sequence(SamplingParams(logit_bias=((1, 0.5),))),
+            ],
+            {"num_biases": [2, 0, 1], "bias_ids": [4, 9, 1], "biases": [1.5, -2.0, 0.5]},
+        ),
+    ],
+)
+def test_rows_send_their_numbers_and_only_what_is_no_default(
+    sequences: list[Sequence], expected: dict[str, list[Any]]
+) -> None:
+    assert columns_of(starts_of(*sequences)) == {"rows": list(range(len(sequences))), **expected}
 
 
 @pytest.mark.parametrize("field", SAMPLING_FIELDS, ids=lambda field: field.name)
 def test_each_sampling_setting_travels(field: SamplingField) -> None:
     value = field.default / 2 + 0.25 if field.dtype == np.float32 else 40
-    columns = starts_of(make_sequence(SamplingParams({field.name: value})), make_sequence())
-    assert column(getattr(columns, field.name), field.dtype) == [value, field.default]
-
-
-def test_a_seed_of_64_bits_travels() -> None:
-    columns = starts_of(make_sequence(SamplingParams(seed=(1 << 64) - 1)), make_sequence())
-    assert column(columns.seed, "<u8") == [(1 << 64) - 1, 0]
-
-
-def test_logprob_settings_travel() -> None:
-    columns = starts_of(
-        make_sequence(output=OutputOptions(logprobs=True, top_logprobs=3)), make_sequence()
-    )
-    assert column(columns.scores_output, "u1") == [1, 0]
-    assert column(columns.num_top_logprobs) == [3, 0]
-
-
-def test_stop_tokens_are_suppressed_until_the_shortest_output() -> None:
-    stop = StopConditions(max_tokens=9, min_tokens=4, stop_token_ids=(7, 8))
-    open_end = StopConditions(max_tokens=9, stop_token_ids=(7, 8))
-    columns = starts_of(make_sequence(stop=stop), make_sequence(stop=open_end))
-    assert column(columns.suppressed_until) == [3 + 4, 0]
-    assert column(columns.num_suppressed_ids) == [2, 0]
-    assert column(columns.suppressed_ids) == [7, 8]
-
-
-def test_biases_travel_end_to_end() -> None:
-    columns = starts_of(
-        make_sequence(SamplingParams(logit_bias=((4, 1.5), (9, -2.0)))),
-        make_sequence(),
-        make_sequence(SamplingParams(logit_bias=((1, 0.5),))),
-    )
-    assert column(columns.num_biases) == [2, 0, 1]
-    assert column(columns.bias_ids) == [4, 9, 1]
-    assert column(columns.biases, "<f4") == [1.5, -2.0, 0.5]
+    columns = columns_of(starts_of(make_sequence(SamplingParams({field.name: value})), DEFAULTS))
+    assert columns[field.name] == [value, field.default]
 
 
 def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
@@ -270,11 +248,9 @@ def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
     repeated.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
     present = make_sequence(SamplingParams({"presence_penalty": 1.0}))
     present.tokens = ints(1, 2, 3, 9)
-    columns = starts_of(repeated, make_sequence(), present)
-    assert column(columns.num_prompt_ids) == [3, 0, 0]
-    assert column(columns.prompt_ids) == [1, 2, 3]
-    assert column(columns.num_output_ids) == [2, 0, 1]
-    assert column(columns.output_ids) == [7, 8, 9]
+    columns = columns_of(starts_of(repeated, DEFAULTS, present))
+    assert (columns["num_prompt_ids"], columns["prompt_ids"]) == ([3, 0, 0], [1, 2, 3])
+    assert (columns["num_output_ids"], columns["output_ids"]) == ([2, 0, 1], [7, 8, 9])
 
 
 # ---- answers

@@ -35,20 +35,18 @@ def test_blocks_for_drafts_end_where_the_sequence_must() -> None:
     assert world.table.num_blocks[0] == -(-(3 + 8) // 4)
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 6])
-def test_a_plain_step_has_blocks_as_far_as_the_draft_model_looks_ahead(lookahead: int) -> None:
+@pytest.mark.parametrize(
+    ("num_prompt", "lookahead", "num_slots"),
+    [(8, 0, 8), (8, 1, 9), (8, 6, 14), (40, 6, 32)],  # the last is a chunk that does not sample
+)
+def test_a_plain_step_that_samples_has_blocks_as_far_as_the_draft_model_looks_ahead(
+    num_prompt: int, lookahead: int, num_slots: int
+) -> None:
     world = draft_stepper(speculation=speculation(kv_lookahead=lookahead))
-    world.submit([1] * 8, 30)
+    world.submit([1] * num_prompt, min(30, 48 - num_prompt))
     plan = world.step()
     assert plan.limits is None
-    assert world.table.num_blocks[0] == -(-(8 + lookahead) // 4)
-
-
-def test_a_chunk_that_does_not_sample_looks_at_nothing_ahead() -> None:
-    world = draft_stepper(speculation=speculation(kv_lookahead=6))
-    world.submit([1] * 40, 4)
-    world.step()
-    assert world.table.num_blocks[0] == 32 // 4
+    assert world.table.num_blocks[0] == -(-num_slots // 4)
 
 
 def test_short_of_blocks_a_row_drafts_less_and_nobody_loses_a_place() -> None:

@@ -8,14 +8,13 @@ import pytest
 
 from router.requests.request import OutputOptions, SamplingParams
 from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
-from router.scheduling.step import CapturedSizes
+from router.scheduling.step import CapturedSizes, SpeculationShape
 from tests.router.support.stepper import (
+    ALWAYS,
     PROMPT,
-    Stepper,
     assert_right,
     draft_stepper,
     limits,
-    make_shape,
     right_output,
     speculation,
     stop_at,
@@ -78,26 +77,20 @@ def test_the_draft_model_runs_a_row_for_each_token_and_for_each_prompt_that_ends
     assert frozen.step().agreement.global_num_tokens_for_draft == ()
 
 
-def test_a_group_without_a_draft_model_is_planned_as_ever() -> None:
-    world = Stepper(make_shape())
-    request = world.submit(PROMPT, 6)
-    plans = world.run()
-    assert len(plans) == 6
-    assert not any(widths(plans))
-    assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
-    assert_right(request)
-
-
-def test_told_not_to_a_group_neither_drafts_nor_runs_its_draft_model_nor_has_blocks_for_it() -> (
-    None
-):
-    world = draft_stepper(
-        drafts=DraftSettings(is_on=False), speculation=speculation(kv_lookahead=4)
-    )
+@pytest.mark.parametrize(
+    ("drafts", "draft_model"),
+    [(ALWAYS, None), (DraftSettings(is_on=False), speculation(kv_lookahead=4))],
+)
+def test_a_group_that_does_not_draft_neither_runs_a_draft_model_nor_has_blocks_for_it(
+    drafts: DraftSettings, draft_model: SpeculationShape | None
+) -> None:
+    """It has none, or was told not to."""
+    world = draft_stepper(drafts=drafts, speculation=draft_model)
     request = world.submit([1] * 4, 6)
     first = world.step()
     assert world.table.num_blocks[0] == 1
     plans = [first, *world.run()]
+    assert len(plans) == 6
     assert not any(widths(plans))
     assert all(plan.agreement.global_num_tokens_for_draft == () for plan in plans)
     assert all(plan.agreement.global_num_sampled == () for plan in plans)
@@ -126,9 +119,8 @@ def test_rows_that_need_more_than_a_length_gain_one_token_beside_those_that_draf
     world.run()
     assert_right(careful, free)
     if careful.output.logprobs:
-        assert [score.token_id for score in careful.sequences[0].logprobs] == right_output(careful)[
-            0
-        ]
+        scores = careful.sequences[0].logprobs
+        assert [score.token_id for score in scores] == right_output(careful)[0]
 
 
 def test_scores_go_to_their_tokens_behind_a_run_of_another_row() -> None:
@@ -216,18 +208,17 @@ def test_accepted_drafts_save_steps() -> None:
     assert len(world.run()) == 1 + 10
 
 
-def test_a_sequence_knows_what_was_offered_to_it_and_accepted() -> None:
-    world = draft_stepper()
-    request = world.submit(PROMPT, 9)
+@pytest.mark.parametrize(
+    ("acceptance", "max_tokens", "counts"), [(1.0, 9, (6, 6)), (0.0, 4, (2 + 1, 0))]
+)
+def test_a_sequence_knows_what_was_offered_to_it_and_accepted(
+    acceptance: float, max_tokens: int, counts: tuple[int, int]
+) -> None:
+    world = draft_stepper(acceptance)
+    request = world.submit(PROMPT, max_tokens)
     world.run()
     progress = request.sequences[0].progress
-    assert (progress.num_drafts, progress.num_accepted_drafts) == (6, 6)
-
-    refusing = draft_stepper(0.0)
-    request = refusing.submit(PROMPT, 4)
-    refusing.run()
-    progress = request.sequences[0].progress
-    assert (progress.num_drafts, progress.num_accepted_drafts) == (2 + 1, 0)
+    assert (progress.num_drafts, progress.num_accepted_drafts) == counts
 
 
 def test_tokens_that_come_together_have_no_time_between_them() -> None:

@@ -216,22 +216,34 @@ def finish(world: Stepper, requests: list[Request]) -> None:
 NUM_SPARE = NUM_DECODES + 1  # one for each that is bound
 
 
-def test_drafts_get_blocks_that_no_prompt_needs() -> None:
-    """Those that decode hold 2 blocks each and want 2 more, and the prompt is to get 4."""
-    num_blocks = (2 + 2) * NUM_DECODES + 4 + NUM_SPARE
-    world, requests = short_of_blocks(num_blocks, 6, 12)
-    assert limits(world.step()) == [4] * NUM_DECODES
-    assert blocks_of(world, requests) == [4] * NUM_DECODES + [0]
-    assert kinds([world.step()]) == "P"
-    finish(world, requests)
-
-
-def test_where_a_block_for_that_is_missing_rows_draft_as_far_as_their_own_go() -> None:
-    """Those that decode hold 2 blocks each, the last of which has just begun, and want 1 more."""
-    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
-    world, requests = short_of_blocks(num_blocks - 1, 4, 12)
-    assert limits(world.step()) == [4] * NUM_DECODES
-    assert blocks_of(world, requests) == [2] * NUM_DECODES + [0]
+@pytest.mark.parametrize(
+    ("wanted", "num_more", "prompt_len", "later", "sizes", "held", "later_held"),
+    [
+        (2, 0, 6, [12], {}, 4, [0]),
+        (1, 0, 4, [12], {}, 3, [0]),
+        (1, -1, 4, [12], {}, 2, [0]),  # one is missing: rows draft as far as their own blocks go
+        (1, 0, 4, [12, 44], {}, 2, [0, -1]),  # somebody in the line waits for 12 more
+        (1, 12 + 1, 4, [12, 44], {}, 3, [0, 0]),
+        (1, 0, 4, [12, 12], {"num_more_rows": 1}, 3, [0, -1]),  # somebody waits for a row
+        (1, 0, 4, [12], {"dp_size": 2}, 3, [0]),  # on all ranks, or
+        (1, -1, 4, [12], {"dp_size": 2}, 2, [0]),  # on none, though one has blocks to spare
+    ],
+)
+def test_drafts_get_blocks_that_nobody_else_needs(
+    wanted: int,
+    num_more: int,
+    prompt_len: int,
+    later: list[int],
+    sizes: dict[str, int],
+    held: int,
+    later_held: list[int],
+) -> None:
+    """Rows that decode hold 2 blocks each and want more for drafts; the first prompt is to get 4."""
+    num_blocks = (2 + wanted) * NUM_DECODES + 4 + NUM_SPARE + num_more
+    world, requests = short_of_blocks(num_blocks, prompt_len, *later, **sizes)
+    num_decodes = len(requests) - len(later)
+    assert limits(world.step()) == [4] * num_decodes
+    assert blocks_of(world, requests) == [held] * num_decodes + later_held
     assert kinds([world.step()]) == "P"
     finish(world, requests)
 
@@ -242,37 +254,4 @@ def test_no_turn_is_taken_where_most_rows_lack_the_blocks_for_it() -> None:
     world, requests = short_of_blocks(num_blocks - 1, 6, 12)
     assert kinds([world.step()]) == "P"
     assert blocks_of(world, requests) == [2] * NUM_DECODES + [3]
-    finish(world, requests)
-
-
-@pytest.mark.parametrize(
-    ("num_more", "later", "held", "later_held"),
-    [(0, [12], 3, [0]), (0, [12, 44], 2, [0, -1]), (12 + 1, [12, 44], 3, [0, 0])],
-)
-def test_drafts_take_no_block_that_somebody_in_the_line_waits_for(
-    num_more: int, later: list[int], held: int, later_held: list[int]
-) -> None:
-    """There are blocks for drafts and for the first prompt, but the second one needs 12 more."""
-    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
-    world, requests = short_of_blocks(num_blocks + num_more, 4, *later)
-    assert limits(world.step()) == [4] * NUM_DECODES
-    assert blocks_of(world, requests) == [held] * NUM_DECODES + later_held
-    finish(world, requests)
-
-
-def test_drafts_get_blocks_while_somebody_in_the_line_waits_for_a_row() -> None:
-    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE
-    world, requests = short_of_blocks(num_blocks, 4, 12, 12, num_more_rows=1)
-    assert limits(world.step()) == [4] * NUM_DECODES
-    assert blocks_of(world, requests) == [3] * NUM_DECODES + [0, -1]
-    finish(world, requests)
-
-
-@pytest.mark.parametrize(("num_more", "held"), [(0, 3), (-1, 2)])
-def test_drafts_get_blocks_on_all_ranks_or_on_none(num_more: int, held: int) -> None:
-    """Of two ranks, one has a prompt that is to get 4; the other one has blocks to spare."""
-    num_blocks = (2 + 1) * NUM_DECODES + 4 + NUM_SPARE + num_more
-    world, requests = short_of_blocks(num_blocks, 4, 12, dp_size=2)
-    assert limits(world.step()) == [4] * (2 * NUM_DECODES)
-    assert blocks_of(world, requests) == [held] * (2 * NUM_DECODES) + [0]
     finish(world, requests)

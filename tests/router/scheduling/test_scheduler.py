@@ -214,14 +214,21 @@ def test_a_step_never_scores_more_prompt_tokens_than_the_logits_budget() -> None
 # ---- ends
 
 
-def test_a_stop_token_ends_a_sequence_and_is_named() -> None:
+@pytest.mark.parametrize("others", [(), (1000,), tuple(range(100, 110))])
+@pytest.mark.parametrize("others_before", [(), (1000,)])
+def test_a_stop_token_ends_a_sequence_and_is_named(
+    others: tuple[int, ...], others_before: tuple[int, ...]
+) -> None:
+    """However many there are, and whatever the row's last sequence had."""
     world = Stepper(make_shape())
-    tokens = expected_output([1, 2, 3], 10, ())
-    request = world.submit([1, 2, 3], max_tokens=10, stop_token_ids=(tokens[4],))
+    world.submit([4, 5], max_tokens=3, stop_token_ids=others_before)
+    world.run()
+    tokens = expected_output([1, 2, 3], 20, ())
+    request = world.submit([1, 2, 3], max_tokens=20, stop_token_ids=(*others, tokens[4]))
     world.run()
     [sequence] = request.sequences
     assert (sequence.finish_reason, sequence.stop_token_id) == (FinishReason.STOP, tokens[4])
-    assert_right(request)
+    assert output_of(request) == [tokens[:5]]
 
 
 def test_no_stop_token_ends_a_sequence_before_min_tokens() -> None:
@@ -230,16 +237,6 @@ def test_no_stop_token_ends_a_sequence_before_min_tokens() -> None:
     request = world.submit([1, 2, 3], max_tokens=3, min_tokens=3, stop_token_ids=stops)
     world.run()
     assert len(output_of(request)[0]) == 3
-
-
-def test_more_stop_tokens_than_the_table_has_columns_for_all_count() -> None:
-    world = Stepper(make_shape())
-    tokens = expected_output([1, 2, 3], 20, ())
-    others = range(100, 110)
-    request = world.submit([1, 2, 3], max_tokens=20, stop_token_ids=(*others, tokens[5]))
-    world.run()
-    assert_right(request)
-    assert request.sequences[0].stop_token_id == tokens[5]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -251,17 +248,6 @@ def test_no_step_is_spent_past_the_length_limit(depth: int, max_tokens: int) -> 
     assert len(plans) == max_tokens
     assert request.sequences[0].finish_reason is FinishReason.LENGTH
     assert_right(request)
-
-
-def test_a_row_stops_at_more_stop_tokens_than_any_row_before_it_had() -> None:
-    world = Stepper(make_shape())
-    world.submit([4, 5], max_tokens=3, stop_token_ids=(1000,))
-    world.run()
-    tokens = expected_output([1, 2, 3], 10, ())
-    request = world.submit([1, 2, 3], max_tokens=10, stop_token_ids=(1000, 1001, tokens[4]))
-    world.run()
-    assert request.sequences[0].finish_reason is FinishReason.STOP
-    assert output_of(request) == [tokens[:5]]
 
 
 def test_a_sequence_may_fill_the_context_to_the_last_token() -> None:
@@ -332,42 +318,31 @@ def full_world() -> Stepper:
     return Stepper(make_shape(num_blocks=11, max_model_len=40))
 
 
-def test_the_youngest_sequence_gives_way_and_continues_where_it_was() -> None:
+@pytest.mark.parametrize(("priorities", "preempted"), [((0, 0), [0, 1]), ((1, 2), [1, 0])])
+def test_the_least_important_or_else_the_youngest_gives_way_and_continues_where_it_was(
+    priorities: tuple[int, int], preempted: list[int]
+) -> None:
     world = full_world()
-    old, young = (world.submit([n] * 12, max_tokens=20) for n in (1, 2))
+    requests = [
+        world.submit([n] * 12, max_tokens=20, priority=p) for n, p in enumerate(priorities, start=1)
+    ]
     world.run(depth=2)
-    assert [r.sequences[0].progress.num_preemptions for r in (old, young)] == [0, 1]
-    assert_right(old, young)
+    assert [r.sequences[0].progress.num_preemptions for r in requests] == preempted
+    assert_right(*requests)
     world.check_idle()
 
 
-def test_priority_counts_before_age_when_somebody_must_give_way() -> None:
-    world = full_world()
-    old, young = (world.submit([n] * 12, max_tokens=20, priority=n) for n in (1, 2))
-    world.run(depth=2)
-    assert old.sequences[0].progress.num_preemptions == 1
-    assert young.sequences[0].progress.num_preemptions == 0
-    assert_right(old, young)
-
-
-def test_a_more_important_request_takes_the_place_of_a_running_one() -> None:
-    world = Stepper(make_shape(rows_per_rank=1))
-    low = world.submit([1, 2, 3], max_tokens=20)
-    world.step()
-    high = world.submit([4, 5, 6], max_tokens=5, priority=1)
-    world.run(depth=2)
-    assert world.ended == [high.sequences[0], low.sequences[0]]
-    assert_right(low, high)
-    assert low.sequences[0].progress.num_preemptions == 1
-
-
-def test_an_equally_important_request_waits() -> None:
+@pytest.mark.parametrize("priority", [1, 0])
+def test_only_a_more_important_request_takes_the_place_of_a_running_one(priority: int) -> None:
     world = Stepper(make_shape(rows_per_rank=1))
     first = world.submit([1, 2, 3], max_tokens=20)
     world.step()
-    world.submit([4, 5, 6], max_tokens=5)
-    world.run()
-    assert first.sequences[0].progress.num_preemptions == 0
+    second = world.submit([4, 5, 6], max_tokens=5, priority=priority)
+    world.run(depth=2)
+    order = [second, first] if priority else [first, second]
+    assert world.ended == [request.sequences[0] for request in order]
+    assert_right(first, second)
+    assert first.sequences[0].progress.num_preemptions == priority
 
 
 def test_a_listener_gets_each_token_once_across_a_preemption() -> None:
