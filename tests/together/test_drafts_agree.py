@@ -40,10 +40,7 @@ def other_tree(drafts: Drafts) -> Drafts:
     ],
 )
 def test_a_peer_that_drafts_otherwise_runs_the_drafts_of_the_first(
-    name: str,
-    topk: int,
-    otherwise: Callable[[Drafts], Drafts],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, topk: int, otherwise: Callable[[Drafts], Drafts], monkeypatch: pytest.MonkeyPatch
 ):
     """As if it had rounded otherwise: else each half of the heads would store other tokens' keys."""
     cell = Cell(attn_tp_size=2, **settings_of(name, topk))

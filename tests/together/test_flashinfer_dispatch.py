@@ -125,11 +125,7 @@ WIDTH = 4  # of a sequence of "mtp" in verify: three drafts and its last token
             2 * WIDTH,
             32 + 4,
         ),
-        (
-            {"moe_runner": "cutlass", "dp_size": 2, "max_dispatch_tokens_per_rank": 50},
-            50,
-            2 * 50,
-        ),
+        ({"moe_runner": "cutlass", "dp_size": 2, "max_dispatch_tokens_per_rank": 50}, 50, 2 * 50),
         ({"moe_runner": "grouped", "dp_size": 2, "moe_a2a_extend": "all-to-all"}, 4096, None),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else None,

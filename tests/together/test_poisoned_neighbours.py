@@ -22,14 +22,7 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import (
-    Ask,
-    Cell,
-    Router,
-    demo_prompts,
-    expect_plain,
-    serve,
-)
+from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain, serve
 
 POISON = 200  # a token that no prompt has
 CASES: dict[str, dict[str, Any]] = {

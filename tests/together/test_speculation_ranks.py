@@ -16,10 +16,7 @@ from tests.together.speculative_cell import (
     settings_of,
 )
 
-GROUPS = {
-    "DP 2": {"dp_size": 2},
-    "attention TP 2": {"attn_tp_size": 2},
-}
+GROUPS = {"DP 2": {"dp_size": 2}, "attention TP 2": {"attn_tp_size": 2}}
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -221,9 +221,7 @@ def mistake_q(p, q, drafts, limits, seeds, positions) -> Accepted:
 
 @pytest.mark.parametrize("rule", [always_accept, draw_from_all_of_p, mistake_q])
 def test_a_broken_rule_is_noticed(
-    rule: Callable[..., Accepted],
-    checkpoints: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    rule: Callable[..., Accepted], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(verifier, "reject_chain", rule)
     name, parameters = WAYS_TO_DRAW[1]

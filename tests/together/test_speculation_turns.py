@@ -35,8 +35,7 @@ class TurnRouter(Router):
 
     def __init__(self, cell: Cell, prompt_steps_between: int) -> None:
         super().__init__(
-            cell,
-            DraftSettings(min_tokens_per_step=1.0, prompt_steps_between=prompt_steps_between),
+            cell, DraftSettings(min_tokens_per_step=1.0, prompt_steps_between=prompt_steps_between)
         )
         self.num_turns = 0
 

@@ -315,11 +315,7 @@ def test_a_row_that_starts_has_no_last_token_of_the_sequence_before_it():
         forward_mode=pb.FORWARD_MODE_EXTEND,
         starts=row_starts(rows=[2]),
         sequences=sequences(
-            rows=[2],
-            num_computed_tokens=[0],
-            token_ids=[-1],
-            num_new_blocks=[1],
-            new_block_ids=[1],
+            rows=[2], num_computed_tokens=[0], token_ids=[-1], num_new_blocks=[1], new_block_ids=[1]
         ),
     )
     with pytest.raises(InvalidStep, match="-1 for row 2"):

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.staging import (
-    MAX_CACHED_VIEWS,
-    Copier,
-    ReadBack,
-    StagingBuffer,
-    StepInputs,
-)
+from executor.batch.staging import MAX_CACHED_VIEWS, Copier, ReadBack, StagingBuffer, StepInputs
 from tests.executor.support.recording.copiers import LazyDevice, SeparateMemory, read
 
 CPU = Copier(torch.device("cpu"))

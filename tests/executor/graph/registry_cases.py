@@ -16,11 +16,7 @@ from executor.graph.cuda_graph_buffer_registry import (
 
 INT64 = torch.int64
 P = PaddingPolicy
-COUNT_SLOTS = (
-    "num_token_non_padded",
-    "global_num_tokens_gpu",
-    "global_num_tokens_for_logprob_gpu",
-)
+COUNT_SLOTS = ("num_token_non_padded", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
 
 
 @dataclass(slots=True)
@@ -123,12 +119,7 @@ def fill(
     registry: CudaGraphBufferRegistry, batch: Any, raw: int, padded: int, **changes: Any
 ) -> None:
     """Fills as a decode does, one token per sequence."""
-    sizes = {
-        "raw_bs": raw,
-        "padded_bs": padded,
-        "raw_num_tokens": raw,
-        "padded_num_tokens": padded,
-    }
+    sizes = {"raw_bs": raw, "padded_bs": padded, "raw_num_tokens": raw, "padded_num_tokens": padded}
     registry.fill_from(batch, **(sizes | changes))
 
 

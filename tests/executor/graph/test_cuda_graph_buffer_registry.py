@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import (
-    FillContext,
-    GraphSlot,
-    PaddingPolicy,
-)
+from executor.graph.cuda_graph_buffer_registry import FillContext, GraphSlot, PaddingPolicy
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from tests.executor.graph.registry_cases import (
     INT64,

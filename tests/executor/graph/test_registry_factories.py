@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from executor.graph import cuda_graph_buffer_registry as registry_module
-from executor.graph.cuda_graph_buffer_registry import (
-    CudaGraphBufferRegistry,
-    build_eager_registry,
-)
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, build_eager_registry
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
@@ -215,10 +212,7 @@ def test_padded_sequences_have_the_length_that_the_attention_backend_asks_for(va
 def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
     """Every padded row of a prefill graph runs, from the embedding on."""
     registry = prefill_registry(
-        is_multimodal=True,
-        hidden_size=2,
-        embed_dtype=torch.float32,
-        enable_mamba_track=True,
+        is_multimodal=True, hidden_size=2, embed_dtype=torch.float32, enable_mamba_track=True
     )
     sizes = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 16, "padded_num_tokens": 16}
     registry.fill_from(full_batch(4, num_tokens=16), **sizes)

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.graph.cuda_graph_buffer_registry import (
-    FillContext,
-)
+from executor.graph.cuda_graph_buffer_registry import FillContext
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from executor.graph.slots import local_num_token_non_padded
 from tests.executor.graph.registry_cases import (

@@ -88,10 +88,7 @@ def served(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_executors_together_draft_what_one_drafts_alone(
-    served: tuple[tuple[int, int], list[Any]],
-    alone: dict[str, list[Answer]],
-    kind: str,
-    mode: str,
+    served: tuple[tuple[int, int], list[Any]], alone: dict[str, list[Answer]], kind: str, mode: str
 ):
     (_, attn_tp_size), answers = served
     for world_rank, answer in enumerate(answers):

@@ -88,10 +88,7 @@ def test_operators_that_overwrite_what_they_are_given_leave_the_same_features(
     batch = plain.prefill_batch(np.random.default_rng(6), 16)
     with CpuFlashInfer(real_flashinfer(tmp_path_factory)).installed():
         case = RunnerCase(
-            saved[0],
-            is_capturable=True,
-            aux_layers=aux_layers,
-            ops=FlashInferOps(enable_pdl=True),
+            saved[0], is_capturable=True, aux_layers=aux_layers, ops=FlashInferOps(enable_pdl=True)
         )
         got, expected = case.run_eagerly(batch), plain.run_eagerly(batch)
     for ours, theirs in zip(got, expected, strict=True):

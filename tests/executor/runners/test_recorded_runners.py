@@ -15,10 +15,7 @@ import torch
 from executor.model.moe import experts
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
-from tests.executor.support.runner_cases import (
-    DECODE_SIZES,
-    RunnerCase,
-)
+from tests.executor.support.runner_cases import DECODE_SIZES, RunnerCase
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

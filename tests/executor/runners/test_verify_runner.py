@@ -121,11 +121,7 @@ def test_a_tree_answers_as_each_of_its_paths_does(case: RunnerCase):
 
 def test_padded_sequences_shorter_than_what_they_run_are_refused(case: RunnerCase):
     registry = build_decode_registry(
-        device="cpu",
-        max_bs=4,
-        max_num_token=12,
-        seq_len_fill_value=2,
-        cache_loc_dtype=torch.int64,
+        device="cpu", max_bs=4, max_num_token=12, seq_len_fill_value=2, cache_loc_dtype=torch.int64
     )
     with pytest.raises(AssertionError, match="a padded sequence of 2 tokens cannot run 3"):
         DecodeRunner(case.forward_pass, registry, EagerBackend(), (1, 4), num_tokens_per_bs=3)

@@ -61,10 +61,7 @@ NewAttention = Callable[[ModelConfig], Attention]
 
 def torch_attention(config: ModelConfig) -> TorchAttention:
     return TorchAttention(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        dtype=config.dtype,
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype=config.dtype
     )
 
 

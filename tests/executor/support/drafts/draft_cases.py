@@ -16,10 +16,7 @@ from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
 from executor.graph.backend import RunnerBackend
-from executor.graph.cuda_graph_buffer_registry import (
-    CudaGraphBufferRegistry,
-    build_draft_registry,
-)
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.model.families.draft import load_draft_model
 from executor.model.families.draft_config import DraftConfig
@@ -29,10 +26,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners.eagle_draft import EagleDraftRunner
-from executor.runners.eagle_draft_extend import (
-    EagleDraftExtendRunner,
-    MultiLayerDraftExtendRunner,
-)
+from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.runner_graphs import RunnerGraphs
@@ -217,9 +211,7 @@ class DraftCase:
         )
 
     def build(
-        self,
-        sizes: Sequence[int] = (),
-        new_backend: Callable[[], RunnerBackend] | None = None,
+        self, sizes: Sequence[int] = (), new_backend: Callable[[], RunnerBackend] | None = None
     ) -> Any:
         """Returns a runner of the case's own, which has captured nothing yet.
 

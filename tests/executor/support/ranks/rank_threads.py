@@ -15,10 +15,7 @@ def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
 
 
 def on_every_rank(
-    port: int,
-    epoch: int,
-    places: list[Topology],
-    act: Callable[[Topology, EpochGroups], Any],
+    port: int, epoch: int, places: list[Topology], act: Callable[[Topology, EpochGroups], Any]
 ) -> list[Any]:
     """Returns what ``act`` gave on each rank, or the error it raised. Then the rank leaves.
 

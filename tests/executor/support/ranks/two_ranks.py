@@ -41,11 +41,7 @@ def decode_on_two_ranks(
 
 
 def _decode(
-    served: Rank,
-    rank: int,
-    prompts: list[list[list[int]]],
-    num_tokens: int,
-    mode: DpPaddingMode,
+    served: Rank, rank: int, prompts: list[list[list[int]]], num_tokens: int, mode: DpPaddingMode
 ) -> list[list[int]]:
     delays = [0, 3]
     own = prompts[rank]
