@@ -20,9 +20,14 @@ from tests.executor.support.drafts.speculative_steps import (
     speculative_step,
 )
 from tests.executor.support.steps import (
+    BadStep,
     Change,
+    bad_agreements,
+    bad_columns,
     change_agreement,
+    change_mode,
     change_sequences,
+    each_bad,
     row_starts,
     sequences,
 )
@@ -109,90 +114,51 @@ def start_row_2(request: pb.StepRequest) -> None:
     request.ranks[0].starts.CopyFrom(row_starts(rows=[2]))
 
 
-BAD_STEPS: list[tuple[Change, str, str]] = [
-    (
-        change_agreement(num_draft_tokens=3),
-        f"{AGREEMENT}.num_draft_tokens",
-        "num_draft_tokens=3: need 4, or 0 for a step that is not speculative",
-    ),
+NONE = "a speculative step has none"
+ONLY_PLAIN = "is set: only a step that is not speculative has it"
+
+BAD_COLUMNS = [
+    ("samples", [1, 1], NONE),
+    ("num_scored", [0, 0], NONE),
+    ("token_ids", [-1] * 8, "goes on from its last token"),
+    ("token_ids", [-1] * 2, NONE),
+    ("scored_ids", [1], NONE),
+    ("num_tokens", [5, 3], "has 5; it must be from 1 to 4"),
+    ("num_tokens", [4, 0], "has 0; it must be from 1 to 4"),
+    ("num_computed_tokens", [7, 13], "7 for row 2, which has computed 8"),
+    ("num_computed_tokens", [11, 38], "comes to 41; max_model_len is 40"),
+    ("rows", [2, 3], "row 3 runs without having started"),
+]
+BAD_AGREEMENTS: list[tuple[str, object, str]] = [
+    ("num_draft_tokens", 3, "num_draft_tokens=3: need 4, or 0 for a step that is not speculative"),
+    ("global_num_tokens", [8, 4], "says 4 for this executor's part, which has 8"),
+    ("global_num_tokens_for_logprob", [8, 2], "says 2 for this executor's part, which has 8"),
+    ("global_num_tokens", [28, 8], "28; the budget is 24"),
+    ("global_num_tokens_for_logprob", [28, 8], "28; the budget is 24"),
+    ("global_num_tokens_for_draft", [2, 2], f"global_num_tokens_for_draft {ONLY_PLAIN}"),
+    ("global_num_sampled", [2, 2], f"global_num_sampled {ONLY_PLAIN}"),
+    ("graph_size", 3, "the decode graphs are [1, 2, 4]"),
+]
+BAD_STEPS: list[BadStep] = [
+    *bad_columns(BAD_COLUMNS),
+    *bad_agreements(BAD_AGREEMENTS),
     (
         change_agreement(has_extend=True),
         f"{AGREEMENT}.num_draft_tokens",
         "num_draft_tokens=4: with has_extend: a step that runs prompts is not speculative",
     ),
     (
-        lambda r: setattr(r.ranks[0], "forward_mode", pb.FORWARD_MODE_EXTEND),
+        change_mode(pb.FORWARD_MODE_EXTEND),
         f"{AGREEMENT}.has_extend",
         "has_extend is not set, but this part's forward_mode is EXTEND",
     ),
-    (
-        lambda r: setattr(r.ranks[0], "forward_mode", pb.FORWARD_MODE_IDLE),
-        "ranks[0].forward_mode",
-        "IDLE with 2 sequences",
-    ),
-    (change_sequences(samples=[1, 1]), f"{SEQUENCES}.samples", "a speculative step has none"),
-    (change_sequences(num_scored=[0, 0]), f"{SEQUENCES}.num_scored", "a speculative step has none"),
-    (change_sequences(token_ids=[-1] * 8), f"{SEQUENCES}.token_ids", "goes on from its last token"),
-    (change_sequences(token_ids=[-1] * 2), f"{SEQUENCES}.token_ids", "a speculative step has none"),
-    (change_sequences(scored_ids=[1]), f"{SEQUENCES}.scored_ids", "a speculative step has none"),
-    (
-        change_sequences(num_tokens=[5, 3]),
-        f"{SEQUENCES}.num_tokens",
-        "has 5; it must be from 1 to 4",
-    ),
-    (
-        change_sequences(num_tokens=[4, 0]),
-        f"{SEQUENCES}.num_tokens",
-        "has 0; it must be from 1 to 4",
-    ),
-    (
-        change_sequences(num_computed_tokens=[7, 13]),
-        f"{SEQUENCES}.num_computed_tokens",
-        "7 for row 2, which has computed 8",
-    ),
-    (
-        change_sequences(num_computed_tokens=[11, 38]),
-        f"{SEQUENCES}.num_computed_tokens",
-        "comes to 41; max_model_len is 40",
-    ),
+    (change_mode(pb.FORWARD_MODE_IDLE), "ranks[0].forward_mode", "IDLE with 2 sequences"),
     (
         change_sequences(num_new_blocks=[0, 7], new_block_ids=list(range(1, 8))),
         f"{SEQUENCES}.num_new_blocks",
         "comes to 11; max_blocks_per_row is 10",
     ),
     (start_row_2, f"{SEQUENCES}.token_ids", "-1 for row 2, which has not sampled a token"),
-    (change_sequences(rows=[2, 3]), f"{SEQUENCES}.rows", "row 3 runs without having started"),
-    (
-        change_agreement(global_num_tokens=[8, 4]),
-        f"{AGREEMENT}.global_num_tokens",
-        "says 4 for this executor's part, which has 8",
-    ),
-    (
-        change_agreement(global_num_tokens_for_logprob=[8, 2]),
-        f"{AGREEMENT}.global_num_tokens_for_logprob",
-        "says 2 for this executor's part, which has 8",
-    ),
-    (
-        change_agreement(global_num_tokens=[28, 8]),
-        f"{AGREEMENT}.global_num_tokens",
-        "28; the budget is 24",
-    ),
-    (
-        change_agreement(global_num_tokens_for_logprob=[28, 8]),
-        f"{AGREEMENT}.global_num_tokens_for_logprob",
-        "28; the budget is 24",
-    ),
-    (
-        change_agreement(global_num_tokens_for_draft=[2, 2]),
-        f"{AGREEMENT}.global_num_tokens_for_draft",
-        "global_num_tokens_for_draft is set: only a step that is not speculative has it",
-    ),
-    (
-        change_agreement(global_num_sampled=[2, 2]),
-        f"{AGREEMENT}.global_num_sampled",
-        "global_num_sampled is set: only a step that is not speculative has it",
-    ),
-    (change_agreement(graph_size=3), f"{AGREEMENT}.graph_size", "the decode graphs are [1, 2, 4]"),
 ]
 
 
@@ -206,11 +172,7 @@ def refused(request: pb.StepRequest, problem: str, plan=CHAIN) -> InvalidStep:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("spoil", "field", "problem"),
-    BAD_STEPS,
-    ids=[f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(BAD_STEPS)],
-)
+@each_bad(BAD_STEPS)
 def test_a_bad_speculative_step_is_refused_by_field_and_changes_nothing(
     spoil: Change, field: str, problem: str
 ):
@@ -295,7 +257,5 @@ def test_wrong_counts_of_the_draft_model_s_rows_are_refused(
 def test_counts_of_rows_that_nobody_runs_are_refused(plan, field: str):
     request = mixed_step([Run(2, 8)], extends=False)
     change_agreement(**{field: [1, 1]})(request)
-    problem = (
-        f"{field} is set: only a step that is not speculative has it, and only where the draft"
-    )
+    problem = f"{field} {ONLY_PLAIN}, and only where the draft"
     assert refused(request, problem, plan).field == f"{AGREEMENT}.{field}"

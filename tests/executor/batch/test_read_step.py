@@ -4,6 +4,8 @@ Each bad step below differs from a good one in one thing, must be refused with t
 and must leave the executor as it was.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -16,9 +18,17 @@ from executor.parallel.layout import DpPaddingMode
 from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import (
+    BadStep,
     Change,
+    bad_agreements,
+    bad_columns,
     change_agreement,
+    change_mode,
     change_sequences,
+    decode_part,
+    each_bad,
+    idle_part,
+    prompt_part,
     row_starts,
     sequences,
     step,
@@ -82,12 +92,13 @@ def test_a_good_step_reads_as_it_was_written():
     assert columns.starts.parameters["top_p"].tolist() == [1.0]
 
 
+def decoding(**columns: Sequence[int]) -> pb.RankStep:
+    mode = pb.FORWARD_MODE_DECODE
+    return pb.RankStep(dp_rank=1, forward_mode=mode, sequences=sequences(**columns))
+
+
 def test_empty_columns_mean_one_sampled_token_each():
-    part = pb.RankStep(
-        dp_rank=1,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(rows=[2], num_computed_tokens=[11], token_ids=[-1]),
-    )
+    part = decoding(rows=[2], num_computed_tokens=[11], token_ids=[-1])
     columns = read_step(step(1, part, num_tokens=[5, 1]), limits(), progress())
     assert columns.num_tokens.tolist() == [1]
     assert columns.is_sampled.tolist() == [True]
@@ -97,18 +108,15 @@ def test_empty_columns_mean_one_sampled_token_each():
 def test_no_token_ids_stand_for_each_row_s_last_sampled_token():
     rows = progress()
     rows.has_sampled[3] = True
-    part = pb.RankStep(
-        dp_rank=1,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(rows=[3, 2], num_computed_tokens=[3, 11]),
-    )
+    part = decoding(rows=[3, 2], num_computed_tokens=[3, 11])
     columns = read_step(step(1, part, num_tokens=[5, 2]), limits(), rows)
     assert columns.token_ids.tolist() == [-1, -1]
 
 
 def test_an_idle_part_reads_as_no_sequences():
-    part = pb.RankStep(dp_rank=1, forward_mode=pb.FORWARD_MODE_IDLE)
-    columns = read_step(step(1, part, num_tokens=[5, 0], has_extend=True), limits(), progress())
+    columns = read_step(
+        step(1, idle_part(1), num_tokens=[5, 0], has_extend=True), limits(), progress()
+    )
     assert columns.rows.size == columns.token_ids.size == columns.logits_indices.size == 0
     assert columns.layout.global_num_tokens_cpu == (5, 0)
 
@@ -117,21 +125,77 @@ def change_starts(**columns: list[float]) -> Change:
     return lambda request: request.ranks[0].starts.MergeFrom(row_starts(**columns))
 
 
-def change_part(**fields: int) -> Change:
-    return lambda request: request.ranks[0].MergeFrom(pb.RankStep(**fields))  # type: ignore[arg-type]
+SEQUENCES, STARTS, MODE = "ranks[0].sequences", "ranks[0].starts", "ranks[0].forward_mode"
+NAN, INF = float("nan"), float("inf")
 
+BAD_COLUMNS = [
+    ("rows", [5, 2, 8], "has 8; it must be from 0 to 7"),
+    ("rows", [5, 2, -1], "has -1"),
+    ("rows", [5, 2, 2], "has 2 more than once"),
+    ("rows", [5, 2, 1], "row 1 runs without having started"),
+    ("rows", [4, 2, 3], "starts without a sequence"),
+    ("num_tokens", [6, 0, 3], "has 0; it must be from 1 to"),
+    ("num_tokens", [6, 1], "has 8 bytes"),
+    ("num_tokens", [6, 1, 14], "max_num_batched_tokens"),
+    ("num_tokens", [6, 1, 2**31 - 1], "20"),
+    ("num_computed_tokens", [0, 12], "8 bytes"),
+    ("num_computed_tokens", [0, -1, 4], "-1"),
+    ("num_computed_tokens", [0, 32, 4], "comes to 33; max_model_len is 32"),
+    ("token_ids", [1] * 9, "36 bytes"),
+    ("token_ids", [1] * 9 + [100], "has 100"),
+    ("token_ids", [1] * 9 + [-2], "has -2"),
+    ("token_ids", [1] * 9 + [-1], "-1 for row 3"),
+    ("token_ids", [-1] + [1] * 9, "-1 for row 5"),
+    ("num_new_blocks", [2, 1, -1], "has -1"),
+    ("num_new_blocks", [1, 1, 2], "row 5 holds 0 blocks and 1 came; it needs 2 in all"),
+    ("num_new_blocks", [2, 2, 0], "row 2 holds 3"),
+    ("num_new_blocks", [2, 0, 2], "row 2 holds 3"),
+    ("new_block_ids", [4, 5, 6], "12 bytes"),
+    ("new_block_ids", [4, 5, 6, 0], "has 0"),
+    ("new_block_ids", [4, 5, 6, 10], "has 10"),
+    ("samples", [1, 1, 2], "has 2; it must be from 0 to 1"),
+    ("samples", [1, 1], "has 2 bytes"),
+    ("scored_ids", [2], "4 bytes"),
+    ("scored_ids", [2, 100], "has 100"),
+]
+BAD_STARTS: list[tuple[str, list[float], str]] = [
+    ("rows", [8], "has 8"),
+    ("rows", [5, 5], "has 5 more than once"),
+    ("temperature", [-1.0], "has -1.0"),
+    ("temperature", [NAN], "has nan"),
+    ("temperature", [INF], "has inf"),
+    ("temperature", [0.5, 0.5], "has 8 bytes"),
+    ("top_k", [-1], "has -1"),
+    ("top_p", [0.0], "must be above 0 and at most 1"),
+    ("top_p", [1.1], "must be above 0 and at most 1"),
+    ("min_p", [1.1], "must be from 0 to 1"),
+    ("repetition_penalty", [0.0], "above 0 and at most 100"),
+    ("presence_penalty", [NAN], "nan"),
+    ("num_top_logprobs", [101], "must be from 0 to 100"),
+    ("prompt_ids", [1], "4 bytes"),
+]
+BAD_AGREEMENTS: list[tuple[str, object, str]] = [
+    ("global_num_tokens", [10], "dp_size is 2"),
+    ("global_num_tokens", [0, 9], "says 9"),
+    ("global_num_tokens", [21, 10], "has 21"),
+    ("global_num_tokens_for_logprob", [0, 3], "says 3 for this executor's part, which has 4"),
+    ("global_num_tokens_for_logprob", [], "has 0 entries"),
+    ("has_extend", False, "is not set"),
+    ("padding_mode", pb.DP_PADDING_MODE_UNSPECIFIED, "need MAX_LEN or SUM_LEN"),
+    ("graph_size", 12, "is not captured: the extend graphs are [4, 8, 16]"),
+    ("graph_size", 8, "is below the 10 tokens of a rank"),
+    ("graph_size", 16, "a rank has no tokens: then every rank runs eagerly"),
+]
+BY_SUM = {"global_num_tokens": [3, 10], "padding_mode": pb.DP_PADDING_MODE_SUM_LEN}
+NOTHING = pb.RankStep(dp_rank=1, forward_mode=pb.FORWARD_MODE_EXTEND)
 
-SEQUENCES, STARTS = "ranks[0].sequences", "ranks[0].starts"
-
-BAD_STEPS: list[tuple[Change, str, str]] = [
+BAD_STEPS: list[BadStep] = [
+    *bad_columns(BAD_COLUMNS),
+    *((change_starts(**{name: x}), f"{STARTS}.{name}", why) for name, x, why in BAD_STARTS),
+    *bad_agreements(BAD_AGREEMENTS),
     (lambda r: r.ClearField("ranks"), "ranks", "0 parts"),
     (lambda r: r.ranks.append(r.ranks[0]), "ranks", "2 parts"),
     (lambda r: setattr(r.ranks[0], "dp_rank", 0), "ranks[0].dp_rank", "this executor is DP rank 1"),
-    (change_sequences(rows=[5, 2, 8]), f"{SEQUENCES}.rows", "has 8; it must be from 0 to 7"),
-    (change_sequences(rows=[5, 2, -1]), f"{SEQUENCES}.rows", "has -1"),
-    (change_sequences(rows=[5, 2, 2]), f"{SEQUENCES}.rows", "has 2 more than once"),
-    (change_sequences(rows=[5, 2, 1]), f"{SEQUENCES}.rows", "row 1 runs without having started"),
-    (change_sequences(rows=[4, 2, 3]), f"{SEQUENCES}.rows", "starts without a sequence"),
     (change_sequences(rows=[5, 2]), f"{SEQUENCES}.num_tokens", "8"),
     (
         lambda r: setattr(r.ranks[0].sequences, "rows", r.ranks[0].sequences.rows + b"\0"),
@@ -139,43 +203,10 @@ BAD_STEPS: list[tuple[Change, str, str]] = [
         "has 13 bytes; 3 entries of 4 bytes are 12",
     ),
     (
-        change_sequences(num_tokens=[6, 0, 3]),
-        f"{SEQUENCES}.num_tokens",
-        "has 0; it must be from 1 to",
-    ),
-    (change_sequences(num_tokens=[6, 1]), f"{SEQUENCES}.num_tokens", "has 8 bytes"),
-    (change_sequences(num_tokens=[6, 1, 14]), f"{SEQUENCES}.num_tokens", "max_num_batched_tokens"),
-    (change_sequences(num_tokens=[6, 1, 2**31 - 1]), f"{SEQUENCES}.num_tokens", "20"),
-    (change_sequences(num_computed_tokens=[0, 12]), f"{SEQUENCES}.num_computed_tokens", "8 bytes"),
-    (change_sequences(num_computed_tokens=[0, -1, 4]), f"{SEQUENCES}.num_computed_tokens", "-1"),
-    (
-        change_sequences(num_computed_tokens=[0, 32, 4]),
-        f"{SEQUENCES}.num_computed_tokens",
-        "comes to 33; max_model_len is 32",
-    ),
-    (change_sequences(token_ids=[1] * 9), f"{SEQUENCES}.token_ids", "36 bytes"),
-    (change_sequences(token_ids=[1] * 9 + [100]), f"{SEQUENCES}.token_ids", "has 100"),
-    (change_sequences(token_ids=[1] * 9 + [-2]), f"{SEQUENCES}.token_ids", "has -2"),
-    (change_sequences(token_ids=[1] * 9 + [-1]), f"{SEQUENCES}.token_ids", "-1 for row 3"),
-    (change_sequences(token_ids=[-1] + [1] * 9), f"{SEQUENCES}.token_ids", "-1 for row 5"),
-    (
         lambda r: r.ranks[0].sequences.ClearField("token_ids"),
         f"{SEQUENCES}.token_ids",
         "-1 for row 5",
     ),
-    (change_sequences(num_new_blocks=[2, 1, -1]), f"{SEQUENCES}.num_new_blocks", "has -1"),
-    (
-        change_sequences(num_new_blocks=[1, 1, 2]),
-        f"{SEQUENCES}.num_new_blocks",
-        "row 5 holds 0 blocks and 1 came; it needs 2 in all",
-    ),
-    (change_sequences(num_new_blocks=[2, 2, 0]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
-    (change_sequences(num_new_blocks=[2, 0, 2]), f"{SEQUENCES}.num_new_blocks", "row 2 holds 3"),
-    (change_sequences(new_block_ids=[4, 5, 6]), f"{SEQUENCES}.new_block_ids", "12 bytes"),
-    (change_sequences(new_block_ids=[4, 5, 6, 0]), f"{SEQUENCES}.new_block_ids", "has 0"),
-    (change_sequences(new_block_ids=[4, 5, 6, 10]), f"{SEQUENCES}.new_block_ids", "has 10"),
-    (change_sequences(samples=[1, 1, 2]), f"{SEQUENCES}.samples", "has 2; it must be from 0 to 1"),
-    (change_sequences(samples=[1, 1]), f"{SEQUENCES}.samples", "has 2 bytes"),
     (
         change_sequences(num_scored=[7, 0, 0], scored_ids=[2] * 7),
         f"{SEQUENCES}.num_scored",
@@ -186,90 +217,22 @@ BAD_STEPS: list[tuple[Change, str, str]] = [
         f"{SEQUENCES}.num_scored",
         "max_num_logits is 8",
     ),
-    (change_sequences(scored_ids=[2]), f"{SEQUENCES}.scored_ids", "4 bytes"),
-    (change_sequences(scored_ids=[2, 100]), f"{SEQUENCES}.scored_ids", "has 100"),
-    (change_starts(rows=[8]), f"{STARTS}.rows", "has 8"),
-    (change_starts(rows=[5, 5]), f"{STARTS}.rows", "has 5 more than once"),
-    (change_starts(temperature=[-1.0]), f"{STARTS}.temperature", "has -1.0"),
-    (change_starts(temperature=[float("nan")]), f"{STARTS}.temperature", "has nan"),
-    (change_starts(temperature=[float("inf")]), f"{STARTS}.temperature", "has inf"),
-    (change_starts(temperature=[0.5, 0.5]), f"{STARTS}.temperature", "has 8 bytes"),
-    (change_starts(top_k=[-1]), f"{STARTS}.top_k", "has -1"),
-    (change_starts(top_p=[0.0]), f"{STARTS}.top_p", "must be above 0 and at most 1"),
-    (change_starts(top_p=[1.1]), f"{STARTS}.top_p", "must be above 0 and at most 1"),
-    (change_starts(min_p=[1.1]), f"{STARTS}.min_p", "must be from 0 to 1"),
-    (
-        change_starts(repetition_penalty=[0.0]),
-        f"{STARTS}.repetition_penalty",
-        "above 0 and at most 100",
-    ),
-    (change_starts(presence_penalty=[float("nan")]), f"{STARTS}.presence_penalty", "nan"),
-    (change_starts(num_top_logprobs=[101]), f"{STARTS}.num_top_logprobs", "must be from 0 to 100"),
     (change_starts(num_suppressed_ids=[1]), f"{STARTS}.suppressed_ids", "0 bytes"),
     (change_starts(num_biases=[1], bias_ids=[1]), f"{STARTS}.biases", "0 bytes"),
     (change_starts(num_biases=[1], bias_ids=[100]), f"{STARTS}.bias_ids", "has 100"),
-    (change_starts(prompt_ids=[1]), f"{STARTS}.prompt_ids", "4 bytes"),
+    (change_mode(pb.FORWARD_MODE_DECODE), MODE, "every sequence runs 1 token"),
+    (change_mode(pb.FORWARD_MODE_IDLE), MODE, "3 sequences"),
+    (change_mode(pb.FORWARD_MODE_UNSPECIFIED), MODE, "need IDLE, DECODE or EXTEND"),
+    (lambda r: r.ranks[0].CopyFrom(NOTHING), MODE, "0 sequences"),
     (
-        change_part(forward_mode=pb.FORWARD_MODE_DECODE),
-        "ranks[0].forward_mode",
-        "every sequence runs 1 token",
-    ),
-    (change_part(forward_mode=pb.FORWARD_MODE_IDLE), "ranks[0].forward_mode", "3 sequences"),
-    (
-        lambda r: setattr(r.ranks[0], "forward_mode", pb.FORWARD_MODE_UNSPECIFIED),
-        "ranks[0].forward_mode",
-        "need IDLE, DECODE or EXTEND",
-    ),
-    (
-        lambda r: r.ranks[0].CopyFrom(pb.RankStep(dp_rank=1, forward_mode=pb.FORWARD_MODE_EXTEND)),
-        "ranks[0].forward_mode",
-        "0 sequences",
-    ),
-    (change_agreement(global_num_tokens=[10]), "agreement.global_num_tokens", "dp_size is 2"),
-    (change_agreement(global_num_tokens=[0, 9]), "agreement.global_num_tokens", "says 9"),
-    (change_agreement(global_num_tokens=[21, 10]), "agreement.global_num_tokens", "has 21"),
-    (
-        change_agreement(global_num_tokens_for_logprob=[0, 3]),
-        "agreement.global_num_tokens_for_logprob",
-        "says 3 for this executor's part, which has 4",
-    ),
-    (
-        change_agreement(global_num_tokens_for_logprob=[]),
-        "agreement.global_num_tokens_for_logprob",
-        "has 0 entries",
-    ),
-    (change_agreement(has_extend=False), "agreement.has_extend", "is not set"),
-    (
-        change_agreement(padding_mode=pb.DP_PADDING_MODE_UNSPECIFIED),
-        "agreement.padding_mode",
-        "need MAX_LEN or SUM_LEN",
-    ),
-    (
-        change_agreement(graph_size=12),
-        "agreement.graph_size",
-        "is not captured: the extend graphs are [4, 8, 16]",
-    ),
-    (change_agreement(graph_size=8), "agreement.graph_size", "is below the 10 tokens of a rank"),
-    (
-        change_agreement(graph_size=16),
-        "agreement.graph_size",
-        "a rank has no tokens: then every rank runs eagerly",
-    ),
-    (
-        change_agreement(
-            graph_size=16, global_num_tokens=[3, 10], padding_mode=pb.DP_PADDING_MODE_SUM_LEN
-        ),
+        change_agreement(graph_size=16, **BY_SUM),
         "agreement.graph_size",
         "needs padding_mode MAX_LEN",
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "field", "problem"),
-    BAD_STEPS,
-    ids=[f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(BAD_STEPS)],
-)
+@each_bad(BAD_STEPS)
 def test_a_bad_step_is_refused_by_field_and_changes_nothing(
     spoil: Change, field: str, problem: str
 ):
@@ -294,12 +257,7 @@ def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_do
     layout = read_step(request, limits(), progress()).layout
     assert (layout.graph_size, layout.has_extend, layout.num_rows) == (16, True, 16)
 
-    decode = pb.RankStep(
-        dp_rank=1,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(rows=[2], num_computed_tokens=[11], token_ids=[-1]),
-    )
-    request = step(1, decode, num_tokens=[3, 1])
+    request = step(1, decode_part(2, 11, dp_rank=1), num_tokens=[3, 1])
     request.agreement.graph_size = 4
     layout = read_step(request, limits(), progress()).layout
     assert (layout.graph_size, layout.has_extend, layout.num_rows) == (4, False, 4)
@@ -310,13 +268,6 @@ def test_a_graph_size_counts_tokens_if_any_rank_extends_and_sequences_if_none_do
 
 
 def test_a_row_that_starts_has_no_last_token_of_the_sequence_before_it():
-    part = pb.RankStep(
-        dp_rank=1,
-        forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=[2]),
-        sequences=sequences(
-            rows=[2], num_computed_tokens=[0], token_ids=[-1], num_new_blocks=[1], new_block_ids=[1]
-        ),
-    )
+    part = prompt_part(2, [-1], [1], dp_rank=1)
     with pytest.raises(InvalidStep, match="-1 for row 2"):
         read_step(step(1, part, num_tokens=[0, 1]), limits(), progress())

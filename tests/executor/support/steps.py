@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
@@ -63,6 +64,36 @@ def change_agreement(**fields: object) -> Change:
         request.agreement.MergeFrom(pb.StepAgreement(**fields))  # type: ignore[arg-type]
 
     return change
+
+
+def change_mode(mode: pb.ForwardMode) -> Change:
+    """Returns what gives a step's part another forward mode."""
+    return lambda request: setattr(request.ranks[0], "forward_mode", mode)
+
+
+BadStep = tuple[Change, str, str]  # with the field that is refused, and part of the message
+
+
+def bad_columns(cases: Sequence[tuple[str, Sequence[float], str]]) -> list[BadStep]:
+    """Returns steps that are refused for the one column of their sequences that is changed."""
+    return [
+        (change_sequences(**{name: values}), f"ranks[0].sequences.{name}", problem)
+        for name, values, problem in cases
+    ]
+
+
+def bad_agreements(cases: Sequence[tuple[str, object, str]]) -> list[BadStep]:
+    """Returns steps that are refused for the one field of their agreement that is changed."""
+    return [
+        (change_agreement(**{name: value}), f"agreement.{name}", problem)
+        for name, value, problem in cases
+    ]
+
+
+def each_bad(cases: Sequence[BadStep]) -> pytest.MarkDecorator:
+    """Parametrises a test that takes spoil, field and problem."""
+    ids = [f"{i}-{field.rpartition('.')[2]}" for i, (_, field, _) in enumerate(cases)]
+    return pytest.mark.parametrize(("spoil", "field", "problem"), cases, ids=ids)
 
 
 def prompt_part(
