@@ -21,6 +21,7 @@ from tests.executor.graph.registry_cases import (
     make_registry,
     numbers,
     token_slot,
+    view_of,
 )
 
 # Fills, policy by policy.
@@ -41,17 +42,18 @@ def test_after_a_large_batch_a_small_one_finds_the_tail_its_policy_promises(
     policy: PaddingPolicy, tail: list[int], axis: Any
 ):
     """Rows past the graph size are never touched, whatever the policy."""
-    registry = make_registry(max_bs=8, max_num_tokens=8)
-    registry.register_slot(bs_slot(axis=axis, padding_policy=policy, pad_value=5))
+    registry = make_registry(
+        bs_slot(axis=axis, padding_policy=policy, pad_value=5), max_bs=8, max_num_tokens=8
+    )
     fill(registry, SimpleNamespace(x=numbers(8, first=11)), 8, 8)
     fill(registry, SimpleNamespace(x=numbers(2, first=21)), 2, 4)
     assert content(registry, "x") == [21, 22, *tail, 15, 16, 17, 18]
 
 
 def test_the_two_axes_are_padded_independently():
-    registry = make_registry()
-    registry.register_slot(bs_slot("rows", padding_policy=P.ZERO))
-    registry.register_slot(token_slot("ids", padding_policy=P.ZERO))
+    registry = make_registry(
+        bs_slot("rows", padding_policy=P.ZERO), token_slot("ids", padding_policy=P.ZERO)
+    )
     full = SimpleNamespace(rows=numbers(8), ids=numbers(16))
     sizes = {"raw_bs": 8, "padded_bs": 8, "raw_num_tokens": 16, "padded_num_tokens": 16}
     registry.fill_from(full, **sizes)
@@ -64,8 +66,7 @@ def test_the_two_axes_are_padded_independently():
 
 
 def test_a_sentinel_slot_without_a_value_fails_only_when_it_must_pad():
-    registry = make_registry()
-    registry.register_slot(bs_slot("seq_lens", padding_policy=P.FILL_SENTINEL))
+    registry = make_registry(bs_slot("seq_lens", padding_policy=P.FILL_SENTINEL))
     assert content(registry, "seq_lens") == [0] * 8
     fill(registry, SimpleNamespace(seq_lens=numbers(4)), 4, 4)
     for _ in range(2):
@@ -74,8 +75,7 @@ def test_a_sentinel_slot_without_a_value_fails_only_when_it_must_pad():
 
 
 def test_the_tail_of_a_slot_whose_rows_are_not_the_first_axis_is_reset():
-    registry = make_registry()
-    registry.register_slot(
+    registry = make_registry(
         GraphSlot(
             "hidden",
             lambda b, t: (2, t, 3),
@@ -94,8 +94,7 @@ def test_the_tail_of_a_slot_whose_rows_are_not_the_first_axis_is_reset():
 
 
 def test_a_slice_fn_that_gives_several_rows_per_count_is_padded_by_its_own_rows():
-    registry = make_registry(max_bs=4)
-    registry.register_slot(
+    registry = make_registry(
         GraphSlot(
             "topk",
             lambda b, t: (b * 2,),
@@ -103,7 +102,8 @@ def test_a_slice_fn_that_gives_several_rows_per_count_is_padded_by_its_own_rows(
             axis="bs",
             padding_policy=P.ZERO,
             slice_fn=lambda buffer, n: buffer[: n * 2],
-        )
+        ),
+        max_bs=4,
     )
     registry.get_slot("topk").slice_for(4, 0).fill_(7)
     fill(registry, SimpleNamespace(topk=numbers(2)), 1, 3)
@@ -111,8 +111,7 @@ def test_a_slice_fn_that_gives_several_rows_per_count_is_padded_by_its_own_rows(
 
 
 def test_a_slice_fn_that_slices_nothing_is_named():
-    registry = make_registry()
-    registry.register_slot(
+    registry = make_registry(
         token_slot("x", padding_policy=P.ZERO, slice_fn=lambda buffer, n: buffer)
     )
     with pytest.raises(ValueError, match="slot 'x': its slice_fn"):
@@ -121,8 +120,7 @@ def test_a_slice_fn_that_slices_nothing_is_named():
 
 @pytest.mark.parametrize("source", [None, [1, 2], "absent"])
 def test_a_source_that_is_no_tensor_leaves_the_head_and_resets_the_tail(source: Any):
-    registry = make_registry()
-    registry.register_slot(bs_slot(padding_policy=P.ZERO))
+    registry = make_registry(bs_slot(padding_policy=P.ZERO))
     fill(registry, SimpleNamespace(x=numbers(4)), 4, 4)
     batch = SimpleNamespace() if source == "absent" else SimpleNamespace(x=source)
     fill(registry, batch, 2, 4)
@@ -153,9 +151,7 @@ def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
         calls.append(1)
         return batch.other
 
-    registry = make_registry()
-    registry.register_slot(bs_slot("a"))
-    registry.register_slot(bs_slot("b", source_fn=source))
+    registry = make_registry(bs_slot("a"), bs_slot("b", source_fn=source))
     for a, other in (
         (numbers(2), numbers(2)),
         (numbers(2), numbers(4)),
@@ -168,17 +164,14 @@ def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
 
 
 def test_a_field_that_comes_back_is_copied_again():
-    registry = make_registry()
-    registry.register_slot(bs_slot())
+    registry = make_registry(bs_slot())
     for value in (numbers(2, first=5), None, numbers(2, first=8)):
         fill(registry, SimpleNamespace(x=value), 2, 2)
     assert content(registry, "x")[:2] == [8, 9]
 
 
 def test_sources_of_other_types_are_converted_also_when_the_type_changes_between_fills():
-    registry = make_registry()
-    registry.register_slot(bs_slot("a"))
-    registry.register_slot(bs_slot("b", dtype=torch.float32))
+    registry = make_registry(bs_slot("a"), bs_slot("b", dtype=torch.float32))
     for dtype in (torch.int32, INT64, torch.float64, torch.int32):
         batch = SimpleNamespace(a=numbers(3, dtype=dtype), b=numbers(3, first=5, dtype=dtype))
         fill(registry, batch, 3, 3)
@@ -189,8 +182,7 @@ def test_sources_of_other_types_are_converted_also_when_the_type_changes_between
 @pytest.mark.parametrize("shape", [(1,), (3,), (5,), (4, 1), ()])
 def test_a_source_of_another_length_is_refused_by_the_slots_name(shape: tuple[int, ...]):
     """A single row would be broadcast over all sequences, silently."""
-    registry = make_registry()
-    registry.register_slot(bs_slot("seq_lens"))
+    registry = make_registry(bs_slot("seq_lens"))
     fill(registry, SimpleNamespace(seq_lens=numbers(4)), 4, 4)
     for _ in range(2):
         with pytest.raises(ValueError, match="slot 'seq_lens': the source has shape"):
@@ -199,26 +191,21 @@ def test_a_source_of_another_length_is_refused_by_the_slots_name(shape: tuple[in
 
 
 def test_a_graph_larger_than_the_buffers_is_refused_by_the_slots_name():
-    registry = make_registry(max_bs=8)
-    registry.register_slot(bs_slot("seq_lens", padding_policy=P.ZERO))
+    registry = make_registry(bs_slot("seq_lens", padding_policy=P.ZERO), max_bs=8)
     with pytest.raises(ValueError, match="slot 'seq_lens': 9 rows asked for"):
         fill(registry, SimpleNamespace(seq_lens=numbers(2)), 2, 9)
 
 
 def test_a_slot_registered_after_a_fill_takes_part_in_the_next():
-    registry = make_registry()
-    registry.register_slot(bs_slot("a"))
+    registry = make_registry(bs_slot("a"))
     batch = SimpleNamespace(batch_size=2, a=numbers(2), b=numbers(2, first=5))
     fill(registry, batch, 2, 2)
-    registry.extract_buffer(padded_bs=2, padded_num_tokens=2, forward_batch_template=batch)
+    view_of(registry, batch, 2)
     registry.register_slot(bs_slot("b"))
     fill(registry, batch, 2, 2)
-    view = registry.extract_buffer(padded_bs=2, padded_num_tokens=2, forward_batch_template=batch)
+    view = view_of(registry, batch, 2)
     assert view.b is not batch.b
     assert view.b.tolist() == [5, 6]
-
-
-# copy_slots.
 
 
 # Test mode.
@@ -246,9 +233,7 @@ def test_poison_shows_a_tail_that_a_skipped_reset_would_leave(monkeypatch: pytes
 
 
 def test_poison_leaves_skipped_slots_and_real_rows_alone():
-    registry = make_registry()
-    registry.register_slot(bs_slot("staged"))
-    registry.register_slot(bs_slot("hidden", dtype=torch.float32))
+    registry = make_registry(bs_slot("staged"), bs_slot("hidden", dtype=torch.float32))
     registry.get_slot("staged").allocated().fill_(7)
     registry.poison_tails()
     batch = SimpleNamespace(hidden=torch.ones(2))

@@ -1,6 +1,5 @@
 """A fill runs before every replay: what it dispatches and allocates is time that a GPU waits."""
 
-import dataclasses
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from executor.graph.cuda_graph_buffer_registry import (
 )
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
-    FullBatch,
     content,
     decode_registry,
     fill,
@@ -42,12 +40,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_device(batch: FullBatch) -> FullBatch:
+def on_device(batch: SimpleNamespace) -> SimpleNamespace:
     """Moves all but the host mirror to a device that, like a GPU, is not the host."""
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor) and field.name != "seq_lens_cpu":
-            setattr(batch, field.name, value.to("meta"))
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor) and name != "seq_lens_cpu":
+            setattr(batch, name, value.to("meta"))
     return batch
 
 
@@ -61,19 +58,31 @@ def operations_of(
     return sorted(operations.names)
 
 
-def test_a_padded_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_tail():
+@pytest.mark.parametrize(
+    ("device", "raw", "padded", "has_other_type", "num_copies", "num_resets"),
+    [
+        # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
+        # And the host mirror's head; its tail needs none.
+        ("meta", 3, 4, False, 3 + 1 + 1, 2 + 1),
+        ("meta", 8, 8, False, 3 + 1, 0),  # the host mirror
+        ("meta", 8, 8, True, 4 + 1, 0),
+        # An idle rank: sentinels and counts; tails as above. The host mirror's tail needs none.
+        ("meta", 0, 4, False, 2, 3),
+        # On the host nothing is fused, and a call costs as much as two copies.
+        ("cpu", 3, 4, True, 1, 1),
+    ],
+    ids=["padded", "exact", "another type", "idle", "host"],
+)
+def test_a_fill_is_one_operation_per_pair_of_types_and_one_per_type_of_tail(
+    device: str, raw: int, padded: int, has_other_type: bool, num_copies: int, num_resets: int
+):
     """Each operation is a kernel launch on a GPU, several microseconds apiece."""
-    registry = full_decode_registry(device="meta")
-    names = operations_of(registry, on_device(full_batch(3)), 3, 4)
-    # int64, bool, int32; tails of int64 and bool; mrope_positions [:, :3] is not dense.
-    # And the host mirror's head; its tail needs none.
-    assert names == ["_foreach_copy_"] * (3 + 1 + 1) + ["_foreach_zero_"] * (2 + 1)
-
-
-def test_an_exact_fill_is_one_operation_per_pair_of_types():
-    registry = full_decode_registry(device="meta")
-    names = operations_of(registry, on_device(full_batch(8)), 8, 8)
-    assert names == ["_foreach_copy_"] * (3 + 1)  # the host mirror
+    batch = full_batch(raw)
+    if has_other_type:
+        batch.input_ids = numbers(raw, dtype=torch.int32)
+    batch = batch if device == "cpu" else on_device(batch)
+    names = operations_of(full_decode_registry(device=device), batch, raw, padded)
+    assert names == ["_foreach_copy_"] * num_copies + ["_foreach_zero_"] * num_resets
 
 
 def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
@@ -95,21 +104,6 @@ def test_no_group_of_a_device_mixes_types_or_strided_with_dense_tensors():
     assert len(set.union(*groups)) == 6
 
 
-def test_on_the_host_all_copies_are_one_operation_and_all_tails_another():
-    """Nothing is fused there, and a call costs as much as two copies."""
-    batch = full_batch(3)
-    batch.input_ids = numbers(3, dtype=torch.int32)
-    names = operations_of(full_decode_registry(), batch, 3, 4)
-    assert names == ["_foreach_copy_", "_foreach_zero_"]
-
-
-def test_an_idle_ranks_fill_copies_its_sentinels_and_counts_only():
-    registry = full_decode_registry(device="meta")
-    names = operations_of(registry, on_device(full_batch(0)), 0, 4)
-    # Sentinels and counts; tails as above. The host mirror's tail needs none.
-    assert names == ["_foreach_copy_"] * 2 + ["_foreach_zero_"] * 3
-
-
 def test_on_the_host_constants_need_no_operation():
     registry = full_decode_registry()
     assert operations_of(registry, full_batch(0), 0, 4) == ["_foreach_zero_"]
@@ -126,8 +120,7 @@ def test_on_the_host_constants_need_no_operation():
 def test_a_constant_is_written_whatever_its_type_and_layout(
     dtype: torch.dtype, value: float, is_strided: bool
 ):
-    registry = make_registry()
-    registry.register_slot(
+    registry = make_registry(
         GraphSlot(
             "x",
             (lambda _, most: (2, most)) if is_strided else (lambda _, most: (most, 2)),
@@ -145,13 +138,6 @@ def test_a_constant_is_written_whatever_its_type_and_layout(
         assert rows[3:5].tolist() == [[value] * 2] * 2
         assert not rows[:3].any()
         assert not rows[5:].any()
-
-
-def test_sources_of_another_type_get_a_group_of_their_own():
-    batch = full_batch(8)
-    batch.input_ids = numbers(8, dtype=torch.int32)
-    names = operations_of(full_decode_registry(device="meta"), on_device(batch), 8, 8)
-    assert names == ["_foreach_copy_"] * (4 + 1)
 
 
 @pytest.mark.parametrize("raw", [250, 256])
@@ -192,7 +178,6 @@ def test_what_a_steady_batchs_tensors_become_is_noticed():
     for _ in range(2):
         fill(registry, batch, 3, 4)
     batch.positions = numbers(3, first=7)  # another tensor of the same size
-    assert batch.input_ids is not None
     batch.input_ids.add_(10)  # the same tensor, written to
     fill(registry, batch, 3, 4)
     assert content(registry, "positions")[:4] == [7, 8, 9, 0]

@@ -25,6 +25,7 @@ from tests.executor.graph.registry_cases import (
     make_registry,
     numbers,
     token_slot,
+    view_of,
 )
 
 # Slots: specs and slices.
@@ -55,74 +56,53 @@ def parameters(function: Any) -> dict[str, Any]:
 REQUIRED = inspect.Parameter.empty
 
 
+def required(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, REQUIRED)
+
+
 def test_slots_and_sizes_take_what_people_of_the_field_expect_in_that_order():
-    assert list(parameters(GraphSlot).items()) == [
-        ("name", REQUIRED),
-        ("shape_fn", REQUIRED),
-        ("dtype", REQUIRED),
-        ("axis", "tokens"),
-        ("device", None),
-        ("padding_policy", P.FOREACH_COPY),
-        ("pad_value", None),
-        ("enabled", True),
-        ("copy_from_fb", True),
-        ("post_fill", None),
-        ("slice_fn", None),
-        ("source_fn", None),
-    ]
-    sizes = dict.fromkeys(("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens"), REQUIRED)
-    assert parameters(FillContext) == sizes | {"pp_proxy_tensors": None}
+    policies = {"padding_policy": P.FOREACH_COPY, "pad_value": None}
+    switches = {"enabled": True, "copy_from_fb": True}
+    hooks = dict.fromkeys(("post_fill", "slice_fn", "source_fn"))
+    spec = required("name", "shape_fn", "dtype") | {"axis": "tokens", "device": None}
+    expected = spec | policies | switches | hooks
+    assert list(parameters(GraphSlot).items()) == list(expected.items())
+    sizes = required("raw_bs", "padded_bs", "raw_num_tokens", "padded_num_tokens")
     more = {"pp_proxy_tensors": None, "skip_slots": frozenset()}
-    assert parameters(CudaGraphBufferRegistry.fill_from) == (
-        {"forward_batch": REQUIRED} | sizes | more
-    )
-    assert parameters(CudaGraphBufferRegistry.register_slot) == {"slot": REQUIRED, "bind": None}
-    assert list(parameters(CudaGraphBufferRegistry.extract_buffer)) == [
-        "padded_bs",
-        "padded_num_tokens",
-        "forward_batch_template",
-    ]
-    assert parameters(CudaGraphBufferRegistry) == {
-        "device": REQUIRED,
-        "max_bs": REQUIRED,
-        "max_num_tokens": REQUIRED,
-        "share_pool": False,
+    view = required("padded_bs", "padded_num_tokens", "forward_batch_template")
+    registry = CudaGraphBufferRegistry
+    assert parameters(FillContext) == sizes | {"pp_proxy_tensors": None}
+    assert parameters(registry.fill_from) == required("forward_batch") | sizes | more
+    assert parameters(registry.register_slot) == {"slot": REQUIRED, "bind": None}
+    assert list(parameters(registry.extract_buffer)) == list(view)
+    assert parameters(registry) == required("device", "max_bs", "max_num_tokens") | {
+        "share_pool": False
     }
 
 
 def test_the_decode_factory_takes_what_people_of_the_field_expect():
-    expected = {
-        **dict.fromkeys(("device", "max_bs", "max_num_token", "seq_len_fill_value"), REQUIRED),
-        "cache_loc_dtype": REQUIRED,
-        "enable_mamba_track": False,
-        "is_encoder_decoder": False,
-        "encoder_len_fill_value": 0,
-        "enable_num_token_non_padded": False,
-        "require_gathered_buffer": False,
-        "require_mlp_tp_gather": False,
-        "num_dp_ranks": 1,
-        "register_global_num_tokens": True,
-        "share_pool": True,
-        "source": None,
-    }
+    off = ("enable_mamba_track", "is_encoder_decoder", "enable_num_token_non_padded")
+    off += ("require_gathered_buffer", "require_mlp_tp_gather")
+    on = ("register_global_num_tokens", "share_pool")
+    expected = required("device", "max_bs", "max_num_token", "seq_len_fill_value")
+    expected |= required("cache_loc_dtype") | dict.fromkeys(off, False) | dict.fromkeys(on, True)
+    expected |= {"encoder_len_fill_value": 0, "num_dp_ranks": 1, "source": None}
     assert expected.items() <= parameters(build_decode_registry).items()
 
 
 def test_slices_follow_the_slots_own_axis():
-    registry = make_registry()
-    registry.register_slot(bs_slot("rows"))
-    registry.register_slot(token_slot("ids"))
-    registry.register_slot(GraphSlot("counts", lambda b, t: (5,), INT64, axis="none"))
-    registry.register_slot(
-        GraphSlot("mrope", lambda b, t: (3, t), INT64, slice_fn=lambda buffer, n: buffer[:, :n])
+    registry = make_registry(
+        bs_slot("rows"),
+        token_slot("ids"),
+        GraphSlot("counts", lambda b, t: (5,), INT64, axis="none"),
+        GraphSlot("mrope", lambda b, t: (3, t), INT64, slice_fn=lambda buffer, n: buffer[:, :n]),
     )
     shapes = {name: registry.get_slot(name).slice_for(2, 7).shape for name in registry.slot_names()}
     assert shapes == {"rows": (2,), "ids": (7,), "counts": (5,), "mrope": (3, 7)}
 
 
 def test_a_slice_is_a_view_of_the_buffer():
-    registry = make_registry()
-    registry.register_slot(slot := bs_slot())
+    make_registry(slot := bs_slot())
     assert slot.buffer is not None
     slot.slice_for(3, 0)[2] = 9
     assert slot.buffer[2] == 9
@@ -138,8 +118,7 @@ def test_slicing_before_allocation_says_which_slot_has_no_buffer(enabled: bool):
 
 
 def test_a_slice_larger_than_the_buffer_is_refused_instead_of_cut_short():
-    registry = make_registry(max_bs=8)
-    registry.register_slot(slot := bs_slot("seq_lens"))
+    make_registry(slot := bs_slot("seq_lens"), max_bs=8)
     with pytest.raises(ValueError, match=r"slot 'seq_lens': 9 rows"):
         slot.slice_for(9, 0)
 
@@ -154,8 +133,7 @@ def test_sizes_that_do_not_fit_one_another_are_refused(sizes: tuple[int, int, in
 
 
 def test_a_name_is_taken_once_even_by_a_disabled_slot():
-    registry = make_registry()
-    registry.register_slot(bs_slot("x", enabled=False))
+    registry = make_registry(bs_slot("x", enabled=False))
     with pytest.raises(ValueError, match="slot 'x' is registered already"):
         registry.register_slot(bs_slot("x"))
 
@@ -168,9 +146,7 @@ def test_a_slot_belongs_to_one_registry():
 
 
 def test_a_disabled_slot_keeps_its_spec_and_takes_part_in_nothing():
-    registry = make_registry()
-    registry.register_slot(bs_slot("on"))
-    registry.register_slot(off := bs_slot("off", enabled=False))
+    registry = make_registry(bs_slot("on"), off := bs_slot("off", enabled=False))
 
     assert registry.get_slot("off") is off
     assert off.buffer is None
@@ -178,14 +154,13 @@ def test_a_disabled_slot_keeps_its_spec_and_takes_part_in_nothing():
     assert registry.slot_names() == ["on"]
     batch = SimpleNamespace(batch_size=2, on=numbers(2), off=numbers(2))
     fill(registry, batch, 2, 4)
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    view = view_of(registry, batch, 4)
     assert view.off is batch.off
     assert len(view.on) == 4
 
 
 def test_an_unknown_slot_is_named_with_those_there_are():
-    registry = make_registry()
-    registry.register_slot(bs_slot("seq_lens"))
+    registry = make_registry(bs_slot("seq_lens"))
     assert not registry.has_slot("seq_len")
     with pytest.raises(KeyError, match=r"'seq_len' is not registered.*'seq_lens'"):
         registry.get_slot("seq_len")
@@ -228,15 +203,12 @@ def test_binding_adopts_the_tensor_without_writing_to_it(policy: PaddingPolicy, 
     [(P.KEEP_PAD, 0), (P.FOREACH_COPY, 0), (P.FILL_SENTINEL, 5), (P.ZERO, 0), (P.FILL_ONCE, 5)],
 )
 def test_a_new_buffer_starts_as_its_policy_says(policy: PaddingPolicy, expected: int):
-    registry = make_registry()
-    registry.register_slot(bs_slot(padding_policy=policy, pad_value=5))
+    registry = make_registry(bs_slot(padding_policy=policy, pad_value=5))
     assert content(registry, "x") == [expected] * 8
 
 
 def test_a_slot_lives_on_its_own_device_if_it_names_one():
-    registry = make_registry(device="meta")
-    registry.register_slot(on_device := bs_slot("a"))
-    registry.register_slot(on_host := bs_slot("b", device="cpu"))
+    make_registry(on_device := bs_slot("a"), on_host := bs_slot("b", device="cpu"), device="meta")
     assert on_device.buffer is not None
     assert on_host.buffer is not None
     assert (on_device.buffer.device.type, on_host.buffer.device.type) == ("meta", "cpu")

@@ -227,6 +227,3 @@ def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
         assert whole.narrow(axis, 0, raw).all(), name
         assert not whole.narrow(axis, raw, padded - raw).any(), name
         assert whole.narrow(axis, padded, end - padded).all(), name
-
-
-# Adopting a runner's own buffers.

@@ -21,6 +21,7 @@ from tests.executor.graph.registry_cases import (
     make_registry,
     numbers,
     prefill_registry,
+    view_of,
 )
 
 # Hooks, computed and structured slots.
@@ -53,8 +54,7 @@ def test_tails_are_reset_before_sources_are_asked_and_hooks_run_last_in_order():
 
 
 def test_a_source_fn_replaces_the_attribute_and_fills_as_many_rows_as_it_gives():
-    registry = make_registry()
-    registry.register_slot(
+    registry = make_registry(
         bs_slot("x", source_fn=lambda batch, context: batch.other[: context.raw_bs + 1])
     )
     fill(registry, SimpleNamespace(x=numbers(2, first=90), other=numbers(8)), 2, 4)
@@ -63,23 +63,20 @@ def test_a_source_fn_replaces_the_attribute_and_fills_as_many_rows_as_it_gives()
 
 @pytest.mark.parametrize("result", [None, [1, 2]])
 def test_a_source_fn_without_a_tensor_skips_the_slot(result: Any):
-    registry = make_registry()
-    registry.register_slot(bs_slot("x", source_fn=lambda batch, context: result))
+    registry = make_registry(bs_slot("x", source_fn=lambda batch, context: result))
     registry.get_slot("x").slice_for(8, 0).fill_(7)
     fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
     assert content(registry, "x") == [7] * 8
 
 
 def test_a_source_fn_that_gives_more_rows_than_fit_is_named():
-    registry = make_registry(max_bs=8)
-    registry.register_slot(bs_slot("x", source_fn=lambda batch, context: numbers(9)))
+    registry = make_registry(bs_slot("x", source_fn=lambda batch, context: numbers(9)), max_bs=8)
     with pytest.raises(ValueError, match="slot 'x': 9 rows asked for"):
         fill(registry, SimpleNamespace(), 2, 4)
 
 
 def test_a_computed_slot_ignores_the_batchs_attribute():
-    registry = make_registry()
-    registry.register_slot(bs_slot("x", copy_from_fb=False, padding_policy=P.ZERO))
+    registry = make_registry(bs_slot("x", copy_from_fb=False, padding_policy=P.ZERO))
     registry.get_slot("x").slice_for(8, 0).fill_(7)
     fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
     assert content(registry, "x") == [7, 7, 0, 0, 7, 7, 7, 7]
@@ -156,7 +153,7 @@ def test_an_idle_rank_after_a_busy_one_has_no_real_rows_left():
     fill(registry, full_batch(8, first=50), 8, 8)
     batch = full_batch(0)
     fill(registry, batch, 0, 4)
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    view = view_of(registry, batch, 4)
     for name in INDEX_SEMANTIC_BUFFERS:
         assert not getattr(view, name).any(), name
     assert view.seq_lens is not None
@@ -188,7 +185,5 @@ def test_without_a_gathered_buffer_global_counts_stay_as_they_are():
     registry = full_decode_registry(require_gathered_buffer=False)
     fill(registry, full_batch(3), 3, 6)
     assert content(registry, "global_num_tokens_gpu") == [0] * 4
-    view = registry.extract_buffer(
-        padded_bs=6, padded_num_tokens=6, forward_batch_template=full_batch(3)
-    )
+    view = view_of(registry, full_batch(3), 6)
     assert view.global_num_tokens_gpu is not None

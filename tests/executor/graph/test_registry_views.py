@@ -16,6 +16,7 @@ from tests.executor.graph.registry_cases import (
     full_decode_registry,
     make_registry,
     numbers,
+    view_of,
 )
 
 
@@ -36,7 +37,7 @@ def test_a_forward_batch_comes_back_padded_and_the_template_stays_as_it_was():
     batch = forward_batch(3)
     before = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     fill(registry, batch, 3, 4)
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    view = view_of(registry, batch, 4)
 
     assert isinstance(view, ForwardBatch)
     assert view.batch_size == 4
@@ -56,9 +57,7 @@ def test_every_view_starts_at_its_buffers_address_whatever_the_size():
     for raw, padded in ((8, 8), (1, 1), (3, 4)):
         batch = full_batch(raw)
         fill(registry, batch, raw, padded)
-        view = registry.extract_buffer(
-            padded_bs=padded, padded_num_tokens=padded, forward_batch_template=batch
-        )
+        view = view_of(registry, batch, padded)
         for name in registry.slot_names():
             buffer = registry.get_slot(name).buffer
             assert buffer is not None
@@ -72,21 +71,20 @@ def test_a_field_that_the_batch_lacks_stays_none_after_a_batch_that_had_it():
     batch = full_batch(3)
     batch.mrope_positions = None
     fill(registry, batch, 3, 4)
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    view = view_of(registry, batch, 4)
     assert view.mrope_positions is None
     assert view.input_ids is not None
 
 
 def test_computed_slots_are_exposed_though_the_template_has_none():
-    registry = make_registry()
-    registry.register_slot(bs_slot("hooked", post_fill=lambda *_: None))
-    registry.register_slot(bs_slot("written", copy_from_fb=False))
-    registry.register_slot(bs_slot("sourced", source_fn=lambda *_: numbers(2)))
-    registry.register_slot(bs_slot("plain"))
-    template = SimpleNamespace(batch_size=2, hooked=None, written=None, plain=None)
-    view = registry.extract_buffer(
-        padded_bs=4, padded_num_tokens=4, forward_batch_template=template
+    registry = make_registry(
+        bs_slot("hooked", post_fill=lambda *_: None),
+        bs_slot("written", copy_from_fb=False),
+        bs_slot("sourced", source_fn=lambda *_: numbers(2)),
+        bs_slot("plain"),
     )
+    template = SimpleNamespace(batch_size=2, hooked=None, written=None, plain=None)
+    view = view_of(registry, template, 4)
     assert [len(view.hooked), len(view.written), len(view.sourced)] == [4, 4, 4]
     assert view.plain is None
     assert vars(template) == {"batch_size": 2, "hooked": None, "written": None, "plain": None}
@@ -98,19 +96,13 @@ def test_frozen_templates_work_too():
         batch_size: int
         x: torch.Tensor
 
-    registry = make_registry()
-    registry.register_slot(bs_slot("x"))
+    registry = make_registry(bs_slot("x"))
     template = Frozen(2, numbers(2))
-    view = registry.extract_buffer(
-        padded_bs=4, padded_num_tokens=4, forward_batch_template=template
-    )
+    view = view_of(registry, template, 4)
     assert (view.batch_size, len(view.x), template.batch_size) == (4, 4, 2)
 
 
 def test_a_view_larger_than_the_buffers_is_refused_by_the_slots_name():
-    registry = make_registry()
-    registry.register_slot(bs_slot("seq_lens"))
+    registry = make_registry(bs_slot("seq_lens"))
     with pytest.raises(ValueError, match="slot 'seq_lens': 9 rows"):
-        registry.extract_buffer(
-            padded_bs=9, padded_num_tokens=9, forward_batch_template=SimpleNamespace()
-        )
+        view_of(registry, SimpleNamespace(), 9)

@@ -19,7 +19,7 @@ from tests.executor.graph.registry_cases import (
     make_registry,
     numbers,
     prefill_registry,
-    vars_of,
+    view_of,
 )
 
 
@@ -52,11 +52,11 @@ def test_structured_fields_are_filled_from_the_batchs_path_and_never_put_back():
     assert (slot.axis, slot.padding_policy) == ("none", P.KEEP_PAD)
 
     batch = SimpleNamespace(
-        **vars_of(full_batch(2)), ngram_info=SimpleNamespace(column_starts=numbers(2))
+        **vars(full_batch(2)), ngram_info=SimpleNamespace(column_starts=numbers(2))
     )
     fill(registry, batch, 2, 4)
     assert info.column_starts.tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
-    view = registry.extract_buffer(padded_bs=4, padded_num_tokens=4, forward_batch_template=batch)
+    view = view_of(registry, batch, 4)
     assert view.ngram_info is batch.ngram_info
     assert "ngram_info.column_starts" not in vars(view)
 
@@ -181,9 +181,7 @@ def test_copy_slots_skips_the_slots_own_view(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_copy_slots_names_a_slot_that_it_cannot_fill():
-    registry = make_registry()
-    registry.register_slot(bs_slot("x"))
-    registry.register_slot(bs_slot("off", enabled=False))
+    registry = make_registry(bs_slot("x"), bs_slot("off", enabled=False))
     with pytest.raises(KeyError, match="'y' is not registered"):
         registry.copy_slots({"y": numbers(1)})
     with pytest.raises(RuntimeError, match="slot 'off' has no buffer: it is disabled"):
