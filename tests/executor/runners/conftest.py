@@ -23,3 +23,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, path in found.items():
         save_qwen3_moe(path, "wide", dtype=DTYPES[name], rope_theta=10000.0)
     return found
+
+
+@pytest.fixture(scope="session")
+def target(targets: dict[str, Path]) -> Path:
+    return targets["float32"]

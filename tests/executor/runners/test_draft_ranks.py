@@ -9,7 +9,6 @@ import pytest
 
 from executor.parallel.layout import DpPaddingMode
 from executor.parallel.topology import Topology
-from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
 from tests.executor.support.drafts.drafting import DraftRank
 from tests.executor.support.ranks.draft_ranks import (
@@ -41,13 +40,6 @@ def drafting(dp_size: int) -> Drafting:
         for i, counts in enumerate(_COUNTS)
     ]
     return Drafting(_PROMPTS[:dp_size], steps)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("target")
-    save_qwen3_moe(path, "wide", rope_theta=10000.0)
-    return path
 
 
 @pytest.fixture(scope="module")

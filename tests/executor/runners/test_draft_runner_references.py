@@ -17,7 +17,6 @@ from executor.parallel.layout import DpLayout
 from executor.speculative.accept import DRAFT_STREAM, stream_samples
 from executor.speculative.draft_batch import DraftBatch, Draws, ExtendBatch, Extended
 from executor.speculative.tree import Drafts
-from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_cases import (
     FILE_OF,
     NUM_STEPS,
@@ -36,13 +35,6 @@ TEMPERATURES = [0.0, 0.8]
 Path_ = tuple[int, ...]  # tokens from the root on
 # Takes a path to the log probabilities of the token after it, [V], of the draft's ids.
 Expand = Callable[[Path_], torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("target")
-    save_qwen3_moe(path, "wide", rope_theta=10000.0)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,14 @@ Graphs are whole here, as there: attention is captured, and what it reads must b
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_cases import FILE_OF, DraftCase, Way, registry_of
 from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.flashinfer.cpu_flashinfer import (
@@ -25,7 +22,7 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     real_flashinfer,
 )
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.runner_cases import captured
+from tests.executor.support.runner_cases import assert_close, captured
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -43,14 +40,9 @@ WAYS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
 @pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuFlashInfer]:
+    library = CpuFlashInfer(real_flashinfer(tmp_path_factory))
     with library.installed(), fresh_input_buffer_pool():
         yield library
 
@@ -71,14 +63,10 @@ def new_attention(case: DraftCase) -> FlashInferAttention:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_whole_graph_drafts_as_the_torch_backend_does(
-    library: CpuFlashInfer, tmp_path: Path, way: Way
+    library: CpuFlashInfer, target: Path, tmp_path: Path, way: Way
 ):
-    target, draft = tmp_path / "target", tmp_path / "draft"
-    target.mkdir()
-    draft.mkdir()
-    save_qwen3_moe(target, "wide", rope_theta=10000.0)
-    save_draft(draft, FILE_OF[way.draft])
-    case = DraftCase(target, draft, way, is_capturable=True, new_attention=new_attention)
+    save_draft(tmp_path, FILE_OF[way.draft])
+    case = DraftCase(target, tmp_path, way, is_capturable=True, new_attention=new_attention)
     backends = [RecordingBackend() for _ in way.widths]
     library.launch = lambda kernel: reduce(lambda inner, b: b.kernel(inner), backends, kernel)
     runner = captured(case.build(SIZES, iter(backends).__next__))
@@ -86,5 +74,4 @@ def test_a_whole_graph_drafts_as_the_torch_backend_does(
     rng = np.random.default_rng(0)
     for size in (4, 1, 2, 4):
         batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)
-        for got, expected in zip(case.run(runner, batch), case.run_eagerly(batch), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        assert_close(case.run(runner, batch), case.run_eagerly(batch), 1e-3)

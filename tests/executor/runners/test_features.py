@@ -27,6 +27,7 @@ from tests.executor.support.runner_cases import (
     PREFILL_GRAPHS,
     PREFILL_SIZES,
     RunnerCase,
+    assert_close,
     assert_same,
     registry_of,
 )
@@ -91,8 +92,7 @@ def test_operators_that_overwrite_what_they_are_given_leave_the_same_features(
             saved[0], is_capturable=True, aux_layers=aux_layers, ops=FlashInferOps(enable_pdl=True)
         )
         got, expected = case.run_eagerly(batch), plain.run_eagerly(batch)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_close(got, expected, 1e-4)
 
 
 def test_a_target_answers_the_same_with_features(saved: tuple[Path, Any], case: RunnerCase):
@@ -132,9 +132,7 @@ def test_a_whole_recorded_decode_leaves_the_features_of_eager(
     runner = case.decode(RecordingBackend())
     for size in DECODE_SIZES * 2:
         batch = case.decode_batch(rng, size)
-        got, expected = case.run(runner, batch), case.run_eagerly(batch)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_close(case.run(runner, batch), case.run_eagerly(batch), 1e-5)
 
 
 def test_poisoned_tails_change_no_features(case: RunnerCase):

@@ -15,7 +15,7 @@ import torch
 from executor.model.moe import experts
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
-from tests.executor.support.runner_cases import DECODE_SIZES, RunnerCase
+from tests.executor.support.runner_cases import DECODE_SIZES, RunnerCase, assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -34,9 +34,7 @@ def test_a_recorded_decode_equals_eager_for_batches_it_was_not_captured_with(
     runner = capturable.decode(RecordingBackend(), width)
     for size in DECODE_SIZES * 2:
         batch = capturable.decode_batch(rng, size, width=width)
-        got, expected = capturable.run(runner, batch), capturable.run_eagerly(batch)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_close(capturable.run(runner, batch), capturable.run_eagerly(batch), 1e-5)
 
 
 def test_metadata_that_stays_upgraded_after_warm_up_would_be_noticed(targets: dict[str, Path]):

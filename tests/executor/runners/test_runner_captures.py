@@ -1,7 +1,7 @@
 """If these fail, ranks wait for each other in different captures, or graphs hold a warm-up's state."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
-from executor.graph.backend import ShapeKey
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families.config import ModelConfig
-from executor.model.layers.attention_torch import TorchAttention
 from executor.runners.select import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
@@ -26,61 +23,32 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DECODES, EXTENDS = GraphSizes(decode=(2, 4)), GraphSizes(extend=(4, 8))
 
 
-class LoggingAttention:
-    """Torch's attention, and a note of each call but ``forward``."""
-
-    is_capturable = False
-
-    def __init__(self, inner: TorchAttention, log: list[str]) -> None:
-        self._inner = inner
-        self._log = log
-        self.forward = inner.forward
-
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
-        self._log.append(f"plan {len(batch.input_ids)} rows")
-        self._inner.init_forward_metadata_out_graph(batch, kv_pool)
-
-    def init_forward_metadata_in_graph(self) -> None:
-        self._log.append("plan in graph")
-        self._inner.init_forward_metadata_in_graph()
-
-    def on_after_cuda_graph_warmup(self) -> None:
-        self._log.append("restore")
-        self._inner.on_after_cuda_graph_warmup()
+# What a call of each method leaves in the log.
+OF_ATTENTION = {
+    "init_forward_metadata_out_graph": "plan {0.input_ids.shape[0]} rows",
+    "init_forward_metadata_in_graph": "plan in graph",
+    "on_after_cuda_graph_warmup": "restore",
+}
+OF_BACKEND = {
+    "session": "session {label}",
+    "warm_up": "warm up",
+    "capture": "capture {0}",
+    "capture_breakable": "capture {0}",
+    "replay": "replay {0}",
+    "discard": "discard",
+}
 
 
-class LoggingBackend:
-    """The stand-in for CUDA graphs, and a note of each call."""
+def noting(inner: Any, log: list[str], lines: dict[str, str]) -> Any:
+    """Returns the object, whose methods leave a line each as they are called."""
 
-    def __init__(self, log: list[str]) -> None:
-        self._inner = RecordingBackend()
-        self._log = log
-        self.eager_region = self._inner.eager_region
-        self.outlives_group = self._inner.outlives_group
+    def noted(call: Callable[..., Any], line: str, *args: Any, **named: Any) -> Any:
+        log.append(line.format(*args, **named))
+        return call(*args, **named)
 
-    def session(self, *, label: str, num_captures: int) -> AbstractContextManager[None]:
-        self._log.append(f"session {label}")
-        return self._inner.session(label=label, num_captures=num_captures)
-
-    def warm_up(self, run: Callable[[], object]) -> None:
-        self._log.append("warm up")
-        self._inner.warm_up(run)
-
-    def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        self._log.append(f"capture {key}")
-        self._inner.capture(key, run)
-
-    def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        self._log.append(f"capture {key}")
-        self._inner.capture_breakable(key, run)
-
-    def replay(self, key: ShapeKey) -> None:
-        self._log.append(f"replay {key}")
-        self._inner.replay(key)
-
-    def discard(self) -> None:
-        self._log.append("discard")
-        self._inner.discard()
+    for name, line in lines.items():
+        setattr(inner, name, partial(noted, getattr(inner, name), line))
+    return inner
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +58,8 @@ def log() -> list[str]:
 
 @pytest.fixture(scope="module")
 def case(tiny_checkpoint: Path, log: list[str]) -> RunnerCase:
-    def logging_attention(config: ModelConfig) -> LoggingAttention:
-        return LoggingAttention(torch_attention(config), log)
+    def logging_attention(config: ModelConfig) -> Any:
+        return noting(torch_attention(config), log, OF_ATTENTION)
 
     return RunnerCase(tiny_checkpoint, logging_attention, is_capturable=True)
 
@@ -101,7 +69,7 @@ def build(
 ) -> RunnerSelection:
     """Returns runners that have captured, and nothing else in the log."""
     log.clear()
-    runner = case.build(sizes, lambda: LoggingBackend(log), prefill_graphs)
+    runner = case.build(sizes, lambda: noting(RecordingBackend(), log, OF_BACKEND), prefill_graphs)
     with torch.inference_mode():
         runner.capture()
     return runner
@@ -128,28 +96,28 @@ def in_pieces(size: int) -> list[str]:
     ]
 
 
-def test_decodes_are_captured_largest_first_each_after_two_warm_ups_and_a_restore(
-    case: RunnerCase, log: list[str]
-):
-    build(case, log, DECODES)
-    assert log == ["discard", "session decode", *whole(4), *whole(2)]
+DISCARD, DECODE, PREFILL = "discard", "session decode", "session prefill"
 
 
 @pytest.mark.parametrize(
-    ("prefill_graphs", "one"), [("breakable", whole), ("piecewise", in_pieces)]
+    ("sizes", "prefill_graphs", "expected"),
+    [
+        (DECODES, "breakable", [DISCARD, DECODE, *whole(4), *whole(2)]),
+        (EXTENDS, "breakable", [DISCARD, PREFILL, *whole(8), *whole(4)]),
+        (EXTENDS, "piecewise", [DISCARD, PREFILL, *in_pieces(8), *in_pieces(4)]),
+        (
+            GraphSizes((2, 4), (4, 8)),
+            "breakable",
+            [DISCARD, DISCARD, PREFILL, *whole(8), *whole(4), DECODE, *whole(4), *whole(2)],
+        ),
+    ],
+    ids=["decodes", "breakable", "piecewise", "prefills before decodes"],
 )
-def test_prefills_are_captured_largest_first_each_after_two_warm_ups_and_a_restore(
-    case: RunnerCase, log: list[str], prefill_graphs: str, one: Callable[[int], list[str]]
+def test_sizes_are_captured_largest_first_each_after_two_warm_ups_and_a_restore(
+    case: RunnerCase, log: list[str], sizes: GraphSizes, prefill_graphs: str, expected: list[str]
 ):
-    build(case, log, EXTENDS, prefill_graphs)
-    assert log == ["discard", "session prefill", *one(8), *one(4)]
-
-
-def test_prefills_are_captured_before_decodes(case: RunnerCase, log: list[str]):
-    build(case, log, GraphSizes((2, 4), (4, 8)))
-    prefills = ["session prefill", *whole(8), *whole(4)]
-    decodes = ["session decode", *whole(4), *whole(2)]
-    assert log == ["discard", "discard", *prefills, *decodes]
+    build(case, log, sizes, prefill_graphs)
+    assert log == expected
 
 
 @pytest.mark.parametrize(
@@ -270,3 +238,12 @@ def by_layout(
     if failing is not None:
         fakes[failing].problem = RuntimeError("no memory")
     return RunnerSelection(FakeGraphRunner("eager", log), binds_group=binds_group, **fakes)
+
+
+def test_drafts_are_captured_last_and_everything_is_dropped_first():
+    log: list[str] = []
+    order = ["prefill", "decode", "verify", "draft", "draft_extend"]
+    fakes: dict[str, Any] = {name: FakeGraphRunner(name, log) for name in order}
+    drafts = [fakes.pop("draft"), fakes.pop("draft_extend")]
+    RunnerSelection(FakeGraphRunner("eager", log), draft_runners=drafts, **fakes).capture()
+    assert log == [f"{act} {name}" for act in ("discard", "capture") for name in order]

@@ -150,33 +150,3 @@ def test_a_prompt_that_stands_for_a_graph_ends_where_a_sequence_must(case: Runne
     assert dummy.seq_lens_cpu.tolist() == [59, 59, 10]
     with pytest.raises(ValueError, match="16 rows of 59 tokens hold 944"):
         dummy_extend(limited, NUM_ROWS * MAX_LEN)
-
-
-def test_drafts_are_captured_last_and_everything_is_dropped_first():
-    log: list[str] = []
-
-    class Graphs:
-        sizes: tuple[int, ...] = (1,)
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def run(self, batch: ForwardBatch) -> torch.Tensor:
-            raise NotImplementedError
-
-        def discard(self) -> None:
-            log.append(f"drop {self.name}")
-
-        def capture(self) -> None:
-            log.append(self.name)
-
-    runner = RunnerSelection(
-        Graphs("eager"),
-        decode=Graphs("decode"),
-        prefill=Graphs("prefill"),
-        verify=Graphs("verify"),
-        draft_runners=[Graphs("draft"), Graphs("draft_extend")],
-    )
-    runner.capture()
-    order = ["prefill", "decode", "verify", "draft", "draft_extend"]
-    assert log == [f"drop {name}" for name in order] + order

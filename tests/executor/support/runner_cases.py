@@ -332,6 +332,11 @@ def keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
     registry.poison_tails({name: torch.iinfo(slot.dtype).max})
 
 
+def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Bit for bit: logits, keys and values."""
     for ours, theirs in zip(got, expected, strict=True):
