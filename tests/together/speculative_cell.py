@@ -19,6 +19,7 @@ from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.rendezvous import open_store
+from executor.speculative.speculator import Speculator
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
@@ -282,18 +283,8 @@ def demo_prompts(seed: int, count: int, context_tokens: int = 0) -> tuple[tuple[
 
 
 # A draft, and drafts that each of its steps goes on from.
-WAYS = [
-    ("eagle", 1),
-    ("eagle", 2),
-    ("eagle", 4),
-    ("mtp", 1),
-    ("mtp", 2),
-    ("mtp", 4),
-    ("mtp3", 1),
-    ("frozen_kv", 1),
-    ("frozen_kv", 2),
-    ("frozen_kv", 4),
-]
+WAYS = [(name, topk) for name in ("eagle", "mtp", "frozen_kv") for topk in (1, 2, 4)]
+WAYS.insert(6, ("mtp3", 1))
 MAX_LEN = 64  # of a mixed request
 CHAINS = [name for name, topk in WAYS if topk == 1]
 
@@ -339,9 +330,12 @@ def mixed_asks(seed: int, count: int) -> list[Ask]:
     return asks
 
 
+def speculator_of(worker: Worker) -> Speculator:
+    assert worker._speculation is not None
+    return worker._speculation.speculator
+
+
 def state_of(cell: Cell, row: int) -> list[torch.Tensor]:
     """Returns what the draft model goes on from in a row."""
-    speculation = cell.workers[0]._speculation
-    assert speculation is not None
-    state = speculation.speculator._state
+    state = speculator_of(cell.workers[0])._state
     return [x[row].clone() for x in (state.scores, state.hidden, state.carries)]

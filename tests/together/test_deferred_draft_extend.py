@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from executor.errors import PeerLost
-from executor.speculative.speculator import Speculator
 from executor.worker import Worker
 from router.scheduling.speculation import DraftSettings
 from tests.executor.support.recording.copiers import SeparateMemory
@@ -21,6 +20,7 @@ from tests.together.speculative_cell import (
     expect_plain,
     mixed_asks,
     settings_of,
+    speculator_of,
 )
 
 PROMPT = demo_prompts(11, 1, 20)[0]
@@ -31,11 +31,6 @@ OFF = DraftSettings(is_on=False)
 def cell() -> Iterator[Cell]:
     with cell_of(draft_model=DRAFTS / "mtp") as cell:
         yield cell
-
-
-def speculator_of(worker: Worker) -> Speculator:
-    assert worker._speculation is not None
-    return worker._speculation.speculator
 
 
 def note(monkeypatch: pytest.MonkeyPatch, events: list[str], owner: Any, *names: str) -> None:

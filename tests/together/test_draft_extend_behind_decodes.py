@@ -16,6 +16,7 @@ from tests.together.speculative_cell import (
     cell_of,
     demo_prompts,
     settings_of,
+    speculator_of,
     state_of,
 )
 
@@ -31,8 +32,7 @@ def note_extends(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> list[list[Given
     """Returns, for each executor, a list that its draft-extends are noted in."""
     noted: list[list[Given]] = []
     for worker in cell.workers:
-        assert worker._speculation is not None
-        extender: Any = worker._speculation.speculator._extender
+        extender: Any = speculator_of(worker)._extender
         given: list[Given] = []
 
         def extend(batch: ExtendBatch, inner: Any = extender.extend, given: Any = given) -> Any:
@@ -119,8 +119,7 @@ def test_behind_a_decode_that_brings_its_token_draft_extend_runs_eagerly() -> No
     """The draft model has not run that token, and so has a row more than the graph."""
     with cell_of(**settings_of("mtp", 1)) as cell:
         [worker] = cell.workers
-        assert worker._speculation is not None
-        speculator: Any = worker._speculation.speculator
+        speculator: Any = speculator_of(worker)
         layout = DpLayout.of_requests(
             (2,), 1, worker._limits.topology, DpPaddingMode.MAX_LEN, graph_requests=4
         )

@@ -10,11 +10,12 @@ from executor.speculative.speculator import Speculator
 from executor.speculative.tree import Drafts
 from tests.together.speculative_cell import (
     Ask,
-    Cell,
     Router,
+    cell_of,
     demo_prompts,
     expect_plain,
     settings_of,
+    speculator_of,
 )
 
 ASKS = [Ask(prompt=prompt, max_tokens=14) for prompt in demo_prompts(17, 4, 20)]
@@ -30,28 +31,25 @@ def other_tree(drafts: Drafts) -> Drafts:
     return drafts._replace(parents=torch.zeros_like(drafts.parents))
 
 
-@pytest.mark.parametrize(
-    ("name", "topk", "otherwise"),
-    [
-        ("mtp", 1, other_tokens),
-        ("mtp3", 1, other_tokens),
-        ("eagle", 2, other_tokens),
-        ("frozen_kv", 2, other_tree),
-    ],
-)
+WAYS = [
+    ("mtp", 1, other_tokens),
+    ("mtp3", 1, other_tokens),
+    ("eagle", 2, other_tokens),
+    ("frozen_kv", 2, other_tree),
+]
+
+
+@pytest.mark.parametrize(("name", "topk", "otherwise"), WAYS)
 def test_a_peer_that_drafts_otherwise_runs_the_drafts_of_the_first(
     name: str, topk: int, otherwise: Callable[[Drafts], Drafts], monkeypatch: pytest.MonkeyPatch
 ):
     """As if it had rounded otherwise: else each half of the heads would store other tokens' keys."""
-    cell = Cell(attn_tp_size=2, **settings_of(name, topk))
-    try:
-        draft = Speculator.draft
-        peer = cell.workers[1]._speculation
-        assert peer is not None
+    with cell_of(attn_tp_size=2, **settings_of(name, topk)) as cell:
+        draft, spoiled = Speculator.draft, speculator_of(cell.workers[1])
 
         def draft_otherwise(self: Speculator, columns: StepColumns, at: torch.Tensor) -> Drafts:
             drafts = draft(self, columns, at)
-            return otherwise(drafts) if self is peer.speculator else drafts
+            return otherwise(drafts) if self is spoiled else drafts
 
         router = Router(cell)
         expect_plain(router, ASKS)
@@ -59,7 +57,5 @@ def test_a_peer_that_drafts_otherwise_runs_the_drafts_of_the_first(
         monkeypatch.setattr(Speculator, "draft", draft_otherwise)
         router = Router(cell)
         expect_plain(router, ASKS)
-    finally:
-        cell.close()
     assert router.tokens_per_step == pytest.approx(undisturbed)
     assert undisturbed > 1.2

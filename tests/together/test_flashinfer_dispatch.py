@@ -7,7 +7,6 @@ thereby seen by one: with a wrong size it fails, or gives other tokens than one 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.sampling.fixed_shape import FlashInferFilters
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS
-from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, serve
+from tests.together.speculative_cell import Ask, Router, cell_of, demo_prompts, serve
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -72,15 +71,9 @@ def library(
         yield library
 
 
-@contextmanager
-def cell_of(**settings: Any) -> Iterator[Cell]:
-    with closing(Cell(**SMALL | {"moe_a2a": "flashinfer"} | settings)) as cell:
-        yield cell
-
-
 def plain_answers(dtype: str) -> Any:
     """What one executor answers, on the CPU's own kernels and without drafts."""
-    with closing(Cell(**SMALL, dtype=dtype)) as cell:
+    with cell_of(**SMALL, dtype=dtype) as cell:
         return serve(Router(cell), ASKS)
 
 
@@ -105,6 +98,8 @@ def handed(library: CpuFlashInfer) -> dict[str, set[int]]:
 
 
 WIDTH = 4  # of a sequence of "mtp" in verify: three drafts and its last token
+MTP = {"moe_runner": "cutlass", "draft_model": DEMO_DRAFTS / "mtp"}
+DSL = {"moe_runner": "cutedsl", "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -113,18 +108,10 @@ WIDTH = 4  # of a sequence of "mtp" in verify: three drafts and its last token
         ({"moe_runner": "cutlass", "dp_size": 2}, 4, 2 * 32),
         ({"moe_runner": "cutlass", "attn_tp_size": 2}, 2, 32),
         ({"moe_runner": "cutlass", "dp_size": 2, "attn_tp_size": 2}, 2, 2 * 32),
-        ({"moe_runner": "cutedsl", "dp_size": 2, "dtype": "bfloat16"}, 4, 2 * 32),
-        ({"moe_runner": "cutedsl", "attn_tp_size": 2, "dtype": "bfloat16"}, 2, 32),
-        (
-            {"moe_runner": "cutlass", "dp_size": 2, "draft_model": DEMO_DRAFTS / "mtp"},
-            4 * WIDTH,
-            2 * (32 + 4),
-        ),
-        (
-            {"moe_runner": "cutlass", "attn_tp_size": 2, "draft_model": DEMO_DRAFTS / "mtp"},
-            2 * WIDTH,
-            32 + 4,
-        ),
+        ({**DSL, "dp_size": 2}, 4, 2 * 32),
+        ({**DSL, "attn_tp_size": 2}, 2, 32),
+        ({**MTP, "dp_size": 2}, 4 * WIDTH, 2 * (32 + 4)),
+        ({**MTP, "attn_tp_size": 2}, 2 * WIDTH, 32 + 4),
         ({"moe_runner": "cutlass", "dp_size": 2, "max_dispatch_tokens_per_rank": 50}, 50, 2 * 50),
         ({"moe_runner": "grouped", "dp_size": 2, "moe_a2a_extend": "all-to-all"}, 4096, None),
     ],
@@ -146,7 +133,7 @@ def test_tokens_are_those_of_one_plain_executor(
         return gather(self, *args)
 
     monkeypatch.setattr(AllGatherDispatcher, "dispatch", dispatch)
-    with cell_of(**settings) as cell:
+    with cell_of(**SMALL | {"moe_a2a": "flashinfer"} | settings) as cell:
         assert serve(Router(cell), ASKS) == expected[settings.get("dtype", "float32")]
     sizes = handed(library)
     assert sizes["a2a"] == {cap}

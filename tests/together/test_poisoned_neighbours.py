@@ -4,8 +4,8 @@ Drafts for which a row has no block go to its spill blocks. Sequences here end s
 behind their last block in most steps.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,48 +22,33 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import Ask, Cell, Router, demo_prompts, expect_plain, serve
+from tests.together.speculative_cell import Ask, Router, cell_of, demo_prompts, expect_plain, serve
 
 POISON = 200  # a token that no prompt has
+WIDE = MAX_GROUPED_WIDTH + 1  # than what torch attention puts into groups
+# Blocks smaller than what a step writes behind them.
+OF_TWO = {"block_size": 2, "num_kv_blocks": 8 * 48 + 1}
+OF_ONE = {"block_size": 1, "num_kv_blocks": 8 * 96 + 1}
 CASES: dict[str, dict[str, Any]] = {
     "mtp": {"draft_model": DRAFTS / "mtp", "num_draft_steps": 6},
     "mtp3": {"draft_model": DRAFTS / "mtp3", "draft_sampling": "rejection"},
     "eagle": {"draft_model": DRAFTS / "eagle", "draft_topk": 2, "num_draft_tokens": 7},
     "frozen_kv": {"draft_model": DRAFTS / "frozen_kv", "draft_topk": 2, "num_draft_tokens": 7},
-    # Wider than what torch attention puts into groups.
-    "mtp, wide": {"draft_model": DRAFTS / "mtp", "num_draft_steps": MAX_GROUPED_WIDTH + 1},
-    "frozen_kv, wide": {
-        "draft_model": DRAFTS / "frozen_kv",
-        "num_draft_steps": MAX_GROUPED_WIDTH + 1,
-    },
-    # Blocks that are smaller than what a step writes behind them.
-    "eagle, blocks of 2": {
-        "draft_model": DRAFTS / "eagle",
-        "draft_topk": 4,
-        "block_size": 2,
-        "num_kv_blocks": 8 * 48 + 1,
-    },
-    "mtp3, blocks of 1": {
-        "draft_model": DRAFTS / "mtp3",
-        "block_size": 1,
-        "num_kv_blocks": 8 * 96 + 1,
-    },
+    "mtp, wide": {"draft_model": DRAFTS / "mtp", "num_draft_steps": WIDE},
+    "frozen_kv, wide": {"draft_model": DRAFTS / "frozen_kv", "num_draft_steps": WIDE},
+    "eagle, blocks of 2": {"draft_model": DRAFTS / "eagle", "draft_topk": 4, **OF_TWO},
+    "mtp3, blocks of 1": {"draft_model": DRAFTS / "mtp3", **OF_ONE},
 }
 cases = pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
 @pytest.fixture
-def flashinfer(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuFlashInfer]:
+def flashinfer(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CpuFlashInfer]:
     """Attention of the CPU is FlashInfer's, as on a GPU, with kernels in plain PyTorch."""
-    library = CpuFlashInfer(real)
-    workspaces: defaultdict[Cpu, AttentionWorkspace] = defaultdict(
-        lambda: AttentionWorkspace("cpu")
-    )
+    library = CpuFlashInfer(real_flashinfer(tmp_path_factory))
+    workspace = cache(lambda device: AttentionWorkspace("cpu"))
 
     def attention(
         device: Cpu, num_heads: int, kv_pool: KVPool, graphs: Sequence[AttentionGraphs], budget: Any
@@ -72,7 +57,7 @@ def flashinfer(real: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuFlashI
             FlashInferOps(enable_pdl=False),
             kv_pool,
             num_heads,
-            workspaces[device],
+            workspace(device),
             max_num_tokens=budget.max_tokens_per_rank,
         )
         for sizes, width, has_tree in graphs:
@@ -105,22 +90,13 @@ def expect_healthy(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
         return model
 
     monkeypatch.setattr(build, "load_model", load_poisoned)
-    cell = Cell(**settings)
-    try:
+    asks = asks_of(is_poisoned=True)
+    with cell_of(**settings) as cell:
+        expected = [answer.tokens for [answer] in serve(Router(cell), asks_of(is_poisoned=False))]
         router = Router(cell)
-        expected = [answer.tokens for [answer] in serve(router, asks_of(is_poisoned=False))]
-        router = Router(cell)
-        asks = asks_of(is_poisoned=True)
-        answers = serve(router, asks)
-    finally:
-        cell.close()
+        answers = zip(asks, serve(router, asks), strict=True)
     assert router.tokens_per_step > 0
-    healthy = [
-        answer.tokens
-        for ask, [answer] in zip(asks, answers, strict=True)
-        if POISON not in ask.prompt
-    ]
-    assert healthy == expected
+    assert [answer.tokens for ask, [answer] in answers if POISON not in ask.prompt] == expected
 
 
 @cases
@@ -190,12 +166,8 @@ def test_no_two_tokens_of_a_pass_go_to_one_place_and_none_to_the_scratch_block(
         few = num_kv_blocks * 4 // settings.get("block_size", 4)
         settings = settings | {"num_kv_blocks": few, "max_num_seqs": 6}
     slots = WatchedSlots(monkeypatch)
-    cell = Cell(**settings)
-    try:
-        router = CheckedRouter(cell)
-        serve(router, asks_of(is_poisoned=False))
-    finally:
-        cell.close()
+    with cell_of(**settings) as cell:
+        serve(CheckedRouter(cell), asks_of(is_poisoned=False))
     assert slots.num_spilled > 0
 
 
@@ -219,13 +191,8 @@ def test_drafts_in_spill_blocks_are_accepted_and_what_follows_them_is_right(
         return accepted
 
     monkeypatch.setattr(Verifier, "accept", watched)
-    cell = Cell(draft_model=DRAFTS / name, draft_topk=4, block_size=2, num_kv_blocks=8 * 48 + 1)
-    try:
-        prompts = demo_prompts(5, 6, 20)
-        expect_plain(
-            Router(cell),
-            [Ask(prompt=prompt, max_tokens=count) for prompt in prompts for count in (4, 6, 9)],
-        )
-    finally:
-        cell.close()
+    prompts = demo_prompts(5, 6, 20)
+    asks = [Ask(prompt=prompt, max_tokens=count) for prompt in prompts for count in (4, 6, 9)]
+    with cell_of(draft_model=DRAFTS / name, draft_topk=4, **OF_TWO) as cell:
+        expect_plain(Router(cell), asks)
     assert num_accepted > 0

@@ -31,6 +31,7 @@ from tests.together.speculative_cell import (
     plain_cell,
     serve,
     settings_of,
+    speculator_of,
     state_of,
 )
 
@@ -157,9 +158,7 @@ class InformedRouter(Router):
     ) -> None:
         super().__init__(cell)
         self._oracle, self._truths = oracle, truths
-        speculation = cell.workers[0]._speculation
-        assert speculation is not None
-        speculation.speculator.draft = oracle.draft  # type: ignore[method-assign]
+        speculator_of(cell.workers[0]).draft = oracle.draft  # type: ignore[method-assign]
 
     def before_step(self, plan: StepPlan) -> None:
         for row, sequence in enumerate(self.table.sequences):

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from executor.model.sampling.logits import invert
 from executor.speculative import verifier
-from executor.speculative.accept import RESIDUAL_STREAM, Accepted, reject_chain, stream_samples
+from executor.speculative.accept import Accepted, reject_chain
 from protos.executor.v1 import executor_pb2 as pb
 from router.requests.request import SamplingParams
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.chi_square import two_sample_p_value
+from tests.executor.support.drafts.broken_rules import always_accept, draw_from_all_of_p
 from tests.executor.support.drafts.draft_checkpoints import VOCAB, save_draft
 from tests.executor.support.steps import ints_of, row_starts, sequences, step
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -198,25 +198,9 @@ def test_what_rejection_sampling_gives_is_distributed_as_plain_decoding(
     assert min(p_values(drawn, plain)) > SIGNIFICANCE
 
 
-def always_accept(p, q, drafts, limits, seeds, positions) -> Accepted:
-    is_sure = torch.nn.functional.one_hot(drafts, p.shape[2]).float()
-    p = torch.cat((is_sure, p[:, -1:]), dim=1)
-    return reject_chain(p, is_sure, drafts, limits, seeds, positions)
-
-
-def draw_from_all_of_p(p, q, drafts, limits, seeds, positions) -> Accepted:
-    """What takes a refused draft's place is drawn from p, not from what p has more of than q."""
-    accepted = reject_chain(p, q, drafts, limits, seeds, positions)
-    last = (accepted.num_tokens - 1).unsqueeze(1)
-    p_last = p.gather(1, last.unsqueeze(2).expand(-1, -1, p.shape[2])).squeeze(1)
-    uniform = stream_samples(seeds, positions + last.squeeze(1), RESIDUAL_STREAM)
-    own = invert(p_last, uniform).unsqueeze(1)
-    return accepted._replace(tokens=accepted.tokens.scatter(1, last, own))
-
-
-def mistake_q(p, q, drafts, limits, seeds, positions) -> Accepted:
+def mistake_q(p, q, *rest) -> Accepted:
     """Drafts are taken as drawn from what they were not drawn from."""
-    return reject_chain(p, q.roll(1, dims=2), drafts, limits, seeds, positions)
+    return reject_chain(p, q.roll(1, dims=2), *rest)
 
 
 @pytest.mark.parametrize("rule", [always_accept, draw_from_all_of_p, mistake_q])

@@ -22,6 +22,7 @@ from executor.speculative.accept import (
 )
 from executor.speculative.tree import ancestors
 from tests.executor.support.chi_square import p_value, two_sample_p_value
+from tests.executor.support.drafts.broken_rules import always_accept, draw_from_all_of_p
 from tests.executor.support.drafts.draft_trees import random_drafts, random_parents, walk
 
 NUM_DRAWS = 40_000
@@ -273,25 +274,6 @@ LIMITS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_what_is_gained_is_distributed_as_the_target_says(pair: str, limits: str):
     assert min(p_values(*PAIRS[pair], LIMITS[limits], reject_chain)) > SIGNIFICANCE
-
-
-def always_accept(p, q, drafts, limits, seeds, positions):
-    is_sure = torch.nn.functional.one_hot(drafts, p.shape[2]).float()
-    return reject_chain(
-        torch.cat((is_sure, p[:, -1:]), dim=1), is_sure, drafts, limits, seeds, positions
-    )
-
-
-def draw_from_all_of_p(p, q, drafts, limits, seeds, positions):
-    """A residual that is p itself."""
-    accepted = reject_chain(p, q, drafts, limits, seeds, positions)
-    last = (accepted.num_tokens - 1).unsqueeze(1)
-    place = positions + last.squeeze(1)
-    own = invert(
-        p.gather(1, last.unsqueeze(2).expand(-1, -1, p.shape[2])).squeeze(1),
-        stream_samples(seeds, place, RESIDUAL_STREAM),
-    )
-    return accepted._replace(tokens=accepted.tokens.scatter(1, last, own.unsqueeze(1)))
 
 
 def cut_without_regard_to_the_limit(p, q, drafts, limits, seeds, positions):
