@@ -99,7 +99,7 @@ def content(registry: CudaGraphBufferRegistry, name: str) -> list[Any]:
     return buffer.tolist()
 
 
-def bound_buffers() -> dict[str, torch.Tensor]:
+def bound_buffers() -> dict[str, Any]:
     """Returns what a decode registry of 8 adopts at least."""
     names = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
     buffers = {name: torch.zeros(8, dtype=INT64) for name in (*names, "seq_lens_cpu")}

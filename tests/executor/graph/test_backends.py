@@ -6,6 +6,7 @@ checks what is called in which order, and not that a GPU takes it.
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import structlog
@@ -48,10 +49,15 @@ def recorder(request: pytest.FixtureRequest) -> RunnerBackend:
     return RecordingBackend()
 
 
-def capture(backend: RunnerBackend, *keys: ShapeKey, run: Callable[[], object]) -> None:
+def capture(backend: RunnerBackend, *keys: ShapeKey, run: Callable[[], Any]) -> None:
     with backend.session(label="decode", num_captures=len(keys)):
         for key in keys:
-            backend.capture(key, run)  # type: ignore[arg-type]
+            backend.capture(key, run)
+
+
+def capture_breakable(backend: RunnerBackend, run: Callable[[], Any]) -> None:
+    with backend.session(label="prefill", num_captures=1):
+        backend.capture_breakable(KEY, run)
 
 
 def test_a_replay_does_again_what_was_captured(backend: RunnerBackend):
@@ -112,8 +118,7 @@ def test_a_region_at_either_end_and_two_in_a_row(backend: RunnerBackend):
     first = backend.eager_region(lambda y: y * y[0].item())
     last = backend.eager_region(lambda y: out.copy_(y))
 
-    with backend.session(label="prefill", num_captures=1):
-        backend.capture_breakable(KEY, lambda: last(first(first(x))))
+    capture_breakable(backend, lambda: last(first(first(x))))
     x.fill_(3)
     backend.replay(KEY)
 
@@ -125,8 +130,7 @@ def test_a_region_inside_a_region_is_part_of_it(backend: RunnerBackend):
     inner = backend.eager_region(lambda y: y * y[0].item())
     outer = backend.eager_region(lambda pair: inner(pair[0]) + pair[1])
 
-    with backend.session(label="prefill", num_captures=1):
-        backend.capture_breakable(KEY, lambda: out.copy_(outer((x + 1, x)) * 2))
+    capture_breakable(backend, lambda: out.copy_(outer((x + 1, x)) * 2))
     x.fill_(2)
     backend.replay(KEY)
 
@@ -247,8 +251,7 @@ def test_a_capture_with_regions_is_graphs_and_calls_in_order(
 
     x, out = torch.ones(2), torch.zeros(2)
     region = on_cuda.eager_region(call)
-    with on_cuda.session(label="prefill", num_captures=1):
-        on_cuda.capture_breakable(KEY, lambda: out.copy_(region(region(x + 1) + 1)))
+    capture_breakable(on_cuda, lambda: out.copy_(region(region(x + 1) + 1)))
     recorded, device.log[:] = device.log[2:], []
     on_cuda.replay(KEY)
 
@@ -268,8 +271,7 @@ def test_regions_keep_no_tensor_of_the_pool_alive(on_cuda: CUDAGraphBackend):
         return y + 1
 
     marked = on_cuda.eager_region(region)
-    with on_cuda.session(label="prefill", num_captures=1):
-        on_cuda.capture_breakable(KEY, lambda: marked(x.view(2, 2)).add_(1))
+    capture_breakable(on_cuda, lambda: marked(x.view(2, 2)).add_(1))
     on_cuda.replay(KEY)
     at_capture, at_replay = seen
 

@@ -55,12 +55,10 @@ def test_the_two_axes_are_padded_independently():
         bs_slot("rows", padding_policy=P.ZERO), token_slot("ids", padding_policy=P.ZERO)
     )
     full = SimpleNamespace(rows=numbers(8), ids=numbers(16))
-    sizes = {"raw_bs": 8, "padded_bs": 8, "raw_num_tokens": 16, "padded_num_tokens": 16}
-    registry.fill_from(full, **sizes)
+    fill(registry, full, 8, 8, raw_num_tokens=16, padded_num_tokens=16)
 
     small = SimpleNamespace(rows=numbers(2), ids=numbers(5))
-    sizes = {"raw_bs": 2, "padded_bs": 2, "raw_num_tokens": 5, "padded_num_tokens": 6}
-    registry.fill_from(small, **sizes)
+    fill(registry, small, 2, 2, raw_num_tokens=5, padded_num_tokens=6)
     assert content(registry, "rows") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert content(registry, "ids") == [1, 2, 3, 4, 5, 0, *range(7, 17)]
 

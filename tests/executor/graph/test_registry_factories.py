@@ -164,9 +164,7 @@ def test_extends_count_the_rows_of_every_dp_rank_if_asked():
         require_mlp_tp_gather=True,
         num_dp_ranks=3,
     )
-    registry.fill_from(
-        full_batch(1, num_tokens=3), raw_bs=1, padded_bs=1, raw_num_tokens=3, padded_num_tokens=8
-    )
+    fill(registry, full_batch(1, 3), 1, 1, raw_num_tokens=3, padded_num_tokens=8)
     for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"):
         assert content(registry, name) == [8] * 3
 
@@ -214,11 +212,9 @@ def test_a_small_extend_after_a_large_one_finds_every_padded_row_zeroed():
     registry = prefill_registry(
         is_multimodal=True, hidden_size=2, embed_dtype=torch.float32, enable_mamba_track=True
     )
-    sizes = {"raw_bs": 4, "padded_bs": 4, "raw_num_tokens": 16, "padded_num_tokens": 16}
-    registry.fill_from(full_batch(4, num_tokens=16), **sizes)
+    fill(registry, full_batch(4, 16), 4, 4, raw_num_tokens=16, padded_num_tokens=16)
     registry.get_slot("input_embeds").allocated().fill_(7)
-    sizes = {"raw_bs": 1, "padded_bs": 3, "raw_num_tokens": 5, "padded_num_tokens": 8}
-    registry.fill_from(full_batch(1, num_tokens=5), **sizes)
+    fill(registry, full_batch(1, 5), 1, 3, raw_num_tokens=5, padded_num_tokens=8)
     for name in registry.slot_names():
         slot = registry.get_slot(name)
         axis = slot.row_axis()

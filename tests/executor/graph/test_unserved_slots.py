@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.executor.graph.registry_cases import (
+    COUNT_SLOTS,
     INT64,
     P,
     bound_buffers,
@@ -94,16 +95,13 @@ def test_padded_encoder_lengths_keep_the_first_value():
     assert content(registry, "encoder_lens") == [5, 6, 3, 9, 9, 9, 9, 9]
 
 
+def bound_counts() -> dict[str, Any]:
+    return {name: torch.zeros(1, dtype=torch.int32) for name in COUNT_SLOTS[1:]}
+
+
 def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
-    source = SimpleNamespace(
-        **(
-            bound_buffers()
-            | {"seq_lens": torch.full((8,), 6, dtype=torch.int32)}
-            | {"seq_lens_cpu": torch.full((8,), 6, dtype=torch.int32)}
-        ),
-        global_num_tokens_gpu=torch.zeros(1, dtype=torch.int32),
-        global_num_tokens_for_logprob_gpu=torch.zeros(1, dtype=torch.int32),
-    )
+    lens = {name: torch.full((8,), 6, dtype=torch.int32) for name in ("seq_lens", "seq_lens_cpu")}
+    source = SimpleNamespace(**bound_buffers() | lens | bound_counts())
     registry = decode_registry(source=source, share_pool=True)
     for name in registry.slot_names():
         assert registry.get_slot(name).buffer is getattr(source, name), name
@@ -114,12 +112,7 @@ def test_the_factory_adopts_every_tensor_of_the_source_as_it_is():
 
 @pytest.mark.parametrize("name", ["positions", "mrope_positions", "global_num_tokens_gpu"])
 def test_a_tensor_that_the_source_lacks_is_named(name: str):
-    counts = {
-        "global_num_tokens_gpu": torch.zeros(1, dtype=torch.int32),
-        "global_num_tokens_for_logprob_gpu": torch.zeros(1, dtype=torch.int32),
-    }
-    buffers: dict[str, Any] = {**bound_buffers(), **counts}
-    buffers[name] = None
+    buffers = bound_buffers() | bound_counts() | {name: None}
     with pytest.raises(ValueError, match=f"slot '{name}': source has no tensor"):
         decode_registry(source=SimpleNamespace(**buffers))
 
@@ -160,11 +153,8 @@ def test_copy_slots_refreshes_the_first_rows_and_leaves_the_rest():
         }
     )
     assert content(registry, "input_ids") == [50, 51, 3, 4, 5, 6, 7, 8]
-    assert [row[:3] for row in content(registry, "mrope_positions")] == [
-        [50, 51, 3],
-        [52, 53, 11],
-        [54, 55, 19],
-    ]
+    mrope = [row[:3] for row in content(registry, "mrope_positions")]
+    assert mrope == [[50, 51, 3], [52, 53, 11], [54, 55, 19]]
     assert content(registry, "global_num_tokens_gpu") == [1, 2, 3, 4]
     assert content(registry, "positions") == [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -293,17 +293,22 @@ def assert_drawn(
     assert drafts.probs is not None
     for sequence, expand in enumerate(expands):
         path = tuple(drafts.tokens[sequence].tolist())
-        temperature = draws.temperature[sequence].item()
         for step, token in enumerate(path):
-            logits, given = expand(path[:step]), drafts.probs[sequence, step]
-            if temperature == 0:
-                assert given.tolist() == [float(i == logits.argmax()) for i in range(len(given))]
-            else:
-                q = torch.softmax(logits / temperature, 0)
-                torch.testing.assert_close(given, q, rtol=TOLERANCE, atol=TOLERANCE)
-            position = draws.positions[sequence : sequence + 1] + step
-            uniform = stream_samples(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
-            assert token == ids[int(invert(given[None], uniform))]
+            given = drafts.probs[sequence, step]
+            assert token == ids[drawn(given, expand(path[:step]), draws, sequence, step)]
+
+
+def drawn(given: torch.Tensor, logits: torch.Tensor, draws: Draws, sequence: int, step: int) -> int:
+    """Checks the distribution of a draft, and returns what is drawn from it."""
+    temperature = draws.temperature[sequence].item()
+    if temperature == 0:
+        assert given.tolist() == [float(i == logits.argmax()) for i in range(len(given))]
+    else:
+        q = torch.softmax(logits / temperature, 0)
+        torch.testing.assert_close(given, q, rtol=TOLERANCE, atol=TOLERANCE)
+    at = slice(sequence, sequence + 1)
+    uniform = stream_samples(draws.seeds[at], draws.positions[at] + step, DRAFT_STREAM)
+    return int(invert(given[None], uniform))
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
@@ -362,14 +367,7 @@ def assert_pick(
         assert abs(score - logprobs.max().item()) < TOLERANCE
         return
     assert extended.probs is not None
-    probs = extended.probs[sequence, layer]
-    temperature = draws.temperature[sequence].item()
-    if temperature > 0:
-        q = torch.softmax(logits / temperature, 0)
-        torch.testing.assert_close(probs, q, rtol=TOLERANCE, atol=TOLERANCE)
-    position = draws.positions[sequence : sequence + 1] + layer
-    uniform = stream_samples(draws.seeds[sequence : sequence + 1], position, DRAFT_STREAM)
-    assert token == int(invert(probs[None], uniform))
+    assert token == drawn(extended.probs[sequence, layer], logits, draws, sequence, layer)
 
 
 def assert_outputs(extended: Extended, texts: Any, cuts: Sequence[int], expected: Any) -> None:

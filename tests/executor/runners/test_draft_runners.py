@@ -128,24 +128,16 @@ def test_a_recorded_replay_equals_eager_for_batches_it_was_not_captured_with(rec
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
+INDICES = [
+    (Way("draft", "eagle", 2), "positions out_cache_loc req_pool_indices input_ids"),
+    (Way("multi_layer", "multi_layer"), "input_ids out_cache_loc starts lasts"),
+    (Way("extend", "eagle", is_plain=True), "input_ids positions lasts"),
+    (Way("frozen_kv", "frozen_kv", 2), "positions req_pool_indices input_ids"),
+]
+
+
 @pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        (way, name)
-        for way, names in {
-            Way("draft", "eagle", 2): (
-                "positions",
-                "out_cache_loc",
-                "req_pool_indices",
-                "input_ids",
-            ),
-            Way("multi_layer", "multi_layer"): ("input_ids", "out_cache_loc", "starts", "lasts"),
-            Way("extend", "eagle", is_plain=True): ("input_ids", "positions", "lasts"),
-            Way("frozen_kv", "frozen_kv", 2): ("positions", "req_pool_indices", "input_ids"),
-        }.items()
-        for name in names
-    ],
-    ids=str,
+    ("way", "name"), [(way, name) for way, names in INDICES for name in names.split()], ids=str
 )
 def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way: Way, name: str):
     """The check of the check above: the same poison, and one slot that no longer resets it."""

@@ -68,16 +68,9 @@ class Way(NamedTuple):
         ]
 
 
-WAYS = [
-    Way(kind, width, dtype)
-    for dtype in DTYPES
-    for kind, width in [
-        ("decode", 1),
-        ("decode", 2),
-        ("decode", 4),
-        *((k, 1) for k in PREFILL_GRAPHS),
-    ]
-] + [Way(kind, is_recorded=True) for kind in ("decode", *PREFILL_GRAPHS)]
+KINDS = [("decode", 1), ("decode", 2), ("decode", 4), *((kind, 1) for kind in PREFILL_GRAPHS)]
+WAYS = [Way(kind, width, dtype) for dtype in DTYPES for kind, width in KINDS]
+WAYS += [Way(kind, is_recorded=True) for kind in ("decode", *PREFILL_GRAPHS)]
 
 NewCase = Callable[[Way], RunnerCase]
 

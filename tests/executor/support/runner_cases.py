@@ -3,7 +3,8 @@
 Imports no Transformers: the processes of a group start here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -296,17 +297,26 @@ class RunnerCase:
 
         And at the end the features of the batch's rows, if the case has any.
         """
-        before = [cache.clone() for cache in self.caches]
         features = self.forward_pass.features
         if features is not None:
             features.fill_(torch.nan)
-        with torch.inference_mode():
+        with put_back(self.caches) as after, torch.inference_mode():
             logits = runner.run(batch).clone()
-        after = [cache[BLOCK_SIZE:].clone() for cache in self.caches]  # without the scratch block
-        for cache, old in zip(self.caches, before, strict=True):
-            cache.copy_(old)
         left = [] if features is None else [features[: len(batch.input_ids)].clone()]
         return [logits, *after, *left]
+
+
+@contextmanager
+def put_back(caches: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields a list that gets the keys and values after a run, without the scratch block.
+
+    The caches have their content of before again then.
+    """
+    before, after = [cache.clone() for cache in caches], list[torch.Tensor]()
+    yield after
+    after += [cache[BLOCK_SIZE:].clone() for cache in caches]
+    for cache, old in zip(caches, before, strict=True):
+        cache.copy_(old)
 
 
 def registry_of(runner: Any) -> CudaGraphBufferRegistry:

@@ -32,7 +32,7 @@ from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.kv import out_cache_loc
-from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase
+from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase, put_back
 
 NUM_STEPS = 3
 FILE_OF = {  # the draft checkpoint (draft_checkpoints.py) that each runner is tested with
@@ -343,15 +343,11 @@ class DraftCase:
 
     def run(self, runner: Any, batch: DraftBatch | ExtendBatch) -> list[torch.Tensor]:
         """Returns what a run gives, and all keys and values after it. It leaves no trace."""
-        before = [cache.clone() for cache in self.caches]
-        with torch.inference_mode():
+        with put_back(self.caches) as after, torch.inference_mode():
             if isinstance(batch, DraftBatch):
                 results = [x.clone() for x in runner.draft(batch) if x is not None]
             else:
                 results = self._real(runner.extend(batch), batch)
-        after = [cache[BLOCK_SIZE:].clone() for cache in self.caches]  # without the scratch block
-        for cache, old in zip(self.caches, before, strict=True):
-            cache.copy_(old)
         return [*results, *after]
 
     def _real(self, extended: Any, batch: ExtendBatch) -> list[torch.Tensor]:

@@ -58,8 +58,7 @@ def get_workspace_size_per_rank(
     max_num_tokens: int,
     total_dispatch_payload_size_per_token: int,
     combine_payload_size_per_token: int,
-    eplb_stats_num_experts: int,
-    backend: str,
+    **_: Any,
 ) -> int:
     offsets = _offsets(ep_size, max_num_tokens)
     rows = ep_size * max_num_tokens
@@ -71,13 +70,7 @@ def get_workspace_size_per_rank(
 
 
 def initialize(
-    *,
-    workspace: torch.Tensor,
-    ep_rank: int,
-    ep_size: int,
-    max_num_tokens: int,
-    eplb_stats_num_experts: int,
-    backend: str,
+    *, workspace: torch.Tensor, ep_rank: int, ep_size: int, max_num_tokens: int, **_: Any
 ) -> torch.Tensor:
     """Clears this rank's counters and flags. The library's clears all; this spoils the rest."""
     assert workspace.dtype == torch.uint8
@@ -101,11 +94,7 @@ def dispatch(
     ep_size: int,
     top_k: int,
     num_experts: int,
-    enable_pdl: bool,
-    eplb_local_stats: None,
-    enable_rank_mask: bool,
-    active_rank_mask: None,
-    backend: str,
+    **_: Any,
 ) -> tuple[list[torch.Tensor], int, None]:
     capacity = runtime_max_tokens_per_rank
     num_rows = len(token_selected_experts)
@@ -167,8 +156,7 @@ def sanitize_expert_ids(
     metainfo: torch.Tensor,
     ep_rank: int,
     invalid_expert_id: int,
-    enable_pdl: bool,
-    backend: str,
+    **_: Any,
 ) -> None:
     assert expert_ids.dtype == torch.int32
     assert expert_ids.dim() == 3
@@ -190,11 +178,7 @@ def combine(
     combine_payload_offset: int,
     payload_in_workspace: bool,
     output: torch.Tensor,
-    use_low_precision: bool,
-    enable_pdl: bool,
-    enable_rank_mask: bool,
-    active_rank_mask: None,
-    backend: str,
+    **_: Any,
 ) -> torch.Tensor:
     capacity = runtime_max_tokens_per_rank
     assert payload.dim() == 3

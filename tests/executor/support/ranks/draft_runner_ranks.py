@@ -1,7 +1,7 @@
 """Executor of the draft runners' tests. Imports no Transformers: processes start here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from executor.parallel.layout import DpPaddingMode
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import DraftCase, Way
 from tests.executor.support.ranks.ranks import join, topology_of
-from tests.executor.support.ranks.runner_ranks import RecordedGroup
+from tests.executor.support.ranks.runner_ranks import recorded
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import captured
 
@@ -86,11 +86,7 @@ def _run(case: DraftCase, groups: Any, steps: Sequence[DraftStep]) -> list[Any]:
     backends: list[Any] = [EagerBackend() for _ in case.way.widths]
     if case.is_capturable:
         backends = [RecordingBackend() for _ in case.way.widths]
-        groups = replace(
-            groups,
-            world=RecordedGroup(groups.world, backends),
-            attn_tp=groups.attn_tp and RecordedGroup(groups.attn_tp, backends),
-        )
+        groups = recorded(groups, backends)
     for member in case.target.members:
         member.join(groups)
     runner = captured(case.build(SIZES, iter(backends).__next__))

@@ -107,11 +107,7 @@ def _replay_in_epoch(
     topology = case.forward_pass.topology
     groups: Any = join(port, topology, epoch)
     if not backends[0].outlives_group:
-        groups = replace(
-            groups,
-            world=RecordedGroup(groups.world, backends),
-            attn_tp=groups.attn_tp and RecordedGroup(groups.attn_tp, backends),
-        )
+        groups = recorded(groups, backends)
     for member in case.members:
         member.join(groups)
     replayed = Replayed([], [], _capture(runner))
@@ -176,3 +172,9 @@ class RecordedGroup:
         for backend in backends:
             kernel = backend.kernel(kernel)
         return kernel
+
+
+def recorded(groups: Any, backends: Sequence[RecordingBackend]) -> Any:
+    """Returns groups whose collectives each of the backends records."""
+    world, attn_tp = (x and RecordedGroup(x, backends) for x in (groups.world, groups.attn_tp))
+    return replace(groups, world=world, attn_tp=attn_tp)

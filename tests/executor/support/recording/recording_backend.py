@@ -35,21 +35,16 @@ P = ParamSpec("P")
 
 _NUM_WARM_UPS = 2
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_LEAVES_CONTENT = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
-_TO_HOST = {
-    torch.Tensor.__array__,
-    torch.Tensor.cpu,
-    torch.Tensor.item,
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-}
+_EMPTY = (
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+)
+_LEAVES_CONTENT = {f"aten::{name}" for name in _EMPTY}
+_TO_HOST = {getattr(torch.Tensor, x) for x in ("__array__", "cpu", "item", "numpy", "tolist")}
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
