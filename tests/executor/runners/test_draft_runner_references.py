@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.model.sampling.logits import invert
 from executor.parallel.layout import DpLayout
 from executor.speculative.accept import DRAFT_STREAM, stream_samples
@@ -26,7 +25,7 @@ from tests.executor.support.drafts.draft_cases import (
 )
 from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.drafts.draft_references import reference
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of, out_cache_loc
 
 ROWS, LENGTHS = [3, 7], [9, 14]
 TOLERANCE = 1e-4
@@ -79,14 +78,7 @@ def extend_batch(
         ids += tokens[a:b] + [0] * more
         hidden += [states[a:b], torch.full((more, states.shape[1]), 9.0)]
     begins = [a for a, _ in spans]
-    batch = ForwardBatch.from_columns(
-        rows=ROWS,
-        num_computed=begins,
-        num_tokens=counts,
-        input_ids=torch.tensor(ids),
-        out_cache_loc=out_cache_loc(case.pool, ROWS, begins, counts),
-        layout=DpLayout.single(sum(counts)),
-    )
+    batch = batch_of(case.pool, ROWS, begins, counts, torch.tensor(ids))
     batch.hidden_states = torch.cat(hidden)
     starts = np.cumsum(counts) - counts
     lasts = [
@@ -117,7 +109,7 @@ def extend_all(case: DraftCase, topk: int, texts: Any, draws: Draws | None = Non
     return extended
 
 
-def batch_of(case: DraftCase, draws: Draws | None = None, **fields: Any) -> DraftBatch:
+def after_texts(case: DraftCase, draws: Draws | None = None, **fields: Any) -> DraftBatch:
     """Returns the texts' sequences, to draft after them."""
     num_slots = 0 if case.way.runner == "frozen_kv" else (NUM_STEPS - 1) * case.way.topk
     return draft_batch(
@@ -128,6 +120,24 @@ def batch_of(case: DraftCase, draws: Draws | None = None, **fields: Any) -> Draf
         out_cache_loc=out_cache_loc(case.pool, ROWS, LENGTHS, [num_slots] * len(ROWS)),
         **fields,
     )
+
+
+def after(extended: Extended) -> dict[str, Any]:
+    """Returns what a draft runner goes on from behind a draft-extend."""
+    names = ("input_ids", "scores", "hidden_states")
+    values = (extended.tokens.flatten(), extended.scores, extended.hidden)
+    return dict(zip(names, values, strict=True))
+
+
+def last_of(texts: Sequence[tuple[list[int], torch.Tensor]]) -> dict[str, Any]:
+    """Returns what a draft without keys of its own goes on from."""
+    tokens, hidden = zip(*((ids[-1], given[-1]) for ids, given in texts), strict=True)
+    scores = torch.zeros(len(ROWS), 1)
+    return {
+        "input_ids": torch.tensor(tokens),
+        "scores": scores,
+        "hidden_states": torch.stack(hidden),
+    }
 
 
 def drafted(case: DraftCase, batch: DraftBatch) -> Drafts:
@@ -209,15 +219,7 @@ def test_drafts_are_the_likeliest_of_whole_texts(
     way = Way("draft", draft, topk, num_draft_tokens=num_draft_tokens)
     case, expected = new_case(target, tmp_path, way)
     extended = extend_all(case, topk, texts)
-    drafts = drafted(
-        case,
-        batch_of(
-            case,
-            input_ids=extended.tokens.flatten(),
-            scores=extended.scores,
-            hidden_states=extended.hidden,
-        ),
-    )
+    drafts = drafted(case, after_texts(case, **after(extended)))
     for sequence, (ids, given) in enumerate(texts):
         expand = eagle_expand(expected, ids, given)
         values, places = expand(()).topk(topk)
@@ -237,19 +239,11 @@ def test_frozen_drafts_are_the_likeliest_that_the_targets_keys_allow(
 ):
     way = Way("frozen_kv", "frozen_kv", topk, num_draft_tokens=num_draft_tokens)
     case, expected = new_case(target, tmp_path, way)
-    tokens = [[ids[-1]] for ids, _ in texts]
-    hidden = torch.stack([given[-1] for _, given in texts])
-    batch = batch_of(
-        case,
-        input_ids=torch.tensor(tokens).flatten(),
-        scores=torch.zeros(len(ROWS), 1),
-        hidden_states=hidden,
-    )
-    drafts = drafted(case, batch)
+    drafts = drafted(case, after_texts(case, **last_of(texts)))
     count = case.way.plan.num_draft_tokens - 1
     for sequence, (row, length) in enumerate(zip(ROWS, LENGTHS, strict=True)):
-        [token], given = tokens[sequence], hidden[sequence]
-        expand = frozen_expand(expected, case, row, length, token, given)
+        ids, given = texts[sequence]
+        expand = frozen_expand(expected, case, row, length, ids[-1], given[-1])
         found = paths_of(drafts, sequence)
         assert set(found) == best_paths(expand, ids_of(case), topk, count)
 
@@ -265,25 +259,16 @@ def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
     draws = Draws(torch.tensor(TEMPERATURES), seeds, positions)
     if kind == "draft":
         extended = extend_all(case, 1, texts, draws)
-        fields: dict[str, Any] = {
-            "input_ids": extended.tokens.flatten(),
-            "scores": extended.scores,
-            "hidden_states": extended.hidden,
-            "probs": extended.probs,
-        }
+        fields = after(extended) | {"probs": extended.probs}
         expands = [eagle_expand(expected, ids, given) for ids, given in texts]
     else:
-        fields = {
-            "input_ids": torch.tensor([ids[-1] for ids, _ in texts]),
-            "scores": torch.zeros(len(ROWS), 1),
-            "hidden_states": torch.stack([given[-1] for _, given in texts]),
-        }
+        fields = last_of(texts)
         places = zip(ROWS, LENGTHS, texts, strict=True)
         expands = [
             frozen_expand(expected, case, row, length, ids[-1], given[-1])
             for row, length, (ids, given) in places
         ]
-    drafts = drafted(case, batch_of(case, draws=draws, **fields))
+    drafts = drafted(case, after_texts(case, draws=draws, **fields))
     assert_drawn(drafts, expands, ids_of(case), draws)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.graph.cpu_eager_backend import EagerBackend
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
@@ -16,7 +15,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support.checkpoints import VOCAB_SIZE, save_qwen3_moe
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 from tests.executor.support.ranks.feature_ranks import features_on_ranks
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import RanksStep
@@ -67,14 +66,8 @@ def reference_features(model: Any, ids: list[int], aux_layers: Sequence[int]) ->
 
 def test_features_are_those_of_transformers(saved: tuple[Path, Any], case: RunnerCase):
     ids = np.random.default_rng(1).integers(3, VOCAB_SIZE, 11)
-    batch = ForwardBatch.from_columns(
-        rows=[3],
-        num_computed=[0],
-        num_tokens=[len(ids)],
-        input_ids=torch.from_numpy(ids),
-        out_cache_loc=out_cache_loc(case.pool, [3], [0], [len(ids)]),
-        layout=DpLayout.single(len(ids), has_extend=True),
-    )
+    layout = DpLayout.single(len(ids), has_extend=True)
+    batch = batch_of(case.pool, [3], [0], [len(ids)], torch.from_numpy(ids), layout)
     *_, ours = case.run_eagerly(batch)
     theirs = reference_features(saved[1], ids.tolist(), case.aux_layers)
     assert ours.shape == theirs.shape

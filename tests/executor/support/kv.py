@@ -1,10 +1,14 @@
-"""KV slots of tokens, from lists. For tests."""
+"""KV slots and batches of tokens, from lists. For tests."""
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
+from executor.parallel.layout import DpLayout
 
 
 def out_cache_loc(
@@ -28,3 +32,27 @@ def out_cache_loc(
     positions = np.arange(len(locations)) + np.repeat(shift, new_lens)
     pool.locate(locations, positions, out=locations)
     return torch.from_numpy(locations).to(pool.device)
+
+
+def batch_of(
+    pool: KVPool,
+    rows: npt.ArrayLike,
+    num_computed: npt.ArrayLike,
+    num_tokens: npt.ArrayLike,
+    input_ids: torch.Tensor,
+    layout: DpLayout | None = None,
+    logits_indices: Any = None,
+) -> ForwardBatch:
+    """Returns a batch whose keys and values go where the pool's block table says.
+
+    The arguments are those of ``ForwardBatch.from_columns``; without a layout there are no peers.
+    """
+    return ForwardBatch.from_columns(
+        rows=rows,
+        num_computed=num_computed,
+        num_tokens=num_tokens,
+        input_ids=input_ids,
+        out_cache_loc=out_cache_loc(pool, rows, num_computed, num_tokens),
+        layout=layout or DpLayout.single(int(np.sum(num_tokens))),
+        logits_indices=logits_indices,
+    )

@@ -39,7 +39,7 @@ from executor.runners import Runner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.select import RunnerSelection
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4
@@ -260,15 +260,9 @@ class RunnerCase:
             topology.attn_tp_rank,
             topology.attn_tp_size,
         )
-        return ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=prefix_lens,
-            num_tokens=new_lens,
-            input_ids=torch.from_numpy(rng.integers(0, self.vocab_size, total)),
-            out_cache_loc=out_cache_loc(self.pool, rows, prefix_lens, new_lens),
-            layout=layout,
-            logits_indices=None if has_extend else np.arange(total),
-        )
+        ids = torch.from_numpy(rng.integers(0, self.vocab_size, total))
+        scored = None if has_extend else np.arange(total)
+        return batch_of(self.pool, rows, prefix_lens, new_lens, ids, layout, scored)
 
     def decode_batch(
         self, rng: np.random.Generator, size: int, *, num_seqs: int | None = None, width: int = 1

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
@@ -16,7 +15,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 
 BLOCK_SIZE = 4
 
@@ -81,15 +80,9 @@ class Rank:
             ids = [self._free.pop() for _ in range(missing)]
             self.pool.append_blocks([row], [held], [missing], ids)
             self.num_computed[row] = int(end)
-        batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=computed,
-            num_tokens=counts,
-            input_ids=torch.tensor([i for row in rows for i in tokens[row]], dtype=torch.int64),
-            out_cache_loc=out_cache_loc(self.pool, rows, computed, counts),
-            layout=layout or DpLayout.single(sum(counts)),
-            logits_indices=range(sum(counts)),
-        )
+        ids = torch.tensor([i for row in rows for i in tokens[row]], dtype=torch.int64)
+        scored = range(sum(counts))
+        batch = batch_of(self.pool, rows, computed, counts, ids, layout, scored)
         self.attention.init_forward_metadata_out_graph(batch, self.pool)
         hidden = run_stages(self.model.stages(batch), self.attention.forward)
         logits = self.model.compute_logits(hidden)

@@ -31,7 +31,7 @@ from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of, out_cache_loc
 from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase, put_back
 
 NUM_STEPS = 3
@@ -308,14 +308,8 @@ class DraftCase:
         layers = NUM_STEPS if self.way.runner == "multi_layer" else 1
         starts = rng.integers(1, MAX_LEN - width + 1, count)
         num_tokens = rng.integers(1, width - layers + 2, count)
-        batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=starts,
-            num_tokens=np.full(count, width),
-            input_ids=torch.from_numpy(rng.integers(0, self.target.vocab_size, count * width)),
-            out_cache_loc=out_cache_loc(self.pool, rows, starts, np.full(count, width)),
-            layout=layout,
-        )
+        ids = torch.from_numpy(rng.integers(0, self.target.vocab_size, count * width))
+        batch = batch_of(self.pool, rows, starts, np.full(count, width), ids, layout)
         size = self.model.hidden_size
         batch.hidden_states = _normal(rng, (count * width, size)).to(self.dtype)
         firsts = torch.arange(count) * width

@@ -15,7 +15,7 @@ from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
 MAX_LEN = 128
@@ -83,14 +83,7 @@ class DraftRank:
         computed = [self.num_drafted[layer][row] for row in rows]
         for row, num_tokens in zip(rows, counts, strict=True):
             self.num_drafted[layer][row] += num_tokens
-        batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=computed,
-            num_tokens=counts,
-            input_ids=_ids(entries),
-            out_cache_loc=out_cache_loc(self.pool, rows, computed, counts),
-            layout=layout or DpLayout.single(sum(counts)),
-        )
+        batch = batch_of(self.pool, rows, computed, counts, _ids(entries), layout)
         if num_real is not None:
             batch.num_token_non_padded = torch.tensor([num_real], dtype=torch.int32)
         return self._run(batch, entries, layer)
