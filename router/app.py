@@ -54,9 +54,7 @@ async def run(config: RouterConfig) -> None:
     interceptors, observers = _start_tracing(config, cleanup)
     observers = [RequestLog(lambda group: by_group[group].ids()), *observers]
     engines = Engines(
-        Listeners(config.max_calls),
-        failover_after_s=config.failover_after_s,
-        observers=observers,
+        Listeners(config.max_calls), failover_after_s=config.failover_after_s, observers=observers
     )
     groups = [_connect(config, addresses) for addresses in config.groups]
     by_group = [

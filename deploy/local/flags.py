@@ -9,13 +9,7 @@ import click
 from executor.__main__ import main as executor
 
 SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
-DRAFTING = (
-    "draft_model",
-    "num_draft_steps",
-    "draft_topk",
-    "num_draft_tokens",
-    "draft_sampling",
-)
+DRAFTING = ("draft_model", "num_draft_steps", "draft_topk", "num_draft_tokens", "draft_sampling")
 NAMES = SHARING + DRAFTING
 
 

@@ -56,11 +56,7 @@ class RpcError(Exception):
 
 @lru_cache(maxsize=64)  # thousands of calls a second may be refused in the same words
 def _to_metadata(
-    code: grpc.StatusCode,
-    reason: str,
-    message: str,
-    field: str | None,
-    retry_delay_s: float | None,
+    code: grpc.StatusCode, reason: str, message: str, field: str | None, retry_delay_s: float | None
 ) -> Any:
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
     if field is not None:

@@ -65,9 +65,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             await self.run(request, context.write, call_timeout_s=context.time_remaining())
 
     async def GenerateMany(  # type: ignore[override]
-        self,
-        request_iterator: AsyncIterator[serving_pb2.GenerateManyRequest],
-        context: Context,
+        self, request_iterator: AsyncIterator[serving_pb2.GenerateManyRequest], context: Context
     ) -> None:
         async with abort_on_error(context):
             with self._open_listener() as listener:

@@ -7,12 +7,7 @@ from pathlib import Path
 
 from protos.settings import ON_OFF, setting
 from protos.transport.channel import ChannelOpener
-from protos.transport.credentials import (
-    TlsFiles,
-    read_tokens,
-    token_sender,
-    watch,
-)
+from protos.transport.credentials import TlsFiles, read_tokens, token_sender, watch
 from protos.transport.port import check_files, check_pair, is_loopback
 from router.executors.discovery import DNS, DnsGroup
 

@@ -10,14 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from router.requests.request import FinishReason, Int32Array, TokenLogprob
-from router.scheduling.sequence_table import (
-    NO_TOKEN,
-    Mask,
-    Rows,
-    RowStatus,
-    SequenceTable,
-    spread,
-)
+from router.scheduling.sequence_table import NO_TOKEN, Mask, Rows, RowStatus, SequenceTable, spread
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import RankBatch, RankResult, StepPlan, StepResult
 

@@ -29,10 +29,7 @@ class RowBlocks:
     """
 
     def __init__(
-        self,
-        table: SequenceTable,
-        caches: list[PrefixCache],
-        preempt: Callable[[int], None],
+        self, table: SequenceTable, caches: list[PrefixCache], preempt: Callable[[int], None]
     ) -> None:
         self._table = table
         self._caches = caches
