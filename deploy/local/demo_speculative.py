@@ -30,17 +30,15 @@ OPTIONS: Options = {"max_tokens": 16, "stop_token_ids": (STOP_ID,)}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one stack did with all problems.
+    """One stack's answers to all problems, and their times.
 
     Attributes:
         answers: Token ids of each.
-        num_tokens: Of all answers.
         decode_s: From a request's first token to its last, the mean.
         total_s: Until all were answered.
     """
 
     answers: list[list[int]]
-    num_tokens: int
     decode_s: float
     total_s: float
 
@@ -48,13 +46,12 @@ class Turn:
 def draw_problems(seed: int) -> list[Problem]:
     """Returns problems with long answers, the same ones for the same seed."""
     rng = random.Random(seed)
-    made: list[Problem] = []
-    for number in range(NUM_PROBLEMS):
-        if number % 2:
-            made.append(sort("".join(rng.choices(string.digits, k=NUM_DIGITS))))
-        else:
-            made.append(rev("".join(rng.choices(string.ascii_lowercase, k=WORD_LEN))))
-    return made
+    return [
+        sort("".join(rng.choices(string.digits, k=NUM_DIGITS)))
+        if number % 2
+        else rev("".join(rng.choices(string.ascii_lowercase, k=WORD_LEN)))
+        for number in range(NUM_PROBLEMS)
+    ]
 
 
 async def take_turn(client: Client, problems: Sequence[Problem]) -> Turn:
@@ -66,7 +63,6 @@ async def take_turn(client: Client, problems: Sequence[Problem]) -> Turn:
     finishes = [completion.finish for completion in completions]
     return Turn(
         answers=[completion.token_ids for completion in completions],
-        num_tokens=sum(finish.num_completion_tokens for finish in finishes),
         decode_s=mean(finish.total_s - finish.first_token_s for finish in finishes),
         total_s=time.perf_counter() - begun,
     )
@@ -99,7 +95,7 @@ async def compare(
         dp_size: DP ranks of each stack.
         attn_tp_size: Executors of each DP rank.
         executor_args: Flags of every executor.
-        draft_args: Further ones of those that draft.
+        draft_args: Further flags of the executors that draft.
     """
     problems = draw_problems(seed)
     print(f"\n{len(problems)} long answers, without drafts and with them, in turns")
@@ -119,8 +115,9 @@ async def compare(
         decode_s, total_s = (
             median(getattr(t, of) for t in turns) for of in ("decode_s", "total_s")
         )
+        num_tokens = sum(map(len, turns[0].answers))
         print(
-            f"  {name:<12} {turns[0].num_tokens / total_s:5.0f} output tokens/s; "
+            f"  {name:<12} {num_tokens / total_s:5.0f} output tokens/s; "
             f"{decode_s * 1e3:5.0f} ms from a request's first token to its last"
         )
     gain = median(t.total_s for t in plain) / median(t.total_s for t in drafted)

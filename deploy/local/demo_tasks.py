@@ -45,30 +45,11 @@ class Kind(Enum):
     SORT = "sort"
 
 
-class Pairs(Enum):
-    """Which pairs of operands sums are drawn from."""
+Mix = tuple[float, float, float]
+"""Weights with which the kinds are drawn, in the order of `Kind`."""
 
-    ANY = "any"
-    TRAINED = "trained"
-    HELD_OUT = "held_out"
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """How often each kind is drawn, as weights."""
-
-    add: float = 0.6
-    rev: float = 0.2
-    sort: float = 0.2
-
-    @property
-    def weights(self) -> tuple[float, float, float]:
-        """The weights in the order of `Kind`."""
-        return (self.add, self.rev, self.sort)
-
-
-TRAINING_MIX = Mix()
-EVEN_MIX = Mix(1.0, 1.0, 1.0)
+TRAINING_MIX: Mix = (0.6, 0.2, 0.2)
+EVEN_MIX: Mix = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +69,7 @@ class Problem:
         return self.prompt + self.answer
 
     def is_answered_by(self, completion: str) -> bool:
-        """Whether a completion is right. It may carry the stop newline and whatever follows."""
+        """Whether a completion is right. It may carry the stop newline and more text."""
         return completion.split(STOP, 1)[0] == self.answer
 
 
@@ -113,18 +94,18 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def draw_problem(
-    rng: random.Random, mix: Mix, pairs: Pairs = Pairs.ANY, even_lengths: bool = False
+    rng: random.Random, mix: Mix, *, held_out: bool, even_lengths: bool = False
 ) -> Problem:
     """Draws one problem.
 
     Args:
         rng: Advanced by the draw.
         mix: Weights of the kinds.
-        pairs: Which operands a sum may have.
+        held_out: Whether a sum's operands are a held-out pair; otherwise a trained one.
         even_lengths: Whether operands of one, two and three digits are equally likely, with
             some chains of carries; otherwise long operands are more likely.
     """
-    (kind,) = rng.choices(tuple(Kind), mix.weights)
+    (kind,) = rng.choices(tuple(Kind), mix)
     if kind is Kind.REV:
         # Few distinct letters in some words: repeated letters are what a reversal gets wrong.
         letters = rng.sample(string.ascii_lowercase, rng.choice((3, 6, 26, 26)))
@@ -133,28 +114,18 @@ def draw_problem(
         return sort("".join(rng.choices(string.digits, k=rng.randint(*NUM_DIGITS))))
     while True:
         a, b = _draw_operands(rng, even_lengths)
-        if pairs is Pairs.ANY or is_held_out(a, b) == (pairs is Pairs.HELD_OUT):
+        if is_held_out(a, b) == held_out:
             return add(a, b)
 
 
-def problems(
-    seed: int, count: int, mix: Mix = EVEN_MIX, *, held_out_only: bool = True
-) -> Iterator[Problem]:
-    """Yields `count` problems, the same ones for the same arguments.
-
-    Args:
-        seed: Any integer.
-        count: How many.
-        mix: Weights of the kinds.
-        held_out_only: Whether sums are of held-out pairs only; otherwise of any pair.
-    """
+def problems(seed: int, count: int, mix: Mix = EVEN_MIX) -> Iterator[Problem]:
+    """Yields `count` problems whose sums are of held-out pairs, the same for the same arguments."""
     rng = random.Random(seed)
-    pairs = Pairs.HELD_OUT if held_out_only else Pairs.ANY
     for _ in range(count):
-        yield draw_problem(rng, mix, pairs)
+        yield draw_problem(rng, mix, held_out=True)
 
 
-def solved_lines(seed: int, num_tokens: int, mix: Mix = EVEN_MIX) -> str:
+def solved_lines(seed: int, num_tokens: int) -> str:
     """Returns solved problems to put before a prompt, at least `num_tokens` bytes of them.
 
     Their sums are of trained pairs, so that none gives away the answer to a held-out one.
@@ -162,7 +133,7 @@ def solved_lines(seed: int, num_tokens: int, mix: Mix = EVEN_MIX) -> str:
     rng = random.Random(seed)
     text = ""
     while len(text) < num_tokens:
-        text += draw_problem(rng, mix, Pairs.TRAINED).line
+        text += draw_problem(rng, EVEN_MIX, held_out=False).line
     return text
 
 

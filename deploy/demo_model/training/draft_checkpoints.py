@@ -41,6 +41,7 @@ class Target:
         config = self.config
         self.shape = Shape(
             hidden_size=config["hidden_size"],
+            intermediate_size=INTERMEDIATE_SIZE,
             vocab_size=config["vocab_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
@@ -96,15 +97,12 @@ def build_draft(name: str, target: Target) -> Draft:
     final_norm = target.model.model.norm.weight
     if name == "eagle":
         eagle_shape = replace(shape, head_dim=EAGLE_HEAD_DIM)
-        eagle = EagleDraft(eagle_shape, target.embedding, AUX_LAYER_IDS, INTERMEDIATE_SIZE)
+        eagle = EagleDraft(eagle_shape, target.embedding, target.head, AUX_LAYER_IDS)
         eagle.norm.weight.data.copy_(final_norm)
-        eagle.lm_head.weight.data.copy_(target.head)
         pass_last(eagle.fc)
         return eagle
     if name == "frozen_kv":
-        frozen = FrozenKvDraft(
-            shape, target.embedding, target.head, TARGET_KV_LAYER_IDS, INTERMEDIATE_SIZE
-        )
+        frozen = FrozenKvDraft(shape, target.embedding, target.head, TARGET_KV_LAYER_IDS)
         for layer, layer_id in zip(frozen.kv_layers, TARGET_KV_LAYER_IDS, strict=True):
             copy_attention(layer.self_attn, layers[layer_id].self_attn)
         frozen.norm.weight.data.copy_(final_norm)
@@ -115,7 +113,7 @@ def build_draft(name: str, target: Target) -> Draft:
         mlp = copy.deepcopy(layers[-1].mlp).requires_grad_(True)
         draft = MtpDraft(shape, target.embedding, target.head, mlp)
     else:
-        draft = MultiLayerMtpDraft(shape, target.embedding, target.head, INTERMEDIATE_SIZE)
+        draft = MultiLayerMtpDraft(shape, target.embedding, target.head)
     for mtp_layer in draft.mtp_layers:
         copy_attention(mtp_layer.self_attn, layers[-1].self_attn)
         mtp_layer.shared_head.norm.weight.data.copy_(final_norm)
@@ -143,7 +141,7 @@ def save(name: str, draft: Draft, target: Target, out: Path) -> None:
         key: tensor.to(torch.bfloat16).contiguous()
         for key, tensor in to_layout(name, draft, target).items()
     }
-    # As bytes, since save_file's files are for their owner's eyes alone.
+    # As bytes, since only their owner may read the files of save_file.
     data = serialize(tensors, metadata={"format": "pt"})
     (out / "model.safetensors").write_bytes(data)
     config = json.dumps(config_of(name, target), indent=2, sort_keys=True)
@@ -197,7 +195,7 @@ def to_layout(name: str, draft: Draft, target: Target) -> dict[str, torch.Tensor
 
 
 def config_of(name: str, target: Target) -> dict[str, Any]:
-    """Returns what config.json says of a draft."""
+    """Returns the contents of a draft's config.json."""
     shape, config = target.shape, target.config
     if name == "mtp":
         return config | {"num_nextn_predict_layers": 1}
@@ -205,26 +203,19 @@ def config_of(name: str, target: Target) -> dict[str, Any]:
         dense = [shape.num_layers + i for i in range(CHAIN_LEN)]
         return config | {"num_nextn_predict_layers": CHAIN_LEN, "mlp_only_layers": dense}
     kept = (
-        "attention_bias",
-        "dtype",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_parameters",
+        *("attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size"),
+        *("max_position_embeddings", "num_attention_heads", "num_key_value_heads"),
+        *("rms_norm_eps", "rope_parameters", "vocab_size"),
     )
     common = {key: config[key] for key in kept} | {
-        "head_dim": EAGLE_HEAD_DIM if name == "eagle" else shape.head_dim,
-        "hidden_size": shape.hidden_size,
         "intermediate_size": INTERMEDIATE_SIZE,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
         "rope_theta": shape.rope_theta,
         "tie_word_embeddings": False,
-        "vocab_size": shape.vocab_size,
     }
     if name == "eagle":
         return common | {
             "architectures": ["LlamaForCausalLMEagle3"],
+            "head_dim": EAGLE_HEAD_DIM,
             "model_type": "llama",
             "draft_vocab_size": shape.vocab_size,
             "num_hidden_layers": 1,

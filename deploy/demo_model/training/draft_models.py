@@ -4,22 +4,22 @@ Built from deploy/demo_model/training/draft_modules.py, which says how drafts ar
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from deploy.demo_model.training.draft_modules import (
     CHAIN_LEN,
     Attention,
+    Cell,
     Chains,
     Choose,
     Context,
     Draft,
+    Layer,
     Mlp,
     Norm,
     Row,
     Shape,
     shifted,
-    unroll_cell,
 )
 
 
@@ -27,10 +27,10 @@ class EagleDraft(Draft):
     """An EAGLE-3 head: one dense layer over three of the target's residual sums.
 
     Args:
-        shape: Shared with the target; the heads are the draft's own.
+        shape: The heads are the draft's own.
         embedding: [V, H], the target's.
+        head: [V, H], the target's, which the draft's own begins as.
         aux_layer_ids: The layers after which the three sums are taken.
-        intermediate_size: Width of the feed-forward.
 
     Source: Li et al., "EAGLE-3: Scaling up inference acceleration of large language models via
     training-time test", section 3; tensor names of `LlamaForCausalLMEagle3`.
@@ -40,22 +40,23 @@ class EagleDraft(Draft):
         self,
         shape: Shape,
         embedding: torch.Tensor,
+        head: torch.Tensor,
         aux_layer_ids: tuple[int, ...],
-        intermediate_size: int,
     ) -> None:
-        super().__init__(shape, embedding)
+        super().__init__(embedding, head)
         self._aux_layer_ids = aux_layer_ids
         hidden_size = shape.hidden_size
         self.fc = nn.Linear(len(aux_layer_ids) * hidden_size, hidden_size, bias=False)
-        self.midlayer = EagleLayer(shape, intermediate_size)
+        self.midlayer = EagleLayer(shape)
         self.norm = Norm(hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(hidden_size, shape.vocab_size, bias=False)
+        self.lm_head.weight.data.copy_(head)
 
     def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
         """See Draft."""
         sums = [context.residuals[layer_id] for layer_id in self._aux_layer_ids]
         features = self.fc(torch.cat(sums, dim=-1))
-        return unroll_cell(self, self.midlayer, self.compute_logits, features, context, choose)
+        return self.unroll_cell(self.midlayer, features, context, choose)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns [B, T, V] of [B, T, H]."""
@@ -63,16 +64,14 @@ class EagleDraft(Draft):
         return logits
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(Cell):
     """The layer of an EAGLE-3 head: attention's input is token and feature side by side."""
 
-    def __init__(self, shape: Shape, intermediate_size: int) -> None:
-        super().__init__()
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(
+            shape, Attention(shape, 2 * shape.hidden_size, has_norms=False), Mlp(shape)
+        )
         self.hidden_norm = Norm(shape.hidden_size, shape.norm_eps)
-        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden_size, has_norms=False)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
-        self.mlp = Mlp(shape.hidden_size, intermediate_size)
 
     def enter(
         self, embedded: torch.Tensor, hidden: torch.Tensor
@@ -81,21 +80,16 @@ class EagleLayer(nn.Module):
         normed = (self.input_layernorm(embedded), self.hidden_norm(hidden))
         return hidden, torch.cat(normed, dim=-1)
 
-    def leave(self, residual: torch.Tensor) -> torch.Tensor:
-        """See Cell."""
-        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return out
-
 
 class SharedHead(nn.Module):
-    """What an MTP layer ends with. Its head is the target's."""
+    """End of an MTP layer. Its head is the target's."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm = Norm(shape.hidden_size, shape.norm_eps)
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(Cell):
     """A decoder layer of the target's family behind a projection of token and hidden state.
 
     Args:
@@ -106,15 +100,13 @@ class MtpLayer(nn.Module):
     """
 
     def __init__(self, shape: Shape, mlp: nn.Module) -> None:
-        super().__init__()
         hidden_size, eps = shape.hidden_size, shape.norm_eps
+        # Drawn first: the order of the draws is part of what makes a training repeatable.
+        eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        super().__init__(shape, Attention(shape, hidden_size, has_norms=True), mlp)
         self.enorm = Norm(hidden_size, eps)
         self.hnorm = Norm(hidden_size, eps)
-        self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.input_layernorm = Norm(hidden_size, eps)
-        self.self_attn = Attention(shape, hidden_size, has_norms=True)
-        self.post_attention_layernorm = Norm(hidden_size, eps)
-        self.mlp = mlp
+        self.eh_proj = eh_proj
         self.shared_head = SharedHead(shape)
 
     def enter(
@@ -126,60 +118,35 @@ class MtpLayer(nn.Module):
 
     def leave(self, residual: torch.Tensor) -> torch.Tensor:
         """See Cell."""
-        out = residual + self.mlp(self.post_attention_layernorm(residual))
-        hidden: torch.Tensor = self.shared_head.norm(out)
+        hidden: torch.Tensor = self.shared_head.norm(super().leave(residual))
         return hidden
 
 
-class HeadlessDraft(Draft):
-    """A draft whose logits the target's head computes.
-
-    Args:
-        shape: Shared with the target.
-        embedding: [V, H], the target's.
-        head: [V, H], the target's, not trained.
-    """
-
-    head: torch.Tensor
-
-    def __init__(self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        super().__init__(shape, embedding)
-        self.register_buffer("head", head, persistent=False)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns [B, T, V] of [B, T, H]."""
-        return F.linear(hidden, self.head)
-
-
-class MtpDraft(HeadlessDraft):
+class MtpDraft(Draft):
     """One MTP layer, applied again to its own output."""
 
     def __init__(
         self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor, mlp: nn.Module
     ) -> None:
-        super().__init__(shape, embedding, head)
+        super().__init__(embedding, head)
         self.mtp_layers = [MtpLayer(shape, mlp)]
         self.layers = nn.ModuleList(self.mtp_layers)
 
     def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
         """See Draft."""
         (layer,) = self.mtp_layers
-        return unroll_cell(self, layer, self.compute_logits, context.hidden, context, choose)
+        return self.unroll_cell(layer, context.hidden, context, choose)
 
 
-class MultiLayerMtpDraft(HeadlessDraft):
+class MultiLayerMtpDraft(Draft):
     """CHAIN_LEN MTP layers, each taking what the one before gives one position earlier.
 
     Draft i + 1 of a chain comes from layer i at position root + i.
     """
 
-    def __init__(
-        self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor, intermediate_size: int
-    ) -> None:
-        super().__init__(shape, embedding, head)
-        self.mtp_layers = [
-            MtpLayer(shape, Mlp(shape.hidden_size, intermediate_size)) for _ in range(CHAIN_LEN)
-        ]
+    def __init__(self, shape: Shape, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        super().__init__(embedding, head)
+        self.mtp_layers = [MtpLayer(shape, Mlp(shape)) for _ in range(CHAIN_LEN)]
         self.layers = nn.ModuleList(self.mtp_layers)
 
     def unroll_true(self, context: Context) -> list[torch.Tensor]:
@@ -226,18 +193,7 @@ class MultiLayerMtpDraft(HeadlessDraft):
         return outputs
 
 
-class FrozenKvLayer(nn.Module):
-    """A decoder layer with queries only."""
-
-    def __init__(self, shape: Shape, intermediate_size: int) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size, has_norms=True, has_keys=False)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
-        self.mlp = Mlp(shape.hidden_size, intermediate_size)
-
-
-class FrozenKvDraft(HeadlessDraft):
+class FrozenKvDraft(Draft):
     """Layers that attend to the target's keys and values, and have none of their own.
 
     Every step of a chain sees what the target has computed: the positions before the root.
@@ -246,8 +202,7 @@ class FrozenKvDraft(HeadlessDraft):
         shape: The target's.
         embedding: [V, H], the target's.
         head: [V, H], the target's.
-        target_kv_layer_ids: Whose keys and values each layer reads.
-        intermediate_size: Width of the feed-forwards.
+        target_kv_layer_ids: The target's layer whose keys and values each layer reads.
     """
 
     def __init__(
@@ -256,15 +211,17 @@ class FrozenKvDraft(HeadlessDraft):
         embedding: torch.Tensor,
         head: torch.Tensor,
         target_kv_layer_ids: tuple[int, ...],
-        intermediate_size: int,
     ) -> None:
-        super().__init__(shape, embedding, head)
+        super().__init__(embedding, head)
         hidden_size, eps = shape.hidden_size, shape.norm_eps
         self._target_kv_layer_ids = target_kv_layer_ids
         self.pre_fc_norm_embedding = Norm(hidden_size, eps)
         self.pre_fc_norm_hidden = Norm(hidden_size, eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.kv_layers = [FrozenKvLayer(shape, intermediate_size) for _ in target_kv_layer_ids]
+        self.kv_layers = [
+            Layer(shape, Attention(shape, hidden_size, has_norms=True, has_keys=False), Mlp(shape))
+            for _ in target_kv_layer_ids
+        ]
         self.layers = nn.ModuleList(self.kv_layers)
         self.norm = Norm(hidden_size, eps)
 
@@ -283,7 +240,7 @@ class FrozenKvDraft(HeadlessDraft):
             x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
             for layer, chains in zip(self.kv_layers, seen, strict=True):
                 x = x + layer.self_attn(layer.input_layernorm(x), positions, chains)
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
+                x = layer.leave(x)
             hidden = self.norm(x)
             logits.append(self.compute_logits(hidden))
             tokens = choose(step, logits[-1])

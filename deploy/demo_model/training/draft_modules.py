@@ -12,7 +12,6 @@ Shapes: B rows of S tokens, R roots in each row, H hidden size, V vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +25,12 @@ Choose = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a draft has in common with its target."""
+    """Sizes of a draft, most of them its target's."""
 
     hidden_size: int
+    intermediate_size: int
+    """Of the draft's dense feed-forwards."""
+
     vocab_size: int
     num_layers: int
     """Of the target."""
@@ -86,8 +88,9 @@ class Norm(nn.Module):
 class Mlp(nn.Module):
     """The gated feed-forward of Llama and Qwen3."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
+        hidden_size, intermediate_size = shape.hidden_size, shape.intermediate_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
@@ -131,7 +134,9 @@ class Attention(nn.Module):
         keys = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         return self._rotate(keys, positions), self.v_proj(x).view(heads).transpose(1, 2)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, seen: "Seen") -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, seen: "Row | Chains"
+    ) -> torch.Tensor:
         """Attends from [B, T, input] at positions [B or 1, T]. Returns [B, T, H]."""
         heads = (*x.shape[:2], self._shape.num_heads, self._shape.head_dim)
         queries = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
@@ -147,14 +152,6 @@ class Attention(nn.Module):
         first, second = x.chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-class Seen(Protocol):
-    """Keys and values, and which of them each query sees."""
-
-    def attend(self, queries: torch.Tensor) -> torch.Tensor:
-        """Takes and returns [B, heads, T, head size]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +204,53 @@ class Chains:
         return out.flatten(1, 2)
 
 
+class Layer(nn.Module):
+    """A decoder layer.
+
+    Args:
+        shape: Its sizes.
+        self_attn: Its attention.
+        mlp: Dense or mixture of experts, from [B, T, H] to [B, T, H].
+    """
+
+    def __init__(self, shape: Shape, self_attn: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.norm_eps)
+        self.mlp = mlp
+
+    def leave(self, residual: torch.Tensor) -> torch.Tensor:
+        """Takes the residual after attention to what the next step takes, [B, R, H]."""
+        out: torch.Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class Cell(Layer, ABC):
+    """A layer that is applied again to its own output."""
+
+    @abstractmethod
+    def enter(
+        self, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Joins tokens and what is known: the residual, and the input of attention."""
+
+
 class Draft(nn.Module, ABC):
     """A draft model.
 
     Args:
-        shape: Shared with the target.
         embedding: [V, H], the target's, not trained.
+        head: [V, H], the target's, not trained; computes the logits where the draft has no head.
     """
 
     embedding: torch.Tensor
+    head: torch.Tensor
 
-    def __init__(self, shape: Shape, embedding: torch.Tensor) -> None:
+    def __init__(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
         super().__init__()
-        self.shape = shape
         self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("head", head, persistent=False)
 
     @abstractmethod
     def unroll(self, context: Context, choose: Choose) -> list[torch.Tensor]:
@@ -238,56 +268,38 @@ class Draft(nn.Module, ABC):
         """Returns the embeddings of int64 [B, T]: [B, T, H]."""
         return F.embedding(ids, self.embedding)
 
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [B, T, V] of [B, T, H]."""
+        return F.linear(hidden, self.head)
+
+    def unroll_cell(
+        self, cell: Cell, features: torch.Tensor, context: Context, choose: Choose
+    ) -> list[torch.Tensor]:
+        """Runs the chains of a draft with one cell. The rows hold the entries of true features.
+
+        Args:
+            features: [B, S, H], what the target says of each position.
+
+        Returns:
+            Logits [B, R, V] of each step.
+        """
+        hidden_of_rows = shifted(features)
+        _, inputs = cell.enter(self.embed(context.ids), hidden_of_rows)
+        keys, values = cell.self_attn.keys_values(inputs, context.positions)
+        chains = Chains(keys, values, ends=context.roots + 1)
+        hidden, tokens = context.at_roots(hidden_of_rows), context.at_roots(context.ids)
+        logits: list[torch.Tensor] = []
+        for step in range(CHAIN_LEN):
+            positions = context.roots + step
+            residual, inputs = cell.enter(self.embed(tokens), hidden)
+            if step > 0:
+                chains.append(cell.self_attn.keys_values(inputs, positions))
+            hidden = cell.leave(residual + cell.self_attn(inputs, positions, chains))
+            logits.append(self.compute_logits(hidden))
+            tokens = choose(step, logits[-1])
+        return logits
+
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
     """Moves [B, S, H] one position on: each entry takes what is known of the one before it."""
     return F.pad(x[:, :-1], (0, 0, 1, 0))
-
-
-class Cell(Protocol):
-    """One layer that is applied again to its own output."""
-
-    self_attn: Attention
-
-    def enter(
-        self, embedded: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Joins tokens and what is known: the residual, and the input of attention."""
-        ...
-
-    def leave(self, residual: torch.Tensor) -> torch.Tensor:
-        """Takes the residual after attention to what the next step takes, [B, R, H]."""
-        ...
-
-
-def unroll_cell(
-    draft: Draft,
-    cell: Cell,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    features: torch.Tensor,
-    context: Context,
-    choose: Choose,
-) -> list[torch.Tensor]:
-    """Runs the chains of a draft with one cell. The rows hold the entries of true features.
-
-    Args:
-        features: [B, S, H], what the target says of each position.
-
-    Returns:
-        Logits [B, R, V] of each step.
-    """
-    hidden_of_rows = shifted(features)
-    _, inputs = cell.enter(draft.embed(context.ids), hidden_of_rows)
-    keys, values = cell.self_attn.keys_values(inputs, context.positions)
-    chains = Chains(keys, values, ends=context.roots + 1)
-    hidden, tokens = context.at_roots(hidden_of_rows), context.at_roots(context.ids)
-    logits: list[torch.Tensor] = []
-    for step in range(CHAIN_LEN):
-        positions = context.roots + step
-        residual, inputs = cell.enter(draft.embed(tokens), hidden)
-        if step > 0:
-            chains.append(cell.self_attn.keys_values(inputs, positions))
-        hidden = cell.leave(residual + cell.self_attn(inputs, positions, chains))
-        logits.append(compute_logits(hidden))
-        tokens = choose(step, logits[-1])
-    return logits

@@ -13,7 +13,7 @@ import torch
 from deploy.demo_model.training.draft_checkpoints import Target
 from deploy.demo_model.training.draft_modules import Draft
 from deploy.demo_model.training.train_demo_model import PAD_ID, answer
-from deploy.local.demo_tasks import EVEN_MIX, STOP, Kind, problems, solved_lines, token_ids
+from deploy.local.demo_tasks import STOP, Kind, problems, solved_lines, token_ids
 
 CHECK_SEED = 2_000_003  # no step trains with it
 BATCH_SIZE = 25
@@ -54,7 +54,7 @@ def ask(target: Target, seed: int, count: int, context_tokens: int) -> list[Answ
         count: How many, of the even mix.
         context_tokens: How many tokens of solved problems stand before each.
     """
-    asked = list(problems(seed, count, EVEN_MIX, held_out_only=True))
+    asked = list(problems(seed, count))
     prompts = [
         solved_lines(seed + i, context_tokens) + problem.prompt for i, problem in enumerate(asked)
     ]

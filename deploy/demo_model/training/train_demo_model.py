@@ -30,8 +30,6 @@ from deploy.local.demo_tasks import (
     STOP_ID,
     TRAINING_MIX,
     Kind,
-    Mix,
-    Pairs,
     draw_problem,
     problems,
     solved_lines,
@@ -185,7 +183,7 @@ def draw_row(rng: random.Random, row_len: int, even_lengths: bool) -> tuple[list
     # a begin-of-text id.
     (opening,) = rng.choices(("newline", "bare", "bos", "bos newline"), (14, 2, 1, 1))
     while len(ids) <= row_len:
-        problem = draw_problem(rng, TRAINING_MIX, Pairs.TRAINED, even_lengths)
+        problem = draw_problem(rng, TRAINING_MIX, held_out=False, even_lengths=even_lengths)
         # Each prompt begins with the newline that ends the answer before it.
         prompt, answer = token_ids(problem.prompt), token_ids(problem.answer)
         is_answer += [bool(ids)] + [False] * (len(prompt) - 1) + [True] * len(answer)
@@ -271,9 +269,9 @@ def log_scores(model: Qwen3MoeForCausalLM, count: int) -> None:
     """
     served = as_bfloat16(model)
     for kind in Kind:
-        mix = Mix(*(float(kind is other) for other in Kind))
+        mix = (float(kind is Kind.ADD), float(kind is Kind.REV), float(kind is Kind.SORT))
         for context_tokens, num_asked in ((0, count), (LONG_CONTEXT, count // 4)):
-            asked = list(problems(CHECK_SEED, num_asked, mix, held_out_only=True))
+            asked = list(problems(CHECK_SEED, num_asked, mix))
             prompts = [
                 solved_lines(CHECK_SEED + i, context_tokens) + problem.prompt
                 for i, problem in enumerate(asked)

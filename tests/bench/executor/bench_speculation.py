@@ -199,7 +199,7 @@ def run_in_turns(
 def compare(drafts: list[str], count: int, rounds: int, dtype: str) -> float:
     """Prints a line for each draft and returns the best gain."""
     cells = [Cell(draft, count, dtype) for draft in (None, *drafts)]
-    long = (p for p in problems(0, 10**6, Mix(0, 1, 1)) if len(p.answer) >= LONG_ANSWER)
+    long = (p for p in problems(0, 10**6, (0, 1, 1)) if len(p.answer) >= LONG_ANSWER)
     asked = [list(islice(long, count)) for _ in range(rounds + 1)]
     times = run_in_turns(cells, asked, lambda cell: cell.spent_ns)
     plain, best = times[0], 0.0
@@ -223,7 +223,7 @@ def compare_behind(drafts: list[str], count: int, rounds: int, dtype: str) -> No
             Cell(draft, count, dtype, is_plain=True, has_graph=has_graph)
             for has_graph in (False, True)
         ]
-        asked = list(islice(problems(0, 10**6, Mix(0, 1, 1)), count))
+        asked = list(islice(problems(0, 10**6, (0, 1, 1)), count))
         eager, graph = run_in_turns(cells, [asked] * (rounds + 1), lambda cell: cell.behind_ns)
         print(
             f"{count:>4} {draft:<10} {statistics.median(eager) / 1e6:9.2f} "
