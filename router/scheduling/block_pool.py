@@ -106,28 +106,6 @@ class BlockPool:
         self._free_up(unused[~is_kept])
         self._line_up(unused[is_kept][::-1])
 
-    def kept_blocks(self) -> list[int]:
-        """The blocks that hold something reusable, used or not. O(num_blocks); for tests."""
-        return list(np.flatnonzero(self._is_kept).tolist())
-
-    def check(self) -> None:
-        """Asserts that every block is in exactly one state. O(num_blocks); for tests."""
-        free = self._free[: self.num_free]
-        assert (self._ref_counts[free] == 1).all()
-        is_used = self._ref_counts > 0
-        is_used[SCRATCH_BLOCK] = is_used[free] = False
-        used = np.flatnonzero(is_used).tolist()
-        cached = np.flatnonzero(self._index_of >= 0)
-        states = [*free.tolist(), *cached.tolist(), *used]
-        assert sorted(states) == list(range(1, self.num_blocks))
-        assert not self._is_kept[free].any()
-        assert self._is_kept[cached].all()
-        assert (self._ref_counts >= 0).all()
-        assert len(cached) == self.num_cached
-        indices = self._index_of[cached]
-        assert (self._queue[indices] == cached).all()
-        assert ((self._head <= indices) & (indices < self._tail)).all()
-
     def _free_up(self, block_ids: BlockIds) -> None:
         self._ref_counts[block_ids] = 1
         self._free[self.num_free : self.num_free + len(block_ids)] = block_ids

@@ -75,12 +75,6 @@ class PrefixCache:
             hash_of[block_id] = name
         self.pool.keep(block_ids)
 
-    def check(self) -> None:
-        """Asserts that names and blocks are one to one, and kept. For tests."""
-        self.pool.check()
-        kept = self.pool.kept_blocks()
-        assert self._block_of == {self._hash_of[block_id]: block_id for block_id in kept}
-
     def _forget(self, block_ids: BlockIds) -> None:
         block_of, hash_of = self._block_of, self._hash_of
         for block_id in block_ids.tolist():

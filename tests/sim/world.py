@@ -17,6 +17,7 @@ from router.requests.waiting_queue import Admission
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
+from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_executors import FakeExecutors, Poison
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, expected_output
 
@@ -301,7 +302,7 @@ class World:
             assert (scheduler.table.status == RowStatus.FREE).all()
             assert (scheduler.table.num_in_flight == 0).all()
             for cache in scheduler.caches:
-                cache.check()
+                check_cache(cache)
                 assert cache.pool.num_used == 0
 
     def check_steps_are_counted_by_what_ran_them(self) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from router.scheduling.prefix_cache import PrefixCache, extend_block_hashes
+from tests.router.support.block_checks import check_cache
 
 BLOCK_SIZE = 4
 
@@ -66,7 +67,7 @@ def test_a_name_stays_with_the_block_that_had_it_first() -> None:
     assert cache.match(hashes).tolist() == [first[0], second[1]]
     cache.pool.release(second)
     assert (cache.pool.num_free, cache.pool.num_cached) == (7, 1)
-    cache.check()
+    check_cache(cache)
 
 
 def test_an_evicted_block_is_not_found() -> None:
@@ -77,7 +78,7 @@ def test_an_evicted_block_is_not_found() -> None:
     cache.pool.release(blocks)
     cache.pool.acquire(1)
     assert cache.match(hashes).tolist() == blocks[:1].tolist()
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -105,4 +106,4 @@ def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int) -> None:
                 content[block] = tuple(tokens[: (i + 1) * BLOCK_SIZE])
             cache.insert(hashes[len(hit) :], new)
             held.append([*hit.tolist(), *new.tolist()])
-        cache.check()
+        check_cache(cache)

@@ -15,6 +15,7 @@ from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.speculation import DraftCounts, DraftSettings
 from router.scheduling.step import GroupShape, SpeculationShape, StepPlan
+from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_rank import FakeRank, expected_output
 from tests.router.support.requests import make_request
 
@@ -140,7 +141,7 @@ class Stepper:
         """Asserts what holds between any two calls."""
         table = self.table
         for rank, cache in enumerate(self.scheduler.caches):
-            cache.check()
+            check_cache(cache)
             rows = range(rank * table.rows_per_rank, (rank + 1) * table.rows_per_rank)
             held = [table.blocks_of(row) for row in rows if table.status[row] != RowStatus.FREE]
             blocks = np.concatenate([np.zeros(0, np.int32), *held])
