@@ -183,7 +183,7 @@ def check_variables(names: Collection[str], prefix: str, known: Collection[str])
 
 
 def _options(config_type: type[Any], prefix: str) -> list[click.Option]:
-    """Returns a flag for each setting, those of the class itself before those of its bases."""
+    """Returns a flag for each setting, the class's own before its bases'."""
     types, texts = get_type_hints(config_type), _descriptions(config_type)
     own = config_type.__annotations__
     each_field = sorted(fields(config_type), key=lambda each: each.name not in own)

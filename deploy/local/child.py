@@ -1,6 +1,6 @@
 """Child process that dies with its parent: ``python -m deploy.local.child PARENT ARGS...``.
 
-Whatever ends the process PARENT, even SIGKILL, ends this one too. Linux only; elsewhere a child
+When the process PARENT ends, even by SIGKILL, this one ends too. Linux only; elsewhere a child
 outlives a parent that was killed before it could stop it.
 """
 

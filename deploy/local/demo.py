@@ -2,7 +2,7 @@
 
 Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
 sortings in all the ways there are, and compares every answer with the right one. With --compare
-one executor alone answers first, and every token must be the same. With --speculative a draft model
+a single executor answers first, and every token must be the same. With --speculative a draft model
 drafts, and the same requests are answered with it and without, in turns. Exits with 1 if an answer
 is wrong, if drafts were slower, or if a process is left running.
 """
@@ -96,7 +96,7 @@ def draw_requests(seed: int, count: int) -> list[DemoRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a request."""
+    """Outcome of a request."""
 
     request: DemoRequest
     token_ids: list[int]
@@ -155,15 +155,15 @@ async def ask_one_executor(requests: Sequence[DemoRequest], dtype: str) -> list[
     return [answer.token_ids for answer in answers]
 
 
-def print_differences(answers: Sequence[Answer], alone: Sequence[list[int]]) -> bool:
+def print_differences(answers: Sequence[Answer], expected: Sequence[list[int]]) -> bool:
     """Prints which answers are other than a single executor's. Returns whether none is."""
-    pairs = list(zip(answers, alone, strict=True))
+    pairs = list(zip(answers, expected, strict=True))
     num_equal = sum(answer.token_ids == ids for answer, ids in pairs)
     print(f"  {num_equal} of {len(pairs)} token for token as a single executor answers them")
     for answer, ids in pairs:
         if answer.token_ids != ids:
             prompt = answer.request.problem.prompt.strip()
-            print(f"  DIFFERENT: {prompt} was answered {answer.token_ids}, by one alone {ids}")
+            print(f"  DIFFERENT: {prompt} was answered {answer.token_ids}, by a single one {ids}")
     return num_equal == len(pairs)
 
 
@@ -240,11 +240,11 @@ async def run(args: argparse.Namespace) -> bool:
 async def run_requests(args: argparse.Namespace) -> bool:
     """Asks everything and prints what came of it. Returns whether all was as it should be."""
     requests = draw_requests(args.seed, args.requests)
-    alone = None
+    expected = None
     if args.compare:
         args.dtype = args.dtype or "float32"
         print(f"Asking a single executor, in {args.dtype}, for the tokens", flush=True)
-        alone = await ask_one_executor(requests, args.dtype)
+        expected = await ask_one_executor(requests, args.dtype)
     print(f"Starting {flags.describe(args)} and a router ... ", end="", flush=True)
     start_time = time.perf_counter()
     stack = LocalStack(
@@ -260,7 +260,7 @@ async def run_requests(args: argparse.Namespace) -> bool:
             start_time = time.perf_counter()
             answers = await ask_all(client, requests)
             print_score(answers, time.perf_counter() - start_time)
-            is_same = alone is None or print_differences(answers, alone)
+            is_same = expected is None or print_differences(answers, expected)
             group = await idle_group(client)
             print_ranks(group, answers)
             print_graphs(group)
@@ -289,7 +289,7 @@ def main() -> int:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="compare each token with what one executor alone answers, in float32 unless said",
+        help="compare each token with a single executor's answer, in float32 unless said",
     )
     parser.add_argument(
         "--speculative",

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 def held_port(host: str = "127.0.0.1") -> Iterator[int]:
     """Keeps a port until the end of the block, for processes that are told to listen there.
 
-    A socket that is bound and does not listen keeps the port from whoever asks for any free one, on
-    Linux, and not from a listener that names it and may reuse addresses, as those of gRPC may.
+    A socket that is bound and does not listen keeps the port, on Linux, from a process that asks
+    for any free one, but not from a listener that names it and may reuse addresses, as gRPC's may.
     Elsewhere this is 0: the process that listens takes a free one.
 
     Args:

@@ -27,7 +27,7 @@ class SamplingField:
         low, high: Its range.
         is_above: Whether ``low`` itself is out of range.
         is_penalty: Whether it edits the logits of tokens that the output has.
-        sees_prompt: Whether it edits those of the prompt's tokens as well.
+        sees_prompt: Whether it edits the logits of the prompt's tokens as well.
     """
 
     name: str

@@ -24,22 +24,7 @@ log = structlog.stdlib.get_logger(__name__)
 # Seconds. Waits of people and of services, and whole answers.
 LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 # Seconds. Steps, and gaps between two tokens.
-STEP_BOUNDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.25,
-    1.0,
-    5.0,
-    30.0,
-)
+STEP_BOUNDS = (1e-3, 2.5e-3, 5e-3, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 # A scrape's thread lets go of the interpreter once in so many families: else the event loop would
 # wait for all of them. Sleeping takes longer than asked for, so not at each.
@@ -91,7 +76,7 @@ class Family:
     Attributes:
         name: As Prometheus shows it; a counter's ends in "_total".
         kind: "gauge", "counter" or "histogram".
-        help: What it tells, for people.
+        help: Its meaning, for people.
         labels: Names of its labels.
         series: Each series' label values, with its value.
     """
@@ -126,8 +111,8 @@ class Metric(Generic[T]):
     Attributes:
         name: Without the program's prefix; a counter's ends in "_total".
         kind: "gauge", "counter" or "histogram".
-        labels: Names of labels beside those of the table's subjects.
-        values: A subject's value, or its values by those of `labels`; None for no series.
+        labels: Names of labels beside the labels of the table's subjects.
+        values: A subject's value, or its values by `labels`; None for no series.
         help: What it tells, for people.
     """
 
@@ -141,7 +126,7 @@ class Metric(Generic[T]):
 def families_of(
     table: Iterable[Metric[T]], prefix: str, names: Labels, subjects: Sequence[tuple[Labels, T]]
 ) -> Iterator[Family]:
-    """Yields each metric of a table, also those that have no series yet.
+    """Yields each metric of a table, also if it has no series yet.
 
     Args:
         table: The metrics.
@@ -180,7 +165,7 @@ class MetricsPort:
 
 
 def serve_metrics(listen: str, collect: Callable[[], Iterable[Family]]) -> MetricsPort:
-    """Serves metrics, and those of the process itself, at http://HOST:PORT/metrics.
+    """Serves metrics, and the process's own, at http://HOST:PORT/metrics.
 
     In a thread, so that a long computation elsewhere delays no scrape.
 

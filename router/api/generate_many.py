@@ -43,7 +43,7 @@ class ManyCall:
         self._tokenizer = tokenizer
         self._listener = listener
         self._live: dict[int, Request] = {}
-        self._detailed: dict[int, Request] = {}  # those of _live whose tokens are no columns
+        self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
         self._was_taken = asyncio.Event()
 
@@ -54,7 +54,7 @@ class ManyCall:
 
         Raises:
             InvalidRequest: A message fits no rule of the stream, so no tag can carry the error.
-            ShuttingDown: The router takes no more requests, and those of this stream have ended.
+            ShuttingDown: The router takes no more requests, and this stream's have ended.
         """
         self._check_open()
         reading = asyncio.create_task(self._read(messages))

@@ -114,7 +114,9 @@ async def read_request(
         is_columnar=tag is not None and is_plain,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
-        _give_texts(request, tokenizer, list(message.stop.stop_strings))
+        stops = StopStrings(message.stop.stop_strings) if message.stop.stop_strings else None
+        for sequence in request.sequences:
+            sequence.text = tokenizer.new_text(stops)
     return request
 
 
@@ -282,12 +284,6 @@ def _read_output(
         prompt_logprobs=output.prompt_logprobs,
         top_logprobs=output.top_logprobs,
     )
-
-
-def _give_texts(request: Request, tokenizer: Tokenizer, stop_strings: list[str]) -> None:
-    stops = StopStrings(stop_strings) if stop_strings else None
-    for sequence in request.sequences:
-        sequence.text = tokenizer.new_text(stops)
 
 
 def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:

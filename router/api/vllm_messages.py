@@ -99,7 +99,7 @@ class Answers:
 
     Args:
         request: What they answer. If it wants a stream, tokens go out as they come; else all
-            those of a continuation in one message.
+            tokens of a continuation in one message.
     """
 
     def __init__(self, request: Message) -> None:

@@ -22,7 +22,6 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -136,12 +135,7 @@ class Client:
         if self._opener.has_changed():
             self._connect()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for channel in self._channels:
             await channel.close()
 
@@ -271,17 +265,16 @@ def channel_opener(
             f"target {target}: the token would be sent in plain text that others can read: give "
             f"credentials, or plaintext=True where the network itself keeps others out"
         )
+    tls: Any = credentials
     if isinstance(credentials, TlsFiles):
-        tls: Any = watch("tls", credentials, interval_s=RELOAD_S)
-    else:
-        tls = credentials
+        tls = watch("tls", credentials, interval_s=RELOAD_S)
     if isinstance(token, str):
         return ChannelOpener(tls, token=lambda: token)
     return ChannelOpener(tls, token=None if token is None else token_sender(token))
 
 
 def _is_here(target: str) -> bool:
-    """Returns whether a target names this machine only."""
+    """Returns whether a target names only this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
     addresses = re.sub(r"^(dns:(//[^/]*/)?|ipv[46]:(///)?)", "", target).split(",")

@@ -6,7 +6,6 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
@@ -56,12 +55,7 @@ class Many:
         self._streams = [_Stream(self._open_call())]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 for stream in self._streams:

@@ -300,7 +300,7 @@ class Engine:
             )
 
     def _lose(self, error: Exception) -> None:
-        """Takes the group out of service; whom it ran waits again."""
+        """Takes the group out of service; the sequences that it ran wait again."""
         lost_steps, self._in_flight = self._in_flight, deque()
         was_ready, self.is_ready = self.is_ready, False
         has_left = isinstance(error, ExecutorLeft)
@@ -360,7 +360,7 @@ class Engine:
 def _lost_sequences(
     lost_steps: Collection[InFlight], scheduler: Scheduler
 ) -> tuple[list[Sequence], bool]:
-    """Returns the live sequences of the lost steps, and whether one alone ran in them."""
+    """Returns the live sequences of the lost steps, and whether only one sequence ran in them."""
     sequences = scheduler.table.sequences
     rows = {row for step in lost_steps for row in step.plan.runs.nonzero()[0].tolist()}
     live = [sequence for row in rows if (sequence := sequences[row]) is not None]

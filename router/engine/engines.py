@@ -28,7 +28,7 @@ log = structlog.stdlib.get_logger(__name__)
 
 
 class Observer(Protocol):
-    """Who is told of every request."""
+    """Observer of every request."""
 
     def on_submit(self, request: Request) -> None:
         """It was taken, by the call whose task this runs in."""
@@ -40,7 +40,7 @@ class Observer(Protocol):
 
 
 class Engines:
-    """What the front of the router sees of everything behind it.
+    """Groups and live requests, as the front of the router sees them.
 
     Args:
         listeners: Where a call opens its listener, and closes it when its sequences have ended.
@@ -49,6 +49,7 @@ class Engines:
 
     Attributes:
         measures: What became of requests, so far.
+        is_shutting_down: Whether new requests are refused, because this router is about to stop.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Engines:
         self._observers = observers
         self._engines: SequenceOf[Engine] = ()
         self._live: dict[str, Request] = {}
-        self._is_shutting_down = False
+        self.is_shutting_down = False
         self._on_readiness: Callable[[bool], None] | None = None
         self._was_ready = False
         self._readiness_timer: asyncio.TimerHandle | None = None
@@ -83,7 +84,7 @@ class Engines:
     @property
     def is_ready(self) -> bool:
         """Whether some group can step."""
-        return not self._is_shutting_down and any(engine.is_serving for engine in self._engines)
+        return not self.is_shutting_down and any(engine.is_serving for engine in self._engines)
 
     def watch_readiness(self, on_change: Callable[[bool], None] | None) -> None:
         """Has a function called with each change of `is_ready` from False on; None: no longer."""
@@ -108,11 +109,6 @@ class Engines:
         self._readiness_timer = loop.call_later(wait_s, self._check_readiness)
 
     @property
-    def is_shutting_down(self) -> bool:
-        """Whether new requests are refused, because this router is about to stop."""
-        return self._is_shutting_down
-
-    @property
     def num_live(self) -> int:
         return len(self._live)
 
@@ -122,7 +118,7 @@ class Engines:
         Raises:
             QueueFull, NotReady, ShuttingDown: No request is taken at present.
         """
-        if self._is_shutting_down:
+        if self.is_shutting_down:
             raise ShuttingDown("this router is shutting down: send the request to another one")
         if self.model is None:
             raise NotReady("no group of executors has formed yet: try again", retry_delay_s=1.0)
@@ -151,7 +147,7 @@ class Engines:
             request.expiry = loop.call_at(request.deadline, self._expire, request)
 
     def _pick_engine(self, engines: SequenceOf[Engine], request: Request) -> Engine:
-        """Returns who has least to do of those that can step, if there are any."""
+        """Returns the engine that has least to do, of those that can step if there are any."""
         return min(
             engines,
             key=lambda e: (
@@ -173,7 +169,7 @@ class Engines:
         return own.fingerprint == served.fingerprint and num_tokens <= own.max_model_len
 
     def _move_waiting(self) -> None:
-        """Moves what waits for a group that is down to those that can step.
+        """Moves what waits for a group that is down to groups that can step.
 
         What has not begun goes at once. What has begun stays for a while: the group that comes back
         has as much to compute again as any other, and then all groups share the work.
@@ -232,7 +228,7 @@ class Engines:
 
     def shut_down(self) -> None:
         """Refuses new requests from now on; streams on which nothing runs may end."""
-        self._is_shutting_down = True
+        self.is_shutting_down = True
         self.listeners.wake_all()
 
     def cancel_all(self) -> None:

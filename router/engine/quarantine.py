@@ -168,10 +168,10 @@ def proof_tokens(num_clearings: int) -> int:
 
 
 def note_loss(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]:
-    """Notes a loss against the live sequences of the lost steps. Returns those that are guilty.
+    """Notes a loss against the live sequences of the lost steps. Returns the guilty ones.
 
     Args:
-        sequences: Bound or not; their tokens are those that they have.
+        sequences: Bound or not, with the tokens that they have now.
         is_alone: Whether the lost steps ran one sequence and nothing else.
     """
     guilty = []

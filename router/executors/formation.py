@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
@@ -29,12 +30,17 @@ class Member:
     def attn_tp_rank(self) -> int:
         return self.description.coordinates.attn_tp_rank
 
+    @property
+    def coordinates(self) -> tuple[int, int]:
+        """DP rank and attention-TP rank."""
+        return self.dp_rank, self.attn_tp_rank
+
     def __str__(self) -> str:
         return f"executor {self.address} (dp_rank {self.dp_rank}, attn_tp_rank {self.attn_tp_rank})"
 
 
 def check_group(members: Sequence[Member]) -> None:
-    """Checks that the members agree and that each place of the group is taken once.
+    """Checks that the members agree and that each rank of the group is taken once.
 
     Raises:
         GroupMismatch: Names two members, the field and both values.
@@ -43,18 +49,14 @@ def check_group(members: Sequence[Member]) -> None:
     for member in members[1:]:
         if member.description.agreement_digest != first.description.agreement_digest:
             _raise_first_difference(first, member)
-    coordinates = first.description.coordinates
-    places = [
-        (dp_rank, attn_tp_rank)
-        for dp_rank in range(coordinates.dp_size)
-        for attn_tp_rank in range(coordinates.attn_tp_size)
-    ]
-    given = sorted((member.dp_rank, member.attn_tp_rank) for member in members)
-    if given != places:
+    sizes = first.description.coordinates
+    ranks = list(product(range(sizes.dp_size), range(sizes.attn_tp_size)))
+    given = sorted(member.coordinates for member in members)
+    if given != ranks:
         raise GroupMismatch(
-            f"the group's executors say that it has dp_size={coordinates.dp_size} and "
-            f"attn_tp_size={coordinates.attn_tp_size}, which takes the (dp_rank, attn_tp_rank) "
-            f"{places}; the {len(members)} addresses given are {given}: start each place once and "
+            f"the group's executors say that it has dp_size={sizes.dp_size} and "
+            f"attn_tp_size={sizes.attn_tp_size}, which takes the (dp_rank, attn_tp_rank) "
+            f"{ranks}; the {len(members)} addresses given are {given}: start each place once and "
             f"give each address once"
         )
 

@@ -46,8 +46,6 @@ CHANNEL_OPTIONS = (
 
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
-Place = tuple[int, int]  # dp_rank, attn_tp_rank
-
 
 class ExecutorGroup:
     """Drives the executors of one group. Implements engine.Executors.
@@ -81,7 +79,7 @@ class ExecutorGroup:
         self._last_step_id = 0
         self._last_answer_time = 0.0
         self._members: list[Member] = []
-        self._instances: dict[Place, str] = {}
+        self._instances: dict[tuple[int, int], str] = {}  # by coordinates
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -198,7 +196,7 @@ class ExecutorGroup:
         return responses
 
     async def _silent(self, members: Sequence[Member]) -> list[Member]:
-        """Returns those that do not answer any call. The others may only wait for them."""
+        """Returns the members that answer no call. The others may only wait for them."""
         answers = zip(members, await self._probe(members), strict=True)
         return [member for member, error in answers if error and error.code() in SILENT_CODES]
 
@@ -235,7 +233,7 @@ class ExecutorGroup:
             member: Whose stream it was.
             error: Why it ended, as far as that is known.
         """
-        self._end_streams()  # or the others would wait in a collective for who has left
+        self._end_streams()  # or the others would wait in a collective for the one that left
         if isinstance(error, ReasonUnknown):
             self._asking = asyncio.create_task(self._ask_why(loss, error))
         else:
@@ -284,7 +282,7 @@ class ExecutorGroup:
     async def _describe_all(self) -> list[Member]:
         """Returns all executors, by DP rank and attention-TP rank."""
         members = await _all([self._describe(address) for address in self._stubs])
-        return sorted(members, key=_place_of)
+        return sorted(members, key=lambda member: member.coordinates)
 
     async def _describe(self, address: str) -> Member:
         timeout_s = min(DESCRIBE_TIMEOUT_S, self._form_timeout_s)
@@ -294,10 +292,10 @@ class ExecutorGroup:
         return Member(address, await _answer(call, f"Describe of {name}"))
 
     def _recognise(self, members: Sequence[Member]) -> None:
-        """Notes who is here, and says which of them is not who was there before."""
+        """Notes the members' instances, and logs each that is not the one of the last epoch."""
         for member in members:
             instance_id = member.description.instance_id
-            known = self._instances.get(_place_of(member))
+            known = self._instances.get(member.coordinates)
             if known is not None and known != instance_id:
                 log.warning(
                     "executor_restarted",
@@ -306,7 +304,7 @@ class ExecutorGroup:
                     new_instance=instance_id,
                 )
                 self._deadline.forget()
-            self._instances[_place_of(member)] = instance_id
+            self._instances[member.coordinates] = instance_id
 
     async def _join(self, members: Sequence[Member]) -> None:
         stub = self._stubs[members[0].address]
@@ -324,10 +322,6 @@ class ExecutorGroup:
                 for member in members
             ]
         )
-
-
-def _place_of(member: Member) -> Place:
-    return member.dp_rank, member.attn_tp_rank
 
 
 def _lose(loss: asyncio.Future[None], error: ExecutorLost) -> None:

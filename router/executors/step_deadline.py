@@ -4,7 +4,7 @@ What a step takes depends on whether it runs prompts or drafts, whether a graph 
 tokens. So steps are told apart by these, tokens by powers of two, and each kind keeps an upper
 estimate: it follows a slower step by a fifth of the difference and a faster one by a hundredth,
 which settles near the slowest twentieth and forgets a single hiccup. A kind that was rarely seen
-has no estimate yet; the longest limit alone holds for it, so that a first prefill is never cut.
+has no estimate yet; only the longest limit holds for it, so that a first prefill is never cut.
 """
 
 from dataclasses import dataclass

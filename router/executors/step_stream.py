@@ -10,8 +10,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 
-# What the reason of a stream's end says, beyond that the executor is lost. A step also fails when
-# another executor leaves.
+# Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
+# executor leaves.
 KINDS = {"SHUTTING_DOWN": ExecutorLeft, "STEP_FAILED": ReasonUnknown}
 STEP = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Step"
 
@@ -22,7 +22,7 @@ class StepStream:
     Args:
         name: Who it is, for errors.
         channel: To the executor.
-        loss: Has an ExecutorLost when the group is lost; whoever waits for an answer gets it.
+        loss: Has an ExecutorLost when the group is lost; a `receive` that waits raises it.
         on_end: Told why the stream ended before `close`.
     """
 

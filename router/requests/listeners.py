@@ -1,7 +1,7 @@
 """Listeners: one per call, woken when one of its sequences has news.
 
 A step may touch thousands of sequences, and most listeners are one step behind or not waiting at
-all. So the engine marks listeners in one array operation and wakes only those that wait; tokens
+all. So the engine marks listeners in one array operation and wakes only the waiting ones; tokens
 stay in the SequenceTable until their listener comes for them. A slow listener thus costs nobody
 anything, and what it has not read is bounded by its own max_tokens.
 """
@@ -78,7 +78,7 @@ class Listeners:
         self._free.append(listener.index)
 
     def wake(self, indices: npt.NDArray[np.int64]) -> None:
-        """Wakes those of these listeners that wait. Indices may repeat."""
+        """Wakes the listeners of these indices that wait. Indices may repeat."""
         self._has_news[:] = False
         self._has_news[indices] = True
         self._has_news &= self._is_waiting

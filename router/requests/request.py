@@ -12,7 +12,7 @@ SequenceTable; before and after, they are here.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,7 +45,7 @@ class SamplingParams:
     """How tokens are picked; resolved, in range.
 
     Attributes:
-        values: Numbers by their names in SAMPLING_FIELDS, without those that are defaults.
+        values: Numbers by their names in SAMPLING_FIELDS, without the defaults.
         logit_bias: Pairs of token id and shift.
         seed: Of continuation 0; drawn at random if the client gave none.
     """
@@ -131,6 +131,7 @@ class TextStream(Protocol):
         ...
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class Request:
     """One client's call: what its continuations share.
 
@@ -138,61 +139,34 @@ class Request:
         request_id: Unique among the live requests of this router.
         prompt: int32, at least one token.
         priority: Higher is scheduled first and preempted last; see Admission.
+        n: Number of its continuations.
         arrival_time: On the event loop's clock, in seconds.
         deadline: On the same clock; None if there is none.
-        listener: Whom to wake when there is something new.
+        listener: Woken when there is something new.
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
         is_columnar: Whether the listener takes its tokens as columns (`Listener.take_columns`).
         priority_key: Its order among all that wait or run, set on submission: less goes first.
         expiry: The timer behind `deadline`.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "deadline",
-        "expiry",
-        "is_columnar",
-        "listener",
-        "output",
-        "priority",
-        "priority_key",
-        "prompt",
-        "request_id",
-        "sampling",
-        "sequences",
-        "stop",
-        "tag",
-    )
+    request_id: str
+    prompt: Int32Array
+    sampling: SamplingParams
+    stop: StopConditions
+    output: OutputOptions
+    listener: Listener
+    arrival_time: float
+    n: InitVar[int] = 1
+    priority: int = 0
+    deadline: float | None = None
+    tag: int = 0
+    is_columnar: bool = False
+    priority_key: tuple[float, int] = field(init=False)
+    expiry: asyncio.TimerHandle | None = field(default=None, init=False)
+    sequences: "list[Sequence]" = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        prompt: Int32Array,
-        sampling: SamplingParams,
-        stop: StopConditions,
-        output: OutputOptions,
-        listener: Listener,
-        arrival_time: float,
-        n: int = 1,
-        priority: int = 0,
-        deadline: float | None = None,
-        tag: int = 0,
-        is_columnar: bool = False,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampling = sampling
-        self.stop = stop
-        self.output = output
-        self.listener = listener
-        self.priority = priority
-        self.arrival_time = arrival_time
-        self.deadline = deadline
-        self.tag = tag
-        self.is_columnar = is_columnar
-        self.priority_key = (arrival_time, 0)
-        self.expiry: asyncio.TimerHandle | None = None
+    def __post_init__(self, n: int) -> None:
+        self.priority_key = (self.arrival_time, 0)
         self.sequences = [Sequence(self, index) for index in range(n)]
 
     @property
@@ -212,8 +186,8 @@ class Suspicion:
     Attributes:
         num_losses: How often in a row.
         num_losses_alone: How often nobody else was in the lost steps.
-        num_output_tokens: Those that it had at the last loss.
-        max_running: How many of those with as many losses may run at a time.
+        num_output_tokens: Output tokens that it had at the last loss.
+        max_running: How many suspects with as many losses may run at a time.
     """
 
     num_losses: int = 0

@@ -83,7 +83,7 @@ class RankCounts(NamedTuple):
         imbalance_tokens: Tokens that it had less than the longest rank of each step.
         idle_steps: Steps in which it had none.
         prompt_tokens: Prompt tokens of the sequences that it began.
-        prefix_hit_tokens: Those of them that were in its cache.
+        prefix_hit_tokens: Prompt tokens of these that were in its cache.
         preemptions: Sequences that lost their blocks to others.
     """
 
@@ -389,7 +389,7 @@ class TokenGaps:
     """Times between two tokens of a sequence, for one table's rows, counted without a look at each.
 
     Ranks step together, so nearly every sequence that gains a token in a step gained one in the
-    step before: all of these waited as long as the step took, and count as one value. Only those
+    step before: all of these waited as long as the step took, and count as one value. Only sequences
     that were left out of a step, or lost their row, are looked at.
 
     Args:
@@ -428,9 +428,9 @@ class TokenGaps:
 
         Args:
             has_token: [R] rows that gained a token; belongs to this object from now on.
-            num_tokens: How many those are.
-            first_rows: Those for which it was the first.
-            now: When.
+            num_tokens: Number of these rows.
+            first_rows: Rows for which it was the first.
+            now: Time of the commit, in seconds.
         """
         num_going_on = num_tokens - len(first_rows)
         if self._away:

@@ -1,11 +1,11 @@
 """KV blocks of a table's rows: how a row gets them, and which sequence is preempted for them.
 
 A row that runs short takes free and cached blocks first. Then the sequence last in order is
-preempted, and waits again. Blocks for drafts are taken only from those that no sequence needs next,
-and preempt nobody. A row cannot give them back while it runs: an executor only ever appends blocks
-to a row, and may be writing into them. So their number is bounded: beyond those for its tokens, by
-the upper bound of its length, a row holds the blocks for one step's drafts and keeps them for its
-next steps; and `reserve` leaves a block for the next token of every sequence of the rank.
+preempted, and waits again. Drafts take only blocks that no sequence needs next, and preempt nobody.
+A row cannot give them back while it runs: an executor only ever appends blocks to a row, and may be
+writing into them. So their number is bounded: beyond the blocks for its tokens, by the upper bound
+of its length, a row holds the blocks for one step's drafts and keeps them for its next steps; and
+`reserve` leaves a block for the next token of every sequence of the rank.
 """
 
 from collections.abc import Callable
@@ -144,7 +144,7 @@ class RowBlocks:
             if pool.num_available + self._num_leaving_blocks(rank) >= count:
                 return False
             rows = self._table.live_rows()
-            victim = self._table.last_in_order(rows[self._table.rank_of(rows) == rank])
+            victim = self._table.last_in_order(rows[rows // self._table.rows_per_rank == rank])
             self._preempt(victim)
             if victim == row:
                 return False

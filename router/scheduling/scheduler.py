@@ -110,7 +110,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> DraftCounts:
         """Takes a step's tokens, ends the sequences that they end and wakes the listeners.
 
-        Returns what came of its drafts, but for those of sequences that have ended meanwhile.
+        Returns what came of its drafts, without sequences that have ended meanwhile.
         """
         table, is_speculative = self.table, plan.limits is not None
         table.num_in_flight -= plan.runs
@@ -168,7 +168,7 @@ class Scheduler:
         """Binds waiting sequences, and takes prompts into the step unless it is the drafts' turn.
 
         Args:
-            runs: bool [R], rows that decode. Those that are preempted here leave it.
+            runs: bool [R], rows that decode. Rows that are preempted here leave it.
 
         Returns:
             The decodes' limits if the step drafts while prompts wait, and each rank's chunks.

@@ -15,7 +15,7 @@ is in flight, num_computed counts all of them, and is an upper bound.
 """
 
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +86,8 @@ class SequenceTable:
         max_computed: int32 [R], max_len - 1: the last token is never computed.
         min_len: int32 [R], no stop token ends it below this length.
         num_blocks: int32 [R], blocks in its row of `block_table`.
-        num_sent_blocks: int32 [R], those that the executor knows.
-        num_named_blocks: int32 [R], those that the prefix cache was told of.
+        num_sent_blocks: int32 [R], blocks of it that the executor knows.
+        num_named_blocks: int32 [R], blocks of it that the prefix cache was told of.
         num_in_flight: int32 [R], steps handed out and not committed that run it.
         num_taken: int32 [R], tokens that its listener has, prompt included.
         stop_ids: int32 [NUM_STOP_IDS, R], -1 where there are fewer.
@@ -97,7 +97,7 @@ class SequenceTable:
         takes_drafts: bool [R], it may gain several tokens in a step. Not so where the executor
             needs more than a length for the next one: penalties, log probabilities.
         num_drafts: int64 [R], drafts of its steps that could have been accepted.
-        num_accepted: int64 [R], those that were.
+        num_accepted: int64 [R], drafts of its steps that were accepted.
         scores_output: bool [R], the executor returns log probabilities of its output.
         scores_prompt: bool [R], and of its prompt.
         listener: int64 [R], index of its listener.
@@ -170,11 +170,7 @@ class SequenceTable:
         """Sequences that hold a row of this rank."""
         return self.rows_per_rank - len(self._free_rows[dp_rank])
 
-    @overload
-    def rank_of(self, row: int) -> int: ...
-    @overload
-    def rank_of(self, row: Rows) -> Rows: ...
-    def rank_of(self, row: int | Rows) -> int | Rows:
+    def rank_of(self, row: int) -> int:
         return row // self.rows_per_rank
 
     def row_set(self, mask: Mask) -> RowSet:

@@ -49,13 +49,13 @@ TURN_ROWS = 4  # sequences that draft while prompts wait, for each whose prompt 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """What came of speculative steps.
+    """Outcome of speculative steps.
 
     Attributes:
         num_steps: How many there were.
         num_drafts: Drafts that could have been accepted: of each row, one less than it may gain;
-            of those whose sequence ended while the step was in flight, none.
-        num_accepted: Those that were.
+            of rows whose sequence ended while the step was in flight, none.
+        num_accepted: Drafts that were accepted.
     """
 
     num_steps: int = 0
@@ -75,7 +75,7 @@ NO_DRAFTS = DraftCounts()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """What an operator says about drafts.
+    """An operator's settings for drafts.
 
     Attributes:
         is_on: Whether any step is speculative.

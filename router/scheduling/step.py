@@ -136,7 +136,7 @@ class StepPlan:
 
 
 class StepChecksums(NamedTuple):
-    """CRC-32s that executors answer who ran a step as it was sent; see StepResponse.
+    """CRC-32s that an executor answers if it ran a step as it was sent; see StepResponse.
 
     Attributes:
         agreement: Of the StepAgreement.

@@ -7,23 +7,10 @@ exception, noted at WindowDetokenizer.
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
 MAX_WINDOW_TOKENS = 16  # of which all but four make no text
-
-
-class Detokenizer(Protocol):
-    """One sequence's way from tokens to text."""
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these tokens completed."""
-        ...
-
-    def finish(self) -> str:
-        """Returns what was held back. Nothing is added afterwards."""
-        ...
 
 
 class ByteDetokenizer:
@@ -38,9 +25,11 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these tokens completed."""
         return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def finish(self) -> str:
+        """Returns what was held back. Nothing is added afterwards."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -68,11 +57,11 @@ class WindowDetokenizer:
         self._shown = ""  # that text
 
     def add(self, token_ids: Sequence[int]) -> str:
-        return "".join(
-            [self._add(token_id) for token_id in token_ids if not self._is_skipped(token_id)]
-        )
+        """Returns the text that these tokens completed."""
+        return "".join([self._add(token) for token in token_ids if not self._is_skipped(token)])
 
     def finish(self) -> str:
+        """Returns what was held back. Nothing is added afterwards."""
         return self._decode(self._window)[len(self._shown) :]
 
     def _add(self, token_id: int) -> str:
@@ -89,3 +78,7 @@ class WindowDetokenizer:
             self._window.pop()
         self._num_shown = len(self._window)
         return new
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""One sequence's way from tokens to text."""

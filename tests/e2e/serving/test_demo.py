@@ -137,4 +137,4 @@ def test_a_token_that_differs_is_shown_and_fails_the_demo(capsys: pytest.Capture
     assert not print_differences(answers, [[52, STOP_ID], [53, STOP_ID]])
     output = capsys.readouterr().out
     assert "1 of 2 token for token" in output
-    assert f"was answered [52, {STOP_ID}], by one alone [53, {STOP_ID}]" in output
+    assert f"was answered [52, {STOP_ID}], by a single one [53, {STOP_ID}]" in output
