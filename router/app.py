@@ -30,7 +30,7 @@ from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector
 from router.telemetry.request_log import RequestLog
 
@@ -110,7 +110,7 @@ def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
 def _build_engine(
     config: RouterConfig, engines: Engines, number: int, group: ExecutorGroup
 ) -> Engine:
-    admission = Admission(
+    waiting = WaitingQueue(
         max_sequences=config.max_waiting_sequences,
         max_tokens=config.max_waiting_tokens,
         priority_step_s=config.priority_step_s,
@@ -118,7 +118,7 @@ def _build_engine(
     return Engine(
         number,
         group,
-        admission,
+        waiting,
         engines.listeners,
         pipeline_depth=config.pipeline_depth,
         min_chunk_tokens=config.min_chunk_tokens,

@@ -20,7 +20,7 @@ from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import DraftSettings
@@ -72,7 +72,7 @@ class Engine:
     Args:
         group: Its number, for people.
         executors: The group.
-        admission: Its waiting queue.
+        waiting: Its waiting queue.
         listeners: Of all calls that may wait for tokens.
         pipeline_depth: Steps in flight at most; 2 hides the way to the executors.
         min_chunk_tokens: See Scheduler.
@@ -91,7 +91,7 @@ class Engine:
         self,
         group: int,
         executors: Executors,
-        admission: Admission,
+        waiting: WaitingQueue,
         listeners: Listeners,
         *,
         pipeline_depth: int,
@@ -106,7 +106,7 @@ class Engine:
         self.is_ready = False
         self._executors = executors
         self.on_change: Callable[[], None] = lambda: None
-        self._waiting = Quarantine(admission)
+        self._waiting = Quarantine(waiting)
         self._listeners = listeners
         self._pipeline_depth = pipeline_depth
         self._min_chunk_tokens = min_chunk_tokens

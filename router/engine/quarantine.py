@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 
 from router.requests.request import Request, Sequence, Suspicion
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
@@ -34,37 +34,37 @@ class Quarantine:
     """Suspects in front, a part of them at a time; behind them, the queue of all others.
 
     Args:
-        admission: That queue.
+        others: That queue.
     """
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, others: WaitingQueue) -> None:
+        self._others = others
         self._suspects: list[Sequence] = []  # that wait, in the order in which they are tried
         self._running: set[Sequence] = set()  # handed out, and not proven yet
         self._running_losses = 0  # the most of any of them
         self._head: Sequence | None = None  # what `peek` returned, if it is a suspect
 
     def __len__(self) -> int:
-        return len(self._admission) + len(self._suspects)
+        return len(self._others) + len(self._suspects)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that wait, prompt and output."""
-        return self._admission.num_tokens + sum(len(s.tokens) for s in self._suspects)
+        return self._others.num_tokens + sum(len(s.tokens) for s in self._suspects)
 
     @property
     def has_room(self) -> bool:
         """Whether a small request would be taken."""
-        return self._admission.has_room
+        return self._others.has_room
 
     def submit(self, request: Request) -> None:
-        """Queues a new request. See Admission."""
-        self._admission.submit(request)
+        """Queues a new request. See WaitingQueue."""
+        self._others.submit(request)
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence that ran before, here or elsewhere. It is never refused."""
         if sequence.suspicion is None:
-            self._admission.push(sequence)
+            self._others.push(sequence)
             return
         if sequence in self._running:
             self._running.remove(sequence)
@@ -75,14 +75,14 @@ class Quarantine:
         """Returns the sequence that may begin next."""
         self._head = None
         if not self._suspects and not self._running:
-            return self._admission.peek()
+            return self._others.peek()
         suspect = self._suspects[0] if self._suspects else None
         num_losses = self._running_losses or _num_losses(self._suspects[0])
         if suspect and not may_run(suspect, num_losses, len(self._running)):
             suspect = None
         # The order here is the order on the ranks too, or two sequences would preempt each other
         # for ever.
-        other = self._admission.peek() if num_losses <= 1 else None
+        other = self._others.peek() if num_losses <= 1 else None
         if suspect is None or (other is not None and _priority(other) < _priority(suspect)):
             return other
         self._head = suspect
@@ -91,7 +91,7 @@ class Quarantine:
     def pop(self) -> Sequence:
         """Takes out the sequence that `peek` has just returned."""
         if self._head is None:
-            return self._admission.pop()
+            return self._others.pop()
         suspect, self._head = self._suspects.pop(0), None
         self._running.add(suspect)
         self._running_losses = max(self._running_losses, _num_losses(suspect))
@@ -102,11 +102,11 @@ class Quarantine:
         if sequence in self._suspects:
             self._suspects.remove(sequence)
         else:
-            self._admission.discard(sequence)
+            self._others.discard(sequence)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Every sequence that waits, in no order."""
-        return chain(self._suspects, self._admission)
+        return chain(self._suspects, self._others)
 
     def set_max_running(self) -> None:
         """Says how many suspects are tried at a time, once all of an epoch wait again."""

@@ -138,7 +138,7 @@ class Request:
     Attributes:
         request_id: Unique among the live requests of this router.
         prompt: int32, at least one token.
-        priority: Higher is scheduled first and preempted last; see Admission.
+        priority: Higher is scheduled first and preempted last; see WaitingQueue.
         n: Number of its continuations.
         arrival_time: On the event loop's clock, in seconds.
         deadline: On the same clock; None if there is none.

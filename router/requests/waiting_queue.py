@@ -28,7 +28,7 @@ RETRY_DELAY_S = 1.0
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
 
 
-class WaitingQueue(Protocol):
+class SequenceQueue(Protocol):
     """What the scheduler sees of the sequences that wait."""
 
     def __len__(self) -> int: ...
@@ -46,7 +46,7 @@ class WaitingQueue(Protocol):
         ...
 
 
-class Admission:
+class WaitingQueue:
     """Sequences that no rank runs yet, or runs no more because others needed its blocks.
 
     A sequence that ended while it waited stays in the heap, uncounted, until it comes up.

@@ -389,8 +389,8 @@ class TokenGaps:
     """Times between two tokens of a sequence, for one table's rows, counted without a look at each.
 
     Ranks step together, so nearly every sequence that gains a token in a step gained one in the
-    step before: all of these waited as long as the step took, and count as one value. Only sequences
-    that were left out of a step, or lost their row, are looked at.
+    step before: all of these waited as long as the step took, and count as one value. Sequences
+    that were left out of a step, or lost their row, are looked at one by one.
 
     Args:
         num_rows: Rows of the table.

@@ -19,7 +19,7 @@ import numpy as np
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
 from router.requests.request import Int32Array, Sequence
-from router.requests.waiting_queue import WaitingQueue
+from router.requests.waiting_queue import SequenceQueue
 from router.scheduling.block_pool import BlockIds
 from router.scheduling.commit import (
     NewTokens,
@@ -59,7 +59,7 @@ class Scheduler:
     def __init__(
         self,
         shape: GroupShape,
-        waiting: WaitingQueue,
+        waiting: SequenceQueue,
         listeners: Listeners,
         *,
         min_chunk_tokens: int,

@@ -10,7 +10,7 @@ from router.engine.engines import Engines
 from router.errors import DeadlineExceeded
 from router.requests.listeners import Listeners
 from router.requests.request import Request
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
@@ -30,7 +30,7 @@ class Overloaded:
         self.rng = rng
         shape = make_shape(num_blocks=num_blocks, rows_per_rank=4)
         self.engines = Engines(Listeners(max_listeners=20_000))
-        self.admission = Admission(
+        self.admission = WaitingQueue(
             max_sequences=100, max_tokens=10_000, priority_step_s=priority_step_s
         )
         self.engine = drive_group(

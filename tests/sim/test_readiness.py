@@ -9,7 +9,7 @@ from router.engine.engines import Engines
 from router.errors import ExecutorLeft
 from router.requests.listeners import Listeners
 from router.requests.request import Request
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step import InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.fake_rank import expected_output
@@ -48,7 +48,7 @@ class World:
         self.engine = drive_group(
             self.engines,
             executors,
-            Admission(max_sequences=8, max_tokens=1000),
+            WaitingQueue(max_sequences=8, max_tokens=1000),
             pipeline_depth=1,
             min_chunk_tokens=8,
             overdue_s=OVERDUE_S,

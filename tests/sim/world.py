@@ -13,7 +13,7 @@ from router.engine.engines import Engines
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
@@ -35,7 +35,7 @@ class Group:
 
     shape: GroupShape
     executors: FakeExecutors
-    admission: Admission
+    admission: WaitingQueue
     engine: Engine
 
 
@@ -118,7 +118,7 @@ class World:
         rng = self.rng
         acceptance = rng.choice([0.0, 0.3, 0.7, 1.0])
         executors = FakeExecutors(shape, rng, poison=self.poison, acceptance=acceptance, **faults)
-        admission = Admission(max_sequences=60, max_tokens=1200)
+        admission = WaitingQueue(max_sequences=60, max_tokens=1200)
         engine = Engine(
             number,
             executors,

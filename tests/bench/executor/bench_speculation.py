@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deploy.local.demo_tasks import STOP_ID, Mix, Problem, problems
+from deploy.local.demo_tasks import STOP_ID, Problem, problems
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from protos.executor.v1 import executor_pb2 as pb

@@ -31,7 +31,7 @@ import numpy as np
 
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import (
@@ -108,7 +108,7 @@ class World:
     def __post_init__(self) -> None:
         options, num_ranks = self.options, self.options.ranks
         self._rng = np.random.default_rng(0)
-        self._admission = Admission(max_sequences=NEVER, max_tokens=NEVER)
+        self._admission = WaitingQueue(max_sequences=NEVER, max_tokens=NEVER)
         listeners = Listeners(max_listeners=1)
         self._listener = listeners.open()
         shape = GroupShape(

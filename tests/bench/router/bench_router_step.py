@@ -10,7 +10,7 @@ each block that is acquired evicts a cached one, and each full block is named fo
 Two steps are in flight. One columnar listener takes all tokens of each step into one
 GenerateManyResponse.
 
-    plan     Admission.submit, Scheduler.schedule
+    plan     WaitingQueue.submit, Scheduler.schedule
     encode   encode_step, to bytes for each rank
     decode   FromString, difference and decode_result, for each rank
     commit   Scheduler.commit
@@ -37,7 +37,7 @@ from protos.serving.v1 import serving_pb2
 from router.executors.step_codec import decode_result, difference, encode_step
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, StepTimes
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import (
@@ -84,7 +84,7 @@ class Bench:
         num_rows = num_ranks * rows_per_rank
         listeners = Listeners(max_listeners=16)
         self.listener = listeners.open()
-        self.admission = Admission(max_sequences=num_rows, max_tokens=num_rows * PROMPT_LEN)
+        self.admission = WaitingQueue(max_sequences=num_rows, max_tokens=num_rows * PROMPT_LEN)
         self.scheduler = Scheduler(
             self.shape,
             self.admission,

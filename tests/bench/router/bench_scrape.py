@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engines import Engines
 from router.requests.listeners import Listeners
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.bench.support.options import parse_options
 from tests.router.support.fake_executors import FakeExecutors
@@ -35,7 +35,7 @@ async def run(num_ranks: int, num_scrapes: int) -> None:
     engine = drive_group(
         engines,
         FakeExecutors(shape, random.Random(0), step_s=0.02),
-        Admission(max_sequences=1000, max_tokens=1_000_000),
+        WaitingQueue(max_sequences=1000, max_tokens=1_000_000),
     )
     stepping = asyncio.create_task(engine.run())
     while engines.model is None:

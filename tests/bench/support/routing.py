@@ -13,7 +13,7 @@ from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.step import GroupShape
 from tests.router.support.requests import make_request
@@ -61,7 +61,7 @@ def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Sched
     """Returns a scheduler with requests that differ in their prompts, of 8 tokens."""
     listeners = Listeners(max_listeners=1)
     listener = listeners.open()
-    waiting = Admission(max_sequences=num_requests, max_tokens=8 * num_requests)
+    waiting = WaitingQueue(max_sequences=num_requests, max_tokens=8 * num_requests)
     for number in range(num_requests):
         request_id, prompt = str(number), np.full(8, 3 + number)
         waiting.submit(make_request(prompt, listener, max_tokens, request_id=request_id))
@@ -77,7 +77,7 @@ async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
     engine = drive_group(
         engines,
         group,
-        Admission(max_sequences=100_000, max_tokens=100_000_000),
+        WaitingQueue(max_sequences=100_000, max_tokens=100_000_000),
         pipeline_depth=depth,
         min_chunk_tokens=512,
     )

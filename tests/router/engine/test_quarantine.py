@@ -14,7 +14,7 @@ from router.engine.quarantine import (
 )
 from router.requests.listeners import Listeners
 from router.requests.request import Sequence
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
 from tests.router.support.stepper import Stepper, make_shape
 
@@ -23,7 +23,7 @@ class Line:
     """A quarantine whose sequences gain tokens when a test says so."""
 
     def __init__(self) -> None:
-        self.quarantine = Quarantine(Admission(max_sequences=1000, max_tokens=10_000))
+        self.quarantine = Quarantine(WaitingQueue(max_sequences=1000, max_tokens=10_000))
         self._listener = Listeners(1).open()
         self._num_requests = 0
 

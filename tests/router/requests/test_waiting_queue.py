@@ -8,7 +8,7 @@ import pytest
 from router.errors import QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import Request
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
 
 READER = Listeners(max_listeners=1).open()
@@ -19,7 +19,7 @@ def new_request(num_tokens: int = 3, **fields: int) -> Request:
     return make_request([1] * num_tokens, READER, 1, request_id=str(next(NUMBERS)), **fields)
 
 
-def drain(admission: Admission) -> list[Request]:
+def drain(admission: WaitingQueue) -> list[Request]:
     requests = []
     while admission.peek() is not None:
         requests.append(admission.pop().request)
@@ -27,7 +27,7 @@ def drain(admission: Admission) -> list[Request]:
 
 
 def test_priority_comes_before_arrival() -> None:
-    admission = Admission(max_sequences=10, max_tokens=100)
+    admission = WaitingQueue(max_sequences=10, max_tokens=100)
     low, first, second, high = (new_request(priority=p) for p in (-1, 0, 0, 7))
     for request in (low, first, second, high):
         admission.submit(request)
@@ -35,7 +35,7 @@ def test_priority_comes_before_arrival() -> None:
 
 
 def test_a_preempted_sequence_goes_back_to_the_place_of_its_arrival() -> None:
-    admission = Admission(max_sequences=2, max_tokens=6)
+    admission = WaitingQueue(max_sequences=2, max_tokens=6)
     first, second = new_request(), new_request()
     admission.submit(first)
     preempted = admission.pop()
@@ -47,7 +47,7 @@ def test_a_preempted_sequence_goes_back_to_the_place_of_its_arrival() -> None:
 
 
 def test_continuations_are_lined_up_together_or_not_at_all() -> None:
-    admission = Admission(max_sequences=4, max_tokens=100)
+    admission = WaitingQueue(max_sequences=4, max_tokens=100)
     admission.submit(new_request(n=2))
     with pytest.raises(QueueFull, match="max_waiting_sequences=4") as error:
         admission.submit(new_request(n=3))
@@ -59,7 +59,7 @@ def test_continuations_are_lined_up_together_or_not_at_all() -> None:
 
 
 def test_too_many_waiting_tokens_are_refused_with_the_numbers() -> None:
-    admission = Admission(max_sequences=10, max_tokens=10)
+    admission = WaitingQueue(max_sequences=10, max_tokens=10)
     admission.submit(new_request(6))
     with pytest.raises(QueueFull, match=r"6 prompt tokens wait and 5 more .*max_waiting_tokens=10"):
         admission.submit(new_request(5))
@@ -67,14 +67,14 @@ def test_too_many_waiting_tokens_are_refused_with_the_numbers() -> None:
 
 
 def test_one_prompt_longer_than_the_line_may_wait_alone() -> None:
-    admission = Admission(max_sequences=10, max_tokens=10)
+    admission = WaitingQueue(max_sequences=10, max_tokens=10)
     admission.submit(new_request(50))
     with pytest.raises(QueueFull):
         admission.submit(new_request(1))
 
 
 def test_a_discarded_sequence_leaves_at_once_and_never_comes_up() -> None:
-    admission = Admission(max_sequences=1, max_tokens=10)
+    admission = WaitingQueue(max_sequences=1, max_tokens=10)
     cancelled, other = new_request(), new_request()
     admission.submit(cancelled)
     admission.discard(cancelled.sequences[0])
@@ -87,7 +87,7 @@ def test_a_discarded_sequence_leaves_at_once_and_never_comes_up() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
     rng = random.Random(seed)
-    admission = Admission(max_sequences=12, max_tokens=60)
+    admission = WaitingQueue(max_sequences=12, max_tokens=60)
     waiting, running = [], []
     for _ in range(300):
         match rng.choice(["submit", "pop", "push", "discard"]):
@@ -115,7 +115,7 @@ def test_the_line_is_sorted_and_counted_under_random_use(seed: int) -> None:
         assert admission.num_tokens == sum(len(s.tokens) for s in waiting)
 
 
-def submitted(admission: Admission, arrival_time: float, priority: int) -> Request:
+def submitted(admission: WaitingQueue, arrival_time: float, priority: int) -> Request:
     request = new_request(priority=priority)
     request.arrival_time = arrival_time
     admission.submit(request)
@@ -123,7 +123,7 @@ def submitted(admission: Admission, arrival_time: float, priority: int) -> Reque
 
 
 def test_a_level_of_priority_is_worth_a_head_start() -> None:
-    admission = Admission(max_sequences=10, max_tokens=100, priority_step_s=10.0)
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, priority_step_s=10.0)
     early = submitted(admission, 0.0, priority=0)
     late = submitted(admission, 16.0, priority=0)
     overtaken = submitted(admission, 9.0, priority=1)
@@ -133,13 +133,13 @@ def test_a_level_of_priority_is_worth_a_head_start() -> None:
 
 
 def test_without_a_head_start_priority_changes_nothing() -> None:
-    admission = Admission(max_sequences=10, max_tokens=100, priority_step_s=0.0)
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, priority_step_s=0.0)
     low, high = submitted(admission, 1.0, priority=-100), submitted(admission, 2.0, priority=100)
     assert drain(admission) == [low, high]
 
 
 def test_there_is_room_until_sequences_or_tokens_are_too_many() -> None:
-    admission = Admission(max_sequences=2, max_tokens=10)
+    admission = WaitingQueue(max_sequences=2, max_tokens=10)
     assert admission.has_room
     admission.submit(new_request(50))  # alone in line
     assert not admission.has_room

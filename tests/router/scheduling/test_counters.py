@@ -12,7 +12,7 @@ from router.engine.engines import Engines
 from router.errors import Cancelled, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import Request, Sequence
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import (
     PHASES,
     EpochStats,
@@ -52,7 +52,7 @@ class Run:
         self.engine = drive_group(
             self.engines,
             self.executors,
-            Admission(max_sequences=200, max_tokens=10_000),
+            WaitingQueue(max_sequences=200, max_tokens=10_000),
             pipeline_depth=self.rng.choice([1, 2]),
             min_chunk_tokens=4,
         )

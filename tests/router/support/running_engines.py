@@ -10,14 +10,14 @@ from router.engine.engine import Engine, Executors
 from router.engine.engines import Engines, Observer
 from router.requests.listeners import Listeners
 from router.requests.request import Request
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape
 
 
 def drive_group(
-    engines: Engines, executors: Executors, waiting: Admission, **settings: Any
+    engines: Engines, executors: Executors, waiting: WaitingQueue, **settings: Any
 ) -> Engine:
     """Gives engines their only group, with defaults for what a test does not care about."""
     defaults = {"pipeline_depth": 2, "min_chunk_tokens": 1, "retry_delay_s": 0.1}
@@ -38,7 +38,7 @@ async def running(
     engines = Engines(Listeners(max_listeners=50), observers=observers)
     shape = make_shape(dp_size=dp_size, **(sizes or {}))
     executors = FakeExecutors(shape, random.Random(0), step_s=0.001, **faults)
-    engine = drive_group(engines, executors, Admission(max_sequences=4, max_tokens=1000))
+    engine = drive_group(engines, executors, WaitingQueue(max_sequences=4, max_tokens=1000))
     stepping = asyncio.create_task(engine.run())
     while engines.model is None:
         await asyncio.sleep(0)

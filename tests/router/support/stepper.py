@@ -9,7 +9,7 @@ import numpy as np
 
 from router.requests.listeners import Listeners
 from router.requests.request import Request, Sequence
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import GroupMeasures
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.sequence_table import RowStatus
@@ -67,7 +67,7 @@ class Stepper:
         drafts: DraftSettings | None = None,
     ) -> None:
         self.shape = shape
-        self.admission = Admission(max_sequences=1000, max_tokens=100_000)
+        self.admission = WaitingQueue(max_sequences=1000, max_tokens=100_000)
         self.listeners = Listeners(max_listeners=4)
         self.listener = self.listeners.open()
         self.ended: list[Sequence] = []

@@ -22,7 +22,7 @@ from router.config import RouterConfig
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, QueueFull
 from router.requests.listeners import Listeners
-from router.requests.waiting_queue import Admission
+from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.support.fake_engines import FakeEngines, serve
 from tests.router.support.fake_executors import FakeExecutors
@@ -125,7 +125,7 @@ async def test_a_router_without_a_group_answers_too():
     drive_group(
         engines,
         FakeExecutors(make_shape(), random.Random(0)),
-        Admission(max_sequences=4, max_tokens=100),
+        WaitingQueue(max_sequences=4, max_tokens=100),
         pipeline_depth=1,
     )
     port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
