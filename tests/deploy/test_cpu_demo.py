@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.deploy.rendering import (
     render,
     render_folder,
 )
+from tests.support.scraping import scrape_text
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has every address of 127.0.0.0/8"
@@ -175,12 +175,9 @@ def router_address(cluster: LoopbackCluster) -> str:
     return f"{cluster.pod('lockstep-router-0').ip}:{service['spec']['ports'][0]['port']}"
 
 
-async def scrape(pod: Pod) -> str:
-    """Returns what Prometheus gets from a pod's port for metrics."""
+async def metrics(pod: Pod) -> str:
     [port] = [p["containerPort"] for p in pod.containers[0].spec["ports"] if p["name"] == "metrics"]
-    url = f"http://{pod.ip}:{port}/metrics"
-    with await asyncio.to_thread(urllib.request.urlopen, url, timeout=WAIT_S) as response:
-        return response.read().decode()
+    return await scrape_text(f"{pod.ip}:{port}")
 
 
 async def answer_right(address: str, seed: int) -> None:
@@ -206,11 +203,11 @@ async def use_and_replace(running: LoopbackCluster) -> None:
             await running.probe(pod, probe)
     await answer_right(address, SEED)
     for pod in running.cluster.pods:
-        assert "# HELP lockstep_" in await scrape(pod)
+        assert "# HELP lockstep_" in await metrics(pod)
     for scaled in of_kind(render("gpu-node"), "ScaledObject"):
         for trigger in scaled["spec"]["triggers"]:
             [metric] = re.findall(r"lockstep_\w+", trigger["metadata"]["query"])
-            assert f"# TYPE {metric} gauge" in await scrape(router)
+            assert f"# TYPE {metric} gauge" in await metrics(router)
 
     before = running.pod("lockstep-executor-1").ip
     await running.replace("lockstep-executor-1")

@@ -15,10 +15,9 @@ from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.client import Client
-from tests.deploy.test_prometheus import EXPOSED
+from tests.deploy.metrics import EXPOSED
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
-from tests.e2e.support.logs import logged
-from tests.e2e.support.scraping import scrape
+from tests.e2e.support.logs import logged, scraped
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANY_PORT = ("--metrics-listen", "127.0.0.1:0")
@@ -74,8 +73,8 @@ async def test_both_services_tell_the_same_story(watched: Watched):
         answers = [client.complete(f"\n{n}+25=", max_tokens=16) for n in range(17, 25)]
         finishes = [answer.finish for answer in await asyncio.gather(*answers)]
         await until_no_step_runs(client)
-    router = await scrape(stack.router)
-    executors = [await scrape(executor) for executor in stack.executors]
+    router = await scraped(stack.router)
+    executors = [await scraped(executor) for executor in stack.executors]
 
     num_output = sum(finish.num_completion_tokens for finish in finishes)
     assert router["lockstep_router_ended_sequences_total"]["STOP",] == 8
@@ -96,7 +95,7 @@ async def test_both_services_tell_the_same_story(watched: Watched):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_is_exposed_that_the_documents_do_not_name(watched: Watched):
     for process in [watched.stack.router, *watched.stack.executors]:
-        for name in await scrape(process):
+        for name in await scraped(process):
             assert name in EXPOSED or name.endswith("_created"), name
 
 
@@ -137,11 +136,11 @@ async def test_top_prints_what_the_ranks_are_doing(watched: Watched):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_counters_go_on_over_a_recovery_and_the_log_has_its_ids(watched: Watched):
     stack = watched.stack
-    before = await scrape(stack.router)
+    before = await scraped(stack.router)
     await stack.restart_executor(1)
     async with stack.client() as client:
         answer = await client.complete("\n17+25=", max_tokens=16)
-    after = await scrape(stack.router)
+    after = await scraped(stack.router)
     [lost] = await logged(stack.router, "group_lost")
 
     assert answer.text.startswith("42")

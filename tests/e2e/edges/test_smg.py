@@ -21,7 +21,7 @@ from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.ports import held_port
 from deploy.local.processes import Process
 from router.client import Client
-from tests.e2e.support.scraping import scrape
+from tests.e2e.support.logs import scraped
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("smg") is None,
@@ -339,10 +339,7 @@ async def is_paused_in_the_middle(stack: LocalStack, client: Client) -> bool:
 
 
 async def num_sequences_cancelled(stack: LocalStack) -> float:
-    ended: float = (await scrape(stack.router))["lockstep_router_ended_sequences_total"][
-        "CANCELLED",
-    ]
-    return ended
+    return (await scraped(stack.router))["lockstep_router_ended_sequences_total"]["CANCELLED",]
 
 
 def _read_lines(connection: http.client.HTTPConnection) -> None:

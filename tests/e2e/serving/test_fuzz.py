@@ -9,7 +9,6 @@ import asyncio
 import os
 import random
 import re
-import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import error_details
 from tests.e2e.conftest import PATIENT
+from tests.e2e.support.logs import scraped
 from tests.executor.support.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes
 from tests.fuzz.requests import Call, any_call, right_request
@@ -177,23 +177,10 @@ async def talk_nonsense(address: str, rng: random.Random) -> None:
             writer.close()
 
 
-async def gauge(port: int, name: str) -> int:
-    """Returns a number that the router tells Prometheus."""
-
-    def fetch() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            text: str = answer.read().decode()
-            return text
-
-    [value] = re.findall(rf"^lockstep_router_{name} (\S+)$", await asyncio.to_thread(fetch), re.M)
-    return int(float(value))
-
-
 async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
     rng = random.Random(SEED)
     calls = [any_call(rng, VOCAB_SIZE) for _ in range(NUM_MESSAGES)]
     async with serving(tmp_path) as stack, stack.client() as client:
-        metrics_port = int((await stack.router.event("metrics_listening"))["address"].split(":")[1])
         first = NUM_MESSAGES // 3
         answers = await asyncio.to_thread(make_calls, stack.address, calls[:first])
         executor = stack.executors[0]
@@ -206,9 +193,9 @@ async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
         assert (group.num_waiting, group.num_waiting_tokens) == (0, 0)
         assert group.epoch == 1  # no executor was lost on the way
         async with asyncio.timeout(120):
-            while await gauge(metrics_port, "open_calls"):
+            while (numbers := await scraped(stack.router))["lockstep_router_open_calls"][()]:
                 await asyncio.sleep(0.05)
-        assert await gauge(metrics_port, "live_requests") == 0
+        assert numbers["lockstep_router_live_requests"][()] == 0
         await check_held(router_before, stack.router, MAX_ROUTER_GROWTH_BYTES)
         await check_held(executor_before, executor, MAX_EXECUTOR_GROWTH_BYTES)
         print(dict(answers))

@@ -1,4 +1,4 @@
-"""Log records of processes: lines come when they come, and not all are ours."""
+"""Log records and metrics of processes: lines come when they come, and not all are ours."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.processes import Process
+from tests.support.scraping import Samples, scrape
 
 WAIT_S = 120.0
 
@@ -28,3 +29,8 @@ async def logged(process: Process, event: str, count: int = 1) -> list[dict[str,
             assert not process.has_ended, process.log_tail
             await asyncio.sleep(0.02)
     return found
+
+
+async def scraped(process: Process) -> Samples:
+    """Returns the samples of a process that was started with --metrics-listen."""
+    return await scrape((await process.event("metrics_listening"))["address"])

@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 import structlog
-from prometheus_client.parser import text_string_to_metric_families
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.telemetry.metrics import Family, Histogram, serve_metrics
@@ -28,28 +27,7 @@ from tests.router.support.fake_engines import FakeEngines, serve
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.running_engines import complete, drive_group, running
 from tests.router.support.stepper import make_shape, speculation
-
-Samples = dict[str, dict[tuple[str, ...], float]]
-
-
-def read(text: str) -> Samples:
-    """Returns every sample by name and label values, labels in the order of their names."""
-    samples: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, {})[
-                tuple(value for _, value in sorted(sample.labels.items()))
-            ] = sample.value
-    return samples
-
-
-async def scrape(port: int) -> str:
-    def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-            text: str = answer.read().decode()
-            return text
-
-    return await asyncio.to_thread(get)
+from tests.support.scraping import scrape
 
 
 async def test_a_scrape_says_what_happened():
@@ -59,7 +37,7 @@ async def test_a_scrape_says_what_happened():
         first = await complete(engines, "a", prompt, max_tokens=6)
         again = await complete(engines, "b", prompt, max_tokens=6)
         engines.measures.refused[QueueFull.reason] += 2
-        samples = read(await scrape(port.number))
+        samples = await scrape(f"127.0.0.1:{port.number}")
         await asyncio.to_thread(port.close)
 
     rank = str(first.sequences[0].dp_rank)
@@ -94,9 +72,9 @@ async def test_a_scrape_says_what_happened():
 async def test_a_scrape_says_what_came_of_drafts():
     async with running(sizes={"speculation": speculation()}, acceptance=1.0) as engines:
         port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
-        before = read(await scrape(port.number))
+        before = await scrape(f"127.0.0.1:{port.number}")
         await complete(engines, "a", [1, 2, 3], max_tokens=9)
-        samples = read(await scrape(port.number))
+        samples = await scrape(f"127.0.0.1:{port.number}")
         await asyncio.to_thread(port.close)
 
     # One token of the prompt, then four twice: three drafts in each are right.
@@ -129,7 +107,7 @@ async def test_a_router_without_a_group_answers_too():
         pipeline_depth=1,
     )
     port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
-    samples = read(await scrape(port.number))
+    samples = await scrape(f"127.0.0.1:{port.number}")
     await asyncio.to_thread(port.close)
 
     assert samples["lockstep_router_ready"][()] == 0
@@ -142,18 +120,13 @@ async def test_a_loop_that_stands_still_fails_the_scrape(monkeypatch: pytest.Mon
     monkeypatch.setattr("router.telemetry.prometheus.SNAPSHOT_TIMEOUT_S", 0.05)
     async with running() as engines:
         port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
-        with ThreadPoolExecutor(1) as threads:
-            scraping = threads.submit(_status_of, port.number)
-            assert scraping.result() == 500  # until then, the loop's thread stands still
+        url = f"http://127.0.0.1:{port.number}/metrics"
+        with ThreadPoolExecutor(1) as threads, pytest.raises(urllib.error.HTTPError) as caught:
+            # Until this one ends, the loop's thread stands still.
+            threads.submit(urllib.request.urlopen, url, timeout=120).result()
+        assert caught.value.code == 500
+        caught.value.close()
         await asyncio.to_thread(port.close)
-
-
-def _status_of(port: int) -> int:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 async def test_labels_name_things_that_there_are_few_of():

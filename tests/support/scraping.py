@@ -1,0 +1,32 @@
+"""Scrape of a metrics port, as Prometheus does it."""
+
+import asyncio
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+TIMEOUT_S = 120.0
+
+Samples = dict[str, dict[tuple[str, ...], float]]
+
+
+async def scrape_text(address: str) -> str:
+    """Returns what a port for metrics answers."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    return await asyncio.to_thread(get)
+
+
+async def scrape(address: str) -> Samples:
+    """Returns every sample by name and label values, labels in the order of their names."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(await scrape_text(address)):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[
+                tuple(value for _, value in sorted(sample.labels.items()))
+            ] = sample.value
+    return samples
