@@ -9,16 +9,14 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.local.demo_tasks import solved_lines, token_ids
 from deploy.local.launch import LocalStack
 from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options
-from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.logs import records
+from tests.e2e.support.stacks import served, supervised
 
 # A hung executor is noticed after three seconds, and another group takes over after two more.
 ROUTER_ARGS = ("--step-timeout-s", "3", "--min-step-deadline-s", "2", "--failover-after-s", "2")
@@ -71,18 +69,12 @@ async def run_chaos(
 ) -> Report:
     """Breaks executors of a new stack ``num_faults`` times while ``num_streams`` always run."""
     rng, report = random.Random(seed), Report()
-    stack = LocalStack(
-        dp_size=2,
-        num_groups=num_groups,
-        executor_args=EXECUTOR_ARGS,
-        router_args=ROUTER_ARGS,
-        log_dir=log_dir,
-    )
-    async with stack, stack.client() as client, client.many() as many:
+    settings = {"num_groups": num_groups, "router_args": ROUTER_ARGS}
+    async with served(log_dir, **settings) as (stack, client), client.many() as many:
         await _groups_ready(client)
         asks = await _undisturbed(client, rng)
         is_over = asyncio.Event()
-        async with _supervised(stack):
+        async with supervised(stack):
             async with asyncio.TaskGroup() as tasks:
                 for number in range(num_streams):
                     asker = many if number % 2 else client
@@ -96,7 +88,6 @@ async def run_chaos(
                 is_over.set()
             report.groups = await _idle_groups(client)
     report.recoveries_s = _recoveries_s(log_dir)
-    assert stack.left_running == []
     return report
 
 
@@ -147,17 +138,6 @@ async def _break_one(stack: LocalStack, rng: random.Random) -> str:
     else:
         process.resume()
     return f"{process.name} {kind}"
-
-
-@asynccontextmanager
-async def _supervised(stack: LocalStack) -> AsyncIterator[None]:
-    supervising = asyncio.create_task(stack.supervise_executors())
-    try:
-        yield
-    finally:
-        supervising.cancel()
-        with suppress(asyncio.CancelledError):
-            await supervising
 
 
 async def _groups_ready(client: Client) -> None:

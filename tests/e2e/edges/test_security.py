@@ -11,22 +11,21 @@ import pytest
 import pytest_asyncio
 
 from deploy.local.demo import SEED, ask, draw_requests, idle_group
-from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.credentials import TlsFiles
 from protos.transport.health import SERVICE_NAME as HEALTH
-from router.client import Client, Many, Rejected, Unavailable
+from router.client import Client, Rejected, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.support.streams import PROMPT, long_streams
 from tests.support.certificates import Authority, replace
 from tests.support.echo_server import NOT_CONNECTED, REFLECTION, calling
 
 BAD_CONFIGURATION = 2
 PUBLIC = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 INNER = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"]
-LONG_TOKENS = 300
 
 
 class Hop(NamedTuple):
@@ -248,35 +247,25 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
     stack = secured.stack
     old_client = {path: path.read_bytes() for path in secured.public.folder.iterdir()}
     async with stack.client() as client, client.many() as many:
-        undisturbed = await long_stream(client)
-        is_over, have_begun = asyncio.Event(), [asyncio.Event(), asyncio.Event()]
-        disturbed = [
-            asyncio.create_task(long_streams(asker, begun, is_over))
-            for asker, begun in zip((client, many), have_begun, strict=True)
-        ]
-        await asyncio.gather(*[begun.wait() for begun in have_begun])
+        async with long_streams((client, PROMPT), (many, PROMPT)):
+            replace(secured.router_tokens, f"{PUBLIC_TOKEN}\n{NEXT_PUBLIC}\n".encode())
+            await until_taken(secured, NEXT_PUBLIC)  # tokens are looked at every second
+            replace(secured.client_token, NEXT_PUBLIC.encode())
+            public = Authority(secured.public.folder)
+            public.issue("public", "127.0.0.1")
+            public.issue("client", "client.test")
+            await until_taken(secured, NEXT_PUBLIC)  # and certificates at each connection
+            async with stack.client() as newcomer:
+                assert (await newcomer.complete("\n17+25=", max_tokens=16)).text == "42\n"
+            assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
 
-        replace(secured.router_tokens, f"{PUBLIC_TOKEN}\n{NEXT_PUBLIC}\n".encode())
-        await until_taken(secured, NEXT_PUBLIC)  # tokens are looked at every second
-        replace(secured.client_token, NEXT_PUBLIC.encode())
-        public = Authority(secured.public.folder)
-        public.issue("public", "127.0.0.1")
-        public.issue("client", "client.test")
-        await until_taken(secured, NEXT_PUBLIC)  # and certificates at each connection
-        async with stack.client() as newcomer:
-            assert (await newcomer.complete("\n17+25=", max_tokens=16)).text == "42\n"
-        assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
+            replace(secured.inner_tokens, f"{NEXT_INNER}\n{INNER_TOKEN}\n".encode())
+            inner = Authority(secured.inner.folder)
+            inner.issue("executor", "executor.test")
+            inner.issue("router", "router.test")
+            await stack.restart_executor(1)
+            assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
 
-        replace(secured.inner_tokens, f"{NEXT_INNER}\n{INNER_TOKEN}\n".encode())
-        inner = Authority(secured.inner.folder)
-        inner.issue("executor", "executor.test")
-        inner.issue("router", "router.test")
-        await stack.restart_executor(1)
-        assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
-
-        is_over.set()
-        for answers in await asyncio.gather(*disturbed):
-            assert answers == [undisturbed] * len(answers)
         group = await idle_group(client)
         assert group.epoch > 1
 
@@ -305,28 +294,6 @@ async def public_code(secured: Secured, token: str) -> grpc.StatusCode:
     return await outcome(
         secured.stack.address, f"/{PUBLIC.full_name}/GetStatus", secured.client, token
     )
-
-
-async def long_stream(asker: Client | Many, begun: asyncio.Event | None = None) -> list[int]:
-    """Returns many greedy tokens; sets the event at the first."""
-    ids: list[int] = []
-    async for delta in asker.generate(
-        token_ids("\n17+25="), max_tokens=LONG_TOKENS, ignore_eos=True
-    ):
-        ids += delta.token_ids
-        if begun is not None:
-            begun.set()
-    return ids
-
-
-async def long_streams(
-    asker: Client | Many, begun: asyncio.Event, is_over: asyncio.Event
-) -> list[list[int]]:
-    """Asks for one long stream after another until it is over, so that one always runs."""
-    answers = []
-    while not is_over.is_set():
-        answers.append(await long_stream(asker, begun))
-    return answers
 
 
 async def test_a_router_with_the_wrong_token_says_so_and_shows_none(

@@ -25,15 +25,16 @@ from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, GroupStatus, Unavailable
-from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import logged, records
+from tests.e2e.support.stacks import served
+from tests.e2e.support.streams import long_streams
 
 PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
 MAX_PROMPT_TOKENS = 32_000
 ROUTER_NAMES = ("liveness", "readiness", "", SERVICE)
 EXECUTOR_NAMES = ("liveness", "readiness")
 STATUS = health_pb2.HealthCheckResponse
-LONG_TOKENS = 150
 
 
 # ---- a long prefill
@@ -101,14 +102,11 @@ async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
         *("--dtype", "float32", "--max-model-len", size, "--max-num-batched-tokens", size),
         *("--num-kv-blocks", "2100", "--prefill-graphs", "off", "--max-num-seqs", "4"),
     )
-    stack = LocalStack(
-        long_context_model(tmp_path),
-        dp_size=1,
-        executor_args=executor_args,
-        router_args=PATIENT,
-        log_dir=tmp_path,
-    )
-    async with stack, stack.client() as client:
+    model = long_context_model(tmp_path)
+    async with served(tmp_path, model=model, dp_size=1, executor_args=executor_args) as (
+        stack,
+        client,
+    ):
         num_tokens, seconds, answers = 2000, 0.0, Counter[tuple[str, str, int]]()
         while seconds < PREFILL_S or min(answers.values()) < 3:
             assert num_tokens < MAX_PROMPT_TOKENS, (seconds, answers)
@@ -131,47 +129,8 @@ async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
 STEP_TIMEOUT_S = 6
 
 
-@asynccontextmanager
-async def pair(log_dir: Path, *router_args: str) -> AsyncIterator[LocalStack]:
-    """A router and two executors."""
-    stack = LocalStack(
-        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=router_args, log_dir=log_dir
-    )
-    async with stack:
-        yield stack
-
-
-@asynccontextmanager
-async def long_streams(client: Client) -> AsyncIterator[None]:
-    """Has a stream on each rank, one after another until the end of the block; checks them all."""
-    prompts = [token_ids(text) for text in ("\n17+25=", "\nrev lockstep=")]
-    expected = [await client.complete(prompt, **OPTIONS) for prompt in prompts]
-    begun, is_over = [asyncio.Event() for _ in prompts], asyncio.Event()
-    streams = [
-        asyncio.create_task(answers_to(client, prompt, event, is_over))
-        for prompt, event in zip(prompts, begun, strict=True)
-    ]
-    await asyncio.gather(*[event.wait() for event in begun])
-    yield
-    is_over.set()
-    for answers, completion in zip(await asyncio.gather(*streams), expected, strict=True):
-        assert answers == [completion.token_ids] * len(answers)
-
-
-OPTIONS: Any = {"max_tokens": LONG_TOKENS, "ignore_eos": True}
-
-
-async def answers_to(
-    client: Client, prompt: list[int], begun: asyncio.Event, is_over: asyncio.Event
-) -> list[list[int]]:
-    answers = []
-    while not is_over.is_set():
-        ids: list[int] = []
-        async for delta in client.generate(prompt, **OPTIONS):
-            ids += delta.token_ids
-            begun.set()
-        answers.append(ids)
-    return answers
+def on_both_ranks(client: Client) -> list[tuple[Client, str]]:
+    return [(client, "\n17+25="), (client, "\nrev lockstep=")]
 
 
 @asynccontextmanager
@@ -197,18 +156,13 @@ async def group_whose_problem_names(client: Client, what: str) -> GroupStatus:
 
 
 async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Path):
-    overdue = (
-        "--step-timeout-s",
-        f"{STEP_TIMEOUT_S}",
-        "--min-step-deadline-s",
-        f"{STEP_TIMEOUT_S}",
-    )
+    seconds = str(STEP_TIMEOUT_S)
+    overdue = ("--step-timeout-s", seconds, "--min-step-deadline-s", seconds)
     async with (
         asyncio.timeout(240),
-        pair(tmp_path, *overdue) as stack,
-        stack.client() as client,
+        served(tmp_path, router_args=overdue) as (stack, client),
         watched(stack, "readiness") as watch,
-        long_streams(client),
+        long_streams(*on_both_ranks(client)),
     ):
         named = f"executor {stack.executor_addresses[1]} (dp_rank 1, attn_tp_rank 0)"
         await until_status(watch, STATUS.SERVING)
@@ -228,8 +182,8 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
 
 
 async def test_an_executor_that_is_told_to_stop_says_so_and_nothing_is_lost(tmp_path: Path):
-    async with pair(tmp_path, *PATIENT) as stack, stack.client() as client:
-        async with asyncio.timeout(240), long_streams(client):
+    async with served(tmp_path) as (stack, client):
+        async with asyncio.timeout(240), long_streams(*on_both_ranks(client)):
             exit_code = await stack.replace_executor(1)
         assert exit_code == 0
         await logged(stack.router, "group_ready", 2)
@@ -250,8 +204,7 @@ async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_
     stopping = ("--shutdown-delay-s", "600", "--shutdown-grace-s", "600")
     async with (
         asyncio.timeout(240),
-        pair(tmp_path, *PATIENT, *stopping) as stack,
-        stack.client() as client,
+        served(tmp_path, router_args=(*PATIENT, *stopping)) as (stack, client),
     ):
         streaming = asyncio.create_task(stream(client))
         await begun.wait()

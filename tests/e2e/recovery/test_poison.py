@@ -17,6 +17,7 @@ from router.client import CallFailed, Client, Options, Prompt
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, records
 from tests.e2e.support.poisoned_executor import POISON, SNARE
+from tests.e2e.support.stacks import supervised
 
 POISON_PROMPT = token_ids(f"\n{POISON}=")
 SNARE_PROMPT = token_ids(f"\n{SNARE}=")
@@ -32,22 +33,14 @@ class PoisonedStack(LocalStack):
 
 
 @asynccontextmanager
-async def supervised(
+async def poisoned(
     log_dir: Path, executor_args: Sequence[str] = (), router_args: Sequence[str] = PATIENT
 ) -> AsyncIterator[tuple[PoisonedStack, Client]]:
     stack = PoisonedStack(
-        dp_size=2,
-        executor_args=(*EXECUTOR_ARGS, *executor_args),
-        router_args=router_args,
-        log_dir=log_dir,
+        executor_args=(*EXECUTOR_ARGS, *executor_args), router_args=router_args, log_dir=log_dir
     )
-    async with stack, stack.client() as client, asyncio.timeout(400):
-        supervising = asyncio.create_task(stack.supervise_executors())
-        try:
-            yield stack, client
-        finally:
-            supervising.cancel()
-            await asyncio.gather(supervising, return_exceptions=True)
+    async with stack, stack.client() as client, asyncio.timeout(400), supervised(stack):
+        yield stack, client
 
 
 async def failure_of(client: Client, prompt: Prompt = POISON_PROMPT) -> CallFailed:
@@ -57,7 +50,7 @@ async def failure_of(client: Client, prompt: Prompt = POISON_PROMPT) -> CallFail
 
 
 async def test_a_request_that_kills_an_executor_twice_is_not_tried_a_third_time(tmp_path: Path):
-    async with supervised(tmp_path) as (stack, client):
+    async with poisoned(tmp_path) as (stack, client):
         failure = await failure_of(client)
         assert (failure.code, failure.reason) == (grpc.StatusCode.INTERNAL, "EXECUTOR_FAILED")
         await logged(stack.router, "request_failed")
@@ -71,7 +64,7 @@ async def test_a_request_that_kills_an_executor_twice_is_not_tried_a_third_time(
 
 async def test_those_that_run_beside_it_are_answered_as_if_it_were_not_there(tmp_path: Path):
     prompts = [token_ids(f"\n{number}+{number}=") for number in range(10, 16)]
-    async with supervised(tmp_path) as (stack, client):
+    async with poisoned(tmp_path) as (stack, client):
         expected = [(await client.complete(p, **GREEDY)).token_ids for p in prompts]
         asking = [asyncio.create_task(client.complete(p, **GREEDY)) for p in prompts]
         failure = await failure_of(client)
@@ -86,7 +79,7 @@ async def test_an_executor_whose_step_never_ends_is_started_again(tmp_path: Path
     """Its event loop turns, so that nobody but itself can know that it is of no use any more."""
     executor_args = ("--peer-timeout-s", "8")
     router_args = ("--step-timeout-s", "3", "--min-step-deadline-s", "2")
-    async with supervised(tmp_path, executor_args, router_args) as (stack, client):
+    async with poisoned(tmp_path, executor_args, router_args) as (stack, client):
         first = set(stack.executors)
         failure = await failure_of(client, SNARE_PROMPT)
         assert failure.code is grpc.StatusCode.INTERNAL

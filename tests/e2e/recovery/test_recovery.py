@@ -4,31 +4,13 @@ import asyncio
 from pathlib import Path
 
 from deploy.local.demo import SEED, ask, draw_requests, idle_group
-from deploy.local.demo_tasks import token_ids
-from deploy.local.launch import LocalStack
-from router.client import Client
-from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
-
-LONG_TOKENS = 300
-
-
-async def long_stream(client: Client, is_running: asyncio.Event) -> list[int]:
-    """Returns many greedy tokens; sets the event at the first."""
-    ids: list[int] = []
-    async for delta in client.generate(
-        token_ids("\n17+25="), max_tokens=LONG_TOKENS, ignore_eos=True
-    ):
-        ids += delta.token_ids
-        is_running.set()
-    return ids
+from tests.e2e.support.stacks import served
+from tests.e2e.support.streams import long_stream
 
 
 async def test_answers_stay_right_when_an_executor_is_killed_and_started_again(tmp_path: Path):
-    stack = LocalStack(
-        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=PATIENT, log_dir=tmp_path
-    )
-    async with stack, stack.client() as client:
-        undisturbed = await long_stream(client, asyncio.Event())
+    async with served(tmp_path) as (stack, client):
+        undisturbed = await long_stream(client)
 
         is_running = asyncio.Event()
         disturbed = asyncio.create_task(long_stream(client, is_running))
@@ -43,4 +25,3 @@ async def test_answers_stay_right_when_an_executor_is_killed_and_started_again(t
         group = await idle_group(client)
         assert group.epoch > 1
         assert group.problem == ""
-    assert stack.left_running == []

@@ -13,17 +13,14 @@ import pytest_asyncio
 
 from deploy.local.demo import SEED, ask, draw_requests, idle_group
 from deploy.local.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
-from deploy.local.demo_tasks import token_ids
-from deploy.local.launch import LocalStack
 from router.client import Client
-from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.support.stacks import served
+from tests.e2e.support.streams import PROMPT, long_stream
 
 NUM_REQUESTS = 40
-LONG_PROMPT = "\n17+25="
-LONG_TOKENS = 200  # past the answer: the model goes on with problems of its own
 LEAST_TOKENS_PER_STEP = 2.5
 
-FLOAT32 = (*EXECUTOR_ARGS, "--dtype", "float32")
 TREE = ("--draft-topk", "2", "--num-draft-tokens", "8")
 
 
@@ -41,23 +38,16 @@ async def ask_everything(client: Client) -> Told:
     async with client.many() as many:
         requests = draw_requests(SEED, NUM_REQUESTS)
         answers = await asyncio.gather(*(ask(many, request) for request in requests))
-    return Told(turn.answers, [a.token_ids for a in answers], await endless(client))
-
-
-async def endless(client: Client) -> list[int]:
-    completion = await client.complete(
-        token_ids(LONG_PROMPT), max_tokens=LONG_TOKENS, ignore_eos=True
-    )
-    return completion.token_ids
+    return Told(turn.answers, [a.token_ids for a in answers], await long_stream(client))
 
 
 def drafting(name: str, *more: str) -> Sequence[str]:
-    return (*FLOAT32, "--draft-model", str(FOLDER / name), *more)
+    return (*EXECUTOR_ARGS, "--draft-model", str(FOLDER / name), *more)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def plain() -> Told:
-    async with LocalStack(dp_size=1, executor_args=FLOAT32) as stack, stack.client() as client:
+    async with served(None, dp_size=1) as (_, client):
         return await ask_everything(client)
 
 
@@ -65,10 +55,7 @@ async def plain() -> Told:
 async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
     name: str, plain: Told, tmp_path: Path
 ):
-    stack = LocalStack(
-        dp_size=2, executor_args=drafting(name), router_args=PATIENT, log_dir=tmp_path
-    )
-    async with stack, stack.client() as client:
+    async with served(tmp_path, executor_args=drafting(name)) as (_, client):
         turn = await take_turn(client, draw_problems(SEED))
         [group] = await client.get_status()
         assert turn.answers == plain.long
@@ -82,39 +69,22 @@ async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
 async def test_trees_on_executors_that_share_a_rank_change_no_token(
     name: str, plain: Told, tmp_path: Path
 ):
-    stack = LocalStack(
-        dp_size=1,
-        attn_tp_size=2,
-        executor_args=drafting(name, *TREE),
-        router_args=PATIENT,
-        log_dir=tmp_path,
-    )
-    async with stack, stack.client() as client:
+    executor_args = drafting(name, *TREE)
+    async with served(tmp_path, dp_size=1, attn_tp_size=2, executor_args=executor_args) as (
+        _,
+        client,
+    ):
         assert await ask_everything(client) == plain
         [group] = await client.get_status()
         assert group.speculation.num_accepted_drafts > 0
 
 
 async def test_a_stream_with_drafts_outlives_an_executor(plain: Told, tmp_path: Path):
-    stack = LocalStack(
-        dp_size=2, executor_args=drafting("mtp"), router_args=PATIENT, log_dir=tmp_path
-    )
-    async with stack, stack.client() as client:
+    async with served(tmp_path, executor_args=drafting("mtp")) as (stack, client):
         is_running = asyncio.Event()
-
-        async def stream() -> list[int]:
-            ids: list[int] = []
-            async for delta in client.generate(
-                token_ids(LONG_PROMPT), max_tokens=LONG_TOKENS, ignore_eos=True
-            ):
-                ids += delta.token_ids
-                is_running.set()
-            return ids
-
-        streaming = asyncio.create_task(stream())
+        streaming = asyncio.create_task(long_stream(client, is_running))
         await is_running.wait()
         await stack.restart_executor(1)
         assert await streaming == plain.endless
-        await client.complete(LONG_PROMPT, max_tokens=4)  # by the executor that was started again
+        await client.complete(PROMPT, max_tokens=4)  # by the executor that was started again
         assert (await idle_group(client)).epoch > 1
-    assert stack.left_running == []

@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from deploy.local.demo import OPTIONS, SEED, draw_requests, idle_group
 from deploy.local.demo_tasks import text_of, token_ids
-from deploy.local.launch import LocalStack
 from router.client import Client, Completion
-from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.support.stacks import served
 
 NUM_REQUESTS = 44
 NUM_ALONE = 2  # are sent one by one, so that other DP ranks have nothing to do
@@ -80,10 +80,7 @@ async def ask_everything(client: Client) -> Told:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def alone() -> Told:
     """What a single executor answers."""
-    async with (
-        LocalStack(dp_size=1, executor_args=EXECUTOR_ARGS) as stack,
-        stack.client() as client,
-    ):
+    async with served(None, dp_size=1) as (_, client):
         told = await ask_everything(client)
     requests = draw_requests(SEED, NUM_REQUESTS)
     for request, completion in zip(requests, told.short, strict=True):
@@ -104,14 +101,9 @@ def assert_same(told: Told, alone: Told) -> None:
 async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
     dp_size: int, attn_tp_size: int, way: Sequence[str], alone: Told, tmp_path: Path
 ):
-    stack = LocalStack(
-        dp_size=dp_size,
-        attn_tp_size=attn_tp_size,
-        executor_args=(*EXECUTOR_ARGS, *way),
-        router_args=PATIENT,
-        log_dir=tmp_path,
-    )
-    async with stack, stack.client() as client:
+    sizes = {"dp_size": dp_size, "attn_tp_size": attn_tp_size}
+    executor_args = (*EXECUTOR_ARGS, *way)
+    async with served(tmp_path, **sizes, executor_args=executor_args) as (stack, client):
         told = await ask_everything(client)
         group = await idle_group(client)
     assert_same(told, alone)
@@ -119,20 +111,12 @@ async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
     assert len(group.ranks) == dp_size
     assert all(rank.total_tokens > 0 for rank in group.ranks)
     assert group.epoch == 1
-    assert stack.left_running == []
 
 
 async def test_an_attention_tp_peer_that_dies_costs_a_pause_and_no_token(
     alone: Told, tmp_path: Path
 ):
-    stack = LocalStack(
-        dp_size=1,
-        attn_tp_size=2,
-        executor_args=EXECUTOR_ARGS,
-        router_args=PATIENT,
-        log_dir=tmp_path,
-    )
-    async with stack, stack.client() as client:
+    async with served(tmp_path, dp_size=1, attn_tp_size=2) as (stack, client):
         telling = asyncio.create_task(ask_everything(client))
         while (await client.get_status())[0].step < 4:
             await asyncio.sleep(0.001)
@@ -142,4 +126,3 @@ async def test_an_attention_tp_peer_that_dies_costs_a_pause_and_no_token(
         group = await idle_group(client)
     assert group.epoch > 1
     assert [process.name for process in stack.executors] == ["executor-0.0", "executor-0.1"]
-    assert stack.left_running == []

@@ -1,0 +1,38 @@
+"""Stacks of the demo model that a test has to itself."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from deploy.local.launch import LocalStack
+from router.client import Client
+from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+
+
+@asynccontextmanager
+async def served(log_dir: Path | None, **settings: Any) -> AsyncIterator[tuple[LocalStack, Client]]:
+    """Runs a stack, two executors if not told otherwise, and a client; none is left running.
+
+    Args:
+        log_dir: Gets the processes' logs.
+        settings: Of `LocalStack`.
+    """
+    usual: dict[str, Any] = {"executor_args": EXECUTOR_ARGS, "router_args": PATIENT}
+    stack = LocalStack(log_dir=log_dir, **usual | settings)
+    async with stack, stack.client() as client:
+        yield stack, client
+    assert stack.left_running == []
+
+
+@asynccontextmanager
+async def supervised(stack: LocalStack) -> AsyncIterator[None]:
+    """Executors that end are started again until the end of the block."""
+    supervising = asyncio.create_task(stack.supervise_executors())
+    try:
+        yield
+    finally:
+        supervising.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervising
