@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -131,22 +133,31 @@ async def test_the_router_serves_without_importing_torch(
         assert "libtorch" in Path(f"/proc/{stack.executors[0].pid}/maps").read_text()
 
 
-async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
+@asynccontextmanager
+async def make_serve(log_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs what `make serve` runs, and stops it by Ctrl-C, at which it ends in good order."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
-        *("--log-dir", str(tmp_path)),
+        *("--log-dir", str(log_dir)),
         cwd=ROOT,
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
-    await process.stdout.readuntil(b"Ctrl-C stops it.")
-
-    process.send_signal(signal.SIGINT)
-    await process.communicate()
-
+    try:
+        async with asyncio.timeout(240):
+            await process.stdout.readuntil(b"Ctrl-C stops it.")
+            yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
     assert process.returncode == 0
     for name in ("router", "executor-0", "executor-1"):
-        assert records(tmp_path / f"{name}.log", "stopped")
+        assert records(log_dir / f"{name}.log", "stopped")
+
+
+async def test_ctrl_c_stops_router_and_executors_in_good_order(tmp_path: Path):
+    async with make_serve(tmp_path):
+        pass
 
 
 def child_of(pid: int, *args: str) -> int:
@@ -163,25 +174,13 @@ def child_of(pid: int, *args: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the child in /proc")
 async def test_an_executor_that_dies_under_make_serve_is_started_again(tmp_path: Path):
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "deploy.local.serve", "--listen", "127.0.0.1:0"),
-        *("--log-dir", str(tmp_path)),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(240):
-            await process.stdout.readuntil(b"Ctrl-C stops it.")
-            os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
-            await process.stdout.readuntil(b"executor-1 ended with exit code -9")
-            while len(records(tmp_path / "router.log", "group_ready")) < 2:
-                await asyncio.sleep(0.05)
-            child_of(process.pid, "--dp-rank 1")
-    finally:
-        process.send_signal(signal.SIGINT)
-        await process.communicate()
-    assert process.returncode == 0
+    async with make_serve(tmp_path) as process:
+        assert process.stdout is not None
+        os.kill(child_of(process.pid, "--dp-rank 1"), signal.SIGKILL)
+        await process.stdout.readuntil(b"executor-1 ended with exit code -9")
+        while len(records(tmp_path / "router.log", "group_ready")) < 2:
+            await asyncio.sleep(0.05)
+        child_of(process.pid, "--dp-rank 1")
 
 
 ORPHAN_MAKER = """
