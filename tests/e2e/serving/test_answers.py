@@ -15,7 +15,7 @@ import pytest
 
 from deploy.local.demo import MAX_ANSWER_TOKENS, SEED, DemoRequest, ask, draw_requests, idle_group
 from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines, text_of, token_ids
-from router.client import Cancelled, Client, Delta, Rejected, TimedOut
+from router.client import Cancelled, Client, Delta, Options, Rejected, TimedOut
 
 ENDLESS_TOKENS = 600  # takes far longer than any cancel or timeout of these tests
 
@@ -74,25 +74,22 @@ async def test_streams_end_right_while_others_are_cancelled_and_leave_no_block_b
     assert group.num_waiting == 0
 
 
-@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize(
+    ("as_ids", "options", "expected"),
+    [(False, {}, "42\n"), (True, {}, ""), (True, {"text": True}, "42\n")],
+)
 @pytest.mark.parametrize("on_stream", [False, True])
 async def test_text_and_ids_give_the_same_answer_in_both_kinds_of_call(
-    client: Client, as_ids: bool, on_stream: bool
+    client: Client, as_ids: bool, options: Options, expected: str, on_stream: bool
 ):
     text = solved_lines(3, 250) + add(17, 25).prompt
     prompt = token_ids(text) if as_ids else text
     async with client.many() as many:
         caller = many if on_stream else client
-        completion = await caller.complete(prompt, max_tokens=MAX_ANSWER_TOKENS)
+        completion = await caller.complete(prompt, **{**options, "max_tokens": MAX_ANSWER_TOKENS})
 
     assert text_of(completion.token_ids) == "42\n"
-    assert completion.text == ("" if as_ids else "42\n")
-
-
-async def test_ids_give_text_too_if_it_is_asked_for(client: Client):
-    completion = await client.complete(token_ids("\n17+25="), max_tokens=16, text=True)
-
-    assert completion.text == "42\n"
+    assert completion.text == expected
 
 
 async def test_an_answer_ends_at_the_stop_token_and_says_so(client: Client):

@@ -10,9 +10,8 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,15 @@ import grpc
 import pytest
 
 from deploy.local.demo import ask, draw_requests, idle_group
-from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.serving.v1 import serving_pb2
 from protos.transport.errors import error_details
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import scraped
+from tests.e2e.support.stacks import served
 from tests.executor.support.steps import prompt_part, step, tokens_of
 from tests.fuzz.mutations import damaged, random_bytes
 from tests.fuzz.requests import Call, any_call, right_request
@@ -109,20 +110,6 @@ def outcome_of(error: Any) -> tuple[str, str]:
 # ---- the public API
 
 
-@asynccontextmanager
-async def serving(log_dir: Path) -> AsyncIterator[LocalStack]:
-    stack = LocalStack(
-        dp_size=1,
-        executor_args=EXECUTOR_ARGS,
-        router_args=("--metrics-listen", "127.0.0.1:0", "--vllm-engine", "on", *PATIENT),
-        log_dir=log_dir,
-    )
-    async with stack:
-        yield stack
-    assert stack.left_running == []
-    assert (await stack.router.exited(), await stack.executors[0].exited()) == (0, 0)
-
-
 def make_call(channel: grpc.Channel, call: Call) -> tuple[str, str]:
     """Returns the call's status and reason; those of requests on a stream are checked here.
 
@@ -144,8 +131,6 @@ def make_call(channel: grpc.Channel, call: Call) -> tuple[str, str]:
 
 
 def check_errors(data: bytes) -> None:
-    from protos.serving.v1 import serving_pb2
-
     for error in serving_pb2.GenerateManyResponse.FromString(data).errors:
         code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
         assert (code.name, error.reason) in PUBLIC_ANSWERS, error
@@ -180,7 +165,9 @@ async def talk_nonsense(address: str, rng: random.Random) -> None:
 async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
     rng = random.Random(SEED)
     calls = [any_call(rng, VOCAB_SIZE) for _ in range(NUM_MESSAGES)]
-    async with serving(tmp_path) as stack, stack.client() as client:
+    router_args = ("--metrics-listen", "127.0.0.1:0", "--vllm-engine", "on", *PATIENT)
+    settings = {"executor_args": EXECUTOR_ARGS, "router_args": router_args}
+    async with served(tmp_path, dp_size=1, **settings) as (stack, client):
         first = NUM_MESSAGES // 3
         answers = await asyncio.to_thread(make_calls, stack.address, calls[:first])
         executor = stack.executors[0]
@@ -206,8 +193,9 @@ async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
         ]
         assert len(right) > 0
         assert all(answer.is_right for answer in right)
-    for name in ("router", "executor-0"):
-        check_log(tmp_path / f"{name}.log")
+    for process in (stack.router, executor):
+        assert await process.exited() == 0
+        check_log(process.log_path)
 
 
 # ---- an executor's
