@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,14 @@ COMMANDS = {
 def twins(command: click.Command) -> set[str]:
     """Returns the environment variables that a program takes settings from."""
     return {name for option in command.params for name in option.envvar or ()}
+
+
+def settings_of(
+    command: click.Command, env: dict[str, str], args: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what a program reads its environment and flags as."""
+    with patch.dict(os.environ, env, clear=True):
+        return command.make_context(str(command.name), list(args)).params
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,7 @@ class Container:
     @property
     def settings(self) -> dict[str, Any]:
         """What the program reads its flags and environment as."""
-        with patch.dict(os.environ, self.env, clear=True):
-            arguments = list(self.spec.get("args", ()))
-            return self.command.make_context(self.image, arguments).params
+        return settings_of(self.command, self.env, self.spec.get("args", ()))
 
     @property
     def probes(self) -> dict[str, Manifest]:

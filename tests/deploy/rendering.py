@@ -1,11 +1,12 @@
 """Manifests as Kustomize renders them, and their checks against schemas."""
 
+import copy
 import functools
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,16 @@ def _pod_templates_within(manifest: Manifest) -> Iterator[Any]:
     for name in ("leaderTemplate", "workerTemplate"):
         if name in template:
             yield template[name]
+
+
+def with_typo(document: Any, path: Sequence[str | int]) -> Any:
+    """Returns a copy whose field at ``path`` has a letter too many."""
+    changed = copy.deepcopy(document)
+    parent = changed
+    for step in path[:-1]:
+        parent = parent[step]
+    parent[f"{path[-1]}s"] = parent.pop(path[-1])
+    return changed
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:

@@ -1,19 +1,17 @@
 """Compose file: what `docker compose up` would refuse, or quietly not do. No Docker is needed."""
 
-import copy
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import jsonschema
 import pytest
 import yaml
 
 from deploy.local.processes import ROOT
-from tests.deploy.cluster import COMMANDS
+from tests.deploy.cluster import COMMANDS, settings_of
+from tests.deploy.rendering import with_typo
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "compose.json").read_text())
@@ -40,13 +38,8 @@ def test_it_fits_the_schema() -> None:
 
 @pytest.mark.parametrize("place", list(fields(COMPOSE)), ids=".".join)
 def test_a_typo_in_any_field_is_refused(place: Place) -> None:
-    changed = copy.deepcopy(COMPOSE)
-    parent = changed
-    for name in place[:-1]:
-        parent = parent[name]
-    parent[f"{place[-1]}s"] = parent.pop(place[-1])
     with pytest.raises(jsonschema.ValidationError):
-        CHECK.validate(changed)
+        CHECK.validate(with_typo(COMPOSE, place))
 
 
 def test_networks_that_services_are_on_exist() -> None:
@@ -56,14 +49,12 @@ def test_networks_that_services_are_on_exist() -> None:
 
 def test_there_is_time_to_drain_before_a_container_is_killed() -> None:
     """Docker kills after ten seconds where nothing else is said; streams take longer."""
-    for name, service in COMPOSE["services"].items():
+    for service in COMPOSE["services"].values():
         if "build" not in service:
             continue
         command = COMMANDS[service["image"].partition(":")[0]]
-        with patch.dict(os.environ, service["environment"], clear=True):
-            settings = command.make_context(name, []).params
-        waits = [
-            settings.get(s, 0) for s in ("shutdown_delay_s", "shutdown_grace_s", "stop_timeout_s")
-        ]
+        settings = settings_of(command, service["environment"])
+        names = ("shutdown_delay_s", "shutdown_grace_s", "stop_timeout_s")
+        waits = [settings.get(name, 0) for name in names]
         assert sum(waits) >= 30
         assert int(service["stop_grace_period"].removesuffix("s")) >= sum(waits) + MARGIN_S

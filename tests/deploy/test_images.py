@@ -1,10 +1,8 @@
 """Images, by their Dockerfiles: files, user, command. None can be built here."""
 
-import os
 import re
 import tomllib
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import yaml
@@ -12,7 +10,7 @@ import yaml
 from deploy.local.processes import ROOT
 from router.executors.discovery import DnsGroup
 from tests.deploy import dockerfiles
-from tests.deploy.cluster import COMMANDS, Cluster, twins
+from tests.deploy.cluster import COMMANDS, Cluster, Pod, settings_of, twins
 from tests.deploy.rendering import OVERLAYS, render
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
@@ -20,6 +18,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
 OWN_SERVICES = {name: spec for name, spec in COMPOSE["services"].items() if "build" in spec}
 OTHER_VARIABLES = {"OMP_NUM_THREADS"}
+
+
+def all_pods() -> list[Pod]:
+    return [pod for overlay in OVERLAYS for pod in Cluster(render(overlay)).pods]
 
 
 @pytest.mark.parametrize("image", dockerfiles.FILES)
@@ -39,12 +41,8 @@ def test_what_is_copied_exists_and_is_in_the_build_context(image: str) -> None:
 @pytest.mark.parametrize("image", dockerfiles.FILES)
 def test_an_image_runs_its_program_as_the_pods_user(image: str) -> None:
     path = dockerfiles.FILES[image]
-    users = {
-        f"{context['runAsUser']}:{context['runAsGroup']}"
-        for overlay in OVERLAYS
-        for pod in Cluster(render(overlay)).pods
-        for context in [pod.spec["securityContext"]]
-    }
+    contexts = [pod.spec["securityContext"] for pod in all_pods()]
+    users = {f"{context['runAsUser']}:{context['runAsGroup']}" for context in contexts}
 
     assert users == {dockerfiles.last(path, "USER")}
     [python, flag, module] = dockerfiles.entrypoint(path)
@@ -110,21 +108,17 @@ def test_a_program_does_not_start_where_it_may_write(image: str) -> None:
     """`python -m` takes modules from the folder that it starts in, ahead of its own library's."""
     path = dockerfiles.FILES[image]
     assert dockerfiles.last(path, "WORKDIR") == "/opt"
-    for overlay in OVERLAYS:
-        for pod in Cluster(render(overlay)).pods:
-            for container in pod.containers:
-                mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
-                assert not any(Path(mount).is_relative_to("/opt") for mount in mounts)
-                assert "workingDir" not in container.spec
+    for container in (container for pod in all_pods() for container in pod.containers):
+        mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
+        assert not any(Path(mount).is_relative_to("/opt") for mount in mounts)
+        assert "workingDir" not in container.spec
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_run_images_that_are_built_here_in_this_version(overlay: str) -> None:
-    for pod in Cluster(render(overlay)).pods:
-        for container in pod.containers:
-            assert container.image in dockerfiles.FILES
-            assert container.spec["image"] == f"{container.image}:{VERSION}"
-            assert "command" not in container.spec, "the image's own is checked"
+def test_pods_run_images_that_are_built_here_in_this_version() -> None:
+    for container in (container for pod in all_pods() for container in pod.containers):
+        assert container.image in dockerfiles.FILES
+        assert container.spec["image"] == f"{container.image}:{VERSION}"
+        assert "command" not in container.spec, "the image's own is checked"
     for name, service in OWN_SERVICES.items():
         image, _, version = service["image"].partition(":")
         assert version == VERSION, name
@@ -148,8 +142,7 @@ def test_compose_starts_one_group_with_settings_that_exist() -> None:
         env = service["environment"]
         assert all(isinstance(value, str) for value in env.values())
         assert env.keys() <= twins(command) | OTHER_VARIABLES
-        with patch.dict(os.environ, env, clear=True):
-            settings = command.make_context(name, []).params
+        settings = settings_of(command, env)
         if name == "router":
             [[group]] = settings["groups"]
             continue

@@ -1,6 +1,5 @@
 """Manifests: a typo in any field is refused, which a server would silently drop."""
 
-import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,10 @@ from tests.deploy.rendering import (
     CUSTOM_KINDS,
     OVERLAYS,
     BadManifest,
-    Manifest,
     of_kind,
     render,
     validate,
+    with_typo,
 )
 
 # Maps whose keys are the author's own.
@@ -35,16 +34,6 @@ def fields(value: Any, path: Path = ()) -> Iterator[Path]:
     elif isinstance(value, list):
         for index, child in enumerate(value):
             yield from fields(child, (*path, index))
-
-
-def with_typo(manifest: Manifest, path: Path) -> Manifest:
-    """A copy whose field at ``path`` has a letter too many."""
-    changed = copy.deepcopy(manifest)
-    parent = changed
-    for step in path[:-1]:
-        parent = parent[step]  # type: ignore[index]
-    parent[f"{path[-1]}s"] = parent.pop(path[-1])  # type: ignore[index]
-    return changed
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

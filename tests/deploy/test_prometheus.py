@@ -18,27 +18,17 @@ from tests.deploy.metrics import EXPOSED, FAMILIES, executor_families, router_fa
 PROMETHEUS = ROOT / "deploy/prometheus"
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"
 DOCUMENT = PROMETHEUS / "METRICS.md"
+ALERTS = (PROMETHEUS / "alerts.yaml").read_text()
+RULES = [rule for group in yaml.safe_load(ALERTS)["groups"] for rule in group["rules"]]
 
 # Of PromQL, what stands where a metric's name could.
 WORDS = {
     *("and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right"),
     *("bool", "offset", "sum", "min", "max", "avg", "count", "rate", "increase", "changes"),
-    *(
-        "absent",
-        "histogram_quantile",
-        "label_values",
-        "min_over_time",
-        "max_over_time",
-        "avg_over_time",
-    ),
+    *("absent", "histogram_quantile", "label_values"),
+    *("min_over_time", "max_over_time", "avg_over_time"),
 }
 COUNTERS_ONLY = ("rate", "irate", "increase", "changes")
-
-
-def rule_queries() -> Iterator[tuple[str, str]]:
-    for group in yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:
@@ -53,7 +43,7 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
         yield annotation["name"], annotation["expr"]
 
 
-QUERIES = [*rule_queries(), *dashboard_queries()]
+QUERIES = [*((rule["alert"], rule["expr"]) for rule in RULES), *dashboard_queries()]
 
 
 def names_in(query: str) -> tuple[set[str], set[str]]:
@@ -197,16 +187,15 @@ def test_a_panel_says_in_which_unit_its_numbers_are(panel: dict[str, Any]):
 
 
 def test_every_alert_says_what_to_do():
-    for group in yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            assert rule["labels"]["severity"] in ("critical", "warning", "info")
-            assert {"summary", "description"} <= rule["annotations"].keys()
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert {"summary", "description"} <= rule["annotations"].keys()
 
 
 def test_every_alert_has_an_example_that_fires():
     examples = (PROMETHEUS / "alerts_test.yaml").read_text()
-    for name, _ in rule_queries():
-        assert name in examples
+    for rule in RULES:
+        assert rule["alert"] in examples
 
 
 @pytest.mark.parametrize(
@@ -224,8 +213,7 @@ def test_promtool_accepts_the_files(command: tuple[str, ...]):
 
 
 def test_promtool_finds_a_mistake_in_a_rule(tmp_path: Path):
-    text = (PROMETHEUS / "alerts.yaml").read_text()
-    (tmp_path / "alerts.yaml").write_text(text.replace("sum by (instance)", "sum by instance", 1))
+    (tmp_path / "alerts.yaml").write_text(ALERTS.replace("sum by (instance)", "sum by instance", 1))
     assert promtool("check", "rules", "alerts.yaml", folder=tmp_path).returncode != 0
 
 
@@ -245,9 +233,8 @@ def test_promtool_finds_a_mistake_in_a_rule(tmp_path: Path):
 )
 def test_an_alert_that_is_too_eager_would_be_found(tmp_path: Path, right: str, wrong: str):
     """One that fires while nothing is wrong is soon not looked at any more."""
-    text = (PROMETHEUS / "alerts.yaml").read_text()
-    assert right in text
-    (tmp_path / "alerts.yaml").write_text(text.replace(right, wrong))
+    assert right in ALERTS
+    (tmp_path / "alerts.yaml").write_text(ALERTS.replace(right, wrong))
     (tmp_path / "alerts_test.yaml").write_text((PROMETHEUS / "alerts_test.yaml").read_text())
     assert promtool("check", "rules", "alerts.yaml", folder=tmp_path).returncode == 0
     assert promtool("test", "rules", "alerts_test.yaml", folder=tmp_path).returncode != 0

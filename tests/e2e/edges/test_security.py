@@ -24,6 +24,7 @@ from tests.support.echo_server import HEALTH as HEALTH_CHECK
 from tests.support.echo_server import NOT_CONNECTED, REFLECTION, calling
 
 BAD_CONFIGURATION = 2
+OK, UNAUTHENTICATED = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED
 PUBLIC = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 INNER = executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"]
 GET_STATUS = f"/{PUBLIC.full_name}/GetStatus"
@@ -178,7 +179,7 @@ async def test_a_missing_or_wrong_token_is_refused(secured: Secured, hop: str, t
     if token == "of the other hop":
         token = INNER_TOKEN if hop == "router" else PUBLIC_TOKEN
     codes = await called.outcomes(called.files, token, REFLECTION)
-    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+    assert codes == {UNAUTHENTICATED}
 
 
 @pytest.mark.parametrize("hop", ["router", "executor"])
@@ -186,7 +187,7 @@ async def test_health_needs_a_certificate_but_no_token(secured: Secured, hop: st
     called = secured.hop(hop)
     for address in called.addresses:
         code = await outcome(address, HEALTH_CHECK, called.files, None, called.name)
-        assert code == grpc.StatusCode.OK
+        assert code == OK
 
 
 async def test_probes_have_a_port_of_their_own(secured: Secured):
@@ -220,7 +221,7 @@ async def test_an_executor_takes_no_steps_from_another_executor(secured: Secured
     folder = secured.inner.folder
     executor = TlsFiles(folder / "executor.pem", folder / "executor.key", secured.inner.ca)
     codes = await secured.hop("executor").outcomes(executor, INNER_TOKEN)
-    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+    assert codes == {UNAUTHENTICATED}
 
 
 async def test_a_client_is_told_what_it_lacks(secured: Secured, tmp_path: Path):
@@ -241,12 +242,12 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
     async with stack.client() as client, client.many() as many:
         async with long_streams((client, PROMPT), (many, PROMPT)):
             replace(secured.router_tokens, f"{PUBLIC_TOKEN}\n{NEXT_PUBLIC}\n".encode())
-            await until_taken(secured, NEXT_PUBLIC)  # tokens are looked at every second
+            await until_code(secured, NEXT_PUBLIC, OK)  # tokens are looked at every second
             replace(secured.client_token, NEXT_PUBLIC.encode())
             public = Authority(secured.public.folder)
             public.issue("public", "127.0.0.1")
             public.issue("client", "client.test")
-            await until_taken(secured, NEXT_PUBLIC)  # and certificates at each connection
+            await until_code(secured, NEXT_PUBLIC, OK)  # and certificates at each connection
             async with stack.client() as newcomer:
                 assert (await newcomer.complete("\n17+25=", max_tokens=16)).text == "42\n"
             assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
@@ -262,10 +263,8 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
         assert group.epoch > 1
 
     replace(secured.router_tokens, NEXT_PUBLIC.encode())
-    async with asyncio.timeout(120):
-        while await public_code(secured, PUBLIC_TOKEN) != grpc.StatusCode.UNAUTHENTICATED:
-            await asyncio.sleep(0.1)
-    assert await public_code(secured, NEXT_PUBLIC) == grpc.StatusCode.OK
+    await until_code(secured, PUBLIC_TOKEN, UNAUTHENTICATED)
+    assert await public_code(secured, NEXT_PUBLIC) == OK
     outdated = secured.public.folder / "outdated"
     outdated.mkdir()
     for path, content in old_client.items():
@@ -275,10 +274,10 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
     assert code in NOT_CONNECTED
 
 
-async def until_taken(secured: Secured, token: str) -> None:
-    """Returns when the router takes the client's certificate and this token."""
+async def until_code(secured: Secured, token: str, code: grpc.StatusCode) -> None:
+    """Returns when this comes of the client's certificate and this token at the router."""
     async with asyncio.timeout(120):
-        while await public_code(secured, token) != grpc.StatusCode.OK:
+        while await public_code(secured, token) != code:
             await asyncio.sleep(0.1)
 
 
