@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
@@ -14,12 +14,12 @@ from deploy.local.demo import idle_group
 from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
-from router.client import Client
 from tests.deploy.metrics import EXPOSED
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.logs import logged, scraped
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 ANY_PORT = ("--metrics-listen", "127.0.0.1:0")
 
 
@@ -37,18 +37,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-class Watched:
+class Watched(NamedTuple):
     """A stack whose numbers are read from outside."""
 
-    def __init__(self, stack: LocalStack, collector: Collector) -> None:
-        self.stack = stack
-        self.collector = collector
-
-
-async def until_no_step_runs(client: Client) -> None:
-    """A step that was under way when the last sequence ended holds its blocks until it is back."""
-    async with asyncio.timeout(120):
-        await idle_group(client)
+    stack: LocalStack
+    collector: Collector
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -66,13 +59,13 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
     await server.stop(None)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_both_services_tell_the_same_story(watched: Watched):
     stack = watched.stack
     async with stack.client() as client:
         answers = [client.complete(f"\n{n}+25=", max_tokens=16) for n in range(17, 25)]
         finishes = [answer.finish for answer in await asyncio.gather(*answers)]
-        await until_no_step_runs(client)
+        async with asyncio.timeout(120):
+            await idle_group(client)  # the last step's blocks are held until it is back
     router = await scraped(stack.router)
     executors = [await scraped(executor) for executor in stack.executors]
 
@@ -92,14 +85,12 @@ async def test_both_services_tell_the_same_story(watched: Watched):
     assert min(phases["0", phase] for phase in ("plan", "encode", "execute", "commit")) > 0
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_nothing_is_exposed_that_the_documents_do_not_name(watched: Watched):
     for process in [watched.stack.router, *watched.stack.executors]:
         for name in await scraped(process):
             assert name in EXPOSED or name.endswith("_created"), name
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_trace_of_a_caller_reaches_the_collector(watched: Watched):
     while not watched.collector.spans.empty():
         watched.collector.spans.get_nowait()
@@ -118,7 +109,6 @@ async def test_the_trace_of_a_caller_reaches_the_collector(watched: Watched):
     assert [event.name for event in span.events] == ["queue", "prefill", "decode"]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_top_prints_what_the_ranks_are_doing(watched: Watched):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router.top", watched.stack.address),
@@ -133,7 +123,6 @@ async def test_top_prints_what_the_ranks_are_doing(watched: Watched):
     assert [line.split()[0] for line in lines if line.strip()[:1].isdigit()] == ["0", "1"]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_counters_go_on_over_a_recovery_and_the_log_has_its_ids(watched: Watched):
     stack = watched.stack
     before = await scraped(stack.router)

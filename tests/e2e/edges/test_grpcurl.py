@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from deploy.local.launch import LocalStack
-from deploy.local.processes import Process
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 HEALTH_CHECK = "grpc.health.v1.Health/Check"
@@ -74,15 +73,3 @@ async def test_text_is_generated_without_a_proto_file(stack: LocalStack):
 )
 async def test_a_ready_router_is_serving(stack: LocalStack, service: str):
     assert await health(stack.address, service) == "SERVING"
-
-
-async def test_a_router_whose_executor_is_down_is_alive_but_not_ready(tmp_path: Path):
-    args = ("-m", "router", "--listen", "127.0.0.1:0", "--group", "127.0.0.1:1")
-    router = Process("router", args, log_path=tmp_path / "router.log", env={})
-    try:
-        address = (await router.event("listening"))["address"]
-        assert await health(address, "liveness") == "SERVING"
-        assert await health(address, "readiness") == "NOT_SERVING"
-        assert await health(address, "") == "NOT_SERVING"
-    finally:
-        await router.kill()

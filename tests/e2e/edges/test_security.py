@@ -18,6 +18,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.credentials import TlsFiles
 from router.client import Client, Rejected, Unavailable
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+from tests.e2e.support.stacks import group_with_problem
 from tests.e2e.support.streams import PROMPT, long_streams
 from tests.support.certificates import Authority, replace
 from tests.support.echo_server import HEALTH as HEALTH_CHECK
@@ -300,11 +301,10 @@ async def test_a_router_with_the_wrong_token_says_so_and_shows_none(
     try:
         async with Client((await router.event("listening"))["address"]) as client:
             async with asyncio.timeout(120):
-                while "UNAUTHENTICATED" not in (status := await client.get_status())[0].problem:
-                    await asyncio.sleep(0.1)
+                group = await group_with_problem(client, "UNAUTHENTICATED")
             assert not await client.health("readiness")
-        assert "not one that is taken here" in status[0].problem
-        assert wrong not in repr(status)
+        assert "not one that is taken here" in group.problem
+        assert wrong not in repr(group)
     finally:
         await router.stop(30)
     assert wrong not in router.log_path.read_text()

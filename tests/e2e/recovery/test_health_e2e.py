@@ -24,10 +24,10 @@ from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import token_ids
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.api.health import SERVICE
-from router.client import GROUP_STATE_FORMING, Client, GroupStatus, Unavailable
+from router.client import GROUP_STATE_FORMING, Client, Unavailable
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import logged, records
-from tests.e2e.support.stacks import served
+from tests.e2e.support.stacks import group_with_problem, served
 from tests.e2e.support.streams import long_streams
 
 PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
@@ -102,11 +102,8 @@ async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
         *("--dtype", "float32", "--max-model-len", size, "--max-num-batched-tokens", size),
         *("--num-kv-blocks", "2100", "--prefill-graphs", "off", "--max-num-seqs", "4"),
     )
-    model = long_context_model(tmp_path)
-    async with served(tmp_path, model=model, dp_size=1, executor_args=executor_args) as (
-        stack,
-        client,
-    ):
+    settings = {"model": long_context_model(tmp_path), "executor_args": executor_args}
+    async with served(tmp_path, dp_size=1, **settings) as (stack, client):
         num_tokens, seconds, answers = 2000, 0.0, Counter[tuple[str, str, int]]()
         while seconds < PREFILL_S or min(answers.values()) < 3:
             assert num_tokens < MAX_PROMPT_TOKENS, (seconds, answers)
@@ -149,12 +146,6 @@ async def until_status(watch: Any, status: int) -> None:
         pass
 
 
-async def group_whose_problem_names(client: Client, what: str) -> GroupStatus:
-    while what not in (group := (await client.get_status())[0]).problem:
-        await asyncio.sleep(0.05)
-    return group
-
-
 async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Path):
     seconds = str(STEP_TIMEOUT_S)
     overdue = ("--step-timeout-s", seconds, "--min-step-deadline-s", seconds)
@@ -168,7 +159,7 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
         await until_status(watch, STATUS.SERVING)
         stack.executors[1].pause()
         try:
-            group = await group_whose_problem_names(client, named)
+            group = await group_with_problem(client, named)
             await until_status(watch, STATUS.NOT_SERVING)
             assert group.state == GROUP_STATE_FORMING
             assert not await client.health("readiness")

@@ -5,7 +5,6 @@ Hugging Face transformers, gives them too.
 """
 
 import asyncio
-import math
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -158,34 +157,6 @@ async def test_requests_without_a_seed_differ(client: Client):
     )
 
     assert len({tuple(completion.token_ids) for completion in completions}) == 3
-
-
-async def test_logprobs_are_those_of_the_likeliest_tokens_when_greedy(client: Client):
-    completion = await client.complete("\n17+25=", logprobs=True, top_logprobs=5, max_tokens=16)
-
-    assert [entry.token_id for entry in completion.logprobs] == completion.token_ids
-    for entry in completion.logprobs:
-        likeliest_id, likeliest_logprob = entry.top[0]
-        logprobs = [logprob for _, logprob in entry.top]
-        assert likeliest_id == entry.token_id
-        assert likeliest_logprob == pytest.approx(entry.logprob, abs=1e-5)
-        assert logprobs == sorted(logprobs, reverse=True)
-        assert len(logprobs) == 5
-        assert sum(map(math.exp, logprobs)) <= 1 + 1e-5
-
-
-async def test_prompt_logprobs_rate_a_right_answer_likely_and_a_wrong_one_not(client: Client):
-    async def answer_logprob(line: str) -> float:
-        prompt = token_ids(solved_lines(4, 250) + line)
-        completion = await client.complete(prompt, prompt_logprobs=True, max_tokens=1)
-        entries = completion.prompt_logprobs
-        assert [entry.token_id for entry in entries] == prompt[1:]
-        assert all(entry.logprob <= 0 for entry in entries)
-        assert completion.finish.num_cached_tokens == 0
-        return sum(entry.logprob for entry in entries[-2:])
-
-    assert await answer_logprob("\n17+25=42") > math.log(0.5)
-    assert await answer_logprob("\n17+25=43") < math.log(0.5)
 
 
 async def test_usage_counts_the_tokens_that_a_repeated_prompt_finds_cached(client: Client):

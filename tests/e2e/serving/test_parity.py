@@ -110,7 +110,9 @@ async def test_prompt_log_probabilities_are_those_of_transformers(
 ) -> None:
     client, model = served
     prompt = make_prompts()[-1]
+    await client.complete(prompt, max_tokens=1)  # so that its blocks are cached
     completion = await client.complete(prompt, max_tokens=1, prompt_logprobs=True, top_logprobs=3)
+    assert completion.finish.num_cached_tokens == 0
     expected = reference_logits(model, prompt).log_softmax(-1)
     assert [score.token_id for score in completion.prompt_logprobs] == prompt[1:]
     for position, score in enumerate(completion.prompt_logprobs):
@@ -154,8 +156,11 @@ def assert_like_transformers(model: Any, prompt: list[int], completion: Completi
     assert len(completion.token_ids) == NUM_OUTPUT_TOKENS
     expected = reference_logits(model, tokens[:-1]).log_softmax(-1)[len(prompt) - 1 :]
     assert completion.token_ids == expected.argmax(-1).tolist()
+    assert [score.token_id for score in completion.logprobs] == completion.token_ids
     for score, row in zip(completion.logprobs, expected, strict=True):
         assert abs(score.logprob - row[score.token_id].item()) < TOLERANCE
-        assert len(score.top) == NUM_TOP
+        assert len(dict(score.top)) == len(score.top) == NUM_TOP
+        assert score.top[0] == (score.token_id, pytest.approx(score.logprob, abs=1e-5))
+        assert list(score.top) == sorted(score.top, key=lambda entry: -entry[1])
         for token_id, logprob in score.top:
             assert abs(logprob - row[token_id].item()) < TOLERANCE

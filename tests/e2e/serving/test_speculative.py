@@ -69,11 +69,8 @@ async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
 async def test_trees_on_executors_that_share_a_rank_change_no_token(
     name: str, plain: Told, tmp_path: Path
 ):
-    executor_args = drafting(name, *TREE)
-    async with served(tmp_path, dp_size=1, attn_tp_size=2, executor_args=executor_args) as (
-        _,
-        client,
-    ):
+    settings = {"attn_tp_size": 2, "executor_args": drafting(name, *TREE)}
+    async with served(tmp_path, dp_size=1, **settings) as (_, client):
         assert await ask_everything(client) == plain
         [group] = await client.get_status()
         assert group.speculation.num_accepted_drafts > 0

@@ -16,9 +16,9 @@ import pytest
 from deploy.local import processes
 from deploy.local.launch import DEMO_MODEL, LocalStack
 from deploy.local.processes import ROOT, Process, ProcessEnded
-from router.client import Client, GroupStatus
 from tests.e2e.support.fork_server import start_anew
 from tests.e2e.support.logs import records
+from tests.e2e.support.stacks import group_with_problem
 
 BAD_CONFIGURATION = 2
 
@@ -79,14 +79,6 @@ async def test_a_stack_that_cannot_start_shows_why_and_leaves_nothing_running(tm
             pass
 
     assert stack.left_running == []
-
-
-async def group_with_problem(client: Client, word: str) -> GroupStatus:
-    """Returns the group's status when its problem names the word."""
-    while True:
-        [group] = await client.get_status()
-        if word in group.problem:
-            return group
 
 
 async def test_executors_that_differ_are_named_with_the_field_and_both_values(tmp_path: Path):

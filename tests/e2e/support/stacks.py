@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.launch import LocalStack
-from router.client import Client
+from router.client import Client, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 
 
@@ -36,3 +36,10 @@ async def supervised(stack: LocalStack) -> AsyncIterator[None]:
         supervising.cancel()
         with suppress(asyncio.CancelledError):
             await supervising
+
+
+async def group_with_problem(client: Client, word: str) -> GroupStatus:
+    """Returns the group's status when its problem names the word."""
+    while word not in (group := (await client.get_status())[0]).problem:
+        await asyncio.sleep(0.05)
+    return group

@@ -21,6 +21,7 @@ from deploy.local.processes import Process
 from router.client import Client, Options
 from tests.e2e.conftest import EXECUTOR_ARGS
 from tests.e2e.support.hosts import Hosts
+from tests.e2e.support.stacks import group_with_problem
 
 ROUTER = "router"
 EXECUTORS = ("0", "1")
@@ -97,17 +98,6 @@ async def wait_until_ready(client: Client) -> None:
         await asyncio.sleep(0.02)
 
 
-async def problem_that_names(client: Client, address: str) -> str:
-    """Returns what the router gives as the reason for the group's state, once it names an address.
-
-    A group with nothing to do notices by the connection's keepalive.
-    """
-    async with asyncio.timeout(120):
-        while address not in (problem := (await client.get_status())[0].problem):
-            await asyncio.sleep(0.05)
-    return problem
-
-
 async def read_streams(client: Client, tokens: list[list[int]]) -> None:
     """Fills in every stream's tokens as they come."""
 
@@ -136,7 +126,9 @@ async def run(hosts: Hosts, log_dir: Path) -> Report:
         hosts.set_link(EXECUTORS[1], "down")
         report.num_tokens_before = sum(map(len, tokens))
         await asyncio.sleep(CUT_S)
-        report.problem = await problem_that_names(client, hosts.address(EXECUTORS[1]))
+        async with asyncio.timeout(120):  # with nothing to do, it notices by keepalive
+            group = await group_with_problem(client, hosts.address(EXECUTORS[1]))
+        report.problem = group.problem
         report.num_tokens_during = sum(map(len, tokens)) - report.num_tokens_before
         hosts.set_link(EXECUTORS[1], "up")
         plugged_in = time.monotonic()
