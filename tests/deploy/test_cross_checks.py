@@ -38,8 +38,10 @@ def running(request: pytest.FixtureRequest) -> Cluster:
     return cluster(request.param)
 
 
-def containers(running: Cluster) -> list[tuple[Pod, Container]]:
-    return [(pod, container) for pod in running.pods for container in pod.containers]
+def containers(running: Cluster, program: str | None = None) -> list[tuple[Pod, Container]]:
+    """Returns all containers, or those of "router" or "executor", with their pods."""
+    pods = running.pods if program is None else running.pods_of(program)
+    return [(pod, container) for pod in pods for container in pod.containers]
 
 
 def port_of(container: Container, setting: str = "listen") -> int:
@@ -70,8 +72,7 @@ def test_the_executors_of_each_group_fill_its_places_and_the_router_finds_them(
 
     at = {
         f"{pod.ip}:{port_of(container)}": executor_config(container)
-        for pod in running.pods_of("executor")
-        for container in pod.containers
+        for pod, container in containers(running, "executor")
     }
     [router] = running.pods_of("router")
     found = []
@@ -97,27 +98,19 @@ def executor_config(container: Container) -> ExecutorConfig:
 
 
 def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Cluster) -> None:
-    [router] = [
-        container.settings for pod in running.pods_of("router") for container in pod.containers
-    ]
-    for pod in running.pods_of("executor"):
-        for container in pod.containers:
-            executor = container.settings
-            uses_tls = executor["plaintext"] != "on"
-            assert uses_tls == (router["executor_plaintext"] == "off")
-            assert (
-                uses_tls
-                == (executor["tls_cert"] is not None)
-                == (router["executor_ca"] is not None)
-            )
-            assert not uses_tls or router["executor_name"] == pod.labels["app.kubernetes.io/name"]
-            assert not uses_tls or executor["tls_client_names"] == "lockstep-router"
-            files = {name: executor[f"tls_{name}"] for name in ("cert", "key", "client_ca")}
-            assert not uses_tls or files == {
-                "cert": Path("/tls/tls.crt"),
-                "key": Path("/tls/tls.key"),
-                "client_ca": Path("/tls/ca.crt"),
-            }
+    [(_, router)] = containers(running, "router")
+    ours = router.settings
+    for pod, container in containers(running, "executor"):
+        theirs = container.settings
+        uses_tls = theirs["plaintext"] != "on"
+        assert uses_tls == (ours["executor_plaintext"] == "off")
+        assert uses_tls == (theirs["tls_cert"] is not None) == (ours["executor_ca"] is not None)
+        if uses_tls:
+            assert ours["executor_name"] == pod.labels["app.kubernetes.io/name"]
+            assert theirs["tls_client_names"] == "lockstep-router"
+            files = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_client_ca": "ca.crt"}
+            for setting, name in files.items():
+                assert theirs[setting] == Path("/tls", name)
 
 
 def test_each_container_of_a_node_has_a_gpu_of_its_own() -> None:
@@ -138,11 +131,8 @@ def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(runnin
     assert (EXECUTOR_LIVENESS, EXECUTOR_READINESS) == (LIVENESS, READINESS)
     for _, container in containers(running):
         asked = {name: probe["grpc"]["service"] for name, probe in container.probes.items()}
-        assert asked == {
-            "startupProbe": LIVENESS,
-            "livenessProbe": LIVENESS,
-            "readinessProbe": READINESS,
-        }
+        expected = {"startupProbe": LIVENESS, "livenessProbe": LIVENESS}
+        assert asked == expected | {"readinessProbe": READINESS}
         for probe in container.probes.values():
             assert probe["grpc"]["port"] == port_of(container, "health_listen")
             assert probe["timeoutSeconds"] > 1, "the default of a second kills busy pods"
@@ -162,9 +152,8 @@ def test_services_pick_pods_and_ports_that_exist(running: Cluster) -> None:
         for port in spec["ports"]:
             for pod in picked:
                 declared = [p for c in pod.containers for p in c.spec["ports"]]
-                assert port["targetPort"] in {p["name"] for p in declared} | {
-                    p["containerPort"] for p in declared
-                }
+                targets = [target for p in declared for target in (p["name"], p["containerPort"])]
+                assert port["targetPort"] in targets
     executors = named(running.manifests, "Service", "lockstep-executor")["spec"]
     assert executors["clusterIP"] == "None"
     assert executors["publishNotReadyAddresses"] is True
@@ -283,16 +272,15 @@ def test_what_is_referred_to_exists(running: Cluster) -> None:
 
 
 def test_there_is_time_to_drain(running: Cluster) -> None:
-    for pod in running.pods:
-        for container in pod.containers:
-            settings, hook = container.settings, container.spec.get("lifecycle", {})
-            waits = hook.get("preStop", {}).get("sleep", {}).get("seconds", 0)
-            if container.image == "lockstep-router":
-                assert waits > 0, "endpoints take a while to change"
-                waits += settings["shutdown_delay_s"] + settings["shutdown_grace_s"]
-            else:
-                waits += settings["stop_timeout_s"]
-            assert pod.spec["terminationGracePeriodSeconds"] >= waits + MARGIN_S
+    for pod, container in containers(running):
+        settings, hook = container.settings, container.spec.get("lifecycle", {})
+        waits = hook.get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        if container.image == "lockstep-router":
+            assert waits > 0, "endpoints take a while to change"
+            waits += settings["shutdown_delay_s"] + settings["shutdown_grace_s"]
+        else:
+            waits += settings["stop_timeout_s"]
+        assert pod.spec["terminationGracePeriodSeconds"] >= waits + MARGIN_S
 
 
 def test_no_container_has_more_rights_than_it_needs(running: Cluster) -> None:
@@ -315,11 +303,8 @@ def test_no_container_has_more_rights_than_it_needs(running: Cluster) -> None:
 
 def test_what_programs_write_to_is_a_volume(running: Cluster) -> None:
     for _, container in containers(running):
-        writable = [
-            mount["mountPath"]
-            for mount in container.spec["volumeMounts"]
-            if not mount.get("readOnly")
-        ]
+        mounts = container.spec["volumeMounts"]
+        writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
         assert "/tmp" in writable
         for name in ("HOME", "FLASHINFER_WORKSPACE_BASE"):
             if name in container.env:
@@ -327,8 +312,7 @@ def test_what_programs_write_to_is_a_volume(running: Cluster) -> None:
         for name in ("model", "tokenizer"):
             folder = container.settings.get(name)
             if folder is not None and not str(folder).startswith("/opt/"):
-                mounts = [mount["mountPath"] for mount in container.spec["volumeMounts"]]
-                assert str(Path(folder)) in mounts
+                assert str(Path(folder)) in [mount["mountPath"] for mount in mounts]
 
 
 @pytest.mark.parametrize(
@@ -381,16 +365,10 @@ def test_executors_of_a_pod_can_hand_memory_to_one_another(overlay: str) -> None
     for pod in cluster(overlay).pods_of("executor"):
         assert pod.spec["shareProcessNamespace"] is True
         for path in ("/tmp", "/dev/shm"):
-            volumes = {
-                mount["name"]
-                for container in pod.containers
-                for mount in container.spec["volumeMounts"]
-                if mount["mountPath"] == path
-                and not mount.get("readOnly")
-                and "subPath" not in mount
-            }
-            mounted = [
-                path in [m["mountPath"] for m in c.spec["volumeMounts"]] for c in pod.containers
-            ]
-            assert all(mounted)
+            volumes = set()
+            for container in pod.containers:
+                [mount] = [m for m in container.spec["volumeMounts"] if m["mountPath"] == path]
+                assert not mount.get("readOnly")
+                assert "subPath" not in mount
+                volumes.add(mount["name"])
             assert len(volumes) == 1, f"{path} is not the same for all"

@@ -255,10 +255,8 @@ def test_a_chain_is_the_layer_run_again_over_all_tokens_and_its_own_outputs(
 def test_what_is_trained_is_what_an_executor_computes(name: str, target: Target):
     """Executors are tested against the same reference."""
     draft = load(name, target, DRAFTS / name)
-    tensors = {
-        key: tensor.float()
-        for key, tensor in load_file(DRAFTS / name / "model.safetensors").items()
-    }
+    saved = load_file(DRAFTS / name / "model.safetensors")
+    tensors = {key: tensor.float() for key, tensor in saved.items()}
     config = json.loads((DRAFTS / name / "config.json").read_text())
     reference = DraftReference(config, tensors, TargetTensors(target.embedding, target.head))
     tokens = token_ids("\nrev abacus=sucaba")
@@ -281,14 +279,11 @@ def test_what_is_trained_is_what_an_executor_computes(name: str, target: Target)
             )
             kept = [(keys[i], values[i]) for i in config["target_kv_layer_ids"]]
             given = reference.frozen(tokens[-1], given[-1], len(tokens) - 1, kept)[None]
+            expected = given[-1] @ target.head.T
         else:
             given = reference.hidden(tokens, given, layer)
+            expected = reference.logits(given[-1], layer)
         # The entry of layer k is k positions after its root.
-        expected = (
-            reference.logits(given[-1], layer)
-            if name != "frozen_kv"
-            else (given[-1] @ target.head.T)
-        )
         torch.testing.assert_close(of_layer[0, -1 - layer], expected, atol=1e-3, rtol=1e-3)
 
 
