@@ -16,15 +16,8 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 TEXTS = (
     *("", "a", "\x00", "\n\r\t", " " * 300, "x" * 5000, "\N{ROCKET}" * 40, "\u202e\ufeff"),
-    *(
-        "%s%n%%",
-        "../../etc/passwd",
-        "'; --",
-        "\N{COMBINING ACUTE ACCENT}" * 50,
-        "1+1=",
-        "-1",
-        "nan",
-    ),
+    *("%s%n%%", "../../etc/passwd", "'; --", "\N{COMBINING ACUTE ACCENT}" * 50),
+    *("1+1=", "-1", "nan"),
 )
 FLOATS = (
     *(0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-30, 3.4e38, -3.4e38, 100.0, 100.1, 1.0000001),

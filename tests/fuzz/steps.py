@@ -101,14 +101,9 @@ def _double_rows(rng: random.Random, message: pb.StepRequest) -> None:
 
 def _misplace(rng: random.Random, message: pb.StepRequest) -> None:
     """A step that is late, early, or of another epoch."""
-    if rng.random() < 0.5:
-        message.step_id = rng.choice(
-            (0, (message.step_id + 1) % 2**64, max(1, message.step_id) - 1, 2**63)
-        )
-    else:
-        message.epoch = rng.choice(
-            (0, (message.epoch + 1) % 2**64, max(1, message.epoch) - 1, 2**63)
-        )
+    name = "step_id" if rng.random() < 0.5 else "epoch"
+    value = getattr(message, name)
+    setattr(message, name, rng.choice((0, (value + 1) % 2**64, max(1, value) - 1, 2**63)))
 
 
 CHANGES: tuple[Callable[[random.Random, pb.StepRequest], None], ...] = (

@@ -54,14 +54,16 @@ class Gateway:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         return await asyncio.to_thread(self._read_stream, path, fields | options)
 
+    async def events(self, path: str, is_streamed: bool, **fields: Any) -> list[dict[str, Any]]:
+        """Returns what comes of a request: all events of a stream, or the one answer."""
+        if is_streamed:
+            return await self.stream(path, **fields)
+        return [await self.ask(path, **fields)]
+
     async def answers(self, path: str, is_streamed: bool, **fields: Any) -> dict[int, str]:
         """Returns the text of each choice, however it comes."""
         texts: dict[int, str] = {}
-        if is_streamed:
-            events = await self.stream(path, **fields)
-        else:
-            events = [await self.ask(path, **fields)]
-        for event in events:
+        for event in await self.events(path, is_streamed, **fields):
             for choice in event["choices"]:
                 part = choice.get("delta") or choice.get("message") or choice
                 text = part.get("text") or part.get("content") or ""
@@ -152,27 +154,18 @@ def fields_of(path: str, problem: Problem) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_many_problems_at_once_are_solved(gateway: Gateway, path: str, is_streamed: bool):
-    asked = list(problems(11, 12))
+async def test_every_choice_of_many_problems_at_once_is_right(
+    gateway: Gateway, path: str, is_streamed: bool
+):
+    asked = [(problem, 1 + number % 2) for number, problem in enumerate(problems(11, 12))]
     answers = await asyncio.gather(
         *[
-            gateway.answers(path, is_streamed, max_tokens=16, **fields_of(path, problem))
-            for problem in asked
+            gateway.answers(path, is_streamed, n=n, max_tokens=16, **fields_of(path, problem))
+            for problem, n in asked
         ]
     )
 
-    assert answers == [{0: problem.answer} for problem in asked]
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_every_choice_is_answered(gateway: Gateway, path: str, is_streamed: bool):
-    problem = rev("lockstep")
-    fields = fields_of(path, problem)
-
-    answers = await gateway.answers(path, is_streamed, n=2, max_tokens=16, **fields)
-
-    assert answers == {0: problem.answer, 1: problem.answer}
+    assert answers == [dict.fromkeys(range(n), problem.answer) for problem, n in asked]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -249,11 +242,8 @@ async def test_the_usage_counts_what_came_from_the_prefix_cache(
     prompt = solved_lines(12 + is_streamed, 200) + "\n17+25="
     usages = []
     for _ in range(2):
-        if is_streamed:
-            answer = (await gateway.stream(COMPLETIONS, prompt=prompt, max_tokens=16))[-1]
-        else:
-            answer = await gateway.ask(COMPLETIONS, prompt=prompt, max_tokens=16)
-        usages.append(answer["usage"])
+        events = await gateway.events(COMPLETIONS, is_streamed, prompt=prompt, max_tokens=16)
+        usages.append(events[-1]["usage"])
 
     assert [usage["prompt_tokens"] for usage in usages] == [len(prompt)] * 2
     assert [usage["completion_tokens"] for usage in usages] == [len("42\n")] * 2

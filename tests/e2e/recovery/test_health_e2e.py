@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,43 +50,34 @@ def long_context_model(folder: Path) -> Path:
     return model
 
 
-class Probes:
-    """Asks for health as a kubelet does, one name after the other, and counts the answers."""
-
-    def __init__(self, stack: LocalStack) -> None:
-        self._asked = [(stack.address, name) for name in ROUTER_NAMES]
-        self._asked += [(stack.executor_addresses[0], name) for name in EXECUTOR_NAMES]
-        self.answers: Counter[tuple[str, str, int]] = Counter()
-
-    async def run(self) -> None:
-        """Probes until cancelled; whatever is cancelled with it was not answered."""
-        async with (
-            grpc.aio.insecure_channel(self._asked[0][0]) as router,
-            grpc.aio.insecure_channel(self._asked[-1][0]) as executor,
-        ):
-            stubs = {
-                self._asked[0][0]: health_pb2_grpc.HealthStub(router),
-                self._asked[-1][0]: health_pb2_grpc.HealthStub(executor),
-            }
-            while True:
-                for address, name in self._asked:
-                    request = health_pb2.HealthCheckRequest(service=name)
-                    answer = await stubs[address].Check(request)
-                    self.answers[address, name, answer.status] += 1
-                await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
 async def probing(stack: LocalStack) -> AsyncIterator[Counter[tuple[str, str, int]]]:
-    """Probes during the block. Yields the answers, by address, name and status."""
-    probes = Probes(stack)
-    task = asyncio.create_task(probes.run())
+    """Asks for health during the block, as a kubelet does, one name of a process after the other.
+
+    Yields the answers, by address, name and status.
+    """
+    answers: Counter[tuple[str, str, int]] = Counter()
+
+    async def probe(address: str, names: Sequence[str]) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                for name in names:
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+                    answers[address, name, answer.status] += 1
+                await asyncio.sleep(0.05)
+
+    tasks = [
+        asyncio.create_task(probe(stack.address, ROUTER_NAMES)),
+        asyncio.create_task(probe(stack.executor_addresses[0], EXECUTOR_NAMES)),
+    ]
     try:
-        yield probes.answers
-        assert not task.done(), "a probe failed"
+        yield answers
+        assert not any(task.done() for task in tasks), "a probe failed"
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def prefill_s(client: Client, num_tokens: int) -> float:
