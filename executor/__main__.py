@@ -123,10 +123,7 @@ def _serve_metrics(
 
 
 async def _load(
-    servicer: "ExecutorServicer",
-    config: ExecutorConfig,
-    measures: Measures,
-    stopped: asyncio.Event,
+    servicer: "ExecutorServicer", config: ExecutorConfig, measures: Measures, stopped: asyncio.Event
 ) -> int | None:
     """Loads the model. Returns an exit code if the process should end instead of serve."""
     from executor.build.executor import build_worker

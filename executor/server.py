@@ -472,8 +472,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             )
         if request.step_id != self._next_step_id:
             raise StepOutOfOrder(
-                f"got step {request.step_id}; the next one is {self._next_step_id}",
-                field="step_id",
+                f"got step {request.step_id}; the next one is {self._next_step_id}", field="step_id"
             )
 
     def _leave(self) -> None:

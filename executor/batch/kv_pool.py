@@ -253,13 +253,7 @@ class KVPool:
         """
         self.block_table.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
 
-    def locate(
-        self,
-        rows: Int64Array,
-        positions: Int64Array,
-        *,
-        out: Int64Array,
-    ) -> None:
+    def locate(self, rows: Int64Array, positions: Int64Array, *, out: Int64Array) -> None:
         """Locates tokens' keys and values, unchecked: for rows that hold their blocks.
 
         Args:

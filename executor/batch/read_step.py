@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.batch.columns import (
-    UINT8,
-    BoolArray,
-    Column,
-    ColumnReader,
-    Int64Array,
-    check_unique,
-)
+from executor.batch.columns import UINT8, BoolArray, Column, ColumnReader, Int64Array, check_unique
 from executor.batch.limits import RowProgress, StepLimits
 from executor.batch.read_agreement import check_own_counts, read_agreement, read_width
 from executor.batch.row_starts import RowStarts, read_starts

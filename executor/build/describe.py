@@ -17,10 +17,7 @@ from protos.executor.v1 import executor_pb2 as pb
 
 
 def describe(
-    blueprint: Blueprint,
-    limits: StepLimits,
-    device: torch.device,
-    lines: Iterable[BudgetLine],
+    blueprint: Blueprint, limits: StepLimits, device: torch.device, lines: Iterable[BudgetLine]
 ) -> pb.DescribeResponse:
     """Returns all but what changes while it runs: its instance and its epoch.
 

@@ -205,11 +205,7 @@ class Cuda(Device):
         if self.ops is None or self._workspace is None:
             return _torch_attention(num_heads, kv_pool, num_workers=1)
         attention = FlashInferAttention(
-            self.ops,
-            kv_pool,
-            num_heads,
-            self._workspace,
-            max_num_tokens=budget.max_tokens_per_rank,
+            self.ops, kv_pool, num_heads, self._workspace, max_num_tokens=budget.max_tokens_per_rank
         )
         for sizes, width, has_tree in graphs:
             if sizes:

@@ -29,10 +29,7 @@ from executor.model.weights import OnProgress
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
-from executor.runners.eagle_draft_extend import (
-    EagleDraftExtendRunner,
-    MultiLayerDraftExtendRunner,
-)
+from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
 from executor.runners.runner_graphs import RunnerGraphs
@@ -58,11 +55,7 @@ class Drafts:
 
 
 def load_draft(
-    blueprint: Blueprint,
-    target: Model,
-    kernels: Kernels,
-    *,
-    on_progress: OnProgress | None = None,
+    blueprint: Blueprint, target: Model, kernels: Kernels, *, on_progress: OnProgress | None = None
 ) -> DraftModel:
     """Loads the draft model. Before the KV pool is sized, which takes what memory is left.
 
@@ -80,11 +73,7 @@ def load_draft(
     assert config.draft_model is not None
     assert draft_config is not None
     return load_draft_model(
-        config.draft_model,
-        draft_config,
-        target,
-        kernels=kernels,
-        on_progress=on_progress,
+        config.draft_model, draft_config, target, kernels=kernels, on_progress=on_progress
     )
 
 
@@ -136,12 +125,7 @@ def build_drafts(
         is_drawn=is_drawn,
     )
     verifier = Verifier(
-        plan,
-        kv_pool,
-        sampler,
-        max_position=max_position,
-        agree=agree,
-        target_ids=draft.target_ids,
+        plan, kv_pool, sampler, max_position=max_position, agree=agree, target_ids=draft.target_ids
     )
     return Drafts(Speculation(speculator, verifier), runners, state)
 

@@ -22,12 +22,7 @@ def _lines(buffer: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def eagle_draft_slots(
-    *,
-    num_steps: int,
-    topk: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    drawn_vocab_size: int = 0,
+    *, num_steps: int, topk: int, hidden_size: int, dtype: torch.dtype, drawn_vocab_size: int = 0
 ) -> list[GraphSlot]:
     """Returns the inputs of an EAGLE draft phase (``DraftBatch``), ``topk`` rows per sequence.
 
@@ -87,12 +82,7 @@ def frozen_kv_slots(
 
 
 def draft_extend_slots(
-    *,
-    width: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    num_layers: int = 1,
-    is_drawn: bool = False,
+    *, width: int, hidden_size: int, dtype: torch.dtype, num_layers: int = 1, is_drawn: bool = False
 ) -> list[GraphSlot]:
     """Returns the inputs of a draft-extend (``ExtendBatch``), ``width`` rows per sequence.
 

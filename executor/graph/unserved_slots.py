@@ -13,10 +13,7 @@ import torch
 from executor.graph.graph_slot import GraphSlot, PaddingPolicy, SourceFn
 
 _zero_per_sequence = partial(
-    GraphSlot,
-    shape_fn=lambda max_bs, _: (max_bs,),
-    axis="bs",
-    padding_policy=PaddingPolicy.ZERO,
+    GraphSlot, shape_fn=lambda max_bs, _: (max_bs,), axis="bs", padding_policy=PaddingPolicy.ZERO
 )
 
 

@@ -305,11 +305,7 @@ def join_group(
 
 
 def _gloo_group(
-    store: PrefixStore,
-    rank: int,
-    world_size: int,
-    bind_host: str | None,
-    timeout: timedelta,
+    store: PrefixStore, rank: int, world_size: int, bind_host: str | None, timeout: timedelta
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()

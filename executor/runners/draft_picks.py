@@ -88,9 +88,7 @@ def chain_of(tokens: Sequence[torch.Tensor], probs: Sequence[torch.Tensor | None
     """
     drawn_from = [x for x in probs if x is not None]
     return Drafts(
-        torch.cat(list(tokens), dim=1),
-        None,
-        torch.stack(drawn_from, dim=1) if drawn_from else None,
+        torch.cat(list(tokens), dim=1), None, torch.stack(drawn_from, dim=1) if drawn_from else None
     )
 
 

@@ -89,12 +89,7 @@ def dummy_draft(
 
 
 def dummy_draft_extend(
-    forward_pass: ForwardPass,
-    size: int,
-    width: int,
-    *,
-    num_layers: int = 1,
-    is_drawn: bool = False,
+    forward_pass: ForwardPass, size: int, width: int, *, num_layers: int = 1, is_drawn: bool = False
 ) -> ExtendBatch:
     """Returns ``size`` sequences of ``width`` rows each, the first of which is a token.
 

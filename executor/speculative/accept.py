@@ -58,11 +58,7 @@ def match_chain(targets: torch.Tensor, drafts: torch.Tensor, limits: torch.Tenso
 
 
 def match_tree(
-    targets: torch.Tensor,
-    drafts: Drafts,
-    sees: torch.Tensor,
-    limits: torch.Tensor,
-    max_depth: int,
+    targets: torch.Tensor, drafts: Drafts, sees: torch.Tensor, limits: torch.Tensor, max_depth: int
 ) -> Accepted:
     """Accepts the path of a tree on which each draft is the target's token behind its parent.
 

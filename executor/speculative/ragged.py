@@ -60,14 +60,10 @@ class Ragged:
         total = int(num_tokens.sum())
         sampled_at = np.cumsum(samples) - 1
         token_index = np.where(
-            place < last,
-            target_starts[sequence] + place,
-            total + sampled_at[sequence],
+            place < last, target_starts[sequence] + place, total + sampled_at[sequence]
         )
         hidden_index = np.where(
-            place == 0,
-            total + sequence,
-            target_starts[sequence] + np.minimum(place, last) - 1,
+            place == 0, total + sequence, target_starts[sequence] + np.minimum(place, last) - 1
         )
         return cls(
             positions=columns.num_computed_tokens + decodes,

@@ -90,12 +90,7 @@ class Verifier:
             root = positions.view(num_sequences, size)[:, :1]
             positions = (root + sees.sum(dim=2) - 1).flatten()
         verification = Verification(
-            columns,
-            at,
-            drafts,
-            sees,
-            batch.out_cache_loc.view(num_sequences, size),
-            positions + 1,
+            columns, at, drafts, sees, batch.out_cache_loc.view(num_sequences, size), positions + 1
         )
         batch = replace(
             batch,

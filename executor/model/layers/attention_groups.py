@@ -236,12 +236,7 @@ class GroupPlanner:
         return lines.index_select(0, firsts).view(count, 1, -1, num_keys)
 
     def _window(
-        self,
-        members: Int64Array,
-        seq_lens: Int64Array,
-        width: int,
-        tree_width: int,
-        num_keys: int,
+        self, members: Int64Array, seq_lens: Int64Array, width: int, tree_width: int, num_keys: int
     ) -> TreeWindow:
         keys = seq_lens[:, None] - tree_width + np.arange(tree_width)
         columns = np.where(keys < 0, tree_width - 1, np.arange(tree_width))

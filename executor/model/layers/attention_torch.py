@@ -299,11 +299,7 @@ class TorchAttention:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _run_groups(
-        self,
-        q: torch.Tensor,
-        groups: tuple[Group, ...],
-        workspace: _Workspace,
-        layer_id: int,
+        self, q: torch.Tensor, groups: tuple[Group, ...], workspace: _Workspace, layer_id: int
     ) -> list[torch.Tensor]:
         """Returns [B * Q, H * D] of each group."""
         attended = []

@@ -72,10 +72,7 @@ class FlashInferFilters:
 
 
 def sample_rows(
-    logits: torch.Tensor,
-    parameters: RowParameters,
-    uniform: torch.Tensor,
-    filters: Filters,
+    logits: torch.Tensor, parameters: RowParameters, uniform: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
     """Samples each row. Filters follow one another: top_k, top_p, min_p.
 
