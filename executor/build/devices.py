@@ -9,7 +9,6 @@ sampling     rows by what they ask   all rows alike, FlashInfer    rows by what 
 """
 
 import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
@@ -55,22 +54,20 @@ class Device:
         torch_device: Where tensors are.
         ops: FlashInfer; None where it does not run.
         filters: How sampling drops unlikely tokens, if all rows go through every stage.
+        num_workers: Threads that share a layer; None: as many as OpenMP has.
     """
 
     torch_device: torch.device
     ops: FlashInferOps | None = None
     filters: Filters | None = None
+    num_workers: int | None = 1
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         """Returns what the model's layers call, for passes of so many rows of experts."""
         raise NotImplementedError
 
     def attention(
-        self,
-        num_heads: int,
-        kv_pool: KVPool,
-        graphs: Sequence[AttentionGraphs],
-        budget: TokenBudget,
+        self, num_heads: int, kv_pool: KVPool, graphs: list[AttentionGraphs], budget: TokenBudget
     ) -> Attention:
         """Returns an attention backend, ready for these graphs.
 
@@ -80,7 +77,14 @@ class Device:
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
         """
-        raise NotImplementedError
+        shape = kv_pool.shape
+        return TorchAttention(
+            num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=shape.dtype,
+            num_workers=self.num_workers,
+        )
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:
         """Returns what all attention made so far has allocated, for the budget's table."""
@@ -151,19 +155,10 @@ class Cpu(Device):
     torch_device = torch.device("cpu")
 
     def __init__(self, omp_wait_policy: str) -> None:
-        self._num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
+        self.num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
 
     def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
-        return cpu_kernels(model, dtype=dtype, num_workers=self._num_workers)
-
-    def attention(
-        self,
-        num_heads: int,
-        kv_pool: KVPool,
-        graphs: Sequence[AttentionGraphs],
-        budget: TokenBudget,
-    ) -> Attention:
-        return _torch_attention(num_heads, kv_pool, self._num_workers)
+        return cpu_kernels(model, dtype=dtype, num_workers=self.num_workers)
 
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()
@@ -196,14 +191,10 @@ class Cuda(Device):
         )
 
     def attention(
-        self,
-        num_heads: int,
-        kv_pool: KVPool,
-        graphs: Sequence[AttentionGraphs],
-        budget: TokenBudget,
+        self, num_heads: int, kv_pool: KVPool, graphs: list[AttentionGraphs], budget: TokenBudget
     ) -> Attention:
         if self.ops is None or self._workspace is None:
-            return _torch_attention(num_heads, kv_pool, num_workers=1)
+            return super().attention(num_heads, kv_pool, graphs, budget)
         attention = FlashInferAttention(
             self.ops, kv_pool, num_heads, self._workspace, max_num_tokens=budget.max_tokens_per_rank
         )
@@ -219,16 +210,6 @@ class Cuda(Device):
 
     def new_backend(self) -> RunnerBackend:
         return CUDAGraphBackend(self._resources)
-
-
-def _torch_attention(num_heads: int, kv_pool: KVPool, num_workers: int | None) -> TorchAttention:
-    return TorchAttention(
-        num_heads,
-        kv_pool.shape.num_kv_heads,
-        kv_pool.shape.head_dim,
-        dtype=kv_pool.shape.dtype,
-        num_workers=num_workers,
-    )
 
 
 def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:

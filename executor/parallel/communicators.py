@@ -33,7 +33,28 @@ from executor.parallel.topology import Topology
 WORD = torch.int32  # as wide as ids and weights; a row of hidden states is some of them
 
 
-class DpCommunicator:
+class _Communicator:
+    """What both have in common: a group, joined and left with its epoch."""
+
+    _group: RankGroup | None = None
+
+    def leave(self) -> None:
+        """Forgets the group. A collective before the next ``join`` is a bug."""
+        self._group = None
+
+    @property
+    def group(self) -> RankGroup:
+        """The group joined.
+
+        Raises:
+            PeerLost: There is none, or another thread has left it.
+        """
+        if self._group is None:
+            raise PeerLost("this executor is in no group")
+        return self._group
+
+
+class DpCommunicator(_Communicator):
     """Collectives over one row per token. All executors make the same calls, idle ones too.
 
     A world of one moves nothing and needs no group.
@@ -59,7 +80,6 @@ class DpCommunicator:
     ) -> None:
         self.topology = topology
         self.max_tokens_per_rank = max_tokens_per_rank
-        self._group: RankGroup | None = None
         num_rows = max_tokens_per_rank if self.world_size > 1 else 0
         num_words = moe_words(hidden_size, dtype, top_k)
         self._sent = torch.zeros(num_rows * num_words, dtype=WORD, device=device)
@@ -90,10 +110,6 @@ class DpCommunicator:
                 f"but the model was loaded for rank {self.topology.world_rank} of {self.world_size}"
             )
         self._group = group
-
-    def leave(self) -> None:
-        """Forgets the group. A collective before the next ``join`` is a bug."""
-        self._group = None
 
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Collects every executor's rows.
@@ -170,17 +186,6 @@ class DpCommunicator:
     def world_size(self) -> int:
         return self.topology.world_size
 
-    @property
-    def group(self) -> RankGroup:
-        """The group joined.
-
-        Raises:
-            PeerLost: None is, or another thread has left it.
-        """
-        if self._group is None:  # none was joined, or another thread has left it
-            raise PeerLost("this executor is in no group")
-        return self._group
-
     def _check(self, layout: DpLayout) -> None:
         assert len(layout.offsets) == self.world_size
         assert max(layout.global_shard_num_rows) <= self.max_tokens_per_rank, (
@@ -189,7 +194,7 @@ class DpCommunicator:
         )
 
 
-class AttnTpCommunicator:
+class AttnTpCommunicator(_Communicator):
     """Collectives inside one DP rank. All of its executors must make the same calls.
 
     With an ``attn_tp_size`` of 1 every method returns its argument, and no group is needed.
@@ -222,7 +227,6 @@ class AttnTpCommunicator:
         self.size = topology.attn_tp_size
         self.max_shard_tokens_per_rank = max_shard_tokens_per_rank
         self.max_logits_rows = max_logits_rows
-        self._group: RankGroup | None = None
         shards = max_shard_tokens_per_rank if self.size > 1 else 0
         logits = max_logits_rows * vocab_slice * self.size if self.size > 1 else 0
         rows = shards * self.size * hidden_size
@@ -262,10 +266,6 @@ class AttnTpCommunicator:
             )
         self._group = group
 
-    def leave(self) -> None:
-        """Forgets the group. A collective before the next ``join`` is a bug."""
-        self._group = None
-
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Collects the DP rank's rows.
 
@@ -283,7 +283,7 @@ class AttnTpCommunicator:
             return x
         width = x.shape[1]
         gathered = view_rows(self._gathered, layout.shard_num_rows * self.size, width)
-        self._joined.all_gather(gathered, x)
+        self.group.all_gather(gathered, x)
         return gathered[: layout.num_rows]
 
     def scatter_sum(self, y: torch.Tensor, layout: DpLayout) -> torch.Tensor:
@@ -309,7 +309,7 @@ class AttnTpCommunicator:
             padded[layout.num_rows :] = 0
             y = padded
         summed = view_rows(self._summed, layout.shard_num_rows, width)
-        self._joined.reduce_scatter(summed, y, self._scratch)
+        self.group.reduce_scatter(summed, y, self._scratch)
         return summed
 
     def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
@@ -333,7 +333,7 @@ class AttnTpCommunicator:
         if count == 0:
             return logits
         gathered = view_rows(self._logits_by_rank, self.size * count, width)
-        self._joined.all_gather(gathered, local)
+        self.group.all_gather(gathered, local)
         by_rank = gathered.view(self.size, count, width)
         logits.view(count, self.size, width).copy_(by_rank.transpose(0, 1))
         return logits
@@ -341,7 +341,7 @@ class AttnTpCommunicator:
     def agree(self, tokens: torch.Tensor) -> None:
         """Replaces ``tokens``, contiguous, by those of attn_tp_rank 0."""
         if self.size > 1 and tokens.numel():
-            self._joined.broadcast(tokens, 0)
+            self.group.broadcast(tokens, 0)
 
     def shard(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Returns this executor's rows of what all executors of the DP rank have. Moves nothing.
@@ -361,12 +361,6 @@ class AttnTpCommunicator:
         if len(own) == count:
             return own
         return F.pad(own, (0, 0) * (x.dim() - 1) + (0, count - len(own)))
-
-    @property
-    def _joined(self) -> RankGroup:
-        if self._group is None:  # none was joined, or another thread has left it
-            raise PeerLost("this executor is in no group")
-        return self._group
 
     def _check(self, x: torch.Tensor, num_rows: int, layout: DpLayout) -> None:
         assert len(x) == num_rows, f"{len(x)} rows, {num_rows} in the layout"

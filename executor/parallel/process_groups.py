@@ -86,7 +86,47 @@ class RankGroup(Protocol):
         """Drops the connections. A peer that is in a collective gets an error, not a hang."""
 
 
-class GlooGroup:
+class _BackendGroup:
+    """What both kinds of groups have in common: the calls of one of PyTorch's backends.
+
+    Args:
+        rank: This process's rank.
+        world_size: Ranks in it.
+        backend: Runs the collectives. PyTorch publishes no types for it.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend: list[Any] = [backend]  # empty after close()
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._run("_allgather_base", out, x, options=_c10d.AllgatherOptions())
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        self._run("allreduce", [x], options=_c10d.AllreduceOptions())
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+    ) -> None:
+        splits = (out_splits or [], in_splits or [])
+        self._run("alltoall_base", out, x, *splits, options=_c10d.AllToAllOptions())
+
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = root
+        self._run("broadcast", [x], options=options)
+
+    def _run(self, method: str, *arguments: Any, options: Any) -> None:
+        """Runs a collective of the backend."""
+        raise NotImplementedError
+
+
+class GlooGroup(_BackendGroup):
     """A group over TCP. Its collectives block.
 
     Args:
@@ -100,39 +140,15 @@ class GlooGroup:
     def __init__(
         self, rank: int, world_size: int, backend: Any, connections: Connections | None = None
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._backend: list[Any] = [backend]  # empty after close()
+        super().__init__(rank, world_size, backend)
         self._connections = connections or Connections()
         self._num_pending = 0  # collectives that were begun and have not ended well
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._run("_allgather_base", out, x, _c10d.AllgatherOptions())
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         # Half the time of gloo's own. Adds in rank order, and rounds once.
         received = scratch[: x.numel()].view(self.world_size, *out.shape)
         self.all_to_all(received, x)
         torch.sum(received, dim=0, out=out)
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        self._run("allreduce", [x], _c10d.AllreduceOptions())
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        out_splits: list[int] | None = None,
-        in_splits: list[int] | None = None,
-    ) -> None:
-        options = _c10d.AllToAllOptions()
-        splits = (out_splits or [], in_splits or [])
-        self._run("alltoall_base", out, x, *splits, options)
-
-    def broadcast(self, x: torch.Tensor, root: int) -> None:
-        options = _c10d.BroadcastOptions()
-        options.rootRank = root
-        self._run("broadcast", [x], options)
 
     def close(self) -> None:
         """Drops the connections, in a thread; ends them now if a collective has not ended well."""
@@ -141,9 +157,9 @@ class GlooGroup:
             self._connections.shut_down()
         _end(held, exit_waits=True)
 
-    def _run(self, method: str, *arguments: Any) -> None:
+    def _run(self, method: str, *arguments: Any, options: Any) -> None:
         self._num_pending += 1  # first: close() may come, in another thread, while it begins
-        work = getattr(_live(self._backend), method)(*arguments)
+        work = getattr(_live(self._backend), method)(*arguments, options)
         try:
             self._wait(work)
         except PeerLost:
@@ -170,48 +186,11 @@ class GlooGroup:
             _live(self._backend)
 
 
-class NcclGroup:
-    """A group between GPUs. Its collectives run on the current stream and never stop the host.
-
-    Args:
-        rank: This process's rank.
-        world_size: Ranks in it.
-        backend: Runs the collectives. PyTorch publishes no types for it.
-    """
-
-    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._backend: list[Any] = [backend]  # empty after close()
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        options = _on_current_stream(_c10d.AllgatherOptions())
-        _live(self._backend)._allgather_base(out, x, options).wait()
+class NcclGroup(_BackendGroup):
+    """A group between GPUs. Its collectives run on the current stream and never stop the host."""
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
-        options = _on_current_stream(_c10d.ReduceScatterOptions())
-        _live(self._backend)._reduce_scatter_base(out, x, options).wait()
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        options = _on_current_stream(_c10d.AllreduceOptions())
-        _live(self._backend).allreduce([x], options).wait()
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        out_splits: list[int] | None = None,
-        in_splits: list[int] | None = None,
-    ) -> None:
-        options = _on_current_stream(_c10d.AllToAllOptions())
-        _live(self._backend).alltoall_base(
-            out, x, out_splits or [], in_splits or [], options
-        ).wait()
-
-    def broadcast(self, x: torch.Tensor, root: int) -> None:
-        options = _on_current_stream(_c10d.BroadcastOptions())
-        options.rootRank = root
-        _live(self._backend).broadcast([x], options).wait()
+        self._run("_reduce_scatter_base", out, x, options=_c10d.ReduceScatterOptions())
 
     def close(self) -> None:
         """Stops kernels that wait for peers. Returns before the connections are gone.
@@ -222,6 +201,11 @@ class NcclGroup:
         Source: NCCL, init.cc, commDestroySync, which waits for persistentRefs.
         """
         _end(_take(self._backend), exit_waits=False)  # it may wait for graphs that live until then
+
+    def _run(self, method: str, *arguments: Any, options: Any) -> None:
+        # Spares the detour over NCCL's own stream, which is for collectives that are not awaited.
+        options.asyncOp = False
+        getattr(_live(self._backend), method)(*arguments, options).wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +330,6 @@ def _nccl_group(
     backend = nccl(store, rank, len(members), options)
     backend.eager_connect_single_device(device)
     return NcclGroup(rank, len(members), backend)
-
-
-def _on_current_stream(options: Any) -> Any:
-    """Spares the detour over NCCL's own stream, which is for collectives that are not awaited."""
-    options.asyncOp = False
-    return options
 
 
 def _live(backend: list[Any]) -> Any:
