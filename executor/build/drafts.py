@@ -19,13 +19,10 @@ from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.graph.graph_slot import GraphSlot
-from executor.model.families import Model
-from executor.model.families.draft import DraftModel, load_draft_model
+from executor.model.families.draft import DraftModel
 from executor.model.families.draft_config import DraftConfig
-from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Attention
 from executor.model.sampling.sampler import Sampler
-from executor.model.weights import OnProgress
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
@@ -54,29 +51,6 @@ class Drafts:
     state: DraftState
 
 
-def load_draft(
-    blueprint: Blueprint, target: Model, kernels: Kernels, *, on_progress: OnProgress | None = None
-) -> DraftModel:
-    """Loads the draft model. Before the KV pool is sized, which takes what memory is left.
-
-    Args:
-        blueprint: With a draft model.
-        target: The model that it drafts for.
-        kernels: What its layers call.
-        on_progress: Called with tensors loaded and tensors in all.
-
-    Raises:
-        CheckpointError: The draft's files are not what it needs.
-        ValueError: Its heads or experts do not divide among the executors.
-    """
-    config, draft_config = blueprint.config, blueprint.draft
-    assert config.draft_model is not None
-    assert draft_config is not None
-    return load_draft_model(
-        config.draft_model, draft_config, target, kernels=kernels, on_progress=on_progress
-    )
-
-
 def build_drafts(
     blueprint: Blueprint,
     device: Device,
@@ -91,10 +65,10 @@ def build_drafts(
     Args:
         blueprint: With a draft model.
         device: Where it runs.
-        draft: From ``load_draft``.
+        draft: The draft model, loaded.
         target_pass: The target's forward pass, which leaves features.
         sampler: The target's.
-        agree: Replaces a tensor by that of one executor among those of a DP rank; None if alone.
+        agree: Replaces a tensor by that of one executor among those of a DP rank; None without peers.
     """
     config, draft_config, plan = blueprint.config, blueprint.draft, blueprint.speculation
     assert draft_config is not None

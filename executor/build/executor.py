@@ -16,7 +16,7 @@ from executor.batch.limits import StepLimits
 from executor.budget.report import BudgetLine, budget_table
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
-from executor.build.drafts import Drafts, build_drafts, load_draft
+from executor.build.drafts import Drafts, build_drafts
 from executor.build.memory import held_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
@@ -24,7 +24,7 @@ from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
 from executor.model.families import Model, load_model
-from executor.model.families.draft import DraftModel
+from executor.model.families.draft import DraftModel, load_draft_model
 from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.vocab import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
@@ -134,10 +134,16 @@ def _models(
         aux_layers=() if draft_config is None else draft_config.aux_layers,
         on_progress=_log_progress(),
     )
-    if draft_config is None:
+    if blueprint.config.draft_model is None or draft_config is None:
         return model, None, kernels
     kernels += [device.kernels(draft_config.layers, blueprint.dtype, max_rows)]
-    draft = load_draft(blueprint, model, kernels[1], on_progress=_log_progress())
+    draft = load_draft_model(
+        blueprint.config.draft_model,
+        draft_config,
+        model,
+        kernels=kernels[1],
+        on_progress=_log_progress(),
+    )
     return model, draft, kernels
 
 

@@ -61,13 +61,8 @@ class DecodeRunner:
 
     def capture(self) -> None:
         """Captures every size."""
-        attention = self._pass.attention
-        self.graphs.capture_sizes(
-            "decode" if self.num_tokens_per_bs == 1 else "verify",
-            [attention],
-            self._load_dummy,
-            breaks=not attention.is_capturable,
-        )
+        label = "decode" if self.num_tokens_per_bs == 1 else "verify"
+        self.graphs.capture_sizes(label, [self._pass.attention], self._load_dummy)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [T, V] of the batch's real rows, a view of the runner's buffer."""

@@ -100,14 +100,9 @@ class DraftExtendGraphs:
 
     def capture(self) -> None:
         """Captures every size of every width."""
-        attention = self._pass.attention
         for width, graphs in self.graphs.items():
-            graphs.capture_sizes(
-                self._label,
-                [attention],
-                partial(self._load_dummy, width),
-                breaks=not attention.is_capturable,
-            )
+            load = partial(self._load_dummy, width)
+            graphs.capture_sizes(self._label, [self._pass.attention], load)
 
     def _load_dummy(self, width: int, size: int) -> tuple[Work, list[Work]]:
         dummy = dummy_draft_extend(

@@ -93,8 +93,7 @@ class DraftGraphs:
         """Captures every size, if there are any."""
         if self.graphs is not None:
             attentions = [forward_pass.attention for forward_pass in self._passes]
-            breaks = not all(attention.is_capturable for attention in attentions)
-            self.graphs.capture_sizes(self._label, attentions, self._load_dummy, breaks=breaks)
+            self.graphs.capture_sizes(self._label, attentions, self._load_dummy)
 
     def _load_dummy(self, size: int) -> tuple[Work, list[Work]]:
         batch = self._phase.spread(self._phase.dummy(size))

@@ -108,7 +108,11 @@ class PiecewisePrefillRunner:
     def capture(self) -> None:
         """Captures every size."""
         self.graphs.capture_sizes(
-            "prefill", [self._pass.attention], self._load_dummy, num_pieces=self._num_layers + 1
+            "prefill",
+            [self._pass.attention],
+            self._load_dummy,
+            num_pieces=self._num_layers + 1,
+            breaks=False,
         )
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:

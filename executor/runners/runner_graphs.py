@@ -42,7 +42,7 @@ class RunnerGraphs:
         load: Callable[[int], tuple[Callable[[], object], Sequence[Work]]],
         *,
         num_pieces: int = 1,
-        breaks: bool = False,
+        breaks: bool | None = None,
     ) -> None:
         """Captures every size, the largest first, so that smaller ones fit into its memory.
 
@@ -52,8 +52,10 @@ class RunnerGraphs:
             load: Fills the buffers for a size with a dummy batch, plans attention, and returns the
                 pass to warm up and the pieces to record.
             num_pieces: Pieces of a size.
-            breaks: Graphs break at eager regions.
+            breaks: Whether graphs break at eager regions; None: where attention cannot be captured.
         """
+        if breaks is None:
+            breaks = not all(attention.is_capturable for attention in attentions)
         self.registry.reset_for_capture()
         record = self.backend.capture_breakable if breaks else self.backend.capture
         with self.backend.session(label=label, num_captures=len(self.sizes) * num_pieces):

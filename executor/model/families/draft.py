@@ -12,9 +12,11 @@ So what an entry holds depends on no token after its own, as in the target, and 
 target's prefix cache are valid for the draft's keys and values, too.
 """
 
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -24,6 +26,8 @@ from executor.model.families import Model
 from executor.model.families.draft_config import DraftConfig, DraftLayout
 from executor.model.families.kernels import Kernels, cpu_kernels
 from executor.model.layers.attention import Stages
+from executor.model.layers.operators import RMSNorm
+from executor.model.layers.vocab import LMHead
 from executor.model.weights import OnProgress, WeightGroup, load_weights, tensor_names
 
 _CLASSES = {
@@ -78,6 +82,49 @@ class DraftModel(Protocol):
         next call, of the target too, may overwrite what this one returned.
         """
         ...
+
+
+class DraftShare:
+    """One executor's share of a draft, in what all layouts have alike.
+
+    Args:
+        config: Sizes.
+        target: Loaded.
+        kernels: What the layers call.
+    """
+
+    num_layers = 1
+    target_ids: torch.Tensor | None = None
+
+    def __init__(self, config: DraftConfig, target: Model, kernels: Kernels) -> None:
+        embedding = target.embed_tokens.weight
+        self.hidden_size = config.layers.hidden_size
+        self.vocab_size = config.vocab_size
+        self._config = config
+        self._peers = replace(target.peers, moe_dense_tp_size=1)
+        self._operators = kernels.operators
+        self._workers = kernels.workers
+        self._embed_tokens = target.embed_tokens
+        self._placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
+        self._new_norm = partial(
+            RMSNorm,
+            self.hidden_size,
+            config.layers.rms_norm_eps,
+            kernels.operators,
+            **self._placed,
+        )
+
+    def _new_head(self) -> LMHead:
+        return LMHead(
+            self.hidden_size,
+            self.vocab_size,
+            communicator=self._peers.attn_tp,
+            workers=self._workers,
+            **self._placed,
+        )
+
+    def project(self, features: torch.Tensor) -> torch.Tensor:
+        return features
 
 
 class _Loadable(DraftModel, Protocol):

@@ -11,21 +11,16 @@ checkpoint has none of its own.
 Source: Li et al. 2025, EAGLE-3, section 3; SGLang, models/llama_eagle3.py.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.families import Model
 from executor.model.families.decoder_layer import Qwen3MoeAttention, Qwen3MoeMLP
+from executor.model.families.draft import DraftShare
 from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Linear
-from executor.model.layers.operators import RMSNorm
-from executor.model.layers.vocab import LMHead
 from executor.model.weights import WeightGroup
 
 _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
@@ -33,50 +28,32 @@ _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 _SPARE = ("t2d", "embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
-class Eagle3Draft:
+class Eagle3Draft(DraftShare):
     """One executor's share of the head. Implements ``DraftModel``."""
-
-    num_layers = 1
 
     def __init__(
         self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
     ) -> None:
-        layers, peers = config.layers, replace(target.peers, moe_dense_tp_size=1)
-        embedding = target.embed_tokens.weight
-        placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
-        hidden = layers.hidden_size
-        self.hidden_size = hidden
-        self.vocab_size = config.vocab_size
-        self.target_ids: torch.Tensor | None = None
+        super().__init__(config, target, kernels)
+        layers, peers, placed, hidden = config.layers, self._peers, self._placed, self.hidden_size
         if config.vocab_size < layers.vocab_size or "d2t" in names:
             self.target_ids = torch.empty(
-                config.vocab_size, dtype=torch.int64, device=embedding.device
+                config.vocab_size, dtype=torch.int64, device=placed["device"]
             )
         self._attn_tp = peers.attn_tp
-        self._operators = kernels.operators
-        self._workers = kernels.workers
-        self._embed_tokens = target.embed_tokens
         self.fc = Linear(config.feature_size, hidden, workers=kernels.workers, **placed)
-        norm = partial(RMSNorm, hidden, layers.rms_norm_eps, kernels.operators, **placed)
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
-            norm() for _ in _NORMS
+            self._new_norm() for _ in _NORMS
         )
         self.self_attn = Qwen3MoeAttention(
             layers, 0, peers, kernels, input_size=2 * hidden, **placed
         )
         self.mlp = Qwen3MoeMLP(hidden, layers.intermediate_size, peers, kernels, **placed)
-        self.norm = norm()
+        self.norm = self._new_norm()
         self.lm_head = target.lm_head
         self._has_head = self.target_ids is not None or "lm_head.weight" in names
         if self._has_head:
-            self.lm_head = LMHead(
-                hidden,
-                config.vocab_size,
-                topology=peers.topology,
-                communicator=peers.attn_tp,
-                workers=kernels.workers,
-                **placed,
-            )
+            self.lm_head = self._new_head()
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
         return self.fc(features)

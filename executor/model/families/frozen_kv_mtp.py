@@ -8,52 +8,36 @@ sequence, all of it, and stores nothing. So queries are shaped, normalised and t
 target's; each layer has an MLP of its own.
 """
 
-from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.families import Model
 from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.families.draft import DraftShare
 from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import Kernels
 from executor.model.families.mtp import Combine
 from executor.model.layers.attention import Stages
-from executor.model.layers.operators import RMSNorm
 from executor.model.weights import WeightGroup
 
 
-class FrozenKvMTPDraft:
+class FrozenKvMTPDraft(DraftShare):
     """One executor's share of the draft. Implements ``DraftModel``."""
-
-    num_layers = 1
-    target_ids: torch.Tensor | None = None
 
     def __init__(
         self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
     ) -> None:
-        layers, peers = config.layers, replace(target.peers, moe_dense_tp_size=1)
-        embedding = target.embed_tokens.weight
-        placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
-        self.hidden_size = layers.hidden_size
-        self.vocab_size = config.vocab_size
-        self._config = config
-        self._peers = peers
-        self._operators = kernels.operators
-        self._workers = kernels.workers
-        self._embed_tokens = target.embed_tokens
+        super().__init__(config, target, kernels)
+        layers, peers, placed = config.layers, self._peers, self._placed
         self._lm_head = target.lm_head
         self.combine = Combine(self.hidden_size, layers.rms_norm_eps, kernels, **placed)
         self.layers = [
             Qwen3MoeDecoderLayer(layers, i, peers, kernels, frozen_kv_layer=kv_layer, **placed)
             for i, kv_layer in enumerate(config.target_kv_layer_ids)
         ]
-        self.norm = RMSNorm(self.hidden_size, layers.rms_norm_eps, kernels.operators, **placed)
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        return features
+        self.norm = self._new_norm()
 
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"

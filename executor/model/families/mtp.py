@@ -16,16 +16,15 @@ Source: DeepSeek-V3 report, section 2.2; SGLang, models/deepseek_nextn.py, model
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.families import Model
 from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.families.draft import DraftShare
 from executor.model.families.draft_config import DraftConfig, DraftLayout
 from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Stages
@@ -72,25 +71,15 @@ class Combine:
         return WeightGroup(targets, self.proj.finish)
 
 
-class MTPDraft:
+class MTPDraft(DraftShare):
     """One executor's share of one or several MTP layers. Implements ``DraftModel``."""
-
-    target_ids: torch.Tensor | None = None
 
     def __init__(
         self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
     ) -> None:
-        layers, peers = config.layers, replace(target.peers, moe_dense_tp_size=1)
-        embedding = target.embed_tokens.weight
-        placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
+        super().__init__(config, target, kernels)
+        layers, peers, placed = config.layers, self._peers, self._placed
         self.num_layers = config.num_layers
-        self.hidden_size = layers.hidden_size
-        self.vocab_size = config.vocab_size
-        self._config = config
-        self._peers = peers
-        self._operators = kernels.operators
-        self._workers = kernels.workers
-        self._embed_tokens = target.embed_tokens
         self.layers = [
             Qwen3MoeDecoderLayer(layers, k, peers, kernels, **placed)
             for k in range(config.num_layers)
@@ -100,29 +89,16 @@ class MTPDraft:
             Combine(self.hidden_size, layers.rms_norm_eps, kernels, **placed)
             for _ in range(num_shared)
         ]
-        norms = [
-            RMSNorm(self.hidden_size, layers.rms_norm_eps, kernels.operators, **placed)
-            for _ in range(num_shared)
-        ]
+        norms = [self._new_norm() for _ in range(num_shared)]
         # By layer; the same one for all where they share it.
         self.combines = combines * (config.num_layers // num_shared)
         self.norms = norms * (config.num_layers // num_shared)
         self._own_heads: Mapping[int, LMHead] = {
-            k: LMHead(
-                self.hidden_size,
-                config.vocab_size,
-                topology=peers.topology,
-                communicator=peers.attn_tp,
-                workers=kernels.workers,
-                **placed,
-            )
+            k: self._new_head()
             for k in range(config.num_layers)
             if f"{self._prefix(k)}shared_head.head.weight" in names
         }
         self.heads = [self._own_heads.get(k, target.lm_head) for k in range(config.num_layers)]
-
-    def project(self, features: torch.Tensor) -> torch.Tensor:
-        return features
 
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"

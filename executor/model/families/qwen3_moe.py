@@ -83,7 +83,6 @@ class Qwen3MoeForCausalLM:
         self.lm_head = LMHead(
             hidden,
             config.vocab_size,
-            topology=topology,
             communicator=peers.attn_tp,
             dtype=dtype,
             device=device,

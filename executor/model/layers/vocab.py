@@ -14,7 +14,6 @@ from executor.model.layers.linear import Linear
 from executor.model.layers.workers import WorkerPool
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator
-from executor.parallel.topology import Topology
 
 
 class Embedding:
@@ -40,7 +39,6 @@ class LMHead:
     Args:
         hidden_size: D.
         vocab_size: V.
-        topology: This executor's place.
         communicator: Joins the executors of this DP rank.
         dtype: Type of weights and hidden states.
         device: Where they live.
@@ -52,15 +50,14 @@ class LMHead:
         hidden_size: int,
         vocab_size: int,
         *,
-        topology: Topology,
         communicator: AttnTpCommunicator,
         dtype: torch.dtype,
         device: torch.device,
         workers: WorkerPool,
     ) -> None:
         self.vocab_size = vocab_size
-        num_rows = vocab_slice(vocab_size, topology.attn_tp_size)
-        start = num_rows * topology.attn_tp_rank
+        num_rows = vocab_slice(vocab_size, communicator.size)
+        start = num_rows * communicator.topology.attn_tp_rank
         self._rows = range(start, start + num_rows)
         self._communicator = communicator
         self._linear = Linear(hidden_size, num_rows, dtype=dtype, device=device, workers=workers)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from executor.batch.kv_pool import KVPool
-from executor.build import drafts as build_drafts
+from executor.build import executor as build_executor
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -28,7 +28,7 @@ def test_the_draft_model_is_loaded_before_the_kv_pool_takes_what_memory_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ):
     made: list[str] = []
-    load, allocate = build_drafts.load_draft_model, KVPool.allocate
+    load, allocate = build_executor.load_draft_model, KVPool.allocate
 
     def load_draft_model(*args: Any, **named: Any) -> Any:
         made.append("draft model")
@@ -38,7 +38,7 @@ def test_the_draft_model_is_loaded_before_the_kv_pool_takes_what_memory_is_left(
         made.append("KV pool")
         allocate(pool, num_blocks)
 
-    monkeypatch.setattr(build_drafts, "load_draft_model", load_draft_model)
+    monkeypatch.setattr(build_executor, "load_draft_model", load_draft_model)
     monkeypatch.setattr(KVPool, "allocate", take)
     build_worker(ExecutorConfig(draft_model=DRAFTS / "mtp", num_kv_blocks=20, **SETTINGS))
     assert made == ["draft model", "KV pool"]
