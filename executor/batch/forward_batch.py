@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.batch.columns import Int64Array
 from executor.parallel.layout import DpLayout
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class ForwardMode(Enum):

@@ -275,6 +275,7 @@ class StepStager:
         seq_lens = columns.num_computed_tokens + columns.num_query_tokens
         unknown = np.flatnonzero(columns.token_ids < 0)
         sequences = columns.logits_sequence[is_sampled]
+        is_all = len(sequences) == len(is_sampled)
         places = self._write_blocks(columns)
         out_cache_loc = np.empty_like(positions)
         self._kv_pool.locate(row_of, positions, out=out_cache_loc)
@@ -288,9 +289,7 @@ class StepStager:
                 logits_indices=columns.logits_indices,
                 sampled_rows=rows[sequences],
                 sampled_positions=seq_lens[sequences],
-                sampled_at=np.flatnonzero(is_sampled)
-                if len(sequences) < len(is_sampled)
-                else _NOTHING,
+                sampled_at=_NOTHING if is_all else np.flatnonzero(is_sampled),
                 unknown_rows=row_of[unknown],
                 unknown_at=unknown if len(unknown) < len(row_of) else _NOTHING,
                 block_places=places,
@@ -310,12 +309,9 @@ class StepStager:
         if pool.is_table_shared:
             return _NOTHING
         if len(places) > self._capacity.block_places:
-            pool.write_blocks(self._to_device(places), self._to_device(ids))
+            pool.write_blocks(to_device(places, pool.device), to_device(ids, pool.device))
             return _NOTHING
         return places
-
-    def _to_device(self, values: Int64Array) -> torch.Tensor:
-        return to_device(values, self._kv_pool.device)
 
 
 def _capacity(limits: StepLimits) -> StepInputs[int]:

@@ -1,8 +1,7 @@
 """Graph sizes to capture. Pure.
 
-A decode size counts sequences, a prefill size counts token rows of one rank. The list that comes
-out of here is the one that is captured and the one that ``Describe`` carries, from
-which the router picks.
+A decode size counts sequences, a prefill size counts token rows of one rank. These lists are captured,
+and ``Describe`` carries them to the router, which picks from them.
 """
 
 import math
@@ -10,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
+
+from executor.budget.token_budget import check_least
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -39,7 +40,7 @@ def default_decode_sizes(max_bs: int) -> tuple[int, ...]:
     Raises:
         ValueError: ``max_bs`` is below 1.
     """
-    _check_at_least_1("max_bs", max_bs)
+    check_least(1, max_bs=max_bs)
     return _up_to(max_bs, [1, 2, 4, *_stepped(max_bs, _DECODE_STEPS)])
 
 
@@ -52,7 +53,7 @@ def default_prefill_sizes(max_num_tokens: int) -> tuple[int, ...]:
     Raises:
         ValueError: ``max_num_tokens`` is below 1.
     """
-    _check_at_least_1("max_num_tokens", max_num_tokens)
+    check_least(1, max_num_tokens=max_num_tokens)
     return _up_to(max_num_tokens, _stepped(max_num_tokens, _PREFILL_STEPS))
 
 
@@ -71,9 +72,12 @@ def capture_alignment(attn_tp_size: int, attn_cp_size: int = 1, num_tokens_per_b
     Raises:
         ValueError: An argument is below 1.
     """
-    _check_at_least_1("attn_tp_size", attn_tp_size)
-    _check_at_least_1("attn_cp_size", attn_cp_size)
-    _check_at_least_1("num_tokens_per_bs", num_tokens_per_bs)
+    check_least(
+        1,
+        attn_tp_size=attn_tp_size,
+        attn_cp_size=attn_cp_size,
+        num_tokens_per_bs=num_tokens_per_bs,
+    )
     alignment = math.lcm(attn_tp_size, attn_cp_size)
     return alignment // math.gcd(alignment, num_tokens_per_bs)
 
@@ -125,7 +129,7 @@ def decode_capture_sizes(
     Raises:
         ValueError: The sizes or the alignment leave nothing to capture.
     """
-    _check_at_least_1("alignment", alignment)
+    check_least(1, alignment=alignment)
     if listed is not None:
         return filter_sizes(listed, alignment)
     return round_up_sizes(default_decode_sizes(max_bs), alignment)
@@ -144,7 +148,7 @@ def prefill_capture_sizes(
     Raises:
         ValueError: The sizes or the alignment leave nothing to capture.
     """
-    _check_at_least_1("alignment", alignment)
+    check_least(1, alignment=alignment)
     if listed is not None:
         return filter_sizes(listed, alignment)
     return round_up_sizes(default_prefill_sizes(max_num_tokens), alignment)
@@ -163,8 +167,3 @@ def _stepped(maximum: int, steps: Iterable[tuple[float, int]]) -> list[int]:
 
 def _up_to(maximum: int, sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({maximum, *(size for size in sizes if size < maximum)}))
-
-
-def _check_at_least_1(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name}={value}: need at least 1")

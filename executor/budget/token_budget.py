@@ -75,17 +75,11 @@ class TokenBudget:
 
     def __post_init__(self) -> None:
         check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.max_num_logits)
-        sizes = (
-            "num_tokens_per_bs",
-            "dp_size",
-            "attn_tp_size",
-            "ep_size",
-            "hidden_size",
-            "itemsize",
-        )
-        _check_least(1, vocab_size=self.vocab_size, **{size: getattr(self, size) for size in sizes})
-        graph_sizes = ("decode_graph_size", "extend_graph_size")
-        _check_least(0, top_k=self.top_k, **{size: getattr(self, size) for size in graph_sizes})
+        sizes = ("num_tokens_per_bs", "dp_size", "attn_tp_size", "ep_size")
+        widths = ("hidden_size", "itemsize", "vocab_size")
+        check_least(1, **{name: getattr(self, name) for name in (*sizes, *widths)})
+        counts = ("top_k", "decode_graph_size", "extend_graph_size")
+        check_least(0, **{name: getattr(self, name) for name in counts})
 
     @property
     def world_size(self) -> int:
@@ -169,11 +163,6 @@ class TokenBudget:
         return cap
 
     @cached_property
-    def a2a_received_tokens(self) -> int:
-        """Rows that an EP rank's experts see: a place for every token that any rank could send."""
-        return self.a2a_max_num_tokens * self.ep_size
-
-    @cached_property
     def a2a_dispatch_bytes_per_token(self) -> int:
         """Bytes of a token on its way to its experts, with their ids and weights."""
         return dispatch_bytes_per_token(
@@ -213,7 +202,7 @@ def check_step_limits(max_num_batched_tokens: int, max_num_seqs: int, max_num_lo
     Raises:
         ValueError: Names the setting that is too small.
     """
-    _check_least(1, max_num_seqs=max_num_seqs)
+    check_least(1, max_num_seqs=max_num_seqs)
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
             f"max_num_batched_tokens={max_num_batched_tokens} is below "
@@ -241,8 +230,8 @@ def dispatch_bytes_per_token(
     Raises:
         ValueError: A size is too small, or the format is unknown or does not divide H.
     """
-    _check_least(1, hidden_size=hidden_size, itemsize=itemsize)
-    _check_least(0, top_k=top_k)
+    check_least(1, hidden_size=hidden_size, itemsize=itemsize)
+    check_least(0, top_k=top_k)
     hidden_bytes = [hidden_size * itemsize]
     if quantized is not None:
         formats = {"nvfp4": (16, hidden_size // 2), "mxfp8": (32, hidden_size)}
@@ -283,14 +272,14 @@ def a2a_workspace_size_per_rank(
     Source: FlashInfer 0.7.2, moe_a2a_get_workspace_size_per_rank, with which
     tests/executor/budget/test_token_budget.py compares it where the library's module is there.
     """
-    _check_least(
+    check_least(
         1,
         ep_size=ep_size,
         max_num_tokens=max_num_tokens,
         dispatch_payload_size_per_token=dispatch_payload_size_per_token,
         combine_payload_size_per_token=combine_payload_size_per_token,
     )
-    _check_least(0, eplb_num_experts=eplb_num_experts)
+    check_least(0, eplb_num_experts=eplb_num_experts)
     aux_bytes = 0
     for part in (
         8 + 8 * ep_size,
@@ -327,7 +316,12 @@ def check_flashinfer_a2a(ep_size: int, top_k: int) -> None:
         )
 
 
-def _check_least(least: int, **values: int) -> None:
+def check_least(least: int, **values: int) -> None:
+    """Checks that none of the values is below the least.
+
+    Raises:
+        ValueError: Names the first that is.
+    """
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}={value}: need at least {least}")

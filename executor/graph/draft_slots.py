@@ -14,10 +14,10 @@ from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy, Pos
 _per_sequence = partial(GraphSlot, axis="bs", padding_policy=PaddingPolicy.ZERO)
 _per_token = partial(GraphSlot, axis="tokens", padding_policy=PaddingPolicy.ZERO)
 _lens = partial(GraphSlot, padding_policy=PaddingPolicy.FILL_SENTINEL)
-# One line for each pass of a phase.
 
 
 def _lines(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the first rows of every pass of a phase: the buffer has a line for each."""
     return buffer[:, :count]
 
 
@@ -94,12 +94,8 @@ def draft_extend_slots(
         is_drawn: Whether drafts are drawn.
     """
     lens = partial(_lens, axis="bs", pad_value=width)
-    rows = partial(
-        GraphSlot,
-        axis="bs",
-        padding_policy=PaddingPolicy.KEEP_PAD,
-        post_fill=_own_first_rows(width),
-    )
+    first_rows = _own_first_rows(width)
+    rows = partial(_per_sequence, padding_policy=PaddingPolicy.KEEP_PAD, post_fill=first_rows)
     slots = [
         _per_token("input_ids", lambda _, tokens: (tokens,), torch.int64),
         _per_token("positions", lambda _, tokens: (tokens,), torch.int64),
@@ -112,9 +108,8 @@ def draft_extend_slots(
         rows("lasts", lambda bs, _: (bs,), torch.int64),
     ]
     if num_layers > 1:
-        slots.append(
-            _per_sequence("carries", lambda bs, _: (bs, num_layers - 1, hidden_size), dtype)
-        )
+        shape = (num_layers - 1, hidden_size)
+        slots.append(_per_sequence("carries", lambda bs, _: (bs, *shape), dtype))
     return slots + _draw_slots() if is_drawn else slots
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from executor.batch.columns import Int64Array
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import StepColumns
@@ -68,7 +67,6 @@ class Verifier:
         self._max_position = max_position
         self._agree = agree
         self._target_ids = target_ids
-        self._device = kv_pool.device
 
     def batch(
         self, columns: StepColumns, batch: ForwardBatch, drafts: Drafts
@@ -115,11 +113,10 @@ class Verifier:
         rows = columns.rows.repeat(size)
         at = verification.at.unsqueeze(1).expand(-1, size).flatten()
         lens = (columns.num_computed_tokens[:, None] + np.arange(1, size + 1)).ravel()
-        limits = self._to_device(columns.num_tokens)
+        limits = to_device(columns.num_tokens, self._kv_pool.device)
         if drafts.probs is not None:
-            p = self._sampler.probabilities(logits, rows, lens, at).view(
-                count, size, logits.shape[1]
-            )
+            p = self._sampler.probabilities(logits, rows, lens, at)
+            p = p.view(count, size, logits.shape[1])
             q = self._over_target_ids(drafts.probs, p.shape[2])
             seeds = self._sampler.parameters.at(verification.at)["seed"]
             first = verification.positions.view(count, size)[:, 0]
@@ -173,6 +170,3 @@ class Verifier:
         return Accepted(
             every[:, 0].contiguous(), every[:, 1 : depth + 1], every[:, depth + 1 :].contiguous()
         )
-
-    def _to_device(self, values: Int64Array) -> torch.Tensor:
-        return to_device(values, self._device)

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from executor.batch.columns import Int64Array
 from executor.batch.kv_pool import KVPool
-
-Int64Array = npt.NDArray[np.int64]
 
 # Most new tokens of a sequence that goes into a group. A verify pass has 2 to 16. One by one, 32
 # sequences of 4 take a fifth to a third longer, and of 16 about as long: with more queries a sequence

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.batch.columns import Int64Array
+
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,14 +101,10 @@ class PhaseDispatcher(Dispatcher):
         self.extend.leave()
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        layout: DpLayout,
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
         chosen = self.extend if layout.has_extend else self.decode
-        dispatched = chosen.dispatch(x_TD, topk_ids_TK, topk_weights_TK, layout)
+        dispatched = chosen.dispatch(x_TD, ids_TK, weights_TK, layout)
         return replace(dispatched, handle=(chosen, dispatched))
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

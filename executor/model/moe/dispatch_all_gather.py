@@ -35,17 +35,13 @@ class AllGatherDispatcher(Dispatcher):
         return cls(setup.communicator, topology.local_experts(setup.num_experts))
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        layout: DpLayout,
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
         assert len(x_TD) == layout.shard_num_rows, (
             f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
         )
         x_RD, ids_RK, weights_RK = self._communicator.gather_columns(
-            (x_TD, topk_ids_TK, topk_weights_TK), layout
+            (x_TD, ids_TK, weights_TK), layout
         )
         num_local = len(self._local_experts)
         if self._communicator.world_size > 1:

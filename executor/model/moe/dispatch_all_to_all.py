@@ -118,24 +118,20 @@ class TorchAllToAllDispatcher(Dispatcher):
         return (BudgetLine(what, bound, num_bytes // (self._num_words * WORD.itemsize), num_bytes),)
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        layout: DpLayout,
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
         self._check(x_TD, layout)
         group = self._communicator.group
         # A step that fails before ``combine`` leaves its dispatch open; the group ends with it.
         assert self._open_in is not group, "dispatch called twice without combine"
         self._open_in = group
-        is_sent_WT = self._destinations(topk_ids_TK[: layout.shard_num_tokens])
+        is_sent_WT = self._destinations(ids_TK[: layout.shard_num_tokens])
         counts_W = is_sent_WT.sum(dim=1)
         group.all_to_all(self._received_counts, counts_W)
         tokens_S = is_sent_WT.nonzero()[:, 1]
         sent, received = counts_W.tolist(), self._received_counts.tolist()
 
-        columns = (x_TD, topk_ids_TK, topk_weights_TK)
+        columns = (x_TD, ids_TK, weights_TK)
         packed_T = view_rows(self._packed, len(x_TD), self._num_words)
         packed_S = view_rows(self._sent, len(tokens_S), self._num_words)
         packed_R = view_rows(self._received, sum(received), self._num_words)
@@ -163,9 +159,9 @@ class TorchAllToAllDispatcher(Dispatcher):
         group.all_to_all(y_SD, y_RD.contiguous(), exchange.sent, exchange.received)
         return sum_by_token(y_SD, exchange.order_S, exchange.starts_T)
 
-    def _destinations(self, topk_ids_TK: torch.Tensor) -> torch.Tensor:
+    def _destinations(self, ids_TK: torch.Tensor) -> torch.Tensor:
         """Returns 1 where a rank holds an expert of a token and 0 elsewhere, int64 [W, T]."""
-        ranks_TK = self._ranks.index_select(0, topk_ids_TK.flatten()).view_as(topk_ids_TK)
+        ranks_TK = self._ranks.index_select(0, ids_TK.flatten()).view_as(ids_TK)
         is_sent = ranks_TK.new_zeros(self._num_ranks + 1, len(ranks_TK))
         return is_sent.scatter_(0, ranks_TK.t(), 1)[: self._num_ranks]  # E is with rank W
 

@@ -102,26 +102,22 @@ class FlashInferDispatcher(Dispatcher):
         self._all_to_all.leave()
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        layout: DpLayout,
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
         assert len(x_TD) == layout.shard_num_rows, (
             f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
         )
         capacity = layout.runtime_max_tokens_per_rank
         if capacity == 0:  # on every rank
-            return Dispatched(x_TD, topk_ids_TK, topk_weights_TK)
+            return Dispatched(x_TD, ids_TK, weights_TK)
         if layout.shard_num_tokens < len(x_TD):
-            topk_ids_TK = topk_ids_TK.clone()
-            topk_ids_TK[layout.shard_num_tokens :] = self._num_experts
+            ids_TK = ids_TK.clone()
+            ids_TK[layout.shard_num_tokens :] = self._num_experts
         received = self._all_to_all.dispatch(
             x_TD,
-            topk_ids_TK,
-            topk_weights_TK,
-            routes_TK=_look_up(self._routes, topk_ids_TK),
+            ids_TK,
+            weights_TK,
+            routes_TK=_look_up(self._routes, ids_TK),
             capacity=capacity,
         )
         return Dispatched(

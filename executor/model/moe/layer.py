@@ -120,11 +120,7 @@ class Dispatcher:
         """Forgets the epoch, and what a failed pass has dispatched."""
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        topk_ids_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-        layout: DpLayout,
+        self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
         """Sends each token to the ranks that hold its experts. Every rank must call it.
 
@@ -133,8 +129,8 @@ class Dispatcher:
 
         Args:
             x_TD: Hidden states. T is ``layout.shard_num_rows``, and may be 0.
-            topk_ids_TK: int32 expert numbers, 0 to E.
-            topk_weights_TK: float32 routing weights.
+            ids_TK: int32 expert numbers, 0 to E.
+            weights_TK: float32 routing weights.
             layout: This pass's token counts.
 
         Returns:
@@ -259,12 +255,10 @@ class MoELayer:
             is_padding_T1: bool, rows that no expert may see, though they are counted in
                 ``layout``; None if there are none.
         """
-        topk_ids_TK, topk_weights_TK = topk_softmax(
-            self.gate(x_TD), self.top_k, renormalize=self.renormalize
-        )
+        ids_TK, weights_TK = topk_softmax(self.gate(x_TD), self.top_k, renormalize=self.renormalize)
         if is_padding_T1 is not None:
-            topk_ids_TK.masked_fill_(is_padding_T1, self.num_experts)
-        dispatched = self.dispatcher.dispatch(x_TD, topk_ids_TK, topk_weights_TK, layout)
+            ids_TK.masked_fill_(is_padding_T1, self.num_experts)
+        dispatched = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, layout)
         y_RD = self.runner.run(dispatched)
         return self.dispatcher.combine(y_RD, dispatched)
 
