@@ -28,6 +28,21 @@ class ProcessEnded(Exception):
     """A process ended before the event that was waited for."""
 
 
+def spawn(args: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":
+    """Starts ``python ARGS``, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
 class Process:
     """A running ``python ARGS``, in a session of its own so that Ctrl-C reaches only its parent.
 
@@ -50,17 +65,7 @@ class Process:
         self._events: dict[str, Future[dict[str, Any]]] = {}
         self._exit_code: Future[int] = Future()
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
-            cwd=ROOT,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        self._popen = spawn(args, {**os.environ, **env})
         self._reader = threading.Thread(target=self._read, name=f"log of {name}", daemon=True)
         self._reader.start()
 
