@@ -215,16 +215,20 @@ async def test_a_second_signal_ends_what_runs_at_once(router: Router, delay_s: f
 
 
 @asynccontextmanager
-async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str]]]:
-    """Yields a stub and the peers that called, behind the options that settings make."""
-    peers: set[str] = set()
+async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str], asyncio.Event]]:
+    """Yields a stub and the peers that called, behind the options that settings make.
+
+    Of a call with a priority, the tokens behind the first one wait for the event.
+    """
+    peers, may_go_on = set[str](), asyncio.Event()
 
     class Servicer(serving_pb2_grpc.GenerationServiceServicer):
         async def Generate(self, request: Any, context: Any) -> None:
             peers.add(context.peer())
-            for token in range(request.priority):
+            for token in range(1 + request.priority):
                 await context.write(pb.GenerateResponse(token_ids=[token]))
-                await asyncio.sleep(0.02)
+                if request.priority:
+                    await may_go_on.wait()
 
         GenerateMany = Cancel = GetModel = GetStatus = None  # type: ignore[assignment]
 
@@ -233,7 +237,7 @@ async def slow_server(**settings: Any) -> AsyncIterator[tuple[Any, set[str]]]:
         listening(generation(Servicer()), options=options) as target,
         grpc.aio.insecure_channel(target) as channel,
     ):
-        yield serving_pb2_grpc.GenerationServiceStub(channel), peers
+        yield serving_pb2_grpc.GenerationServiceStub(channel), peers, may_go_on
 
 
 async def tokens_of(call: Any) -> list[int]:
@@ -241,11 +245,12 @@ async def tokens_of(call: Any) -> list[int]:
 
 
 async def test_an_old_connection_is_replaced_and_its_streams_go_on():
-    async with slow_server(max_connection_age_s=0.2) as (stub, peers):
-        stream = asyncio.create_task(tokens_of(stub.Generate(pb.GenerateRequest(priority=60))))
+    async with slow_server(max_connection_age_s=0.2) as (stub, peers, may_go_on):
+        stream = asyncio.create_task(tokens_of(stub.Generate(pb.GenerateRequest(priority=59))))
         async with asyncio.timeout(120):
             while len(peers) < 3:  # each is another connection
-                await tokens_of(stub.Generate(pb.GenerateRequest(priority=1)))
+                await tokens_of(stub.Generate(pb.GenerateRequest()))
+        may_go_on.set()
         assert await stream == list(range(60))
 
 

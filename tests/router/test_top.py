@@ -179,10 +179,12 @@ class Screen(io.StringIO):
     def __init__(self, lines: int = 50) -> None:
         super().__init__()
         self.pictures: list[str] = []
+        self._has_drawn = asyncio.Event()
         self.console = Console(file=self, force_terminal=True, width=100, height=lines)
 
     def write(self, text: str) -> int:
         self.pictures.append(re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text))
+        self._has_drawn.set()
         return len(text)
 
     async def shows(self, text: str) -> str:
@@ -193,7 +195,8 @@ class Screen(io.StringIO):
                 for picture in self.pictures[start:]:
                     if text in picture:
                         return picture
-                await asyncio.sleep(0.01)
+                self._has_drawn.clear()
+                await self._has_drawn.wait()
 
 
 @asynccontextmanager

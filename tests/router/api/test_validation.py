@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,9 @@ from router.requests.request import (
     SamplingParams,
     StopConditions,
 )
-from router.scheduling.step import ServedModel
-from tests.router.support.fake_engines import byte_tokenizer
+from tests.router.support import fake_engines
 
-MODEL = ServedModel(
-    name="tiny-moe",
-    architecture="Qwen3MoeForCausalLM",
-    fingerprint="f00d",
-    vocab_size=256,
-    max_model_len=32,
-    eos_token_ids=(2,),
-)
+MODEL = replace(fake_engines.MODEL, vocab_size=256, max_model_len=32)
 INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
 
 Change = Callable[[pb.GenerateRequest], object]
@@ -41,7 +34,9 @@ Change = Callable[[pb.GenerateRequest], object]
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    return byte_tokenizer(tmp_path, added=["<beyond>"])  # id 256, which the model lacks
+    return fake_engines.byte_tokenizer(
+        tmp_path, added=["<beyond>"]
+    )  # id 256, which the model lacks
 
 
 async def read(
