@@ -80,9 +80,7 @@ async def server(
         yield client, measures
 
 
-async def test_a_server_counts_joins_waits_and_refusals_by_reason(
-    server: tuple[Client, Measures],
-):
+async def test_a_server_counts_joins_waits_and_refusals_by_reason(server: tuple[Client, Measures]):
     client, measures = server
     await client.join(1)
     assert [response.step_id async for response in client.steps(1)] == [1]

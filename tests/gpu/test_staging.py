@@ -18,12 +18,7 @@ CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
 PROMPT, ANSWER = ([byte + 3 for byte in text] for text in (b"\n17+25=", b"42\n"))
 BLOCK_SIZE, NUM_STEPS = 4, 12
 GREEDY: dict[str, Any] = {}
-SAMPLED: dict[str, Any] = {
-    "temperature": [1.0],
-    "top_k": [40],
-    "top_p": [0.9],
-    "seed": [7],
-}
+SAMPLED: dict[str, Any] = {"temperature": [1.0], "top_k": [40], "top_p": [0.9], "seed": [7]}
 
 
 def lengths_of(seed: int) -> StepInputs[int]:

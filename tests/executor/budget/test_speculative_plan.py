@@ -42,12 +42,7 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("algorithm", "steps", "topk", "width", "rows", "slots"), EXPECTED)
 def test_rows_and_slots_follow_from_the_plan(
-    algorithm: str,
-    steps: int,
-    topk: int,
-    width: int,
-    rows: tuple[int, int],
-    slots: tuple[int, int],
+    algorithm: str, steps: int, topk: int, width: int, rows: tuple[int, int], slots: tuple[int, int]
 ):
     plan = SpeculationPlan(
         algorithm=algorithm, num_draft_steps=steps, topk=topk, num_draft_tokens=width

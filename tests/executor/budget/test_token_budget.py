@@ -514,10 +514,7 @@ def test_the_table_says_what_is_sized_by_which_bound():
 def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int):
     """Each line becomes a log record of its own, in which "those" would mean nothing."""
     budget = make_budget(
-        dp_size=dp_size,
-        attn_tp_size=attn_tp_size,
-        ep_size=dp_size * attn_tp_size,
-        top_k=2,
+        dp_size=dp_size, attn_tp_size=attn_tp_size, ep_size=dp_size * attn_tp_size, top_k=2
     )
     seen = ["max_num_batched_tokens", "max_num_logits"]
     for line in budget_table(budget):
@@ -558,10 +555,7 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
         for value in vars(communicator).values()
         if isinstance(value, torch.Tensor) and value.numel()
     ]
-    no_buffers = {
-        "hidden states of a DP rank",
-        "hidden states of an executor",
-    }
+    no_buffers = {"hidden states of a DP rank", "hidden states of an executor"}
     told = [line.bytes for line in budget_table(budget) if line.what not in no_buffers]
     assert sorted(told) == sorted(held)
 
@@ -601,10 +595,7 @@ def test_the_bound_that_decides_on_logits_is_named(sizes: dict[str, int], bound:
         ({}, "max_num_seqs * num_tokens_per_bs"),
         ({"decode_graph_size": 72}, "largest decode graph * num_tokens_per_bs"),
         ({"a2a_extends": True}, "default"),
-        (
-            {"a2a_extends": True, "max_num_batched_tokens": 8192},
-            "hidden states of a DP rank",
-        ),
+        ({"a2a_extends": True, "max_num_batched_tokens": 8192}, "hidden states of a DP rank"),
         ({"max_dispatch_tokens_per_rank": 5000}, "max_dispatch_tokens_per_rank"),
     ],
 )

@@ -26,9 +26,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(
 
 @pytest.mark.parametrize(
     ("settings", "dtype", "problem"),
-    [
-        ({}, torch.float32, "dtype=float32, but the kernels for experts take bfloat16"),
-    ],
+    [({}, torch.float32, "dtype=float32, but the kernels for experts take bfloat16")],
 )
 def test_what_a_gpu_cannot_do_runs_on_the_cpu_unless_cuda_was_asked_for(
     tiny_checkpoint: Path,

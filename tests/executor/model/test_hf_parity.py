@@ -63,9 +63,7 @@ def test_a_shared_prefix_gives_the_same_logits(checkpoint: tuple[Path, Any]):
     )
 
 
-def test_64_greedy_tokens_of_a_ragged_batch_equal_those_of_generate(
-    checkpoint: tuple[Path, Any],
-):
+def test_64_greedy_tokens_of_a_ragged_batch_equal_those_of_generate(checkpoint: tuple[Path, Any]):
     path, model = checkpoint
     prompts = {0: prompt(3, 3), 2: prompt(21, 4), 5: prompt(60, 5)}
     assert greedy(Rank(path), prompts, 64) == {

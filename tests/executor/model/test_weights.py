@@ -50,11 +50,7 @@ def load(path: Path, **options: Any) -> None:
 
 def rank_0_of(topology: Topology, num_experts: int = 8, **dense: int) -> dict[str, Any]:
     communicator = DpCommunicator(
-        topology=topology,
-        max_tokens_per_rank=1,
-        hidden_size=48,
-        dtype=torch.float32,
-        top_k=2,
+        topology=topology, max_tokens_per_rank=1, hidden_size=48, dtype=torch.float32, top_k=2
     )
     return {"peers": Peers.gathering(num_experts, communicator, **dense)}
 

@@ -221,9 +221,7 @@ def test_the_first_worker_of_a_dp_rank_answers_for_both(
     assert first.last_tokens == second.last_tokens
 
 
-def test_a_worker_that_would_draw_other_tokens_goes_on_with_those_of_the_first(
-    workers: list[Any],
-):
+def test_a_worker_that_would_draw_other_tokens_goes_on_with_those_of_the_first(workers: list[Any]):
     """Else it would feed itself another text, and nobody would notice."""
     for answered in workers:
         assert answered["at odds"] == answered["alike"]

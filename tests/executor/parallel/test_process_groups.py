@@ -130,11 +130,7 @@ def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.Mo
     store = open_store(HOST, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no NCCL here"):
         join_group(
-            HOST,
-            store.port,
-            epoch=1,
-            topology=Topology(dp_size=2),
-            device=torch.device("cuda", 0),
+            HOST, store.port, epoch=1, topology=Topology(dp_size=2), device=torch.device("cuda", 0)
         )
     assert closed == ["host"]
 
@@ -211,12 +207,7 @@ COLLECTIVES: list[tuple[Callable[[RankGroup], None], str, list[Any], str]] = [
         "ReduceScatterOptions",
     ),
     (lambda g: g.all_reduce(IN), "allreduce", [["in"]], "AllreduceOptions"),
-    (
-        lambda g: g.all_to_all(OUT, IN),
-        "alltoall_base",
-        ["out", "in", [], []],
-        "AllToAllOptions",
-    ),
+    (lambda g: g.all_to_all(OUT, IN), "alltoall_base", ["out", "in", [], []], "AllToAllOptions"),
     (
         lambda g: g.all_to_all(OUT, IN, [4, 0], [1, 1]),
         "alltoall_base",

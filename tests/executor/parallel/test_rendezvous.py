@@ -66,10 +66,7 @@ def test_a_host_of_another_machine_or_a_port_that_is_taken_is_named() -> None:
     ],
 )
 def test_nccl_stays_on_this_machine_where_all_peers_do(
-    peer_host: str | None,
-    given: str | None,
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    peer_host: str | None, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is put back afterwards
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")

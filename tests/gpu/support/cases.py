@@ -246,10 +246,7 @@ class Case:
         return runner
 
     def prefill(
-        self,
-        kind: str,
-        backend: RunnerBackend,
-        registry: CudaGraphBufferRegistry | None = None,
+        self, kind: str, backend: RunnerBackend, registry: CudaGraphBufferRegistry | None = None
     ) -> GraphRunner:
         """Returns a prefill runner that has captured every size."""
         registry = registry or self.prefill_registry()

@@ -19,12 +19,7 @@ _CODE = 16.0  # length of an expert's direction in the embedding of a token that
 
 
 def random_tensor(
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    std: float = 1.0,
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str, shape: tuple[int, ...], *, std: float = 1.0, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Returns normal numbers that depend on the name, the shape, the dtype and the kind of device."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

@@ -140,12 +140,7 @@ def test_every_query_head_is_on_one_executor_with_the_kv_head_that_it_reads(
 
 
 def test_kv_heads_that_are_fewer_than_the_executors_are_on_several(tmp_path: Path):
-    assert shares(tmp_path, 8, 2, 4) == [
-        ([0, 1], [0]),
-        ([2, 3], [0]),
-        ([4, 5], [1]),
-        ([6, 7], [1]),
-    ]
+    assert shares(tmp_path, 8, 2, 4) == [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [1])]
 
 
 def test_what_each_executor_keeps_is_its_share_of_the_kv_heads(tmp_path: Path):

@@ -430,9 +430,7 @@ def test_an_extend_between_graph_segments_attends_to_its_own_batch(library: CpuF
 
 
 @pytest.mark.parametrize(
-    "mix",
-    [[(7, 1), (3, 1), (47, 1)], [(0, 8), (4, 4), (33, 7)]],
-    ids=["decodes", "extends"],
+    "mix", [[(7, 1), (3, 1), (47, 1)], [(0, 8), (4, 4), (33, 7)]], ids=["decodes", "extends"]
 )
 def test_the_torch_backend_attends_like_the_library(mix: list[tuple[int, int]], real: Any) -> None:
     """In full pages only: the references read every page to its end. They return bfloat16."""

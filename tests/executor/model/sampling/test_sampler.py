@@ -182,12 +182,7 @@ def test_suppressed_ids_come_back_when_the_sequence_is_long_enough():
     logits = torch.zeros(VOCAB_SIZE)
     logits[[3, 4]] = torch.tensor([9.0, 8.0])
     tokens = sample_one(
-        logits,
-        seq_len=5,
-        calls=3,
-        suppressed_until=[7],
-        num_suppressed_ids=[1],
-        suppressed_ids=[3],
+        logits, seq_len=5, calls=3, suppressed_until=[7], num_suppressed_ids=[1], suppressed_ids=[3]
     )
     assert tokens == [4, 4, 3]
 
@@ -348,12 +343,7 @@ def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
     sampler, logits, rows = Sampler(1, VOCAB_SIZE), random_logits()[None], np.array([0])
     likeliest = int(logits.argmax())
     sampler.start(
-        starts(
-            rows=[0],
-            suppressed_until=[5],
-            num_suppressed_ids=[1],
-            suppressed_ids=[likeliest],
-        )
+        starts(rows=[0], suppressed_until=[5], num_suppressed_ids=[1], suppressed_ids=[likeliest])
     )
     assert sampler.sample(logits, rows, np.array([4])).item() != likeliest
     assert sampler.sample(logits, rows, np.array([5])).item() == likeliest
