@@ -1,15 +1,19 @@
-"""Fixtures of the executor's tests: one torch thread, patience, a checkpoint, and a server."""
+"""Fixtures of the executor's tests: one torch thread, patience, a checkpoint, FlashInfer and a server."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel import process_groups as parallel
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.fake_worker import FakeWorker
+from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.ranks.ranks import be_patient
 from tests.executor.support.servers import Client, serving
 
@@ -57,6 +61,25 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-qwen3-moe")
     save_qwen3_moe(path, "wide")
     return path
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns FlashInfer as it is installed."""
+    return real_flashinfer(tmp_path_factory)
+
+
+@pytest.fixture
+def library(real: Any) -> Iterator[CpuFlashInfer]:
+    """FlashInfer's stand-in, in its place, with input buffers of the test's own."""
+    library = CpuFlashInfer(real)
+    with library.installed(), fresh_input_buffer_pool():
+        yield library
+
+
+@pytest.fixture
+def ops(library: CpuFlashInfer) -> FlashInferOps:
+    return FlashInferOps(enable_pdl=True)
 
 
 @pytest.fixture

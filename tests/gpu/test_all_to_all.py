@@ -20,14 +20,20 @@ from executor.budget.token_budget import a2a_workspace_size_per_rank
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.model.moe.layer import Dispatched
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout
 from tests.executor.support.flashinfer.cpu_all_to_all import run_threads
+from tests.executor.support.flashinfer.expert_rows import (
+    Rows,
+    dense,
+    experts,
+    fitting,
+    layouts_of,
+    random_rows,
+)
 from tests.gpu.support.cases import largest_error
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
 T = TypeVar("T")
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, expert ids, weights
 
 MOST_ROWS = 12  # of a rank; eight ranks have 96 blocks, an H100 or H200 runs 132
 OFF = 0.01  # of a row's length: results are rounded to bfloat16 on each rank, and their sum again
@@ -38,20 +44,13 @@ if IS_STAND_IN:
 
 
 def sizes_of(ep_size: int, top_k: int, hidden_size: int, num_experts: int) -> AllToAllSizes:
-    row_bytes = 2 * hidden_size
-    return AllToAllSizes(
+    return fitting(
         ep_size=ep_size,
         num_experts=num_experts,
         top_k=top_k,
         hidden_size=hidden_size,
         dtype=torch.bfloat16,
         max_num_tokens=MOST_ROWS,
-        bytes_per_rank=a2a_workspace_size_per_rank(
-            ep_size=ep_size,
-            max_num_tokens=MOST_ROWS,
-            dispatch_payload_size_per_token=row_bytes + 8 * top_k,
-            combine_payload_size_per_token=row_bytes,
-        ),
     )
 
 
@@ -132,39 +131,6 @@ class Ranks:
                     y = part.place_for_results()
                     dispatcher.combine(y if in_place else torch.zeros_like(y), part)
                 self._machine.synchronize()
-
-
-def experts(dispatched: Dispatched, rank: int, sizes: AllToAllSizes) -> torch.Tensor:
-    """Expert e of all doubles and adds e. Rows without experts here become 0, whatever they hold."""
-    num_local = sizes.num_experts // sizes.ep_size
-    ids = dispatched.topk_ids_RK
-    is_here = ids < num_local
-    weights = torch.where(is_here, dispatched.topk_weights_RK, 0)
-    numbers = torch.where(is_here, ids + rank * num_local, 0)
-    x = torch.where(is_here.any(dim=1, keepdim=True), dispatched.x_RD.float(), 0)
-    y = 2 * x * weights.sum(dim=1, keepdim=True) + (weights * numbers).sum(dim=1, keepdim=True)
-    return y.to(sizes.dtype)
-
-
-def dense(rows: Rows, sizes: AllToAllSizes) -> torch.Tensor:
-    """Returns what every expert on one rank would give, in float32."""
-    x, ids, weights = rows
-    weights = torch.where(ids < sizes.num_experts, weights, 0)
-    total = weights.sum(dim=1, keepdim=True)
-    return 2 * x.float() * total + (weights * ids).sum(dim=1, keepdim=True)
-
-
-def random_rows(count: int, sizes: AllToAllSizes, seed: int) -> Rows:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, sizes.hidden_size, generator=generator).to(sizes.dtype)
-    order = torch.rand(count, sizes.num_experts, generator=generator).argsort(-1)
-    ids = order[:, : sizes.top_k].to(torch.int32)
-    return x, ids, torch.rand(count, sizes.top_k, generator=generator)
-
-
-def layouts_of(counts: Sequence[int], graph_size: int | None = None) -> list[DpLayout]:
-    mode = DpPaddingMode.MAX_LEN
-    return [DpLayout(tuple(counts), mode, rank, graph_size) for rank in range(len(counts))]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -1,6 +1,5 @@
 """If a line of the table is too small, the KV pool takes memory that something else needs later."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -24,7 +23,7 @@ from executor.model.flashinfer.cutedsl import scratch_rows
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
 from executor.model.sampling.sampler import Sampler
-from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
 
@@ -142,13 +141,6 @@ class CpuWithFlashInfer(Cpu):
     kernels: Any = Cuda.kernels
     attention: Any = Cuda.attention
     attention_lines: Any = Cuda.attention_lines
-
-
-@pytest.fixture
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real_flashinfer(tmp_path_factory))
-    with library.installed():
-        yield library
 
 
 @pytest.mark.parametrize(

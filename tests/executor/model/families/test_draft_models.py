@@ -1,7 +1,7 @@
 """If this fails, a draft guesses worse than it was trained to, and nobody sees but in the speed."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from tests.executor.support.drafts.draft_checkpoints import (
 )
 from tests.executor.support.drafts.draft_references import DraftReference, reference
 from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries
-from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.serving import Rank
 
@@ -43,12 +42,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("target")
     save_qwen3_moe(path, "wide", rope_theta=10000.0)
     return path
-
-
-@pytest.fixture
-def ops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlashInferOps]:
-    with CpuFlashInfer(real_flashinfer(tmp_path_factory)).installed():
-        yield FlashInferOps(enable_pdl=True)
 
 
 def texts(vocab_size: int, hidden_size: int) -> Entries:

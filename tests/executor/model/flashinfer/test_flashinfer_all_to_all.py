@@ -1,6 +1,6 @@
 """If this fails, a GPU executor sends rows to wrong experts, or crashes where FlashInfer checks not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from executor.budget.token_budget import A2A_TOP_KS, a2a_workspace_size_per_rank
+from executor.budget.token_budget import A2A_TOP_KS
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from tests.executor.model.moe.dispatch_cases import (
     DTYPES,
@@ -27,38 +26,18 @@ from tests.executor.model.moe.dispatch_cases import (
     wrong_arrivals,
 )
 from tests.executor.support.flashinfer.cpu_all_to_all import run_threads
-from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
+from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
+from tests.executor.support.flashinfer.expert_rows import (
+    SIZES,
+    Rows,
+    dense,
+    experts,
+    fitting,
+    layouts_of,
+    random_rows,
+)
 
 CPU = torch.device("cpu")
-SIZES = AllToAllSizes(
-    ep_size=3,
-    num_experts=12,
-    top_k=4,
-    hidden_size=8,
-    dtype=torch.float32,
-    max_num_tokens=9,
-    bytes_per_rank=1 << 16,
-)
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden states, expert ids, weights
-
-
-@pytest.fixture
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real_flashinfer(tmp_path_factory))
-    with library.installed():
-        yield library
-
-
-def fitting(**changes: Any) -> AllToAllSizes:
-    """Returns sizes with a workspace of exactly the bytes that they need."""
-    sizes = replace(SIZES, bytes_per_rank=1 << 30, **changes)
-    num_bytes = a2a_workspace_size_per_rank(
-        ep_size=sizes.ep_size,
-        max_num_tokens=sizes.max_num_tokens,
-        dispatch_payload_size_per_token=sizes.sent_bytes,
-        combine_payload_size_per_token=sizes.result_bytes,
-    )
-    return replace(sizes, bytes_per_rank=num_bytes)
 
 
 class Ranks:
@@ -77,12 +56,6 @@ class Ranks:
             for kernels in self.kernels
         ]
 
-    def layouts(self, counts: Sequence[int], graph_size: int | None = None) -> list[DpLayout]:
-        mode = DpPaddingMode.MAX_LEN
-        return [
-            DpLayout(tuple(counts), mode, rank, graph_size) for rank in range(self.sizes.ep_size)
-        ]
-
     def run(self, rows: Sequence[Rows], layouts: Sequence[DpLayout]) -> list[torch.Tensor]:
         """Returns each rank's results."""
 
@@ -93,48 +66,12 @@ class Ranks:
         return results
 
     def _run(self, rank: int, rows: Rows, layout: DpLayout) -> torch.Tensor:
-        dispatcher, sizes = self.dispatchers[rank], self.sizes
+        dispatcher = self.dispatchers[rank]
         dispatched = dispatcher.dispatch(*rows, layout)
-        y = experts(dispatched, rank, sizes)
+        y = experts(dispatched, rank, self.sizes)
         if self.in_place and dispatched.out_RD is not None:
             y = dispatched.out_RD.copy_(y)
         return dispatcher.combine(y, dispatched)
-
-
-def experts(dispatched: Dispatched, rank: int, sizes: AllToAllSizes) -> torch.Tensor:
-    """Expert e of all adds e and doubles. Rows without experts here become 0, whatever is in them."""
-    num_local = sizes.num_experts // sizes.ep_size
-    y = torch.zeros(dispatched.x_RD.shape)
-    for row, ids in enumerate(dispatched.topk_ids_RK.tolist()):
-        for k, local in enumerate(ids):
-            assert 0 <= local <= num_local
-            if local < num_local:
-                weight = float(dispatched.topk_weights_RK[row, k])
-                y[row] += weight * expert(dispatched.x_RD[row], rank * num_local + local)
-    return y.to(sizes.dtype)
-
-
-def expert(x: torch.Tensor, number: int) -> torch.Tensor:
-    return 2 * x.float() + number
-
-
-def dense(rows: Rows, sizes: AllToAllSizes) -> torch.Tensor:
-    """Returns what every expert on one rank would give."""
-    x, ids, weights = rows
-    y = torch.zeros(x.shape)
-    for row, choices in enumerate(ids.tolist()):
-        for k, number in enumerate(choices):
-            if number < sizes.num_experts:
-                y[row] += float(weights[row, k]) * expert(x[row], number)
-    return y
-
-
-def random_rows(count: int, sizes: AllToAllSizes, seed: int) -> Rows:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, sizes.hidden_size, generator=generator).to(sizes.dtype)
-    order = torch.rand(count, sizes.num_experts, generator=generator).argsort(-1)
-    ids = order[:, : sizes.top_k].to(torch.int32)
-    return x, ids, torch.rand(count, sizes.top_k, generator=generator)
 
 
 COUNTS = {
@@ -153,7 +90,7 @@ def test_results_equal_those_of_all_experts_on_one_rank(
     ranks = Ranks(fitting(), in_place=in_place)
     for seed in range(3):  # the second and third find what the first left in the workspace
         rows = [random_rows(count, SIZES, seed * 3 + i) for i, count in enumerate(COUNTS[counts])]
-        results = ranks.run(rows, ranks.layouts(COUNTS[counts]))
+        results = ranks.run(rows, layouts_of(COUNTS[counts]))
         for got, sent in zip(results, rows, strict=True):
             torch.testing.assert_close(got, dense(sent, SIZES))
 
@@ -175,7 +112,7 @@ def test_all_sizes_agree_with_one_rank(library: CpuFlashInfer, changes: dict[str
     counts = [(7 * rank + 1) % (sizes.max_num_tokens + 1) for rank in range(sizes.ep_size)]
     rows = [random_rows(count, sizes, i) for i, count in enumerate(counts)]
     rtol, atol = (0.02, 0.5) if sizes.dtype == torch.bfloat16 else (1e-5, 1e-4)
-    for got, sent in zip(ranks.run(rows, ranks.layouts(counts)), rows, strict=True):
+    for got, sent in zip(ranks.run(rows, layouts_of(counts)), rows, strict=True):
         torch.testing.assert_close(got.float(), dense(sent, sizes), rtol=rtol, atol=atol)
 
 
@@ -184,7 +121,7 @@ def test_steps_of_all_sizes_follow_one_another(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
     for seed, counts in enumerate([(1, 1, 1), (9, 2, 9), (0, 1, 0), (2, 9, 3), (1, 0, 0)]):
         rows = [random_rows(count, SIZES, 10 * seed + i) for i, count in enumerate(counts)]
-        for got, sent in zip(ranks.run(rows, ranks.layouts(counts)), rows, strict=True):
+        for got, sent in zip(ranks.run(rows, layouts_of(counts)), rows, strict=True):
             torch.testing.assert_close(got, dense(sent, SIZES))
     combines = [kwargs for name, kwargs in library.calls if name == "moe_a2a_combine"]
     assert len({kwargs["combine_payload_offset"] for kwargs in combines}) == 1
@@ -198,7 +135,7 @@ def test_rows_of_a_graph_that_are_padding_stay_and_run_no_expert(library: CpuFla
         x[count:] = torch.nan
         ids[count:] = SIZES.num_experts
         weights[count:] = torch.nan
-    layouts = ranks.layouts((size,) * 3, graph_size=size)
+    layouts = layouts_of((size,) * 3, graph_size=size)
     results = ranks.run(rows, layouts)
     for count, got, sent in zip(counts, results, rows, strict=True):
         torch.testing.assert_close(got[:count], dense(sent, SIZES)[:count])
@@ -227,7 +164,7 @@ def test_the_rest_of_an_uneven_shard_is_padding_too(library: CpuFlashInfer) -> N
 def test_steps_without_any_row_call_nothing(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
     library.calls.clear()
-    results = ranks.run([random_rows(0, SIZES, 0)] * 3, ranks.layouts((0, 0, 0)))
+    results = ranks.run([random_rows(0, SIZES, 0)] * 3, layouts_of((0, 0, 0)))
     assert [tuple(y.shape) for y in results] == [(0, 8)] * 3
     assert library.names() == []
 
@@ -235,7 +172,7 @@ def test_steps_without_any_row_call_nothing(library: CpuFlashInfer) -> None:
 def test_an_idle_rank_sends_no_rows_of_the_same_kind(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
     counts = (2, 0, 0)
-    ranks.run([random_rows(n, SIZES, n) for n in counts], ranks.layouts(counts))
+    ranks.run([random_rows(n, SIZES, n) for n in counts], layouts_of(counts))
     kinds = {
         tuple((x.dtype, x.shape[1]) for x in kwargs["input_payloads"])
         for kwargs in sent_by(library)
@@ -252,7 +189,7 @@ def sent_by(library: CpuFlashInfer) -> list[dict[str, Any]]:
 def test_payloads_come_by_descending_element_size(library: CpuFlashInfer) -> None:
     sizes = fitting(dtype=torch.bfloat16, hidden_size=7)
     ranks = Ranks(sizes)
-    ranks.run([random_rows(1, sizes, 0)] * 3, ranks.layouts((1, 1, 1)))
+    ranks.run([random_rows(1, sizes, 0)] * 3, layouts_of((1, 1, 1)))
     for kwargs in sent_by(library):
         widths = [x.element_size() for x in kwargs["input_payloads"]]
         assert widths == sorted(widths, reverse=True)
@@ -262,7 +199,7 @@ def test_what_a_runner_wrote_in_place_is_not_copied(library: CpuFlashInfer) -> N
     for in_place in (True, False):
         ranks = Ranks(fitting(), in_place=in_place)
         library.calls.clear()
-        ranks.run([random_rows(2, SIZES, i) for i in range(3)], ranks.layouts((2, 2, 2)))
+        ranks.run([random_rows(2, SIZES, i) for i in range(3)], layouts_of((2, 2, 2)))
         said = [kw["payload_in_workspace"] for name, kw in library.calls if "combine" in name]
         assert said == [in_place] * 3
 
@@ -276,7 +213,7 @@ def test_rows_may_be_strided(library: CpuFlashInfer) -> None:
     ]
     assert not strided[0][0].is_contiguous()
     assert not strided[0][1].is_contiguous()
-    for got, sent in zip(ranks.run(strided, ranks.layouts((3, 3, 3))), rows, strict=True):
+    for got, sent in zip(ranks.run(strided, layouts_of((3, 3, 3))), rows, strict=True):
         torch.testing.assert_close(got, dense(sent, SIZES))
 
 
@@ -319,7 +256,7 @@ def test_more_rows_than_the_step_has_are_refused(library: CpuFlashInfer) -> None
 
 def test_steps_beyond_the_budget_are_refused(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
-    layout = ranks.layouts((1, 10, 1))[0]
+    layout = layouts_of((1, 10, 1))[0]
     message = "1 rows, runtime_max_tokens_per_rank=10, max_num_tokens=9"
     with pytest.raises(AssertionError, match=message):
         ranks.dispatchers[0].dispatch(*random_rows(1, SIZES, 0), layout)
@@ -328,12 +265,12 @@ def test_steps_beyond_the_budget_are_refused(library: CpuFlashInfer) -> None:
 def test_rows_and_layout_must_agree(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
     with pytest.raises(AssertionError, match="2 rows, 3 in the layout"):
-        ranks.dispatchers[0].dispatch(*random_rows(2, SIZES, 0), ranks.layouts((3, 3, 3))[0])
+        ranks.dispatchers[0].dispatch(*random_rows(2, SIZES, 0), layouts_of((3, 3, 3))[0])
 
 
 def test_dispatch_and_combine_take_turns(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting(ep_size=1))
-    [dispatcher], [layout] = ranks.dispatchers, ranks.layouts((2,))
+    [dispatcher], [layout] = ranks.dispatchers, layouts_of((2,))
     rows = random_rows(2, SIZES, 0)
     dispatched = dispatcher.dispatch(*rows, layout)
     with pytest.raises(AssertionError, match="a dispatch is active"):
@@ -350,7 +287,7 @@ def test_dispatch_and_combine_take_turns(library: CpuFlashInfer) -> None:
 
 def test_after_a_failed_step_the_next_epoch_starts_afresh(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting(ep_size=1))
-    [dispatcher], [layout], [kernels] = ranks.dispatchers, ranks.layouts((2,)), ranks.kernels
+    [dispatcher], [layout], [kernels] = ranks.dispatchers, layouts_of((2,)), ranks.kernels
     rows = random_rows(2, SIZES, 0)
     dispatcher.dispatch(*rows, layout)  # and no combine
     dispatcher.leave()

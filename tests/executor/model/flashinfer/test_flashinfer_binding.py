@@ -1,7 +1,6 @@
 """If this fails, the GPU executor calls FlashInfer in a way that the installed one refuses."""
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +22,9 @@ from executor.model.flashinfer.paged import (
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,
-    real_flashinfer,
 )
 
 SHAPE = PagedShape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=4, dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
-    with library.installed():
-        yield library
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -21,26 +21,25 @@ from executor.model.flashinfer.all_to_all import AllToAll
 from executor.model.flashinfer.bootstrap import GroupCommunicator, MnnvlWorkspace
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import Topology
-from tests.executor.model.flashinfer.test_flashinfer_all_to_all import (
+from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
+from tests.executor.support.flashinfer.cpu_mnnvl import PAGE, FileMemory, shared_through_files
+from tests.executor.support.flashinfer.expert_rows import (
     dense,
     experts,
     fitting,
+    layouts_of,
     random_rows,
 )
-from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
-from tests.executor.support.flashinfer.cpu_mnnvl import PAGE, FileMemory, shared_through_files
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S, run_ranks
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-
-
-@pytest.fixture(autouse=True)
-def found(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Without the library, its processes would only say that an import failed."""
-    real_flashinfer(tmp_path_factory)
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
+    pytest.mark.usefixtures(
+        "real"
+    ),  # without the library, its processes would say an import failed
+]
 
 
 @contextmanager
@@ -141,10 +140,8 @@ def step(dispatcher: FlashInferDispatcher, rank: int, seed: int) -> bool:
     """Returns whether a dispatch and a combine give what they should, on this rank."""
     counts = (3, 5)
     rows = random_rows(counts[rank], SIZES, seed + rank)
-    layout = DpLayout(counts, DpPaddingMode.MAX_LEN, rank)
-    dispatched = dispatcher.dispatch(*rows, layout)
-    y = experts(dispatched, rank, SIZES)
-    got = dispatcher.combine(y, dispatched)
+    dispatched = dispatcher.dispatch(*rows, layouts_of(counts)[rank])
+    got = dispatcher.combine(experts(dispatched, rank, SIZES), dispatched)
     return torch.allclose(got, dense(rows, SIZES), atol=1e-4)
 
 

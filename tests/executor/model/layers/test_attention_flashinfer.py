@@ -1,6 +1,5 @@
 """If this fails, attention on a GPU reads other keys than its own, or a graph replays a stale plan."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention, AttentionCall, Stages
 from executor.model.layers.attention_flashinfer import FlashInferAttention
@@ -28,7 +26,6 @@ from executor.runners.prefill import BreakablePrefillRunner
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,
-    real_flashinfer,
     reference,
 )
 from tests.executor.support.kv import out_cache_loc
@@ -48,18 +45,6 @@ MIXES = {
     "chunks": [(4, 5), (13, 7), (0, 3)],
     "mixed": [(30, 1), (0, 6), (2, 1), (9, 4), (40, 1)],
 }
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
-    with library.installed(), fresh_input_buffer_pool():
-        yield library
 
 
 def new_pool() -> KVPool:

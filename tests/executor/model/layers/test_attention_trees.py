@@ -1,8 +1,6 @@
 """If this fails, a draft token is verified against keys that are not on its path, or not all of them."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.graph.backend import ShapeKey
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_torch
 from executor.model.layers.attention import Attention
@@ -26,7 +23,6 @@ from executor.parallel.layout import DpLayout
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,
-    real_flashinfer,
 )
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
@@ -35,18 +31,6 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PREFIXES = [9, 0, 63, 31, 12, 1, 64, 3]  # keys before a pass, of each sequence
 BACKENDS = ["torch", "flashinfer"]
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
-    with library.installed(), fresh_input_buffer_pool():
-        yield library
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,6 +1,5 @@
 """If this fails, a model computes something else on a GPU than on a CPU."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,11 @@ from executor.model.layers.operators import (
     cos_sin_table,
 )
 from tests.executor.support.flashinfer.cpu_flashinfer import (
-    CpuFlashInfer,
-    real_flashinfer,
     reference,
 )
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE, MAX_POSITIONS, THETA, EPS = 6, 2, 16, 48, 200, 1e4, 1e-6
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def ops(real: Any) -> Iterator[FlashInferOps]:
-    with CpuFlashInfer(real).installed():
-        yield FlashInferOps(enable_pdl=True)
 
 
 def torch_operators(dtype: torch.dtype) -> TorchOperators:

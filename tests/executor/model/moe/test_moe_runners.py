@@ -4,7 +4,7 @@ Every way to run experts, through the same cases: FlashInfer's kernels as far as
 what they are asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,23 +45,10 @@ from tests.executor.model.moe.moe_cases import (
     new_runner,
     routed,
 )
-from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 EVERY_WAY = pytest.mark.parametrize(("name", "dtype"), OPTIONS.values(), ids=OPTIONS)
 IN_A_GRAPH = ("grouped", "cutlass", "cutedsl")
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
-    with library.installed():
-        yield library
 
 
 @pytest.fixture
@@ -71,8 +58,8 @@ def ops_of(request: pytest.FixtureRequest) -> Callable[[str], FlashInferOps | No
     def get(name: str) -> FlashInferOps | None:
         if name not in ("cutlass", "cutedsl"):
             return None
-        request.getfixturevalue("library")
-        return FlashInferOps(enable_pdl=True)
+        ops: FlashInferOps = request.getfixturevalue("ops")
+        return ops
 
     return get
 

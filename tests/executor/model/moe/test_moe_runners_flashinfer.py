@@ -6,7 +6,6 @@ ships some, else its source.
 
 import inspect
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,26 +40,8 @@ from tests.executor.model.moe.moe_cases import (
 from tests.executor.support.flashinfer.cpu_cutedsl import constant, functions, signature
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
-    real_flashinfer,
     reference,
 )
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
-@pytest.fixture
-def library(real: Any) -> Iterator[CpuFlashInfer]:
-    library = CpuFlashInfer(real)
-    with library.installed():
-        yield library
-
-
-@pytest.fixture
-def ops(library: CpuFlashInfer) -> FlashInferOps:
-    return FlashInferOps(enable_pdl=True)
 
 
 def stack(tensors: Tensors, *names: str) -> torch.Tensor:
