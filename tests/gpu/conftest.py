@@ -1,14 +1,18 @@
 """Skips what cannot run here, and keeps account of what did. See machine.py."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from tests.gpu.support import results
+from tests.gpu.support.attention import Twins
 from tests.gpu.support.machine import Machine, open_machine, why_not
+from tests.gpu.support.shapes import SMALL_MODELS
 
 HERE = Path(__file__).parent
 _outcomes = results.Outcomes()
@@ -28,6 +32,17 @@ def ops(machine: Machine) -> FlashInferOps:
     if machine.ops is None:
         pytest.skip("needs FlashInfer: it is not installed")
     return machine.ops
+
+
+@pytest.fixture(params=SMALL_MODELS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    """Returns the sizes of a model of one layer."""
+    return replace(SMALL_MODELS[request.param], num_hidden_layers=1)
+
+
+@pytest.fixture
+def twins(config: ModelConfig, machine: Machine) -> Twins:
+    return Twins(config, machine.device)
 
 
 @pytest.fixture(autouse=True)

@@ -8,21 +8,14 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
-from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.parallel.layout import DpLayout
-from tests.gpu.support.cases import CPU, flashinfer_attention, torch_attention
+from tests.gpu.support.attention import ATOL, LONG, RTOL, SIZES, Twins, batch_of
+from tests.gpu.support.cases import CPU, torch_attention
 from tests.gpu.support.machine import Machine
-from tests.gpu.support.shapes import SMALL_MODELS, VERIFY_WIDTH
-from tests.gpu.test_attention import ATOL, LONG, RTOL, SIZES, Twins, batch_of
+from tests.gpu.support.shapes import VERIFY_WIDTH
 
 WIDTHS = [1, VERIFY_WIDTH, 9]
-
-
-@pytest.fixture(params=SMALL_MODELS)
-def config(request: pytest.FixtureRequest) -> ModelConfig:
-    return replace(SMALL_MODELS[request.param], num_hidden_layers=1)
 
 
 def random_masks(size: int, width: int, tree_width: int, seed: int) -> torch.Tensor:
@@ -40,10 +33,9 @@ def random_mix(size: int, width: int, seed: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_trees_outside_graphs_attend_like_the_authority(
-    machine: Machine, ops: FlashInferOps, config: ModelConfig, width: int
+    ops: FlashInferOps, twins: Twins, width: int
 ) -> None:
-    twins = Twins(config, machine.device)
-    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
+    attention = twins.flashinfer(ops)
     for seed, size in enumerate((1, 3, 7)):
         masks = random_masks(size, width, width + seed, seed)
         twins.check(attention, random_mix(size, width, seed), tree_mask=masks)
@@ -51,13 +43,11 @@ def test_trees_outside_graphs_attend_like_the_authority(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_wrappers_of_graphs_attend_to_trees_like_the_authority(
-    machine: Machine, ops: FlashInferOps, config: ModelConfig, width: int
+    ops: FlashInferOps, twins: Twins, width: int
 ) -> None:
     """Planned anew for each batch, with nothing captured yet, between batches without trees."""
-    twins = Twins(config, machine.device)
     sizes = [size for size in SIZES.decode if size * width <= SIZES.max_num_tokens]
-    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
-    assert isinstance(attention, FlashInferAttention)
+    attention = twins.flashinfer(ops)
     attention.init_cuda_graph_state(sizes, width)
     attention.init_cuda_graph_state(sizes, width, has_tree=True)
     for seed, size in enumerate((*reversed(sizes), sizes[-1])):
@@ -68,21 +58,19 @@ def test_the_wrappers_of_graphs_attend_to_trees_like_the_authority(
 
 
 def test_a_replay_reads_the_tree_that_was_written_after_planning(
-    machine: Machine, ops: FlashInferOps, config: ModelConfig
+    machine: Machine, ops: FlashInferOps, twins: Twins
 ) -> None:
-    twins = Twins(config, machine.device)
     size, width = SIZES.decode[-1], VERIFY_WIDTH
-    attention = flashinfer_attention(ops)(config, twins.ours, SIZES)
-    assert isinstance(attention, FlashInferAttention)
+    attention = twins.flashinfer(ops)
     attention.init_cuda_graph_state([size], width, has_tree=True)
     masks = torch.zeros(size, width, width, dtype=torch.bool, device=machine.device)
     slots = torch.zeros(size * width, dtype=torch.int64, device=machine.device)
-    shape = (size * width, config.num_attention_heads + 2 * config.num_key_value_heads)
-    heads = torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=machine.device)
-    splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+    shape = (size * width, twins.config.num_attention_heads + 2 * twins.config.num_key_value_heads)
+    heads = torch.zeros(*shape, twins.config.head_dim, dtype=torch.bfloat16, device=machine.device)
+    splits = (twins.config.num_attention_heads, *[twins.config.num_key_value_heads] * 2)
     out = torch.zeros(
         size * width,
-        config.num_attention_heads * config.head_dim,
+        twins.config.num_attention_heads * twins.config.head_dim,
         dtype=torch.bfloat16,
         device=machine.device,
     )
@@ -107,7 +95,7 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
         mix = random_mix(size, width, seed)
         batch = batch_of(twins.ours, mix, None)
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(*shape, config.head_dim, generator=generator).bfloat16()
+        drawn = torch.randn(*shape, twins.config.head_dim, generator=generator).bfloat16()
         tree = random_masks(size, width, width, seed)
         slots.copy_(batch.out_cache_loc)
         heads.copy_(drawn)

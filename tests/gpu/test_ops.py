@@ -24,16 +24,9 @@ from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.moe.runner_torch import TorchMoERunner
-from executor.model.sampling.fixed_shape import (
-    Filters,
-    FlashInferFilters,
-    TorchFilters,
-    sample_rows,
-)
-from tests.gpu.support.cases import largest_error, skip_without_cutedsl
+from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
-CPU = torch.device("cpu")
 THETA, EPS = 1e6, 1e-6
 ROWS = (0, 1, 7) if IS_STAND_IN else (0, 1, 2, 7, 64, 255, 1000)
 
@@ -70,11 +63,6 @@ EXPERTS_OFF = 0.02
 @pytest.fixture(params=DIMS)
 def dims(request: pytest.FixtureRequest) -> Dims:
     return DIMS[request.param]
-
-
-def normal(*size: int, seed: int) -> torch.Tensor:
-    """Returns float32 normal numbers on the CPU."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
 def random(*size: int, seed: int) -> torch.Tensor:
@@ -266,94 +254,3 @@ def test_experts_equal_the_authority(
         assert y.dtype == torch.bfloat16
         error = largest_error(y, expected_of.run(dispatched))
         assert error <= EXPERTS_OFF, f"{num_rows} rows: one is off by {error:.4f} of its length"
-
-
-# Sampling.
-
-# temperature, top_k, top_p, min_p
-WAYS = [
-    (1.0, 0, 1.0, 0.0),
-    (0.0, 0, 1.0, 0.0),
-    (0.7, 5, 1.0, 0.0),
-    (1.3, 0, 0.6, 0.0),
-    (1.0, 0, 0.95, 0.05),
-    (2.0, 20, 0.8, 0.1),
-    (1.0, 1, 1.0, 0.0),
-    (1.0, 1 << 20, 0.5, 0.0),
-]
-VOCABULARIES = (64,) if IS_STAND_IN else (1000, 32000, 151936)
-
-
-def parameters(
-    rows: list[tuple[float, int, float, float]], device: torch.device
-) -> dict[str, torch.Tensor]:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return {
-        "temperature": torch.tensor(temperature, device=device),
-        "top_k": torch.tensor(top_k, device=device),
-        "top_p": torch.tensor(top_p, device=device),
-        "min_p": torch.tensor(min_p, device=device),
-    }
-
-
-@pytest.mark.parametrize("num_rows", [1, 5] if IS_STAND_IN else [1, 2, 64, 256])
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
-def test_filters_keep_what_the_authority_keeps(
-    machine: Machine, ops: FlashInferOps, vocab_size: int, num_rows: int
-) -> None:
-    probs = torch.softmax(normal(num_rows, vocab_size, seed=7) * 3, dim=-1)
-    generator = torch.Generator().manual_seed(num_rows)
-    most = min(200, vocab_size)
-    top_k = torch.randint(1, most, (num_rows,), generator=generator, dtype=torch.int32)
-    top_p = torch.rand(num_rows, generator=generator) * 0.9 + 0.05
-    ours, theirs = FlashInferFilters(ops), TorchFilters()
-    on_device = probs.to(machine.device)
-    for got, expected in (
-        (ours.top_k(on_device, top_k.to(machine.device)), theirs.top_k(probs, top_k)),
-        (ours.top_p(on_device, top_p.to(machine.device)), theirs.top_p(probs, top_p)),
-    ):
-        # Where the sum reaches top_p, rounding may keep one unlikely token more or less.
-        assert_close(got, expected, (2e-4, 1e-3))
-        num_differing = ((got.cpu() > 0) != (expected > 0)).sum(dim=-1)
-        assert int(num_differing.max()) <= max(1, vocab_size // 10_000)
-    everything = torch.ones(num_rows, device=machine.device)
-    assert torch.equal(ours.top_p(on_device, everything), on_device)
-
-
-def test_tokens_as_likely_as_the_last_one_kept_stay_too(
-    machine: Machine, ops: FlashInferOps
-) -> None:
-    probs = torch.tensor([[0.3, 0.2, 0.1, 0.2, 0.2]], device=machine.device)
-    filters = FlashInferFilters(ops)
-    for kept in (
-        filters.top_k(probs, torch.tensor([2], dtype=torch.int32, device=machine.device)),
-        filters.top_p(probs, torch.tensor([0.4], device=machine.device)),
-    ):
-        assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
-        assert_close(kept.sum(), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("kind", ["flashinfer", "torch"])
-def test_sampled_tokens_are_as_likely_as_on_the_cpu(
-    machine: Machine, kind: str, vocab_size: int, request: pytest.FixtureRequest
-) -> None:
-    """Many samples that lie evenly in [0, 1) count probabilities."""
-    filters: Filters = TorchFilters()
-    if kind == "flashinfer":
-        filters = FlashInferFilters(request.getfixturevalue("ops"))
-    num_samples = 200 if vocab_size <= 1000 else 50
-    uniform = (torch.arange(num_samples, dtype=torch.float64) + 0.5) / num_samples
-    for seed, way in enumerate(WAYS):
-        logits = (normal(1, vocab_size, seed=seed) * 3).expand(num_samples, -1).contiguous()
-        rows = [way] * num_samples
-        expected = sample_rows(logits, parameters(rows, CPU), uniform, TorchFilters())
-        got = sample_rows(
-            logits.to(machine.device),
-            parameters(rows, machine.device),
-            uniform.to(machine.device),
-            filters,
-        ).cpu()
-        # Tokens lie by id along the unit interval: where shares differ in their last bits, a sample
-        # at the edge of one falls on the next.
-        assert int((got != expected).sum()) <= num_samples // 50, f"temperature and filters {way}"

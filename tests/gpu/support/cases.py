@@ -48,6 +48,11 @@ SAME_KERNELS = 0.01
 OTHER_KERNELS = 0.05
 
 
+def normal(*size: int, seed: int) -> torch.Tensor:
+    """Returns float32 normal numbers on the CPU."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
 def torch_attention(config: ModelConfig, pool: KVPool, sizes: Sizes) -> TorchAttention:
     """Returns the authority. One thread: pools of threads are for the CPU."""
     return TorchAttention(

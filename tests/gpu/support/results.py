@@ -21,12 +21,12 @@ CHECKS_TABLE = "Checks"
 
 # What each file of tests is about.
 GROUPS = {
-    "test_ops": "norms, rotation, activation, experts and filters against PyTorch on the CPU",
+    "test_ops": "norms, rotation, activation and experts against PyTorch on the CPU",
     "test_attention": "attention and stored keys against PyTorch on the CPU, graphs' wrappers too",
     "test_attention_trees": "attention under tree masks, likewise, and masks of replays",
     "test_all_to_all": "FlashInfer's all-to-all between ranks on one GPU, against all experts on one",
     "test_runners": "replays against eager runs, poisoned tails, idle ranks, capturing again",
-    "test_sampling": "a seed's token in any slot of a captured graph",
+    "test_sampling": "filters and samples against PyTorch on the CPU; a seed's token in a captured graph",
     "test_staging": "columns of a step; decode steps that wait only to read their tokens",
     "test_stack": "the demo's requests through router and executor",
     "test_bench": "the measurements below ran to their end",

@@ -1,6 +1,5 @@
 """If this fails, a captured sampler draws tokens that a request's parameters forbid."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from executor.model.sampling.fixed_shape import (
 )
 from executor.model.sampling.logits import draw, draw_likeliest, temper, uniform_samples
 from tests.executor.support.flashinfer.cpu_flashinfer import (
-    CpuFlashInfer,
-    real_flashinfer,
     reference,
 )
 from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.sampling import parameters
 
 VOCAB = 50
 # temperature, top_k, top_p, min_p
@@ -38,25 +36,9 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return real_flashinfer(tmp_path_factory)
-
-
 @pytest.fixture
-def flashinfer_filters(real: Any) -> Iterator[Filters]:
-    with CpuFlashInfer(real).installed():
-        yield FlashInferFilters(FlashInferOps(enable_pdl=True))
-
-
-def parameters(rows: list[tuple[float, int, float, float]]) -> dict[str, torch.Tensor]:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return {
-        "temperature": torch.tensor(temperature),
-        "top_k": torch.tensor(top_k),
-        "top_p": torch.tensor(top_p),
-        "min_p": torch.tensor(min_p),
-    }
+def flashinfer_filters(ops: FlashInferOps) -> Filters:
+    return FlashInferFilters(ops)
 
 
 def random_logits(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
