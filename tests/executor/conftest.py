@@ -89,3 +89,12 @@ async def fake() -> AsyncIterator[tuple[FakeWorker, Client]]:
         yield worker, client
         worker.gate.set()
         worker.deferred_gate.set()
+
+
+@pytest.fixture
+async def member(fake: Any) -> tuple[FakeWorker, Client]:
+    """An executor that has peers and is in epoch 1."""
+    worker, client = fake
+    worker.has_peers = True
+    await client.join(1)
+    return worker, client

@@ -61,16 +61,16 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
     machine: Machine, ops: FlashInferOps, twins: Twins
 ) -> None:
     size, width = SIZES.decode[-1], VERIFY_WIDTH
-    attention = twins.flashinfer(ops)
+    attention, config = twins.flashinfer(ops), twins.config
     attention.init_cuda_graph_state([size], width, has_tree=True)
     masks = torch.zeros(size, width, width, dtype=torch.bool, device=machine.device)
     slots = torch.zeros(size * width, dtype=torch.int64, device=machine.device)
-    shape = (size * width, twins.config.num_attention_heads + 2 * twins.config.num_key_value_heads)
-    heads = torch.zeros(*shape, twins.config.head_dim, dtype=torch.bfloat16, device=machine.device)
-    splits = (twins.config.num_attention_heads, *[twins.config.num_key_value_heads] * 2)
+    shape = (size * width, config.num_attention_heads + 2 * config.num_key_value_heads)
+    heads = torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=machine.device)
+    splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
     out = torch.zeros(
         size * width,
-        twins.config.num_attention_heads * twins.config.head_dim,
+        config.num_attention_heads * config.head_dim,
         dtype=torch.bfloat16,
         device=machine.device,
     )
@@ -95,7 +95,7 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
         mix = random_mix(size, width, seed)
         batch = batch_of(twins.ours, mix, None)
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(*shape, twins.config.head_dim, generator=generator).bfloat16()
+        drawn = torch.randn(*shape, config.head_dim, generator=generator).bfloat16()
         tree = random_masks(size, width, width, seed)
         slots.copy_(batch.out_cache_loc)
         heads.copy_(drawn)

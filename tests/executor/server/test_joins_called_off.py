@@ -73,20 +73,20 @@ async def ended(waiting: asyncio.Future[tuple[str, str]]) -> tuple[str, str]:
         return await waiting
 
 
-async def test_who_forms_an_epoch_is_freed_by_the_prepare_of_the_next(joining: Any):
-    worker, client, (_, waiting) = joining
-    await client.executor.Prepare(pb.PrepareRequest(epoch=2))
-    assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
-    assert worker.num_joins == 1
-    await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
-
-
-async def test_who_forms_an_epoch_is_freed_by_the_join_of_the_next(joining: Any):
+@pytest.mark.parametrize("is_prepared", [True, False])
+async def test_who_forms_an_epoch_is_freed_by_the_prepare_or_the_join_of_the_next(
+    joining: Any, is_prepared: bool
+):
     """Only a group's first executor is asked to prepare."""
     worker, client, (_, waiting) = joining
-    await client.join(2)
+    if is_prepared:
+        await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+    else:
+        await client.join(2)
     assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
+    if is_prepared:
+        assert worker.num_joins == 1
+        await client.join(2)
     assert worker.num_joins == 2
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
 

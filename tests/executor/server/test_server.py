@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 from executor.errors import InvalidStep
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
-from tests.executor.support.fake_worker import FakeWorker, read_ids, until
+from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
 from tests.executor.support.servers import reason_of, request, serving
 
 
@@ -31,11 +31,7 @@ async def test_the_next_stream_of_an_epoch_goes_on_with_the_next_step(fake: Any)
 
 async def test_a_step_sent_early_starts_without_its_predecessors_answer(fake: Any):
     worker, client = fake
-    await client.join(1)
-    worker.gate.clear()
-    call = client.executor.Step()
-    await call.write(request(1))
-    await until(lambda: worker.begun == [1])
+    call = await held_step(worker, client)
     await call.write(request(2))
     worker.gate.set()
     assert await read_ids(call, 2) == [1, 2]
@@ -44,13 +40,11 @@ async def test_a_step_sent_early_starts_without_its_predecessors_answer(fake: An
 
 async def test_health_is_answered_while_a_step_runs(fake: Any):
     worker, client = fake
-    await client.join(1)
-    worker.gate.clear()
-    call = client.steps(1)
-    await until(lambda: worker.begun == [1])
+    call = await held_step(worker, client)
     assert await client.status("liveness") == health_pb2.HealthCheckResponse.SERVING
     worker.gate.set()
     assert await read_ids(call, 1) == [1]
+    await call.done_writing()
 
 
 @pytest.mark.parametrize(
@@ -83,8 +77,7 @@ async def test_a_step_before_any_join_is_refused(fake: Any):
 async def test_a_second_stream_is_refused_and_the_first_goes_on(fake: Any):
     _, client = fake
     await client.join(1)
-    call = client.executor.Step()
-    await call.write(request(1))
+    call = await client.begin(1)
     assert await read_ids(call, 1) == [1]
     assert await reason_of(client.steps(2)) == "STREAM_HELD"
     await call.write(request(2))
@@ -94,11 +87,7 @@ async def test_a_second_stream_is_refused_and_the_first_goes_on(fake: Any):
 
 async def test_a_cancelled_stream_lets_another_follow(fake: Any):
     worker, client = fake
-    await client.join(1)
-    worker.gate.clear()
-    call = client.executor.Step()
-    await call.write(request(1))
-    await until(lambda: worker.begun == [1])
+    call = await held_step(worker, client)
     call.cancel()
     worker.gate.set()
     await client.join(2)
@@ -110,9 +99,7 @@ async def test_a_step_that_has_not_begun_when_its_stream_is_cancelled_never_does
     async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
         await client.join(1)
         worker.gate.clear()
-        call = client.executor.Step()
-        for step_id in (1, 2):
-            await call.write(request(step_id))
+        call = await client.begin(1, 2)
         await until(lambda: worker.begun == [1] and servicer._compute._work_queue.qsize() == 1)
         call.cancel()
         await until(lambda: servicer._stream is None)
@@ -133,3 +120,86 @@ async def test_a_refused_step_ends_the_stream_and_the_epoch_goes_on(fake: Any):
     assert worker.begun == [1]
     worker.failure = None
     assert [r.step_id async for r in client.steps(1)] == [1]
+
+
+# What a step leaves to be run behind its answer
+
+
+async def test_an_answer_goes_out_before_what_its_step_leaves_is_run(fake: Any):
+    worker, client = fake
+    worker.trails = True
+    await client.join(1)
+    worker.deferred_gate.clear()
+    call = await client.begin(1)
+    assert await read_ids(call, 1) == [1]
+    await call.write(request(2))
+    assert (worker.begun, worker.num_deferred_run) == ([1], 0)  # the next step comes after it
+    worker.deferred_gate.set()
+    assert await read_ids(call, 1) == [2]
+    assert worker.num_deferred_run >= 1
+    await call.done_writing()
+
+
+async def test_what_a_step_leaves_is_run_without_another_step(fake: Any):
+    """Its peers run it too, and would wait."""
+    worker, client = fake
+    worker.trails = True
+    await client.join(1)
+    assert [r.step_id async for r in client.steps(1)] == [1]
+    await until(lambda: worker.num_deferred_run == 1)
+    assert not worker.has_deferred
+
+
+async def test_a_failure_behind_an_answer_ends_the_stream_and_leaves_the_group(member: Any):
+    worker, client = member
+    worker.trails, worker.deferred_failure = True, RuntimeError("no more memory")
+    num_leaves = worker.num_leaves
+    call = await client.begin(1)
+    assert await read_ids(call, 1) == [1]
+    with pytest.raises(
+        grpc.aio.AioRpcError, match="step 1: RuntimeError: no more memory"
+    ) as caught:
+        await call.read()
+    assert error_details(caught.value).reason == "STEP_FAILED"
+    await until(lambda: worker.num_leaves > num_leaves)
+    assert worker.servicer._measures.failures["STEP_FAILED"] == 1
+    assert await reason_of(client.steps(2)) == "NOT_JOINED"
+
+
+async def test_a_failure_behind_the_last_answer_of_a_stream_is_no_steps_but_ends_the_epoch(
+    fake: Any,
+):
+    """A stream that ends takes the executor out of its group, and peers that catch up fail."""
+    worker, client = fake
+    worker.trails, worker.deferred_failure = True, RuntimeError("a peer left")
+    await client.join(1)
+    worker.deferred_gate.clear()
+    assert [r.step_id async for r in client.steps(1)] == [1]
+    worker.deferred_gate.set()
+    assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    assert worker.servicer._measures.failures["STEP_FAILED"] == 0
+
+
+async def test_a_failure_behind_a_step_is_that_of_its_own_stream(fake: Any):
+    """One without peers goes on in another stream, whose step may come before the first one's rest."""
+    worker, client = fake
+    worker.trails = True
+    run_deferred = worker.run_deferred
+
+    def fail_behind_the_second() -> None:
+        worker.deferred_failure = RuntimeError("no memory") if worker.begun == [1, 2] else None
+        run_deferred()
+
+    worker.run_deferred = fail_behind_the_second
+    await client.join(1)
+    worker.gate.clear()
+    first = await client.begin(1)
+    await until(lambda: worker.begun == [1])
+    first.cancel()
+    await until(lambda: not worker.servicer.is_driven)
+    second = await client.begin(2)
+    await until(lambda: worker.servicer._compute._work_queue.qsize() == 1)  # it is in the line
+    worker.gate.set()
+    assert await read_ids(second, 1) == [2]
+    with pytest.raises(grpc.aio.AioRpcError, match="step 2: RuntimeError: no memory"):
+        await second.read()

@@ -10,7 +10,7 @@ from executor.errors import InvalidStep, JoinFailed, PeerLost
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
 from tests.executor.support.fake_worker import FakeWorker, read_ids, until
-from tests.executor.support.servers import HOST, reason_of, request, serving
+from tests.executor.support.servers import HOST, reason_of, serving
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,10 @@ from tests.executor.support.servers import HOST, reason_of, request, serving
     ],
 )
 async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
-    fake: Any, step_id: int, failure: Exception | None, reason: str
+    member: Any, step_id: int, failure: Exception | None, reason: str
 ):
     """The others have begun the step and would wait for it."""
-    worker, client = fake
-    worker.has_peers = True
-    await client.join(1)
+    worker, client = member
     num_leaves, worker.failure = worker.num_leaves, failure
     assert await reason_of(client.steps(step_id)) == reason
     await until(lambda: worker.num_leaves > num_leaves)
@@ -40,11 +38,9 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
 
 @pytest.mark.parametrize("failure", [InvalidStep("rows: has 9"), RuntimeError("no memory")])
 async def test_the_router_hears_why_a_step_ended_before_peers_can_fail_for_want_of_it(
-    fake: Any, failure: Exception
+    member: Any, failure: Exception
 ):
-    worker, client = fake
-    worker.has_peers = True
-    await client.join(1)
+    worker, client = member
     worker.gate.clear()
     worker.failure, was_told = failure, []
     call = client.steps(1)
@@ -57,15 +53,12 @@ async def test_the_router_hears_why_a_step_ended_before_peers_can_fail_for_want_
 
 
 @pytest.mark.parametrize("way", ["cancelled", "half-closed"])
-async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any, way: str):
+async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(member: Any, way: str):
     """Also from within a step that waits for a peer: the others shall be free at once."""
-    worker, client = fake
-    worker.has_peers = True
-    await client.join(1)
+    worker, client = member
     num_leaves = worker.num_leaves
     worker.gate.clear()
-    call = client.executor.Step()
-    await call.write(request(1))
+    call = await client.begin(1)
     await until(lambda: worker.begun == [1])
     if way == "cancelled":
         call.cancel()
@@ -82,18 +75,14 @@ async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
 
 
-async def test_the_end_of_an_old_stream_does_not_end_the_epoch_that_has_begun(fake: Any):
-    worker, client = fake
-    worker.has_peers = True
-    await client.join(1)
-    old = client.executor.Step()
-    await old.write(request(1))
+async def test_the_end_of_an_old_stream_does_not_end_the_epoch_that_has_begun(member: Any):
+    worker, client = member
+    old = await client.begin(1)
     assert await read_ids(old, 1) == [1]
     await client.join(2)
     num_leaves = worker.num_leaves
     assert await reason_of(old) == "STALE_EPOCH"
-    new = client.executor.Step()
-    await new.write(request(1, epoch=2))
+    new = await client.begin(1, epoch=2)
     assert await read_ids(new, 1) == [1]
     assert worker.num_leaves == num_leaves
     assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
@@ -109,10 +98,8 @@ async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
 
 
-async def test_a_failed_step_needs_a_new_join(fake: Any, caplog: pytest.LogCaptureFixture):
-    worker, client = fake
-    worker.has_peers = True
-    await client.join(1)
+async def test_a_failed_step_needs_a_new_join(member: Any, caplog: pytest.LogCaptureFixture):
+    worker, client = member
     ready = health_pb2.HealthCheckResponse.SERVING
     assert await client.status("readiness") == ready
     worker.failure = RuntimeError("a peer is gone")
@@ -134,8 +121,7 @@ async def test_a_join_ends_the_stream_of_an_older_epoch(fake: Any):
     """A router that restarts must not wait for its predecessor's connection to be noticed."""
     _, client = fake
     await client.join(1)
-    call = client.executor.Step()
-    await call.write(request(1))
+    call = await client.begin(1)
     assert await read_ids(call, 1) == [1]
     await client.join(2)
     assert await reason_of(call) == "STALE_EPOCH"

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from executor.server import SERVICE, STUCK_CHECKS, agreement_digest
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.fake_worker import FakeWorker, read_ids, until
+from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
 from tests.executor.support.servers import reason_of, request, serving
 
 
@@ -44,11 +44,7 @@ async def test_an_executor_that_loads_is_alive_and_says_that_it_is_not_loaded():
 async def test_stopping_answers_the_step_in_flight_and_leaves_the_group():
     worker = FakeWorker()
     async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
-        await client.join(1)
-        worker.gate.clear()
-        call = client.executor.Step()
-        await call.write(request(1))
-        await until(lambda: worker.begun == [1])
+        call = await held_step(worker, client)
         num_leaves = worker.num_leaves
         stopping = asyncio.create_task(servicer.stop())
         await until(lambda: servicer._is_stopping)
@@ -64,8 +60,7 @@ async def test_a_router_hears_that_its_executor_stops_before_the_group_does():
     worker.has_peers = True
     async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
         await client.join(1)
-        call = client.executor.Step()
-        await call.write(request(1))
+        call = await client.begin(1)
         assert await read_ids(call, 1) == [1]
         stream, was_told = servicer._stream, []
         assert stream is not None
@@ -110,11 +105,7 @@ async def test_an_executor_whose_step_outlives_its_stream_for_long_is_stuck(
 async def test_a_step_may_take_as_long_as_its_stream_lasts(fake: Any):
     worker, client = fake
     worker.servicer._stuck_after_s = 0.01
-    await client.join(1)
-    worker.gate.clear()
-    call = client.executor.Step()
-    await call.write(request(1))
-    await until(lambda: worker.begun == [1])
+    call = await held_step(worker, client)
     await asyncio.sleep(0.1)
     assert not worker.servicer.stuck.is_set()
     worker.gate.set()

@@ -67,3 +67,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def held_step(worker: FakeWorker, client: Any) -> Any:
+    """Returns a stream of epoch 1 whose step the worker has begun; its gate must open to end it."""
+    await client.join(1)
+    worker.gate.clear()
+    call = await client.begin(1)
+    await until(lambda: worker.begun == [1])
+    return call

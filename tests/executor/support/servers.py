@@ -44,6 +44,13 @@ class Client:
         """Opens a stream that sends these steps and then half-closes."""
         return self.executor.Step(iter([request(step_id, epoch) for step_id in step_ids]))
 
+    async def begin(self, *step_ids: int, epoch: int = 1) -> Any:
+        """Opens a stream that sends these steps and stays open."""
+        call = self.executor.Step()
+        for step_id in step_ids:
+            await call.write(request(step_id, epoch))
+        return call
+
 
 def request(step_id: int, epoch: int = 1) -> pb.StepRequest:
     """Returns a step in which nothing runs."""
