@@ -81,9 +81,8 @@ class Steps:
 
         assert self.tokens is not None
         new = [1 + self.length // BLOCK_SIZE] if self.length % BLOCK_SIZE == 0 else []
-        request = step(2, decode_part(0, self.length, -1, new), num_tokens=[1])
-        if graph_size is not None:
-            request.agreement.graph_size = graph_size
+        part = decode_part(0, self.length, -1, new)
+        request = step(2, part, num_tokens=[1], graph_size=graph_size)
         self.tokens += tokens_of(self.worker.execute(request))
         self.length += 1
 

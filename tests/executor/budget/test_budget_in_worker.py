@@ -37,13 +37,17 @@ def make_worker(path: Path, **settings: Any) -> Worker:
 
 
 def prompts_step(
-    lengths: Sequence[int], *, num_scored: int = 0, graph_size: int | None = None
+    lengths: Sequence[int],
+    *,
+    num_scored: int = 0,
+    graph_size: int | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> pb.StepRequest:
     """Returns the step that starts a row for each prompt and samples once for each."""
     prompts = [
         [(7 * row + 5 * at) % 90 + 3 for at in range(length)] for row, length in enumerate(lengths)
     ]
-    num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+    num_blocks = [-(-length // block_size) for length in lengths]
     part = pb.RankStep(
         forward_mode=pb.FORWARD_MODE_EXTEND,
         starts=row_starts(rows=range(len(lengths))),
@@ -63,7 +67,8 @@ def prompts_step(
         ),
     )
     num_logits = [len(lengths) + num_scored]
-    return with_graph(step(1, part, num_tokens=[sum(lengths)], num_logits=num_logits), graph_size)
+    num_tokens = [sum(lengths)]
+    return step(1, part, num_tokens=num_tokens, num_logits=num_logits, graph_size=graph_size)
 
 
 def decodes_step(num_computed: Sequence[int], *, graph_size: int | None = None) -> pb.StepRequest:
@@ -72,13 +77,7 @@ def decodes_step(num_computed: Sequence[int], *, graph_size: int | None = None) 
         forward_mode=pb.FORWARD_MODE_DECODE,
         sequences=sequences(rows=range(len(num_computed)), num_computed_tokens=num_computed),
     )
-    return with_graph(step(2, part, num_tokens=[len(num_computed)]), graph_size)
-
-
-def with_graph(request: pb.StepRequest, size: int | None) -> pb.StepRequest:
-    if size is not None:
-        request.agreement.graph_size = size
-    return request
+    return step(2, part, num_tokens=[len(num_computed)], graph_size=graph_size)
 
 
 FULL = [9, 9, 9, 5]  # NUM_TOKENS in NUM_SEQS prompts; each ends inside a block
@@ -161,31 +160,33 @@ def tokens_at_the_budget(
     """Returns what a worker answers to full steps: eager, then in the largest graphs."""
     dp_size = places.get("dp_size", 1)
     is_dp = dp_size > 1
-    settings: dict[str, Any] = {
-        "model": path,
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 33,
-        "max_num_logits": 3,
-        "num_kv_blocks": 33,
-        "dp_rank": rank if is_dp else 0,
-        "attn_tp_rank": 0 if is_dp else rank,
-    }
-    worker, description = build_worker(ExecutorConfig(**(settings | places)))
-    extend_size, decode_size = (
-        description.graph_sizes.extend[-1],
-        description.graph_sizes.decode[-1],
+    config = ExecutorConfig(
+        model=path,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=3,
+        max_num_batched_tokens=33,
+        max_num_logits=3,
+        num_kv_blocks=33,
+        dp_rank=rank if is_dp else 0,
+        attn_tp_rank=0 if is_dp else rank,
+        **places,
     )
+    worker, description = build_worker(config)
+    sizes = description.graph_sizes
     answers = []
     for epoch, (extend, decode, mode) in enumerate(
         (
             (None, None, pb.DP_PADDING_MODE_SUM_LEN),
             (None, None, pb.DP_PADDING_MODE_MAX_LEN),
-            (extend_size, decode_size, pb.DP_PADDING_MODE_MAX_LEN),
+            (sizes.extend[-1], sizes.decode[-1], pb.DP_PADDING_MODE_MAX_LEN),
         )
     ):
         worker.join(epoch + 1, f"{HOST}:{store_port}")
-        for step_id, request in enumerate((prompts_step([11] * 3), decodes_step([11] * 3))):
+        requests = (
+            prompts_step([11] * 3, graph_size=extend),
+            decodes_step([11] * 3, graph_size=decode),
+        )
+        for step_id, request in enumerate(requests):
             agreement = request.agreement
             agreement.padding_mode = mode
             agreement.global_num_tokens.extend(list(agreement.global_num_tokens) * (dp_size - 1))
@@ -193,7 +194,7 @@ def tokens_at_the_budget(
             logits.extend(list(logits) * (dp_size - 1))
             request.epoch, request.step_id = epoch + 1, step_id + 1
             request.ranks[0].dp_rank = rank if is_dp else 0
-            response = worker.execute(with_graph(request, decode if step_id else extend))
+            response = worker.execute(request)
             answers.append(tokens_of(response) if response.ranks else [])
     worker.leave()
     return answers
@@ -214,24 +215,10 @@ def test_a_small_first_step_does_not_size_what_a_large_one_needs(tiny_checkpoint
     for has_small_one in (True, False):
         worker = make_worker(tiny_checkpoint, **sizes)
         if has_small_one:
-            worker.execute(_in_blocks_of_64([1]))
-        tokens.append(tokens_of(worker.execute(_in_blocks_of_64(lengths))))
+            worker.execute(prompts_step([1], block_size=64))
+        tokens.append(tokens_of(worker.execute(prompts_step(lengths, block_size=64))))
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 8
-
-
-def _in_blocks_of_64(lengths: Sequence[int]) -> pb.StepRequest:
-    """As ``prompts_step``, with the 8 blocks of a row holding 64 tokens each."""
-    request = prompts_step(lengths)
-    columns = request.ranks[0].sequences
-    num_blocks = [-(-length // 64) for length in lengths]
-    ids = [
-        1 + row * BLOCKS_PER_ROW + block
-        for row, count in enumerate(num_blocks)
-        for block in range(count)
-    ]
-    columns.MergeFrom(sequences(num_new_blocks=num_blocks, new_block_ids=ids))
-    return request
 
 
 def test_the_table_is_logged_at_start_and_in_describe(tiny_checkpoint: Path):
@@ -311,27 +298,21 @@ def member_agreement(path: Path, **settings: Any) -> dict[str, str]:
     return dict(description.agreement)
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("name", [*OTHERWISE, *DRAFTING_OTHERWISE])
 def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
     tiny_checkpoint: Path, name: str
 ):
     """Executors that differ in one of these hang or crash in their first collective call."""
-    value, both = OTHERWISE[name]
-    one = member_agreement(tiny_checkpoint, **both)
-    other = member_agreement(tiny_checkpoint, **both, **{name: value})
     key = {"decode_graphs": "decode_graph_sizes", "prefill_graph_sizes": "extend_graph_sizes"}.get(
         name, name
     )
-    assert one[key] != other[key]
-    assert agreement_digest(one) != agreement_digest(other)
-
-
-@pytest.mark.parametrize("name", DRAFTING_OTHERWISE)
-def test_members_that_draft_otherwise_do_not_agree(name: str):
-    value, both, key = DRAFTING_OTHERWISE[name]
-    both = {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle"} | both
-    one = member_agreement(DEMO_MODEL, **both)
-    other = member_agreement(DEMO_MODEL, **both | {name: value})
+    if name in OTHERWISE:
+        path, (value, both) = tiny_checkpoint, OTHERWISE[name]
+    else:
+        path, (value, both, key) = DEMO_MODEL, DRAFTING_OTHERWISE[name]
+        both = {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle"} | both
+    one = member_agreement(path, **both)
+    other = member_agreement(path, **both | {name: value})
     assert one[key] != other[key]
     assert agreement_digest(one) != agreement_digest(other)
 

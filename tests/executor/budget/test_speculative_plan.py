@@ -25,32 +25,34 @@ def test_a_tree_verifies_as_many_drafts_as_its_steps_run_unless_told_otherwise(t
     assert plan.is_tree
 
 
+FIELDS = ("algorithm", "num_draft_steps", "topk", "num_draft_tokens")
 # Written out by hand. Rows: of draft-extend, of the widest phase; slots: beyond any other step's
 # tokens, from the last token on in a speculative step.
 EXPECTED = [
-    ("eagle", 3, 1, 4, (4, 4), (1, 5)),
-    ("eagle", 1, 1, 2, (2, 2), (1, 3)),
-    ("eagle", 3, 4, 13, (13, 13), (1, 14)),
-    ("eagle", 3, 4, 4, (4, 4), (1, 9)),  # drafting writes 1 + 2 * 4
-    ("eagle", 1, 6, 3, (3, 6), (1, 4)),
-    ("multi_layer_eagle", 3, 1, 4, (6, 6), (3, 7)),
-    ("frozen_kv_mtp", 3, 1, 4, (0, 4), (0, 4)),
-    ("frozen_kv_mtp", 2, 4, 9, (0, 9), (0, 9)),
-    ("frozen_kv_mtp", 1, 8, 2, (0, 8), (0, 2)),
+    (SpeculationPlan(**dict(zip(FIELDS, plan, strict=True))), rows, slots)
+    for *plan, rows, slots in [
+        ("eagle", 3, 1, 4, (4, 4), (1, 5)),
+        ("eagle", 1, 1, 2, (2, 2), (1, 3)),
+        ("eagle", 3, 4, 13, (13, 13), (1, 14)),
+        ("eagle", 3, 4, 4, (4, 4), (1, 9)),  # drafting writes 1 + 2 * 4
+        ("eagle", 1, 6, 3, (3, 6), (1, 4)),
+        ("multi_layer_eagle", 3, 1, 4, (6, 6), (3, 7)),
+        ("frozen_kv_mtp", 3, 1, 4, (0, 4), (0, 4)),
+        ("frozen_kv_mtp", 2, 4, 9, (0, 9), (0, 9)),
+        ("frozen_kv_mtp", 1, 8, 2, (0, 8), (0, 2)),
+    ]
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "steps", "topk", "width", "rows", "slots"), EXPECTED)
+@pytest.mark.parametrize(("plan", "rows", "slots"), EXPECTED)
 def test_rows_and_slots_follow_from_the_plan(
-    algorithm: str, steps: int, topk: int, width: int, rows: tuple[int, int], slots: tuple[int, int]
+    plan: SpeculationPlan, rows: tuple[int, int], slots: tuple[int, int]
 ):
-    plan = SpeculationPlan(
-        algorithm=algorithm, num_draft_steps=steps, topk=topk, num_draft_tokens=width
-    )
     assert (plan.num_extend_rows, plan.num_rows_per_sequence) == rows
     assert (plan.kv_lookahead, plan.num_reserved_tokens) == slots
-    assert plan.extends is (algorithm != "frozen_kv_mtp")
-    assert plan.num_layers == (steps if algorithm == "multi_layer_eagle" else 1)
+    assert plan.extends is (plan.algorithm != "frozen_kv_mtp")
+    layers = plan.num_draft_steps if plan.algorithm == "multi_layer_eagle" else 1
+    assert plan.num_layers == layers
 
 
 @pytest.mark.parametrize(
@@ -93,26 +95,17 @@ def test_a_plan_does_not_change():
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-@pytest.mark.parametrize(("algorithm", "steps", "topk", "width", "rows", "slots"), EXPECTED)
+@pytest.mark.parametrize(("plan", "rows", "slots"), EXPECTED)
 def test_spilled_tokens_are_all_that_a_step_writes_where_a_row_has_no_block(
-    algorithm: str,
-    steps: int,
-    topk: int,
-    width: int,
-    rows: tuple[int, int],
-    slots: tuple[int, int],
-    block_size: int,
+    plan: SpeculationPlan, rows: tuple[int, int], slots: tuple[int, int], block_size: int
 ):
     """Every phase written out, at every place in a block that a row's last token can have."""
-    plan = SpeculationPlan(
-        algorithm=algorithm, num_draft_steps=steps, topk=topk, num_draft_tokens=width
-    )
     most = 0
     for length in range(1, 2 * block_size + 1):  # its last token is still to run
-        ends = [length - 1 + width]  # verify
-        if algorithm == "eagle":
-            ends.append(length + (steps - 1) * topk)  # draft
-        if algorithm != "frozen_kv_mtp":
+        ends = [length - 1 + plan.num_draft_tokens]  # verify
+        if plan.algorithm == "eagle":
+            ends.append(length + (plan.num_draft_steps - 1) * plan.topk)  # draft
+        if plan.algorithm != "frozen_kv_mtp":
             ends.append(length + rows[0])  # draft-extend
             ends.append(length + plan.num_layers)  # of a step that is not speculative
         held = -(-length // block_size)

@@ -147,17 +147,10 @@ def test_a_step_at_exactly_the_budget_is_read_and_one_token_more_is_not():
     for world in range(NUM_WORLDS // 4):
         budget, graph_sizes = random_budget(rng)
         dp_rank = rng.randrange(budget.dp_size)
-        limits = StepLimits(
-            topology=Topology(
-                dp_rank=dp_rank, dp_size=budget.dp_size, attn_tp_size=budget.attn_tp_size
-            ),
-            budget=budget,
-            num_kv_blocks=100,
-            block_size=16,
-            vocab_size=10,
-            max_model_len=1000,
-            graph_sizes=graph_sizes,
+        topology = Topology(
+            dp_rank=dp_rank, dp_size=budget.dp_size, attn_tp_size=budget.attn_tp_size
         )
+        limits = limits_of(topology, budget, graph_sizes)
         most = budget.max_num_batched_tokens
         progress = RowProgress.empty(np.zeros(budget.max_num_seqs, dtype=np.int64))
         columns = read_step(full_step(budget, dp_rank, most), limits, progress)
@@ -179,18 +172,23 @@ def full_step(budget: TokenBudget, dp_rank: int, num_tokens: int) -> pb.StepRequ
     return step(1, part, num_tokens=counts, num_logits=[1] * budget.dp_size)
 
 
+def limits_of(topology: Topology, budget: TokenBudget, graph_sizes: GraphSizes) -> StepLimits:
+    return StepLimits(
+        topology=topology,
+        budget=budget,
+        num_kv_blocks=100,
+        block_size=16,
+        vocab_size=10,
+        max_model_len=1000,
+        graph_sizes=graph_sizes,
+    )
+
+
 def graph_limits(**sizes: int) -> StepLimits:
     """Returns limits with a graph of 16 tokens and a budget of 10, unless told otherwise."""
     defaults = {"max_num_batched_tokens": 10, "max_num_seqs": 4, "dp_size": 2}
-    return StepLimits(
-        topology=Topology(dp_size=2, attn_tp_size=sizes.get("attn_tp_size", 1)),
-        budget=make_budget(**(defaults | sizes)),
-        num_kv_blocks=10,
-        block_size=16,
-        vocab_size=10,
-        max_model_len=100,
-        graph_sizes=GraphSizes(extend=(16,)),
-    )
+    topology = Topology(dp_size=2, attn_tp_size=sizes.get("attn_tp_size", 1))
+    return limits_of(topology, make_budget(**(defaults | sizes)), GraphSizes(extend=(16,)))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,7 @@ def test_a_graph_that_no_buffer_was_sized_for_is_refused_with_both_numbers(
 ):
     """Graphs and budget come from one place; a step must not be what finds out if they did not."""
     part = prompt_part(0, [1] * 10, [1])
-    request = step(1, part, num_tokens=[10, 9], num_logits=[1, 1])
-    request.agreement.graph_size = 16
+    request = step(1, part, num_tokens=[10, 9], num_logits=[1, 1], graph_size=16)
     progress = RowProgress.empty(np.zeros(4, dtype=np.int64))
     with pytest.raises(InvalidStep, match=f"the step of graph_size=16 {problem}"):
         read_step(request, graph_limits(**sizes), progress)
@@ -335,14 +332,9 @@ def test_the_formula_is_the_librarys():
     """Needs its compiled module, but no GPU: the size is computed on the host."""
     pytest.importorskip("flashinfer")
     rng = random.Random(3)
+    most = (64, 9000, 40_000, 40_000)
     cases = [
-        (
-            rng.randint(1, 64),
-            rng.randint(1, 9000),
-            rng.randint(1, 40_000),
-            rng.randint(1, 40_000),
-            rng.choice([0, rng.randint(1, 512)]),
-        )
+        (*(rng.randint(1, n) for n in most), rng.choice([0, rng.randint(1, 512)]))
         for _ in range(NUM_WORLDS)
     ]
     environment = {"FLASHINFER_DISABLE_JIT": "1", "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
@@ -560,44 +552,28 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
     assert sorted(told) == sorted(held)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "bound"),
-    [
-        ({}, "max_num_batched_tokens"),
-        ({"num_tokens_per_bs": 64}, "max_num_seqs * num_tokens_per_bs"),
-        ({"decode_graph_size": 3000}, "largest decode graph * num_tokens_per_bs"),
-        ({"extend_graph_size": 3000}, "largest prefill graph"),
-    ],
-)
-def test_the_bound_that_decides_is_named(sizes: dict[str, int], bound: str):
-    assert budget_table(make_budget(**sizes))[0].bound == bound
+RANK, LOGITS = "hidden states of a DP rank", "logits of a DP rank"
+SEQS, GRAPH = "max_num_seqs * num_tokens_per_bs", "largest decode graph * num_tokens_per_bs"
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bound"),
+    ("sizes", "line", "bound"),
     [
-        ({}, "max_num_logits"),
-        ({"num_tokens_per_bs": 8}, "max_num_seqs * num_tokens_per_bs"),
-        (
-            {"num_tokens_per_bs": 8, "decode_graph_size": 64},
-            "largest decode graph * num_tokens_per_bs",
-        ),
+        ({}, RANK, "max_num_batched_tokens"),
+        ({"num_tokens_per_bs": 64}, RANK, SEQS),
+        ({"decode_graph_size": 3000}, RANK, GRAPH),
+        ({"extend_graph_size": 3000}, RANK, "largest prefill graph"),
+        ({}, LOGITS, "max_num_logits"),
+        ({"num_tokens_per_bs": 8}, LOGITS, SEQS),
+        ({"num_tokens_per_bs": 8, "decode_graph_size": 64}, LOGITS, GRAPH),
+        ({}, "all-to-all", SEQS),
+        ({"decode_graph_size": 72}, "all-to-all", GRAPH),
+        ({"a2a_extends": True}, "all-to-all", "default"),
+        ({"a2a_extends": True, "max_num_batched_tokens": 8192}, "all-to-all", RANK),
+        ({"max_dispatch_tokens_per_rank": 5000}, "all-to-all", "max_dispatch_tokens_per_rank"),
     ],
 )
-def test_the_bound_that_decides_on_logits_is_named(sizes: dict[str, int], bound: str):
-    lines = {line.what: line.bound for line in budget_table(make_budget(**sizes))}
-    assert lines["logits of a DP rank"] == bound
-
-
-@pytest.mark.parametrize(
-    ("sizes", "bound"),
-    [
-        ({}, "max_num_seqs * num_tokens_per_bs"),
-        ({"decode_graph_size": 72}, "largest decode graph * num_tokens_per_bs"),
-        ({"a2a_extends": True}, "default"),
-        ({"a2a_extends": True, "max_num_batched_tokens": 8192}, "hidden states of a DP rank"),
-        ({"max_dispatch_tokens_per_rank": 5000}, "max_dispatch_tokens_per_rank"),
-    ],
-)
-def test_the_bound_of_the_all_to_all_is_named(sizes: dict[str, Any], bound: str):
-    assert a2a_bound(make_budget(**sizes)) == bound
+def test_the_bound_that_decides_is_named(sizes: dict[str, Any], line: str, bound: str):
+    budget = make_budget(**sizes)
+    bounds = {line.what: line.bound for line in budget_table(budget)}
+    assert (bounds | {"all-to-all": a2a_bound(budget)})[line] == bound

@@ -10,7 +10,6 @@ from executor.build.executor import build_worker
 from executor.build.plan import plan_graph_sizes
 from executor.config import ExecutorConfig
 from executor.worker import Worker
-from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import decode_part, prompt_part, step, tokens_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60]
@@ -77,16 +76,11 @@ def test_tokens_do_not_depend_on_whether_steps_replay_graphs(
 def _generate(worker: Worker, prefill_size: int | None, decode_size: int | None) -> list[int]:
     """Returns 8 greedy tokens of one sequence, each step replaying a graph of that size or none."""
     worker.join(1, "")
-    request = step(1, prompt_part(0, PROMPT, [1, 2, 3]), num_tokens=[9], num_logits=[1])
-    tokens = tokens_of(worker.execute(_with_graph(request, prefill_size)))
+    part = prompt_part(0, PROMPT, [1, 2, 3])
+    request = step(1, part, num_tokens=[9], num_logits=[1], graph_size=prefill_size)
+    tokens = tokens_of(worker.execute(request))
     for length in range(9, 16):
         part = decode_part(0, length, block_ids=[length] if length % 4 == 0 else [])
-        request = _with_graph(step(2, part, num_tokens=[1]), decode_size)
+        request = step(2, part, num_tokens=[1], graph_size=decode_size)
         tokens += tokens_of(worker.execute(request))
     return tokens
-
-
-def _with_graph(request: pb.StepRequest, size: int | None) -> pb.StepRequest:
-    if size is not None:
-        request.agreement.graph_size = size
-    return request

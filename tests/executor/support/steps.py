@@ -34,6 +34,7 @@ def step(
     epoch: int = 1,
     padding_mode: pb.DpPaddingMode = pb.DP_PADDING_MODE_MAX_LEN,
     has_extend: bool | None = None,
+    graph_size: int | None = None,
 ) -> pb.StepRequest:
     """Returns the request that carries ``part``; one row of logits per token if not said."""
     is_extend = part.forward_mode == pb.FORWARD_MODE_EXTEND
@@ -45,6 +46,7 @@ def step(
             global_num_tokens_for_logprob=num_tokens if num_logits is None else num_logits,
             has_extend=is_extend if has_extend is None else has_extend,
             padding_mode=padding_mode,
+            graph_size=graph_size,
         ),
         ranks=[part],
     )
