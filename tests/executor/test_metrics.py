@@ -10,7 +10,6 @@ import pytest
 from executor.build.executor import build_worker
 from executor.metrics import PHASES, Measures, Numbers, collector
 from executor.worker import Worker
-from protos.executor.v1 import executor_pb2 as pb
 from protos.telemetry.metrics import Histogram
 from tests.executor.support.servers import Client, config_of, reason_of, serving
 from tests.executor.support.steps import decode_part, prompt_part, step
@@ -31,14 +30,9 @@ def worker(tiny_checkpoint: Path, measures: Measures) -> Worker:
     return worker
 
 
-def with_graph(message: pb.StepRequest, size: int) -> pb.StepRequest:
-    message.agreement.graph_size = size
-    return message
-
-
 def test_steps_and_their_rows_are_counted(worker: Worker, measures: Measures):
     worker.execute(step(1, prompt_part(0, PROMPT, [1, 2]), num_tokens=[7], num_logits=[1]))
-    worker.execute(with_graph(step(2, decode_part(0, 7), num_tokens=[1]), 4))
+    worker.execute(step(2, decode_part(0, 7), num_tokens=[1], graph_size=4))
     worker.execute(step(3, decode_part(0, 8, block_ids=[3]), num_tokens=[1]))
 
     assert measures.steps == {("extend", False): 1, ("decode", True): 1, ("decode", False): 1}

@@ -55,27 +55,25 @@ def rank_0_of(topology: Topology, num_experts: int = 8, **dense: int) -> dict[st
     return {"peers": Peers.gathering(num_experts, communicator, **dense)}
 
 
-def test_a_missing_tensor_is_named(broken: Callable[..., Path]):
-    with pytest.raises(CheckpointError, match=f"lacks {QUERY}"):
-        load(broken(**{QUERY: None}))
-
-
-def test_a_misshapen_tensor_is_named_with_both_shapes(broken: Callable[..., Path]):
-    path = broken(**{QUERY: torch.zeros(3, 5)})
-    with pytest.raises(CheckpointError, match=r"q_proj.* in .*\[3, 5\]; .* needs \[64, 48\]"):
-        load(path)
-
-
-def test_a_tensor_without_a_place_is_named(broken: Callable[..., Path]):
-    path = broken(**{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which this model has no place"):
-        load(path)
-
-
-def test_a_tensor_of_integers_is_refused(broken: Callable[..., Path]):
-    path = broken(**{QUERY: torch.zeros(64, 48, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match="has type I8"):
-        load(path)
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        (QUERY, None, f"lacks {QUERY}"),
+        (QUERY, torch.zeros(3, 5), r"q_proj.* in .*\[3, 5\]; .* needs \[64, 48\]"),
+        (QUERY, torch.zeros(64, 48, dtype=torch.int8), "has type I8"),
+        (
+            QUERY.replace("weight", "bias"),
+            torch.zeros(64),
+            r"q_proj\.bias, for which this model has no place",
+        ),
+    ],
+    ids=["missing", "of another shape", "of integers", "without a place"],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    broken: Callable[..., Path], name: str, tensor: torch.Tensor | None, problem: str
+):
+    with pytest.raises(CheckpointError, match=problem):
+        load(broken(**{name: tensor}))
 
 
 def test_a_file_that_is_no_safetensors_is_named(good: tuple[Path, Any], tmp_path: Path):

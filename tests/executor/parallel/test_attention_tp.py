@@ -1,8 +1,9 @@
 """If this fails, executors that share a DP rank's attention answer with other tokens than one."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,13 @@ PROMPTS = _prompts()
 
 
 def _steps(dp_size: int) -> list[Step]:
-    steps: list[Step] = []
-    for chunks in _CHUNKS:
-        steps.append(
-            tuple(
-                {row: PROMPTS[rank][row][slice(*chunk)] for row, chunk in chunks[rank].items()}
-                for rank in range(dp_size)
-            )
+    return [
+        tuple(
+            {row: PROMPTS[rank][row][slice(*chunk)] for row, chunk in chunks[rank].items()}
+            for rank in range(dp_size)
         )
-    return steps
+        for chunks in _CHUNKS
+    ]
 
 
 def _cases(sizes: tuple[int, int]) -> list[Case]:
@@ -120,33 +119,26 @@ def _serve(saved: Saved, sizes: tuple[int, int]) -> Served:
 
 
 @pytest.fixture(scope="module")
-def two_executors(saved: Saved) -> Served:
-    """Two that share the attention of one DP rank."""
-    return _serve(saved, (1, 2))
+def served(saved: Saved) -> Callable[[tuple[int, int]], Served]:
+    """Answers of two executors of one DP rank, or of two DP ranks of two."""
+    return cache(lambda sizes: _serve(saved, sizes))
 
 
-@pytest.fixture(scope="module")
-def four_executors(saved: Saved) -> Served:
-    """Two DP ranks of two."""
-    return _serve(saved, (2, 2))
-
-
-def name_of(case: Case) -> str:
+def name_of(case: Case | tuple[int, int]) -> str:
+    if isinstance(case, tuple):
+        return str(case)
     return f"{case.shape}-ep_{case.ep_size}-dense_{case.moe_dense_tp_size}-{case.padding_mode.name}"
 
 
-@pytest.mark.parametrize("case", _cases((1, 2)), ids=name_of)
-def test_two_executors_of_a_dp_rank_have_the_logits_of_transformers(
-    saved: Saved, two_executors: Served, case: Case
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [(sizes, case) for sizes in ((1, 2), (2, 2)) for case in _cases(sizes)],
+    ids=name_of,
+)
+def test_executors_that_share_attention_have_the_logits_of_transformers(
+    saved: Saved, served: Any, sizes: tuple[int, int], case: Case
 ):
-    assert_served(two_executors[case], saved.expected[case.shape], attn_tp_size=2)
-
-
-@pytest.mark.parametrize("case", _cases((2, 2)), ids=name_of)
-def test_two_dp_ranks_of_two_executors_have_the_logits_of_transformers(
-    saved: Saved, four_executors: Served, case: Case
-):
-    assert_served(four_executors[case], saved.expected[case.shape], attn_tp_size=2)
+    assert_served(served(sizes)[case], saved.expected[case.shape], attn_tp_size=2)
 
 
 def assert_served(

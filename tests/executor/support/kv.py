@@ -39,14 +39,17 @@ def batch_of(
     rows: npt.ArrayLike,
     num_computed: npt.ArrayLike,
     num_tokens: npt.ArrayLike,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
     layout: DpLayout | None = None,
     logits_indices: Any = None,
 ) -> ForwardBatch:
     """Returns a batch whose keys and values go where the pool's block table says.
 
-    The arguments are those of ``ForwardBatch.from_columns``; without a layout there are no peers.
+    The arguments are those of ``ForwardBatch.from_columns``; without a layout there are no peers, and
+    without ids they are 0.
     """
+    if input_ids is None:
+        input_ids = torch.zeros(int(np.sum(num_tokens)), dtype=torch.int64, device=pool.device)
     return ForwardBatch.from_columns(
         rows=rows,
         num_computed=num_computed,

@@ -13,7 +13,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.parallel.layout import DpLayout
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support import kv
 from tests.gpu.support.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
 from tests.gpu.support.machine import IS_STAND_IN
 from tests.gpu.support.shapes import Sizes
@@ -128,11 +128,4 @@ def batch_of(pool: KVPool, mix: list[tuple[int, int]], graph_size: int | None) -
     prefixes, counts = [p for p, _ in mix], [n for _, n in mix]
     rows = list(range(len(mix)))[::-1]
     total = sum(counts)
-    return ForwardBatch.from_columns(
-        rows=rows,
-        num_computed=prefixes,
-        num_tokens=counts,
-        input_ids=torch.zeros(total, dtype=torch.int64, device=pool.device),
-        out_cache_loc=out_cache_loc(pool, rows, prefixes, counts),
-        layout=DpLayout.single(total, graph_size),
-    )
+    return kv.batch_of(pool, rows, prefixes, counts, layout=DpLayout.single(total, graph_size))

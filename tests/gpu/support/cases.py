@@ -31,7 +31,7 @@ from executor.runners import GraphRunner
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 from tests.gpu.support.shapes import Sizes
 from tests.gpu.support.weights import NewTensor, fill, random_tensor
 
@@ -282,13 +282,13 @@ class Case:
         rows = rng.permutation(self.sizes.num_rows)[: len(new_lens)]
         total = int(new_lens.sum())
         ids = torch.from_numpy(rng.integers(0, self.config.vocab_size, total))
-        return ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=prefix_lens,
-            num_tokens=new_lens,
-            input_ids=ids.to(self.device),
-            out_cache_loc=out_cache_loc(self.pool, rows, prefix_lens, new_lens),
-            layout=DpLayout.single(total, graph_size, has_extend=has_extend),
+        return batch_of(
+            self.pool,
+            rows,
+            prefix_lens,
+            new_lens,
+            ids.to(self.device),
+            DpLayout.single(total, graph_size, has_extend=has_extend),
             logits_indices=None if has_extend else np.arange(total),
         )
 

@@ -166,17 +166,14 @@ def _kept(rank: DraftRank, row: int, layer: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("name", DEMO_DRAFTS)
 def test_the_demo_drafts_equal_their_references(tmp_path: Path, name: str):
     """In float32, with the very files that ``make demo`` serves."""
-    target, draft = (_in_float32(tmp_path / x, DEMO / y) for x, y in _demo_folders(name))
+    target = _in_float32(tmp_path / "target", DEMO / "demo_model")
+    draft = _in_float32(tmp_path / "draft", DEMO / "demo_drafts" / name)
     rank, expected = DraftRank(target, draft), reference(target, draft)
     if name == "frozen_kv":
         assert_frozen_drafts_like(rank, expected, offset=1)
     else:
         assert_drafts_like(rank, expected)
     assert rank.model.num_layers == (3 if name == "mtp3" else 1)
-
-
-def _demo_folders(name: str) -> list[tuple[str, str]]:
-    return [("target", "demo_model"), ("draft", f"demo_drafts/{name}")]
 
 
 def _in_float32(path: Path, source: Path) -> Path:

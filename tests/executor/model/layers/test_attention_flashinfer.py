@@ -23,12 +23,12 @@ from executor.parallel.layout import DpLayout
 from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import EagerRunner, ForwardPass
 from executor.runners.prefill import BreakablePrefillRunner
+from tests.executor.support import kv
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,
     reference,
 )
-from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
@@ -87,14 +87,7 @@ def batch_of(
 ) -> ForwardBatch:
     prefixes, counts = [p for p, _ in mix], [n for _, n in mix]
     rows = list(range(len(mix), 0, -1))
-    return ForwardBatch.from_columns(
-        rows=rows,
-        num_computed=prefixes,
-        num_tokens=counts,
-        input_ids=torch.arange(sum(counts)) % VOCAB,
-        out_cache_loc=out_cache_loc(pool, rows, prefixes, counts),
-        layout=layout or DpLayout.single(sum(counts)),
-    )
+    return kv.batch_of(pool, rows, prefixes, counts, torch.arange(sum(counts)) % VOCAB, layout)
 
 
 def attend(

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers.attention_torch import TorchAttention
-from executor.parallel.layout import DpLayout
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of, out_cache_loc
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
 SHAPE = KVShape(
@@ -61,14 +59,7 @@ class Case:
 
     def run(self, num_workers: int = 1) -> torch.Tensor:
         prefixes, counts = [p for p, _ in self.mix], [n for _, n in self.mix]
-        batch = ForwardBatch.from_columns(
-            rows=self.rows,
-            num_computed=prefixes,
-            num_tokens=counts,
-            input_ids=torch.zeros(sum(counts), dtype=torch.int64),
-            out_cache_loc=out_cache_loc(self.pool, self.rows, prefixes, counts),
-            layout=DpLayout.single(sum(counts)),
-        )
+        batch = batch_of(self.pool, self.rows, prefixes, counts)
         attention = TorchAttention(
             HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32, num_workers=num_workers
         )
@@ -128,14 +119,7 @@ def test_a_sequence_that_overflowed_poisons_no_other(mix: list[tuple[int, int]],
 
 def test_no_sequences_attend_to_nothing():
     case = Case([(5, 1)], garbage=0.0)
-    batch = ForwardBatch.from_columns(
-        rows=[],
-        num_computed=[],
-        num_tokens=[],
-        input_ids=torch.zeros(0, dtype=torch.int64),
-        out_cache_loc=out_cache_loc(case.pool, [], [], []),
-        layout=DpLayout.single(0),
-    )
+    batch = batch_of(case.pool, [], [], [])
     attention = TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32)
     attention.init_forward_metadata_out_graph(batch, case.pool)
     nothing = torch.zeros(0, KV_HEADS, HEAD_DIM)
@@ -147,14 +131,7 @@ def test_padding_rows_write_to_the_scratch_block_only(mix: list[tuple[int, int]]
     plain, padded = Case(mix, garbage=0.0), Case(mix, garbage=0.0)
     prefixes, counts = [p for p, _ in mix], [n for _, n in mix]
     total = sum(counts)
-    batch = ForwardBatch.from_columns(
-        rows=padded.rows,
-        num_computed=prefixes,
-        num_tokens=counts,
-        input_ids=torch.zeros(total, dtype=torch.int64),
-        out_cache_loc=out_cache_loc(padded.pool, padded.rows, prefixes, counts),
-        layout=DpLayout.single(total),
-    )
+    batch = batch_of(padded.pool, padded.rows, prefixes, counts)
     batch.input_ids = torch.zeros(total + 3, dtype=torch.int64)
     batch.out_cache_loc = torch.cat((batch.out_cache_loc, torch.zeros(3, dtype=torch.int64)))
     attention = TorchAttention(HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float32)

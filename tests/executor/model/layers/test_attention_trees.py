@@ -24,7 +24,7 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
     CpuFlashInfer,
 )
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of, out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
@@ -96,14 +96,7 @@ class Case:
         self.k = torch.cat([k[n - width :] for k, n in zip(self.keys, num_keys, strict=True)])
         self.v = torch.cat([v[n - width :] for v, n in zip(self.values, num_keys, strict=True)])
         prefixes = [n - width for n in num_keys]
-        self.batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=prefixes,
-            num_tokens=[width] * len(rows),
-            input_ids=torch.zeros(total, dtype=torch.int64),
-            out_cache_loc=out_cache_loc(self.pool, rows, prefixes, [width] * len(rows)),
-            layout=DpLayout.single(total),
-        )
+        self.batch = batch_of(self.pool, rows, prefixes, [width] * len(rows))
 
     def new_attention(self, backend: str) -> Attention:
         if backend == "flashinfer":

@@ -40,11 +40,8 @@ class Inputs:
         def random(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator).to(dtype)
 
-        self.x, self.residual, self.weight = (
-            random(num_rows, SIZE),
-            random(num_rows, SIZE),
-            random(SIZE),
-        )
+        self.x, self.residual = random(num_rows, SIZE), random(num_rows, SIZE)
+        self.weight = random(SIZE)
         self.heads = random(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
         q_weight, k_weight = random(HEAD_DIM), random(HEAD_DIM)
         self.qk_weight = torch.stack([q_weight] * HEADS + [k_weight] * KV_HEADS)
