@@ -34,7 +34,14 @@ async def ask_for_everything(device: str, dp_size: int) -> tuple[list[Any], Any,
     return answers, group, stack.left_running
 
 
-def check(device: str, dp_size: int) -> None:
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_every_answer_of_the_demo_is_right(machine: Machine, dp_size: int) -> None:
+    pytest.importorskip("grpc")
+    device = machine.device.type
+    if dp_size == 1 and machine.no_grouped_graphs:
+        pytest.skip(machine.no_grouped_graphs)
+    if dp_size > 1 and device == "cuda":
+        pytest.skip("needs a GPU for each rank: NCCL refuses two ranks on one")
     answers, group, left_running = asyncio.run(ask_for_everything(device, dp_size))
     wrong = [
         f"{answer.request.problem.prompt.strip()}{answer.text.strip()}"
@@ -45,22 +52,3 @@ def check(device: str, dp_size: int) -> None:
     assert left_running == []
     replayed = {count.runner.partition("_")[0] for count in group.graphs if count.num_steps}
     assert replayed >= {"decode", "prefill"}, "steps ran without graphs"
-
-
-def test_every_answer_of_the_demo_is_right(machine: Machine) -> None:
-    pytest.importorskip("grpc")
-    if machine.no_grouped_graphs:
-        pytest.skip(machine.no_grouped_graphs)
-    check(machine.device.type, 1)
-
-
-def test_every_answer_of_two_ranks_is_right(machine: Machine) -> None:
-    pytest.importorskip("grpc")
-    if machine.device.type == "cuda":
-        pytest.skip(
-            "executors on GPUs cannot exchange hidden states yet: executor/parallel/process_groups.py joins ranks "
-            "over gloo, whose collectives no graph can capture, so executor/build/devices.py refuses "
-            "dp_size above 1; it takes a group over NCCL, and a GPU for each rank, as NCCL "
-            "refuses two ranks on one"
-        )
-    check(machine.device.type, 2)

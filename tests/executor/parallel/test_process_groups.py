@@ -37,6 +37,12 @@ SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 LOST = ("closed by peer", "reset by peer", "Broken pipe")
 
 
+@pytest.fixture
+def store() -> Any:
+    """Where the ranks of a test meet."""
+    return open_store(HOST, timeout_s=TIMEOUT_S)
+
+
 def sums(place: Topology, groups: EpochGroups) -> list[int]:
     """Returns sums over the world and, if there is one, over the attention-TP group."""
     found = []
@@ -48,21 +54,21 @@ def sums(place: Topology, groups: EpochGroups) -> list[int]:
     return found
 
 
-def test_groups_form_again_under_every_epoch_in_one_process():
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
+def test_groups_form_again_under_every_epoch_in_one_process(store: Any):
     for epoch, places in enumerate((topologies(2, 1), topologies(1, 2), topologies(2, 1))):
         seen = on_every_rank(store.port, epoch, places, sums)
         assert seen == [[11] * (1 + (places[0].attn_tp_size > 1))] * 2
 
 
-def test_an_attention_tp_group_has_the_executors_of_one_dp_rank():
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
+def test_an_attention_tp_group_has_the_executors_of_one_dp_rank(store: Any):
     seen = on_every_rank(store.port, 1, topologies(2, 2), sums)
     assert seen == [[1111, 11]] * 2 + [[1111, 1100]] * 2
 
 
 @pytest.mark.parametrize("waits_in", ["world", "attn_tp", "host"])
-def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_in: str):
+def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(
+    waits_in: str, store: Any
+):
     """Also while what failed is still referred to, as by an error that is on its way."""
     held = []
 
@@ -75,7 +81,6 @@ def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_
             return  # no executor of its DP rank has left
         group.all_reduce(torch.zeros(3))
 
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     seen = on_every_rank(store.port, 1, topologies(2, 2), act)
     for result in (result for result in seen if result is not None):
         assert any(words in str(result) for words in LOST), result
@@ -85,10 +90,9 @@ def test_a_rank_whose_peer_left_gets_an_error_and_can_join_the_next_epoch(waits_
 
 
 def test_a_peer_that_never_comes_is_not_waited_for_as_long_as_one_in_a_collective(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, store: Any
 ):
     monkeypatch.setattr(parallel, "FORM_TIMEOUT_S", 0.3)
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor() as pool:
         forming = pool.submit(
             join_group, HOST, store.port, epoch=1, topology=Topology(dp_size=2), timeout_s=10_000.0
@@ -97,27 +101,27 @@ def test_a_peer_that_never_comes_is_not_waited_for_as_long_as_one_in_a_collectiv
             forming.result(TIMEOUT_S)
 
 
-def test_a_group_that_has_formed_waits_as_long_as_it_was_told():
+def test_a_group_that_has_formed_waits_as_long_as_it_was_told(store: Any):
     def act(place: Topology, groups: EpochGroups) -> float:
         timeout: timedelta = groups.host._backend[0].options._timeout
         return timeout.total_seconds()
 
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     assert on_every_rank(store.port, 1, topologies(2, 1), act) == [TIMEOUT_S] * 2
 
 
-def test_a_group_that_was_left_collects_nothing():
+def test_a_group_that_was_left_collects_nothing(store: Any):
     def act(place: Topology, groups: EpochGroups) -> None:
         groups.close()
         groups.close()
         groups.world.all_reduce(torch.zeros(1))
 
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     for result in on_every_rank(store.port, 1, topologies(2, 1), act):
         assert "has left the group" in str(result)
 
 
-def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch):
+def test_a_group_that_does_not_form_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, store: Any
+):
     """Peers that did form it would else wait for this executor until their timeout."""
     closed = []
     host = SimpleNamespace(close=lambda: closed.append("host"))
@@ -127,7 +131,6 @@ def test_a_group_that_does_not_form_leaves_nothing_behind(monkeypatch: pytest.Mo
         raise RuntimeError("no NCCL here")
 
     monkeypatch.setattr(parallel, "_nccl_group", fail)
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="no NCCL here"):
         join_group(
             HOST, store.port, epoch=1, topology=Topology(dp_size=2), device=torch.device("cuda", 0)
@@ -283,8 +286,7 @@ def test_closing_an_nccl_group_aborts_it_once_and_from_a_thread_of_its_own(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
-def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_closed():
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
+def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_closed(store: Any):
     is_freed = threading.Event()
 
     def close_once_it_waits(groups: EpochGroups) -> None:
@@ -310,9 +312,8 @@ def test_a_thread_that_waits_for_a_stopped_peer_is_freed_when_its_group_is_close
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="connections are found through /proc")
-def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_closed():
+def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_closed(store: Any):
     """Gloo fails what waits for a message when its connection ends, but not what is receiving one."""
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
     is_freed = threading.Event()
     received = torch.zeros(2**26, dtype=torch.uint8)
 

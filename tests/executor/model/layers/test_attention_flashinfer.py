@@ -335,6 +335,19 @@ class TinyModel:
         with torch.inference_mode():
             return runner.run(batch)
 
+    def check_replay(
+        self, runner: Any, pool: KVPool, mix: list[tuple[int, int]], batch: ForwardBatch
+    ) -> None:
+        """Compares a replay with an eager run. The pool holds the same afterwards as before."""
+        caches = pool.key_cache + pool.value_cache
+        before = [cache.clone() for cache in caches]
+        with torch.inference_mode():
+            logits = runner.run(batch)
+        expected = self.run_eagerly(new_pool(), mix)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+
 
 def random_decodes(rng: np.random.Generator, size: int, width: int) -> list[tuple[int, int]]:
     num_seqs = int(rng.integers(size // 2 + 1, size + 1))
@@ -368,15 +381,9 @@ def test_a_replay_attends_to_its_own_batch_and_not_to_the_captured_one(
     for size in (8, 1, 4, 2, 8, 8):
         mix = random_decodes(rng, size, width)
         layout = DpLayout.single(len(mix) * width, size * width)
-        expected = model.run_eagerly(new_pool(), mix)
-        before = [cache.clone() for cache in pool.key_cache + pool.value_cache]
         library.names()
-        with torch.inference_mode():
-            logits = runner.run(batch_of(pool, mix, layout))
+        model.check_replay(runner, pool, mix, batch_of(pool, mix, layout))
         assert library.names() == [f"{kind}.plan"]
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        for cache, old in zip(pool.key_cache + pool.value_cache, before, strict=True):
-            cache.copy_(old)
 
 
 def test_an_extend_between_graph_segments_attends_to_its_own_batch(library: CpuFlashInfer) -> None:
@@ -395,13 +402,7 @@ def test_an_extend_between_graph_segments_attends_to_its_own_batch(library: CpuF
         total = sum(n for _, n in mix)
         batch = batch_of(pool, mix, DpLayout.single(total, 32, has_extend=True))
         batch.logits_indices = torch.arange(total)
-        before = [cache.clone() for cache in pool.key_cache + pool.value_cache]
-        with torch.inference_mode():
-            logits = runner.run(batch)
-        expected = model.run_eagerly(new_pool(), mix)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        for cache, old in zip(pool.key_cache + pool.value_cache, before, strict=True):
-            cache.copy_(old)
+        model.check_replay(runner, pool, mix, batch)
 
 
 # The torch backend, and how keys are stored, against the library's own references.
