@@ -34,7 +34,7 @@ from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 
 # What gloo says of a connection that a peer ended: when it reads, and when it writes.
 SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
-LOST = ("closed by peer", "reset by peer", "Broken pipe")
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "left the group")
 
 
 @pytest.fixture

@@ -8,6 +8,10 @@ from executor.parallel.process_groups import EpochGroups
 from executor.parallel.topology import Topology
 from tests.executor.support.ranks.ranks import TIMEOUT_S, join, topology_of
 
+# After which ranks that still wait for one that left have their groups closed: gloo may forget a rank
+# of which it had received part of a message. In service the router ends every stream of such a group.
+FREED_S = 20.0
+
 
 def topologies(dp_size: int, attn_tp_size: int) -> list[Topology]:
     """Returns every executor's place, in order of world rank."""
@@ -23,6 +27,7 @@ def on_every_rank(
     process opened meanwhile, which a rank that is still joining would miss.
     """
     results: list[Any] = [None] * len(places)
+    joined: list[EpochGroups] = []
     formed = threading.Barrier(len(places))
 
     def run(place: Topology) -> None:
@@ -32,6 +37,7 @@ def on_every_rank(
             results[place.world_rank] = error
             formed.abort()
             return
+        joined.append(groups)
         try:
             formed.wait(TIMEOUT_S)
             results[place.world_rank] = act(place, groups)
@@ -43,6 +49,10 @@ def on_every_rank(
     threads = [threading.Thread(target=run, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(FREED_S)
+        if any(isinstance(result, Exception) for result in results):
+            for groups in joined:
+                groups.close()
     return results
