@@ -14,6 +14,7 @@ from tests.repo.source import ROOT
         rules.messages_inside,
         rules.client_imports,
         rules.early_flashinfer,
+        rules.shared_test_modules,
         rules.long_functions,
         rules.unnamed_ideas,
     ],
