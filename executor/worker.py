@@ -12,8 +12,7 @@ computes, it is deferred until the answer is out. On a GPU log probabilities are
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
-from zlib import crc32
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from executor.parallel.process_groups import EpochGroups
 from executor.runners.select import RunnerSelection
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
+from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 
 
@@ -176,8 +176,8 @@ class Worker:
         return pb.StepResponse(
             epoch=request.epoch,
             step_id=request.step_id,
-            agreement_crc32=_checksum(agreement=request.agreement),
-            part_crc32=_checksum(ranks=request.ranks),
+            agreement_crc32=agreement_crc32(request),
+            part_crc32=part_crc32(request),
             ranks=ranks,
             forward_ns=forward_ns,
         )
@@ -395,11 +395,6 @@ class Worker:
         result.logprobs = _float32(logprobs)
         result.top_ids = _int32(top_ids.cpu().numpy())
         result.top_logprobs = _float32(top_logprobs)
-
-
-def _checksum(**field: Any) -> int:
-    """Returns the CRC-32 of a StepRequest that holds one field."""
-    return crc32(pb.StepRequest(**field).SerializeToString())
 
 
 def _int32(values: Int64Array) -> bytes:

@@ -16,7 +16,7 @@ from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.step_codec import decode_result, difference, encode_step
+from router.executors.step_codec import decode_result, difference, encode_step, ran_as_sent
 from router.executors.step_deadline import StepDeadline
 from router.executors.step_stream import StepStream
 from router.scheduling.step import GroupInfo, InFlight, RankResult, StepPlan, StepResult
@@ -78,7 +78,8 @@ class ExecutorGroup:
         self._epoch = 0
         self._last_step_id = 0
         self._last_answer_time = 0.0
-        self._members: list[Member] = []
+        self._members: list[Member] = []  # by DP rank and attention-TP rank
+        self._num_peers = 1  # executors of a DP rank
         self._instances: dict[tuple[int, int], str] = {}  # by coordinates
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
@@ -98,6 +99,7 @@ class ExecutorGroup:
             if before.description.instance_id != now.description.instance_id:
                 raise ExecutorLost(f"{now} was restarted while the group formed")
         self._members = members
+        self._num_peers = len(members) // info.shape.dp_size
         self._streams = [
             StepStream(
                 str(member),
@@ -112,9 +114,9 @@ class ExecutorGroup:
     def send(self, step: InFlight) -> None:
         """Sends each DP rank its part; attention-TP peers get the same."""
         step.step_id = self._last_step_id = self._last_step_id + 1
-        requests, step.checksums = encode_step(step.plan, self._epoch, step.step_id)
-        for member, stream in zip(self._members, self._streams, strict=True):
-            stream.send(requests[member.dp_rank])
+        step.requests, step.agreement_crc32 = encode_step(step.plan, self._epoch, step.step_id)
+        for index, stream in enumerate(self._streams):
+            stream.send(step.requests[index // self._num_peers])
         step.sent = perf_counter()
 
     async def receive(self, step: InFlight) -> StepResult:
@@ -132,43 +134,32 @@ class ExecutorGroup:
         responses = await self._responses(step.step_id, begun, self._deadline.limit_s(agreement))
         self._last_answer_time = perf_counter()
         self._deadline.add(agreement, self._last_answer_time - begun)
-        answers = list(zip(self._members, responses, strict=True))
-        self._check_answers(answers, step)
+        self._check_answers(responses, step)
+        firsts = slice(None, None, self._num_peers)
         return tuple(
             _decode(member, response, step.plan)
-            for member, response in answers
-            if member.attn_tp_rank == 0
+            for member, response in zip(self._members[firsts], responses[firsts], strict=True)
         )
 
-    def _check_answers(
-        self, answers: Sequence[tuple[Member, pb.StepResponse]], step: InFlight
-    ) -> None:
+    def _check_answers(self, responses: Sequence[pb.StepResponse], step: InFlight) -> None:
         """Checks that every executor has run the step that it was sent.
 
         Raises:
             ExecutorLost: Some have not; says who ran what.
         """
-        sent, epoch, step_id = step.checksums, self._epoch, step.step_id
-        if all(
-            response.agreement_crc32 == sent.agreement
-            and response.part_crc32 == sent.parts[member.dp_rank]
-            and response.step_id == step_id
-            and response.epoch == epoch
-            for member, response in answers
-        ):
-            return
+        answers = list(zip(self._members, responses, strict=True))
         for member, response in answers:
-            if (response.epoch, response.step_id) != (self._epoch, step.step_id):
+            if response.step_id != step.step_id or response.epoch != self._epoch:
                 raise ExecutorLost(
                     f"{member} answered step {response.step_id} of epoch {response.epoch} where "
                     f"step {step.step_id} of epoch {self._epoch} was due"
                 )
-        if differing := [
-            f"{member} ran {what}"
-            for member, response in answers
-            if (what := difference(response, step.checksums, member.dp_rank))
-        ]:
-            problem = "; ".join(differing)
+        if not ran_as_sent(responses, self._num_peers, step.agreement_crc32):
+            problem = "; ".join(
+                f"{member} ran {what}"
+                for member, response in answers
+                if (what := difference(response, step.requests[member.dp_rank]))
+            )
             raise ExecutorLost(f"step {step.step_id} was not run as it was sent: {problem}")
 
     async def _responses(self, step_id: int, begun: float, limit_s: float) -> list[pb.StepResponse]:

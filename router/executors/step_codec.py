@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
+from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.requests.request import Int32Array, Request
@@ -20,7 +21,6 @@ from router.scheduling.step import (
     RankBatch,
     RankResult,
     RowStart,
-    StepChecksums,
     StepPlan,
 )
 
@@ -32,24 +32,22 @@ PADDING_MODES = {
 }
 
 
-def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], StepChecksums]:
-    """Returns each DP rank's StepRequest, serialised, and what they answer who run it.
+def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], int]:
+    """Returns each DP rank's StepRequest, serialised, and the CRC-32 of the agreement in them.
 
     What all ranks get alike is serialised once: messages put end to end are one message with the
     fields of both (protobuf encoding, "Last One Wins").
     """
-    agreement, agreement_crc32 = _encode_agreement(plan.agreement)
+    agreement, checksum = _encode_agreement(plan.agreement)
     alike = pb.StepRequest(epoch=epoch, step_id=step_id).SerializeToString() + agreement
-    requests, parts = [], []
+    requests = []
     request = pb.StepRequest()
     part = request.ranks.add()  # one for all ranks, filled in place: objects cost more than bytes
     for rank, batch in enumerate(plan.batches):
         part.Clear()
         _encode_batch(part, rank, batch)
-        encoded = request.SerializeToString()
-        requests.append(alike + encoded)
-        parts.append(crc32(encoded))
-    return requests, StepChecksums(agreement_crc32, parts)
+        requests.append(alike + request.SerializeToString())
+    return requests, checksum
 
 
 @lru_cache(maxsize=1)  # as long as no sequence comes or goes, the next step's is the same
@@ -159,12 +157,30 @@ def _bytes(values: Sequence[float], dtype: npt.DTypeLike) -> bytes:
     return np.array(values, dtype=dtype).tobytes()
 
 
-def difference(response: pb.StepResponse, sent: StepChecksums, rank: int) -> str:
-    """Says what an executor of a DP rank ran otherwise than it was sent; "" if nothing."""
+def ran_as_sent(responses: Sequence[pb.StepResponse], num_peers: int, checksum: int) -> bool:
+    """Whether all executors ran the agreement that was sent, and attention-TP peers the same part.
+
+    Args:
+        responses: One per executor, those of attention-TP peers side by side.
+        num_peers: Executors of a DP rank.
+        checksum: Of the agreement that was sent.
+    """
+    agreements = [answer.agreement_crc32 for answer in responses]
+    if agreements.count(checksum) != len(agreements):
+        return False
+    return num_peers == 1 or all(
+        answer.part_crc32 == responses[index - index % num_peers].part_crc32
+        for index, answer in enumerate(responses)
+    )
+
+
+def difference(response: pb.StepResponse, sent: bytes) -> str:
+    """Says what an executor ran otherwise than it was sent; "" if nothing."""
+    request = pb.StepRequest.FromString(sent)
     differing = []
-    if response.agreement_crc32 != sent.agreement:
+    if response.agreement_crc32 != agreement_crc32(request):
         differing.append("another agreement")
-    if response.part_crc32 != sent.parts[rank]:
+    if response.part_crc32 != part_crc32(request):
         differing.append("another part")
     return " and ".join(differing)
 

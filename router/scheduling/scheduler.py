@@ -115,7 +115,8 @@ class Scheduler:
         table, is_speculative = self.table, plan.limits is not None
         table.num_in_flight -= plan.runs
         hand_out_logprobs(plan, result)
-        new = (write_runs if is_speculative else write_tokens)(table, plan, result)
+        write = write_runs if is_speculative else write_tokens
+        new = write(table, plan, result, has_ended=bool(self._leaving))
         self._note_times(new, has_first=plan.agreement.has_extend)
         self._listeners.wake(table.listener.take(new.rows))
         num_dropped = sum(self._apply_stops(row, num_kept) for row, num_kept in new.due)

@@ -135,21 +135,6 @@ class StepPlan:
     limits: Int32Array | None = None
 
 
-class StepChecksums(NamedTuple):
-    """CRC-32s that an executor answers if it ran a step as it was sent; see StepResponse.
-
-    Attributes:
-        agreement: Of the StepAgreement.
-        parts: Of each DP rank's RankStep.
-    """
-
-    agreement: int
-    parts: list[int]
-
-
-NO_CHECKSUMS = StepChecksums(0, [])  # of a step that has not been sent
-
-
 @dataclass(slots=True)
 class InFlight:
     """A step that has not come back. Times are of time.perf_counter.
@@ -159,7 +144,8 @@ class InFlight:
         planned: When it was planned.
         sent: When it had been sent.
         step_id: Its number in the epoch, from its sending on.
-        checksums: Of what was sent.
+        requests: Each DP rank's StepRequest, serialised, from its sending on.
+        agreement_crc32: Of the agreement in them, which every executor answers.
     """
 
     plan: StepPlan
@@ -167,7 +153,8 @@ class InFlight:
     planned: float
     sent: float = 0.0
     step_id: int = 0
-    checksums: StepChecksums = NO_CHECKSUMS
+    requests: SequenceOf[bytes] = ()
+    agreement_crc32: int = 0
 
 
 NO_FLOATS = np.zeros(0, dtype=np.float32)

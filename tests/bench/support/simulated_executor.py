@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
-from zlib import crc32
 
 import grpc
 import numpy as np
 import uvloop
 
+from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from tests.bench.support.options import parse_options
@@ -136,8 +136,8 @@ def _answer(request: pb.StepRequest) -> pb.StepResponse:
     return pb.StepResponse(
         epoch=request.epoch,
         step_id=request.step_id,
-        agreement_crc32=crc32(pb.StepRequest(agreement=request.agreement).SerializeToString()),
-        part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
+        agreement_crc32=agreement_crc32(request),
+        part_crc32=part_crc32(request),
         ranks=[pb.RankResult(dp_rank=part.dp_rank, next_token_ids=tokens)],
     )
 

@@ -1,12 +1,12 @@
 """If these fail, an executor runs other tokens, blocks or sampling than the router planned."""
 
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
 
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SamplingField
+from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.executors.step_codec import decode_result, difference, encode_starts, encode_step
@@ -389,12 +389,12 @@ def test_the_checksums_are_those_of_what_an_executor_reads(num_rows: int) -> Non
     """Lengths of one, two and three bytes precede what they are of."""
     rows = np.arange(num_rows, dtype=np.int32)
     batches = (RankBatch(BatchMode.DECODE, rows, rows), DECODE)
-    requests, sent = encode_step(plan_of(*batches), epoch=3, step_id=9)
+    requests, checksum = encode_step(plan_of(*batches), epoch=3, step_id=9)
     for rank, data in enumerate(requests):
         request = pb.StepRequest.FromString(data)
         response = pb.StepResponse(
-            agreement_crc32=crc32(pb.StepRequest(agreement=request.agreement).SerializeToString()),
-            part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
+            agreement_crc32=agreement_crc32(request), part_crc32=part_crc32(request)
         )
-        assert difference(response, sent, rank) == ""
-        assert difference(response, sent, 1 - rank) == "another part"
+        assert response.agreement_crc32 == checksum
+        assert difference(response, requests[rank]) == ""
+        assert difference(response, requests[1 - rank]) == "another part"

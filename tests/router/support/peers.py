@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
-from zlib import crc32
 
 import grpc
 import numpy as np
 
+from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
@@ -133,10 +133,8 @@ class Peer:
                     epoch=request.epoch + self.shift[0],
                     step_id=request.step_id + self.shift[1],
                     ranks=[result],
-                    agreement_crc32=crc32(
-                        pb.StepRequest(agreement=request.agreement).SerializeToString()
-                    ),
-                    part_crc32=crc32(pb.StepRequest(ranks=request.ranks).SerializeToString()),
+                    agreement_crc32=agreement_crc32(request),
+                    part_crc32=part_crc32(request),
                 )
             )
 
