@@ -22,7 +22,7 @@ from executor.parallel.communicators import (
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.process_groups import EpochGroups, GlooGroup
 from executor.parallel.topology import Topology
-from tests.executor.support.ranks.ranks import join, run_ranks
+from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,12 +80,7 @@ def exchange(rank: int, port: int) -> dict[tuple[int, int], list[dict[str, Any]]
     for epoch, (dp_size, attn_tp_size) in enumerate(SHAPES):
         if rank >= dp_size * attn_tp_size:
             continue
-        topology = Topology(
-            dp_rank=rank // attn_tp_size,
-            dp_size=dp_size,
-            attn_tp_rank=rank % attn_tp_size,
-            attn_tp_size=attn_tp_size,
-        )
+        topology = topology_of(rank, dp_size, attn_tp_size)
         groups = join(port, topology, epoch)
         seen[dp_size, attn_tp_size] = [
             step for dtype in DTYPES for step in exchange_in_group(groups, topology, dtype)
@@ -124,22 +119,16 @@ def over_the_world(
     x[layout.shard_num_tokens :] = torch.nan  # must reach no real row
     ids = torch.full((len(x), 2), layout.world_rank, dtype=torch.int32)
     gathered, gathered_ids = communicator.gather_columns((x, ids), layout)
-    real = []
-    owners = []
-    for offset, count in zip(layout.offsets, layout.global_shard_num_tokens, strict=True):
-        real += values(gathered[offset : offset + count])
-        owners += gathered_ids[offset : offset + count].flatten().tolist()
     alone = communicator.gather(x, layout)
-    again = []
-    for offset, count in zip(layout.offsets, layout.global_shard_num_tokens, strict=True):
-        again += values(alone[offset : offset + count])
+    spans = zip(layout.offsets, layout.global_shard_num_tokens, strict=True)
+    real = torch.cat([torch.arange(offset, offset + count) for offset, count in spans])
     summed = communicator.scatter_sum(alone.clone() + layout.world_rank, layout)
     return {
         "layout": layout,
         "num_gathered": len(gathered),
-        "real": real,
-        "real_alone": again,
-        "owners": owners,
+        "real": values(gathered[real]),
+        "real_alone": values(alone[real]),
+        "owners": gathered_ids[real].flatten().tolist(),
         "own": values(x[: layout.shard_num_tokens]),
         "num_summed": len(summed),
         "summed": values(summed[: layout.shard_num_tokens]),
@@ -252,11 +241,9 @@ def test_alone_nothing_moves():
     x, layout = rows_of(0, 3, torch.float32), DpLayout.single(3)
     group: Any = GlooGroup(0, 1, None)
     attn_tp.join(EpochGroups(1, group, None, group))
-    assert communicator.gather(x, layout) is x
-    assert communicator.scatter_sum(x, layout) is x
-    assert attn_tp.shard(x, layout) is x
-    assert attn_tp.gather(x, layout) is x
-    assert attn_tp.scatter_sum(x, layout) is x
+    of_attn_tp = (attn_tp.shard, attn_tp.gather, attn_tp.scatter_sum)
+    for move in (communicator.gather, communicator.scatter_sum, *of_attn_tp):
+        assert move(x, layout) is x
     assert attn_tp.gather_logits(x) is x
     attn_tp.agree(x)
 

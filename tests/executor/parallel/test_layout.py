@@ -5,11 +5,12 @@ The oracle lays real rows out one by one, as lists of labels, and counts them.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from tests.executor.support.ranks.ranks import topology_of
 
 NUM_CASES = 400  # for each of the seeds
 PADDING = None
@@ -63,12 +64,8 @@ def draw_step(rng: random.Random) -> tuple[tuple[int, ...], int, DpPaddingMode, 
     counts = tuple(rng.choice([0, rng.randint(0, most)]) for _ in range(dp_size))
     if rng.random() < 0.3:
         least = -(-max(counts) // attn_tp_size)
-        return (
-            counts,
-            attn_tp_size,
-            DpPaddingMode.MAX_LEN,
-            attn_tp_size * (least + rng.randint(0, 3)),
-        )
+        graph_size = attn_tp_size * (least + rng.randint(0, 3))
+        return counts, attn_tp_size, DpPaddingMode.MAX_LEN, graph_size
     return counts, attn_tp_size, rng.choice(list(DpPaddingMode)), None
 
 
@@ -92,6 +89,9 @@ def test_every_length_is_what_rows_laid_out_one_by_one_have(seed: int):
             assert layout.padded_num_tokens == len(buffer[world_rank]), layout
             assert layout.runtime_max_tokens_per_rank == max(map(len, shards)), layout
             assert layout.global_dp_buffer_len == sum(map(len, buffer)), layout
+        firsts = range(0, len(buffer), attn_tp_size)
+        padded = [sum(map(len, buffer[first : first + attn_tp_size])) for first in firsts]
+        assert layout.global_padded_num_tokens == tuple(padded), layout
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -114,54 +114,12 @@ def test_the_gathered_buffer_holds_each_real_row_once_and_no_executor_overlaps_a
         assert [buffer[place] for place in sorted(buffer) if buffer[place]] == expected, layouts[0]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_padded_counts_are_each_dp_ranks_rounded_up_or_the_largest_of_them(seed: int):
-    rng = random.Random(300 + seed)
-    for _ in range(NUM_CASES):
-        counts, attn_tp_size, mode, graph_size = draw_step(rng)
-        rounded = [graph_size or count for count in counts]
-        rounded = [count + -count % attn_tp_size for count in rounded]
-        if mode is DpPaddingMode.MAX_LEN:
-            rounded = [max(rounded)] * len(rounded)
-        layout = layouts_of(counts, mode, attn_tp_size, graph_size)[-1]
-        assert layout.global_padded_num_tokens == tuple(rounded), layout
-        assert layout.global_dp_buffer_len == sum(rounded), layout
-        assert layout.runtime_max_tokens_per_rank == max(rounded) // attn_tp_size, layout
-
-
-def test_real_rows_fill_the_first_shards_of_a_graph():
-    layouts = layouts_of((1018,), DpPaddingMode.MAX_LEN, attn_tp_size=2, graph_size=1024)
-
-    assert [layout.shard_num_rows for layout in layouts] == [512, 512]
-    assert [layout.shard_num_tokens for layout in layouts] == [512, 506]
-
-
-def test_uneven_rows_leave_the_padding_to_the_last_shards():
-    layouts = layouts_of((5, 2, 0), DpPaddingMode.SUM_LEN, attn_tp_size=4)
-
-    assert [layout.shard_num_rows for layout in layouts] == [2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0]
-    assert layouts[0].global_shard_num_tokens == (2, 2, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0)
-    assert layouts[0].offsets == (0, 2, 4, 6, 8, 9, 10, 11, 12, 12, 12, 12)
-
-
-def test_a_step_without_any_token_has_an_empty_buffer():
-    for mode in DpPaddingMode:
-        for layout in layouts_of((0, 0), mode, attn_tp_size=2):
-            assert layout.global_dp_buffer_len == layout.shard_num_rows == 0
-            assert layout.runtime_max_tokens_per_rank == 0
-
-
 @pytest.mark.parametrize("has_extend", [False, True])
 def test_the_layout_of_a_capture_is_that_of_a_replay_in_which_every_row_is_real(has_extend: bool):
-    for dp_rank in range(2):
-        for attn_tp_rank in range(3):
-            place = Topology(dp_rank=dp_rank, dp_size=2, attn_tp_rank=attn_tp_rank, attn_tp_size=3)
-            captured = DpLayout.captured(12, place, has_extend=has_extend)
-            replayed = DpLayout(
-                (12, 12), DpPaddingMode.MAX_LEN, dp_rank, 12, has_extend, attn_tp_rank, 3
-            )
-            assert captured == replayed
-            assert captured.shard_num_rows == captured.shard_num_tokens == 4
+    for rank, replayed in enumerate(layouts_of((12, 12), DpPaddingMode.MAX_LEN, 3, 12)):
+        captured = DpLayout.captured(12, topology_of(rank, 2, 3), has_extend=has_extend)
+        assert captured == replace(replayed, has_extend=has_extend)
+        assert captured.shard_num_rows == captured.shard_num_tokens == 4
 
 
 def test_a_rank_without_peers_has_all_rows_to_itself():

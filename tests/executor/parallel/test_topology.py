@@ -1,5 +1,7 @@
 """If this fails, an expert or a share of one is on two executors or on none."""
 
+from dataclasses import replace
+
 import pytest
 
 from executor.parallel.topology import (
@@ -9,21 +11,12 @@ from executor.parallel.topology import (
     require_mlp_tp_gather,
     share_of,
 )
+from tests.executor.support.ranks.rank_threads import topologies
 
 
 def places(dp_size: int, attn_tp_size: int, ep_size: int | None = None) -> list[Topology]:
     """Every place of a group, by world rank."""
-    return [
-        Topology(
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            attn_tp_rank=attn_tp_rank,
-            attn_tp_size=attn_tp_size,
-            ep_size=ep_size,
-        )
-        for dp_rank in range(dp_size)
-        for attn_tp_rank in range(attn_tp_size)
-    ]
+    return [replace(place, ep_size=ep_size) for place in topologies(dp_size, attn_tp_size)]
 
 
 def test_world_ranks_count_up_through_attention_tp_first():
