@@ -1,7 +1,6 @@
 """The worker is what turns a router's plan into tokens: same plan, same tokens, or a refusal."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import transformers
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.errors import InvalidStep, JoinFailed
-from executor.parallel.process_groups import EpochGroups
+from executor.errors import InvalidStep
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.checkpoints import reference_logits
@@ -341,22 +339,3 @@ def test_describe_says_what_the_executor_can_hold(tiny_checkpoint: Path):
     assert list(description.model.eos_token_ids) == [2]
     assert description.agreement["model_fingerprint"] == description.model.fingerprint
     assert description.agreement["max_num_batched_tokens"] == "2048"
-
-
-def test_a_capture_that_fails_takes_the_worker_out_of_the_group(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-):
-    """Else the others would wait for it in their next collective."""
-    closed = []
-    group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: closed.append(True))
-    monkeypatch.setattr(
-        worker, "_form_group", lambda epoch, host, port: EpochGroups(epoch, group, None, group)
-    )
-
-    def fail() -> None:
-        raise ValueError("size 8 does not fit")
-
-    monkeypatch.setattr(worker._runner, "capture", fail)
-    with pytest.raises(JoinFailed, match="epoch 3: graphs were not captured: size 8 does not fit"):
-        worker.join(3, "127.0.0.1:1")
-    assert closed == [True]

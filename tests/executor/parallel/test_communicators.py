@@ -118,10 +118,10 @@ def over_the_world(
     x = rows_of(layout.dp_rank, MAX_TOKENS, dtype)[first : first + layout.shard_num_rows].clone()
     x[layout.shard_num_tokens :] = torch.nan  # must reach no real row
     ids = torch.full((len(x), 2), layout.world_rank, dtype=torch.int32)
-    gathered, gathered_ids = communicator.gather_columns((x, ids), layout)
-    alone = communicator.gather(x, layout)
     spans = zip(layout.offsets, layout.global_shard_num_tokens, strict=True)
     real = torch.cat([torch.arange(offset, offset + count) for offset, count in spans])
+    gathered, gathered_ids = (c.clone() for c in communicator.gather_columns((x, ids), layout))
+    alone = communicator.gather(x, layout)
     summed = communicator.scatter_sum(alone.clone() + layout.world_rank, layout)
     return {
         "layout": layout,

@@ -16,34 +16,16 @@ from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
 from executor.parallel.topology import Topology
+from tests.executor.support.fake_worker import HeldGroups
 from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 
 STORE = f"{HOST}:1"
 
 
-class Groups:
-    """Groups of an epoch, whose members come when a test says so."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.may_form = threading.Event()
-        self.is_closed = threading.Event()
-        self.num_closed = 0
-
-    def form(self, epoch: int, host: str, port: int) -> "Groups":
-        self.begun.set()
-        assert self.may_form.wait(TIMEOUT_S)
-        return self
-
-    def close(self) -> None:
-        self.num_closed += 1
-        self.is_closed.set()
-
-
 @pytest.fixture
-def groups() -> Iterator[Groups]:
-    groups = Groups()
+def groups() -> Iterator[HeldGroups]:
+    groups = HeldGroups()
     yield groups
     groups.may_form.set()
 
@@ -54,7 +36,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_what_forms_is_returned_and_stays_open(groups: Groups):
+def test_what_forms_is_returned_and_stays_open(groups: HeldGroups):
     groups.may_form.set()
     attempt = JoinAttempt(1)
     assert attempt.form(groups.form, STORE) is groups
@@ -65,9 +47,9 @@ def test_what_forms_is_returned_and_stays_open(groups: Groups):
 def test_the_groups_are_formed_at_the_address_that_prepare_gave():
     given: list[Any] = []
 
-    def form(*place: Any) -> Groups:
+    def form(*place: Any) -> HeldGroups:
         given.append(place)
-        return Groups()
+        return HeldGroups()
 
     JoinAttempt(7).form(form, "[::1]:80")
     JoinAttempt(8).form(form, "executor-0.test:81")
@@ -79,7 +61,7 @@ def test_the_groups_are_formed_at_the_address_that_prepare_gave():
 
 
 def test_why_groups_did_not_form_is_told():
-    def form(epoch: int, host: str, port: int) -> Groups:
+    def form(epoch: int, host: str, port: int) -> HeldGroups:
         raise RuntimeError("rank 1 did not come")
 
     with pytest.raises(JoinFailed, match=f"epoch 3: no group .* at {STORE}: rank 1 did not come"):
@@ -87,7 +69,7 @@ def test_why_groups_did_not_form_is_told():
 
 
 def test_who_waits_for_members_that_never_come_is_free_when_the_attempt_is_called_off(
-    groups: Groups, pool: ThreadPoolExecutor
+    groups: HeldGroups, pool: ThreadPoolExecutor
 ):
     attempt = JoinAttempt(4)
     joining = pool.submit(attempt.form, groups.form, STORE)
@@ -102,7 +84,7 @@ def test_who_waits_for_members_that_never_come_is_free_when_the_attempt_is_calle
     assert groups.is_closed.wait(TIMEOUT_S), "the others would take this executor for a member"
 
 
-def test_an_attempt_that_was_called_off_before_it_came_to_forming_forms_nothing(groups: Groups):
+def test_an_attempt_that_was_called_off_before_it_came_to_forming_forms_nothing(groups: HeldGroups):
     attempt = JoinAttempt(4)
     attempt.call_off("epoch 5 has begun")
     with pytest.raises(JoinFailed, match="epoch 5 has begun"):
@@ -115,7 +97,7 @@ def test_groups_that_form_as_the_attempt_is_called_off_are_either_returned_or_cl
 ):
     """Called off by several threads, at the very moment."""
     for epoch in range(200):
-        groups, attempt = Groups(), JoinAttempt(epoch)
+        groups, attempt = HeldGroups(), JoinAttempt(epoch)
         joining = pool.submit(attempt.form, groups.form, STORE)
         assert groups.begun.wait(TIMEOUT_S)
         ends = [pool.submit(attempt.call_off, "over") for _ in range(2)]

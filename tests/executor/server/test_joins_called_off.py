@@ -21,7 +21,7 @@ from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.parallel.rendezvous import open_store
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.fake_worker import FakeWorker, until
+from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, until
 from tests.executor.support.servers import (
     HOST,
     Client,
@@ -33,38 +33,19 @@ from tests.executor.support.servers import (
 )
 from tests.executor.support.steps import prompt_part, step
 
-TIMEOUT_S = 60.0
-
-
-class Members:
-    """Form their groups when a test is over."""
-
-    def __init__(self) -> None:
-        self.called: list[int] = []
-        self.may_come = threading.Event()
-        self.num_closed = 0
-
-    def form(self, epoch: int, host: str, port: int) -> "Members":
-        self.called.append(epoch)
-        assert self.may_come.wait(TIMEOUT_S)
-        return self
-
-    def close(self) -> None:
-        self.num_closed += 1
-
 
 @pytest.fixture
 async def joining(fake: Any) -> AsyncIterator[tuple[FakeWorker, Client, Any]]:
     """An executor in the middle of joining epoch 1, and the call that asked for it."""
     worker, client = fake
-    members = Members()
-    worker.has_peers, worker.form_group = True, members.form
+    groups = HeldGroups()
+    worker.has_peers, worker.form_group = True, groups.form
     call = client.executor.Join(pb.JoinRequest(epoch=1))
     waiting = asyncio.ensure_future(error_of(call))
-    await until(lambda: members.called == [1])
+    await until(groups.begun.is_set)
     worker.form_group = None  # the next one has all its members
     yield worker, client, (call, waiting)
-    members.may_come.set()
+    groups.may_form.set()
     waiting.cancel()
 
 
@@ -94,14 +75,12 @@ async def test_who_forms_an_epoch_is_freed_by_the_prepare_or_the_join_of_the_nex
 async def test_who_forms_an_epoch_is_freed_when_its_router_gives_up(joining: Any):
     """As it does when another member fails, long before it has found one in its place."""
     worker, client, (call, _) = joining
-    num_leaves = worker.num_leaves
     call.cancel()
-    await until(lambda: worker.num_leaves > num_leaves)
+    await until(lambda: worker.num_leaves)
     await until(lambda: worker.servicer._joining is None)
     assert worker.servicer._measures.joins["failed"] == 1
     assert await reason_of(client.steps(1)) == "NOT_JOINED"
-    await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+    assert await client.joins_and_runs(2)
 
 
 async def test_who_forms_an_epoch_stops_when_it_is_told_to(joining: Any):
@@ -116,24 +95,23 @@ async def test_who_forms_an_epoch_is_not_ready_though_it_was_in_the_one_before(f
     worker, client = fake
     await client.join(1)
     assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
-    members = Members()
-    worker.has_peers, worker.form_group = True, members.form
+    groups = HeldGroups()
+    worker.has_peers, worker.form_group = True, groups.form
     waiting = asyncio.ensure_future(client.join(2))
-    await until(lambda: members.called == [2])
+    await until(groups.begun.is_set)
     assert await client.status("readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
-    members.may_come.set()
+    groups.may_form.set()
     await waiting
     assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_a_stream_that_is_not_of_the_epoch_that_forms_does_not_end_it(joining: Any):
     worker, client, (_, waiting) = joining
-    num_leaves = worker.num_leaves
     stray = client.executor.Step()
     await stray.done_writing()
     assert await stray.read() is grpc.aio.EOF
     await until(lambda: worker.servicer._stream is None)
-    assert worker.num_leaves == num_leaves
+    assert worker.num_leaves == 0
     assert not waiting.done()
 
 
@@ -153,41 +131,36 @@ async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
     waiting = asyncio.ensure_future(error_of(client.executor.Join(pb.JoinRequest(epoch=1))))
     await asyncio.to_thread(has_joined.wait)
     num_leaves = worker.num_leaves
-    if way == "prepare":
-        await client.executor.Prepare(pb.PrepareRequest(epoch=2))
-        stopping = None
-    else:
-        stopping = asyncio.create_task(worker.servicer.stop())
-        await until(lambda: worker.servicer._is_stopping)
-    assert worker.num_leaves == num_leaves + 1
+    end = client.executor.Prepare(pb.PrepareRequest(epoch=2))
+    if way == "stop":
+        end = worker.servicer.stop()
+    ending = asyncio.ensure_future(end)
+    await until(lambda: worker.num_leaves == num_leaves + 1)
     may_return.set()
     assert (await ended(waiting))[0] == "JOIN_FAILED"
     assert worker.servicer.epoch is None
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
-    if stopping is not None:
-        await stopping
+    await ending
 
 
-async def test_of_two_prepares_at_once_the_newer_ones_store_stays_open():
+async def test_of_two_prepares_at_once_the_newer_ones_store_stays_open(fake: Any):
     """Opening one takes a moment, in a thread: the older one may come last."""
-    worker, may_open = FakeWorker(), threading.Event()
-    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
-        num_opened = 0
+    worker, client = fake
+    may_open, num_opened = threading.Event(), 0
 
-        def open_slowly() -> Any:
-            nonlocal num_opened
-            num_opened += 1
-            assert num_opened > 1 or may_open.wait(TIMEOUT_S)
-            return open_store(HOST)
+    def open_slowly() -> Any:
+        nonlocal num_opened
+        num_opened += 1
+        assert num_opened > 1 or may_open.wait(TIMEOUT_S)
+        return open_store(HOST)
 
-        servicer._open_store = open_slowly
-        older = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=1)))
-        await until(lambda: num_opened == 1)
-        newer = await client.executor.Prepare(pb.PrepareRequest(epoch=2))
-        may_open.set()
-        assert await reason_of(older) == "STALE_EPOCH"
-        assert servicer._store is not None
-        assert newer.store_address == f"{HOST}:{servicer._store.port}"
+    worker.servicer._open_store = open_slowly
+    older = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=1)))
+    await until(lambda: num_opened == 1)
+    newer = await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+    may_open.set()
+    assert await reason_of(older) == "STALE_EPOCH"
+    assert newer.store_address == f"{HOST}:{worker.servicer._store.port}"
 
 
 # Real workers
@@ -201,11 +174,20 @@ def alone(tiny_checkpoint: Path) -> Any:
     return worker
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["captures", "captures-and-fails"])
-def test_a_worker_that_is_called_off_while_it_captures_leaves_and_says_why(
-    alone: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+OVER, LEFT = "epoch 4 has begun", "this executor has left the group"
+
+
+@pytest.mark.parametrize(
+    ("called_off", "fails", "problem"),
+    [(True, False, OVER), (True, True, OVER), (False, True, f"graphs were not captured: {LEFT}")],
+)
+def test_a_worker_that_is_called_off_or_fails_while_it_captures_leaves_and_says_why(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, called_off: bool, fails: bool, problem: str
 ):
-    """The other thread leaves too, at any time: before the groups are known here, or after."""
+    """Else the others would wait for it in their next collective.
+
+    The other thread leaves too, at any time: before the groups are known here, or after.
+    """
     closed = []
     group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: closed.append(True))
     attempt = JoinAttempt(3)
@@ -214,12 +196,13 @@ def test_a_worker_that_is_called_off_while_it_captures_leaves_and_says_why(
     )
 
     def capture() -> None:
-        attempt.call_off("epoch 4 has begun")
+        if called_off:
+            attempt.call_off(OVER)
         if fails:
-            raise RuntimeError("this executor has left the group")
+            raise RuntimeError(LEFT)
 
     monkeypatch.setattr(alone._runner, "capture", capture)
-    with pytest.raises(JoinFailed, match=r"^epoch 3: epoch 4 has begun$"):
+    with pytest.raises(JoinFailed, match=f"^epoch 3: {problem}$"):
         alone.join(3, f"{HOST}:1", attempt)
     assert closed == [True]
     assert alone._groups is None
@@ -234,7 +217,7 @@ def test_a_worker_that_is_called_off_before_its_groups_are_known_uses_none_of_th
     class CalledOffLate(JoinAttempt):
         def form(self, *place: Any) -> Any:
             groups = super().form(*place)
-            self.call_off("epoch 4 has begun")
+            self.call_off(OVER)
             alone.leave()
             return groups
 
@@ -243,7 +226,7 @@ def test_a_worker_that_is_called_off_before_its_groups_are_known_uses_none_of_th
     monkeypatch.setattr(alone, "_form_group", lambda *place: EpochGroups(3, group, None, group))
     monkeypatch.setattr(alone, "_members", [member])
     monkeypatch.setattr(alone._runner, "capture", lambda: happened.append("captured"))
-    with pytest.raises(JoinFailed, match=r"^epoch 3: epoch 4 has begun$"):
+    with pytest.raises(JoinFailed, match=f"^epoch 3: {OVER}$"):
         alone.join(3, f"{HOST}:1", CalledOffLate(3))
     assert happened == ["closed"]
 

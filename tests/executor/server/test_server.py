@@ -7,10 +7,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep
-from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import error_details
-from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
-from tests.executor.support.servers import reason_of, request, serving
+from tests.executor.support.fake_worker import held_step, read_ids, until
+from tests.executor.support.servers import error_of, reason_of, request
 
 
 async def test_steps_are_answered_in_order_and_the_stream_ends_cleanly(fake: Any):
@@ -90,22 +89,19 @@ async def test_a_cancelled_stream_lets_another_follow(fake: Any):
     call = await held_step(worker, client)
     call.cancel()
     worker.gate.set()
+    assert await client.joins_and_runs(2)
+
+
+async def test_a_step_that_has_not_begun_when_its_stream_is_cancelled_never_does(fake: Any):
+    worker, client = fake
+    call = await held_step(worker, client)
+    await call.write(request(2))
+    await until(lambda: worker.servicer._compute._work_queue.qsize() == 1)
+    call.cancel()
+    await until(lambda: worker.servicer._stream is None)
+    worker.gate.set()
     await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
-
-
-async def test_a_step_that_has_not_begun_when_its_stream_is_cancelled_never_does():
-    worker = FakeWorker()
-    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
-        await client.join(1)
-        worker.gate.clear()
-        call = await client.begin(1, 2)
-        await until(lambda: worker.begun == [1] and servicer._compute._work_queue.qsize() == 1)
-        call.cancel()
-        await until(lambda: servicer._stream is None)
-        worker.gate.set()
-        await client.join(2)
-        assert worker.begun == [1]
+    assert worker.begun == [1]
 
 
 async def test_a_refused_step_ends_the_stream_and_the_epoch_goes_on(fake: Any):
@@ -153,15 +149,12 @@ async def test_what_a_step_leaves_is_run_without_another_step(fake: Any):
 async def test_a_failure_behind_an_answer_ends_the_stream_and_leaves_the_group(member: Any):
     worker, client = member
     worker.trails, worker.deferred_failure = True, RuntimeError("no more memory")
-    num_leaves = worker.num_leaves
     call = await client.begin(1)
     assert await read_ids(call, 1) == [1]
-    with pytest.raises(
-        grpc.aio.AioRpcError, match="step 1: RuntimeError: no more memory"
-    ) as caught:
-        await call.read()
-    assert error_details(caught.value).reason == "STEP_FAILED"
-    await until(lambda: worker.num_leaves > num_leaves)
+    reason, message = await error_of(call)
+    assert reason == "STEP_FAILED"
+    assert "step 1: RuntimeError: no more memory" in message
+    await until(lambda: worker.num_leaves)
     assert worker.servicer._measures.failures["STEP_FAILED"] == 1
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
 
@@ -191,15 +184,11 @@ async def test_a_failure_behind_a_step_is_that_of_its_own_stream(fake: Any):
         run_deferred()
 
     worker.run_deferred = fail_behind_the_second
-    await client.join(1)
-    worker.gate.clear()
-    first = await client.begin(1)
-    await until(lambda: worker.begun == [1])
+    first = await held_step(worker, client)
     first.cancel()
     await until(lambda: not worker.servicer.is_driven)
     second = await client.begin(2)
     await until(lambda: worker.servicer._compute._work_queue.qsize() == 1)  # it is in the line
     worker.gate.set()
     assert await read_ids(second, 1) == [2]
-    with pytest.raises(grpc.aio.AioRpcError, match="step 2: RuntimeError: no memory"):
-        await second.read()
+    assert "step 2: RuntimeError: no memory" in (await error_of(second))[1]

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep, JoinFailed, PeerLost
 from protos.executor.v1 import executor_pb2 as pb
-from protos.transport.errors import error_details
-from tests.executor.support.fake_worker import FakeWorker, read_ids, until
-from tests.executor.support.servers import HOST, reason_of, serving
+from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
+from tests.executor.support.servers import HOST, error_of, reason_of, serving
 
 
 @pytest.mark.parametrize(
@@ -18,6 +16,7 @@ from tests.executor.support.servers import HOST, reason_of, serving
     [
         (1, InvalidStep("rows: has 9"), "INVALID_STEP"),
         (1, PeerLost("another executor left the group"), "STEP_FAILED"),
+        (1, RuntimeError("no memory"), "STEP_FAILED"),
         (2, None, "STEP_OUT_OF_ORDER"),
     ],
 )
@@ -26,14 +25,16 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
 ):
     """The others have begun the step and would wait for it."""
     worker, client = member
-    num_leaves, worker.failure = worker.num_leaves, failure
-    assert await reason_of(client.steps(step_id)) == reason
-    await until(lambda: worker.num_leaves > num_leaves)
+    worker.failure = failure
+    told, message = await error_of(client.steps(step_id, step_id + 1))
+    assert told == reason
+    assert str(failure or "") in message
+    await until(lambda: worker.num_leaves)
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
     worker.failure = None
-    assert await reason_of(client.steps(1)) == "NOT_JOINED"
-    await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+    assert await reason_of(client.steps(step_id + 1)) == "NOT_JOINED"
+    assert worker.begun == [1] * (step_id == 1)
+    assert await client.joins_and_runs(2)
 
 
 @pytest.mark.parametrize("failure", [InvalidStep("rows: has 9"), RuntimeError("no memory")])
@@ -53,38 +54,34 @@ async def test_the_router_hears_why_a_step_ended_before_peers_can_fail_for_want_
 
 
 @pytest.mark.parametrize("way", ["cancelled", "half-closed"])
-async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(member: Any, way: str):
+async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any, way: str):
     """Also from within a step that waits for a peer: the others shall be free at once."""
-    worker, client = member
-    num_leaves = worker.num_leaves
-    worker.gate.clear()
-    call = await client.begin(1)
-    await until(lambda: worker.begun == [1])
+    worker, client = fake
+    worker.has_peers = True
+    call = await held_step(worker, client)
     if way == "cancelled":
         call.cancel()
-        await until(lambda: worker.num_leaves == num_leaves + 1)
-        worker.gate.set()
     else:
         await call.done_writing()
         worker.gate.set()
         assert await read_ids(call, 1) == [1]
-        await until(lambda: worker.num_leaves == num_leaves + 1)
+    await until(lambda: worker.num_leaves == 1)
+    worker.gate.set()
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
-    await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+    assert await client.joins_and_runs(2)
 
 
-async def test_the_end_of_an_old_stream_does_not_end_the_epoch_that_has_begun(member: Any):
+async def test_a_join_ends_the_stream_of_an_older_epoch_whose_end_leaves_the_new_one(member: Any):
+    """A router that restarts must not wait for its predecessor's connection to be noticed."""
     worker, client = member
     old = await client.begin(1)
     assert await read_ids(old, 1) == [1]
     await client.join(2)
-    num_leaves = worker.num_leaves
     assert await reason_of(old) == "STALE_EPOCH"
     new = await client.begin(1, epoch=2)
     assert await read_ids(new, 1) == [1]
-    assert worker.num_leaves == num_leaves
+    assert worker.num_leaves == 0
     assert await client.status("readiness") == health_pb2.HealthCheckResponse.SERVING
     await new.done_writing()
 
@@ -98,36 +95,6 @@ async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
     assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
 
 
-async def test_a_failed_step_needs_a_new_join(member: Any, caplog: pytest.LogCaptureFixture):
-    worker, client = member
-    ready = health_pb2.HealthCheckResponse.SERVING
-    assert await client.status("readiness") == ready
-    worker.failure = RuntimeError("a peer is gone")
-    call = client.steps(1, 2)
-    with pytest.raises(grpc.aio.AioRpcError, match="a peer is gone") as caught:
-        await call.read()
-    assert error_details(caught.value).reason == "STEP_FAILED"
-    await until(lambda: worker.num_leaves == 2)  # one was the join's
-    worker.failure = None
-    assert await client.status("readiness") != ready
-    assert await reason_of(client.steps(2)) == "NOT_JOINED"
-    await client.join(2)
-    assert await client.status("readiness") == ready
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
-    assert worker.begun == [1, 1]
-
-
-async def test_a_join_ends_the_stream_of_an_older_epoch(fake: Any):
-    """A router that restarts must not wait for its predecessor's connection to be noticed."""
-    _, client = fake
-    await client.join(1)
-    call = await client.begin(1)
-    assert await read_ids(call, 1) == [1]
-    await client.join(2)
-    assert await reason_of(call) == "STALE_EPOCH"
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
-
-
 async def test_epochs_only_rise(fake: Any):
     worker, client = fake
     prepare = client.executor.Prepare
@@ -138,9 +105,8 @@ async def test_epochs_only_rise(fake: Any):
     assert await reason_of(client.join(3)) == "STALE_EPOCH"
     assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
     await prepare(pb.PrepareRequest(epoch=4))
-    assert (
-        await client.executor.Describe(pb.DescribeRequest())
-    ).epoch == 4  # the next one must be above
+    description = await client.executor.Describe(pb.DescribeRequest())
+    assert description.epoch == 4  # the next one must be above
     assert worker.num_joins == 1
 
 
@@ -150,8 +116,7 @@ async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):
     assert await reason_of(client.join(1)) == "JOIN_FAILED"
     worker.failure = None
     assert await reason_of(client.steps(1)) == "NOT_JOINED"
-    await client.join(2)
-    assert [r.step_id async for r in client.steps(1, epoch=2)] == [1]
+    assert await client.joins_and_runs(2)
 
 
 async def test_only_the_first_executor_opens_a_store():

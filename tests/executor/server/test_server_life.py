@@ -41,32 +41,26 @@ async def test_an_executor_that_loads_is_alive_and_says_that_it_is_not_loaded():
         assert description.agreement_digest == agreement_digest({"dtype": "float32"})
 
 
-async def test_stopping_answers_the_step_in_flight_and_leaves_the_group():
-    worker = FakeWorker()
-    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
-        call = await held_step(worker, client)
-        num_leaves = worker.num_leaves
-        stopping = asyncio.create_task(servicer.stop())
-        await until(lambda: servicer._is_stopping)
-        worker.gate.set()
-        assert await read_ids(call, 1) == [1]
-        assert await reason_of(call) == "SHUTTING_DOWN"
-        await stopping
-        assert worker.num_leaves == num_leaves + 1
+async def test_stopping_answers_the_step_in_flight_and_leaves_the_group(fake: Any):
+    worker, client = fake
+    call = await held_step(worker, client)
+    stopping = asyncio.create_task(worker.servicer.stop())
+    await until(lambda: worker.servicer._is_stopping)
+    worker.gate.set()
+    assert await read_ids(call, 1) == [1]
+    assert await reason_of(call) == "SHUTTING_DOWN"
+    await stopping
+    assert worker.num_leaves == 1
 
 
-async def test_a_router_hears_that_its_executor_stops_before_the_group_does():
-    worker = FakeWorker()
-    worker.has_peers = True
-    async with serving(lambda: (worker, pb.DescribeResponse())) as (servicer, client):
-        await client.join(1)
-        call = await client.begin(1)
-        assert await read_ids(call, 1) == [1]
-        stream, was_told = servicer._stream, []
-        assert stream is not None
-        worker.leave = lambda: was_told.append(stream.is_over.is_set())  # type: ignore[method-assign]
-        await asyncio.gather(servicer.stop(), reason_of(call))
-        assert was_told == [True]
+async def test_a_router_hears_that_its_executor_stops_before_the_group_does(member: Any):
+    worker, client = member
+    call = await client.begin(1)
+    assert await read_ids(call, 1) == [1]
+    stream, was_told = worker.servicer._stream, []
+    worker.leave = lambda: was_told.append(stream.is_over.is_set())
+    await asyncio.gather(worker.servicer.stop(), reason_of(call))
+    assert was_told[0]
 
 
 async def test_an_executor_whose_step_outlives_its_stream_for_long_is_stuck(

@@ -8,12 +8,14 @@ from typing import Any
 from executor.parallel.epochs import JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 
+TIMEOUT_S = 60.0
+
 
 class FakeWorker:
     """Answers with the step's number as its token. Steps wait for ``gate``.
 
     Where it trails, each step leaves something to be run behind its answer, which waits for
-    ``deferred_gate``.
+    ``deferred_gate``. Leaves are counted from the last join on.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class FakeWorker:
         if not self.has_deferred:
             return
         self.has_deferred = False
-        assert self.deferred_gate.wait(60)
+        assert self.deferred_gate.wait(TIMEOUT_S)
         self.num_deferred_run += 1
         if self.deferred_failure is not None:
             raise self.deferred_failure
@@ -43,13 +45,14 @@ class FakeWorker:
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         self.has_deferred = self.trails
         self.begun.append(request.step_id)
-        assert self.gate.wait(60)
+        assert self.gate.wait(TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
         return pb.StepResponse(epoch=request.epoch, step_id=request.step_id)
 
     def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
         self.num_joins += 1
+        self.num_leaves = 0
         if self.form_group is not None:
             attempt.form(self.form_group, "store.test:1")
         if self.failure is not None:
@@ -59,12 +62,31 @@ class FakeWorker:
         self.num_leaves += 1
 
 
+class HeldGroups:
+    """Groups of an epoch, whose members come when a test says so."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.may_form = threading.Event()
+        self.is_closed = threading.Event()
+        self.num_closed = 0
+
+    def form(self, epoch: int, host: str, port: int) -> "HeldGroups":
+        self.begun.set()
+        assert self.may_form.wait(TIMEOUT_S)
+        return self
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.is_closed.set()
+
+
 async def read_ids(call: Any, count: int) -> list[int]:
     return [(await call.read()).step_id for _ in range(count)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0)
 

@@ -36,6 +36,11 @@ class Client:
     async def join(self, epoch: int, store_address: str = "") -> None:
         await self.executor.Join(pb.JoinRequest(epoch=epoch, store_address=store_address))
 
+    async def joins_and_runs(self, epoch: int) -> bool:
+        """Joins an epoch. Returns whether its first step is answered."""
+        await self.join(epoch)
+        return [response.step_id async for response in self.steps(1, epoch=epoch)] == [1]
+
     async def status(self, name: str) -> int:
         request = health_pb2.HealthCheckRequest(service=name)
         return (await self.health.Check(request)).status
