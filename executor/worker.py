@@ -20,8 +20,7 @@ import torch
 from executor.batch.columns import Int64Array
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.batch.kv_pool import KVPool
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_step import StepColumns, read_step
+from executor.batch.read_step import RowProgress, StepColumns, StepLimits, read_step
 from executor.batch.staging import Copier, ReadBack, Staged, StepStager, to_device
 from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures

@@ -1,21 +1,389 @@
 """Step requests as columns: one rank's part of a step, read by a table and checked whole.
 
+    limits       what a step must fit in, and how far each row has come
+    starts       rows that begin: their sampling parameters, and the tokens that they start from
+    agreement    what all ranks have alike: every rank's counts, the padding, the graph
+    part         this rank's sequences
+
 A step either passes every check or leaves the executor as it was: nothing here changes any state.
 executor.proto defines what a step may contain; the field names are its.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from executor.batch.columns import UINT8, BoolArray, Column, ColumnReader, Int64Array, check_unique
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_agreement import check_own_counts, read_agreement, read_width
-from executor.batch.row_starts import RowStarts, read_starts
+from executor.batch.columns import (
+    UINT8,
+    BoolArray,
+    Column,
+    ColumnReader,
+    Float32Array,
+    Int64Array,
+    check_unique,
+)
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.speculation import SpeculationPlan
+from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import DpLayout
+from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.topology import Topology
+from protos.executor.sampling_fields import FLOAT32, SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
+
+NO_GRAPHS = GraphSizes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """What a step of this executor must fit in.
+
+    Attributes:
+        topology: This executor's coordinates in its group.
+        budget: The most that one step may carry. The block table has ``max_num_seqs`` rows.
+        num_kv_blocks: Blocks that the router hands out, and the scratch block.
+        block_size: Tokens per block.
+        vocab_size: Token ids are below this.
+        max_model_len: Tokens of one sequence.
+        graph_sizes: Sizes for which a graph was captured.
+        speculation: How the draft model drafts; None without one.
+    """
+
+    topology: Topology
+    budget: TokenBudget
+    num_kv_blocks: int
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    graph_sizes: GraphSizes = NO_GRAPHS
+    speculation: SpeculationPlan | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.topology.dp_size, self.topology.attn_tp_size)
+        if sizes != (self.budget.dp_size, self.budget.attn_tp_size):
+            raise ValueError(
+                f"the budget is for dp_size={self.budget.dp_size} and attn_tp_size="
+                f"{self.budget.attn_tp_size}, the executor's coordinates for {sizes[0]} and "
+                f"{sizes[1]}"
+            )
+
+    @cached_property
+    def bounds(self) -> dict[str, int]:
+        """The largest values that columns may have, by the names that their tables use."""
+        plan = self.speculation
+        return {
+            "row": self.budget.max_num_seqs - 1,
+            "token_id": self.vocab_size - 1,
+            "block_id": self.num_kv_blocks - 1,
+            "vocab_size": self.vocab_size,
+            "num_draft_tokens": 0 if plan is None else plan.num_draft_tokens,
+            "max_num_batched_tokens": self.budget.max_num_batched_tokens,
+            "max_num_logits": self.budget.max_num_logits,
+            "max_model_len": self.max_model_len,
+            "max_blocks_per_row": -(-self.max_model_len // self.block_size),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgress:
+    """What the host knows of each row since it started.
+
+    Attributes:
+        is_live: bool [R], rows that have started in this epoch. The worker writes it.
+        has_sampled: bool [R], rows that have a last token. The worker writes it.
+        num_blocks: int64 [R], blocks that each row holds. The KV pool writes it.
+        num_tokens: int64 [R], tokens that each row has, the last sampled one included. The worker
+            writes it where there is a draft model: only it knows how many drafts were accepted.
+        is_followed: bool [R], rows of which a draft model with KV has run every token. The worker
+            writes it.
+    """
+
+    is_live: BoolArray
+    has_sampled: BoolArray
+    num_blocks: Int64Array
+    num_tokens: Int64Array
+    is_followed: BoolArray
+
+    @classmethod
+    def empty(cls, num_blocks: Int64Array) -> "RowProgress":
+        """Returns the progress of rows of which none has started."""
+        return cls(
+            np.zeros_like(num_blocks, np.bool_),
+            np.zeros_like(num_blocks, np.bool_),
+            num_blocks,
+            np.zeros_like(num_blocks),
+            np.ones_like(num_blocks, np.bool_),
+        )
+
+    def start(self, rows: Int64Array) -> None:
+        """Notes that rows begin."""
+        self.is_live[rows] = True
+        self.has_sampled[rows] = False
+        self.is_followed[rows] = True
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self.is_live[:] = False
+        self.has_sampled[:] = False
+
+
+# A row's sampling parameters as the device keeps them: the seed, then four bytes each.
+PARAMETERS = np.dtype([(field.name, field.dtype) for field in (SEED, *SAMPLING_FIELDS)], align=True)
+PARAMETER_WIDTH = PARAMETERS.itemsize // 8  # int64 entries
+
+_STARTS = (
+    Column("rows", most="row"),
+    Column("scores_output", most=1, default=0, dtype=UINT8),
+    Column("num_top_logprobs", most="vocab_size", default=0),
+    Column("suppressed_until", default=0),
+    Column("num_suppressed_ids", default=0),
+    Column("suppressed_ids", length="num_suppressed_ids", most="token_id"),
+    Column("num_biases", default=0),
+    Column("bias_ids", length="num_biases", most="token_id"),
+    Column("num_prompt_ids", default=0),
+    Column("prompt_ids", length="num_prompt_ids", most="token_id"),
+    Column("num_output_ids", default=0),
+    Column("output_ids", length="num_output_ids", most="token_id"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowStarts:
+    """Rows that begin, A of them: RowStarts of executor.proto, checked.
+
+    Attributes:
+        parameters: PARAMETERS [A].
+        num_suppressed_ids, num_biases, num_prompt_ids, num_output_ids: [A] entries of each row in
+            the columns after them, end to end.
+    """
+
+    rows: Int64Array
+    parameters: npt.NDArray[Any]
+    scores_output: BoolArray
+    num_top_logprobs: Int64Array
+    suppressed_until: Int64Array
+    num_suppressed_ids: Int64Array
+    suppressed_ids: Int64Array
+    num_biases: Int64Array
+    bias_ids: Int64Array
+    biases: Float32Array
+    num_prompt_ids: Int64Array
+    prompt_ids: Int64Array
+    num_output_ids: Int64Array
+    output_ids: Int64Array
+
+    @property
+    def is_penalized(self) -> BoolArray:
+        """bool [A], rows whose logits depend on the tokens that they have."""
+        penalties = [field for field in SAMPLING_FIELDS if field.is_penalty]
+        differs = [self.parameters[field.name] != field.default for field in penalties]
+        is_penalized: BoolArray = np.logical_or.reduce(differs)
+        return is_penalized
+
+    @property
+    def packed_parameters(self) -> Int64Array:
+        """int64 [A * PARAMETER_WIDTH], the bytes of ``parameters``."""
+        return self.parameters.view(np.int64)
+
+
+def read_starts(message: pb.RowStarts, limits: StepLimits) -> RowStarts:
+    """Reads and checks the rows that begin.
+
+    Raises:
+        InvalidStep: With the field at fault, its value and what fits.
+    """
+    read = ColumnReader(message, "ranks[0].starts", _STARTS, limits.bounds)
+    check_unique(read, "rows")
+    columns = read.columns
+    parameters = np.zeros(len(columns["rows"]), PARAMETERS)
+    for field in (SEED, *SAMPLING_FIELDS):
+        if not getattr(message, field.name):
+            parameters[field.name] = field.default
+            continue
+        values = read.entries(field.name, field.dtype, len(parameters))
+        is_valid = field.contains(values)
+        if not is_valid.all():
+            raise read.error(field.name, f"has {values[~is_valid][0]}; it must be {field.range}")
+        parameters[field.name] = values
+    biases = read.entries("biases", FLOAT32, len(columns["bias_ids"])).astype(np.float32)
+    if not np.isfinite(biases).all():
+        raise read.error("biases", f"has {biases[~np.isfinite(biases)][0]}; it must be finite")
+    return RowStarts(
+        parameters=parameters,
+        biases=biases,
+        scores_output=columns.pop("scores_output").astype(np.bool_),
+        **columns,
+    )
+
+
+PADDING_MODES = {
+    pb.DP_PADDING_MODE_MAX_LEN: DpPaddingMode.MAX_LEN,
+    pb.DP_PADDING_MODE_SUM_LEN: DpPaddingMode.SUM_LEN,
+}
+
+
+class Agreement(NamedTuple):
+    """The agreement as it was read. The attributes are those of ``StepColumns``."""
+
+    layout: DpLayout
+    draft_counts: tuple[int, ...]
+    num_sampled: tuple[int, ...]
+
+
+def read_width(message: pb.StepAgreement, limits: StepLimits) -> int:
+    """Returns the tokens that each sequence runs in a speculative step, 0 in any other.
+
+    Raises:
+        InvalidStep: This executor takes no step of such a width.
+    """
+    width, plan = message.num_draft_tokens, limits.speculation
+    if not width:
+        return 0
+    if plan is None:
+        problem = "this executor has no draft model: start it with --draft-model"
+    elif width != plan.num_draft_tokens:
+        problem = f"need {plan.num_draft_tokens}, or 0 for a step that is not speculative"
+    elif message.has_extend:
+        problem = "with has_extend: a step that runs prompts is not speculative"
+    else:
+        return width
+    raise _agreement_error("num_draft_tokens", f"num_draft_tokens={width}: {problem}")
+
+
+def read_agreement(message: pb.StepAgreement, limits: StepLimits) -> Agreement:
+    """Reads the agreement and checks it against the limits, which all ranks have alike.
+
+    Raises:
+        InvalidStep: With the field at fault, its value and what fits.
+    """
+    width, budget = message.num_draft_tokens, limits.budget
+    most_tokens, most_logits = budget.max_num_batched_tokens, budget.max_num_logits
+    if width:
+        most_tokens = most_logits = budget.max_num_seqs * width
+    counts = _read_counts(message, "global_num_tokens", most_tokens, limits)
+    _read_counts(message, "global_num_tokens_for_logprob", most_logits, limits)
+    draft_counts, num_sampled = _read_draft_counts(message, limits)
+    return Agreement(_read_layout(message, counts, limits), draft_counts, num_sampled)
+
+
+def check_own_counts(message: pb.StepAgreement, own: dict[str, int], part: pb.RankStep) -> None:
+    """Checks that the agreement tells of this executor's part what it is.
+
+    Args:
+        message: The agreement.
+        own: This part's count in each field of counts.
+        part: This executor's.
+
+    Raises:
+        InvalidStep: With the field that tells otherwise.
+    """
+    for field, count in own.items():
+        told = getattr(message, field)[part.dp_rank]
+        if told != count:
+            raise _agreement_error(
+                field, f"{field} says {told} for this executor's part, which has {count}"
+            )
+    if part.forward_mode == pb.FORWARD_MODE_EXTEND and not message.has_extend:
+        raise _agreement_error(
+            "has_extend", "has_extend is not set, but this part's forward_mode is EXTEND"
+        )
+
+
+def _agreement_error(field: str, problem: str) -> InvalidStep:
+    return InvalidStep(problem, field=f"agreement.{field}")
+
+
+def _read_counts(
+    message: pb.StepAgreement, field: str, most: int, limits: StepLimits
+) -> tuple[int, ...]:
+    counts = tuple(getattr(message, field))
+    if len(counts) != limits.topology.dp_size:
+        raise _agreement_error(
+            field, f"{field} has {len(counts)} entries; dp_size is {limits.topology.dp_size}"
+        )
+    if max(counts) > most:
+        raise _agreement_error(field, f"{field} has {max(counts)}; the budget is {most}")
+    return counts
+
+
+def _read_draft_counts(
+    message: pb.StepAgreement, limits: StepLimits
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns every DP rank's tokens of the draft model, and its sequences that sample.
+
+    Both are empty where the draft model runs nothing behind the step, or the same rows for each
+    sequence.
+    """
+    most = {
+        "global_num_tokens_for_draft": limits.budget.max_tokens_per_rank,
+        "global_num_sampled": limits.budget.max_num_seqs,
+    }
+    given = [field for field in most if getattr(message, field)]
+    if not given:  # the router does without drafts, or they need no counts
+        return (), ()
+    plan = limits.speculation
+    if plan is None or not plan.extends or message.num_draft_tokens:
+        raise _agreement_error(
+            given[0],
+            f"{given[0]} is set: only a step that is not speculative has it, and only where the "
+            f"draft model keeps KV of its own",
+        )
+    tokens, sampled = (_read_counts(message, *item, limits) for item in most.items())
+    return tokens, sampled
+
+
+def _read_layout(
+    message: pb.StepAgreement, counts: tuple[int, ...], limits: StepLimits
+) -> DpLayout:
+    """Returns the layout, which fits every buffer with what padding and a graph add."""
+    if message.padding_mode not in PADDING_MODES:
+        raise _agreement_error(
+            "padding_mode", f"padding_mode={message.padding_mode}: need MAX_LEN or SUM_LEN"
+        )
+    graph_size, graph = None, ""
+    if message.HasField("graph_size"):
+        width = message.num_draft_tokens or 1
+        _check_graph_size(message, [count // width for count in counts], limits)
+        graph_size, graph = message.graph_size * width, f" of graph_size={message.graph_size}"
+    most = limits.budget.max_tokens_per_rank
+    if (num_rows := graph_size or max(counts)) > most:
+        raise InvalidStep(
+            f"the step{graph} has {num_rows} rows on a DP rank; the budget is {most}",
+            field="agreement",
+        )
+    return DpLayout(
+        counts,
+        PADDING_MODES[message.padding_mode],
+        limits.topology.dp_rank,
+        graph_size,
+        message.has_extend,
+        limits.topology.attn_tp_rank,
+        limits.topology.attn_tp_size,
+    )
+
+
+def _check_graph_size(message: pb.StepAgreement, counts: list[int], limits: StepLimits) -> None:
+    kind = "extend" if message.has_extend else "decode"
+    captured: tuple[int, ...] = getattr(limits.graph_sizes, kind)
+    size = message.graph_size
+    if size not in captured:
+        sizes = (
+            f"the {kind} graphs are {list(captured)}" if captured else f"there is no {kind} graph"
+        )
+        problem = f"is not captured: {sizes}"
+    elif size < max(counts):
+        problem = f"is below the {max(counts)} tokens of a rank"
+    elif message.has_extend and min(counts) == 0:
+        problem = "with has_extend, but a rank has no tokens: then every rank runs eagerly"
+    elif message.padding_mode != pb.DP_PADDING_MODE_MAX_LEN:
+        problem = "needs padding_mode MAX_LEN: a captured collective has one size"
+    else:
+        return
+    raise _agreement_error("graph_size", f"graph_size={size} {problem}")
+
 
 LAST_SAMPLED = -1  # in token_ids: the token that the row sampled last
 
@@ -25,7 +393,7 @@ _BLOCKS = (
     Column("num_new_blocks", default=0),
     Column("new_block_ids", length="num_new_blocks", least=1, most="block_id"),
 )
-_TABLE = (
+_PART = (
     _ROWS,
     Column("num_tokens", least=1, default=1, most_in_all="max_num_batched_tokens"),
     _NUM_COMPUTED_TOKENS,
@@ -35,7 +403,7 @@ _TABLE = (
     Column("num_scored", default=0),
     Column("scored_ids", length="num_scored", most="token_id"),
 )
-_SPECULATIVE_TABLE = (
+_SPECULATIVE_PART = (
     _ROWS,
     Column("num_tokens", least=1, most="num_draft_tokens", default="num_draft_tokens"),
     _NUM_COMPUTED_TOKENS,
@@ -98,7 +466,7 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
     part = _own_part(request, limits.topology.dp_rank)
     starts = read_starts(part.starts, limits) if part.HasField("starts") else None
     width = read_width(request.agreement, limits)
-    table = _SPECULATIVE_TABLE if width else _TABLE
+    table = _SPECULATIVE_PART if width else _PART
     read = ColumnReader(part.sequences, "ranks[0].sequences", table, limits.bounds)
     check_unique(read, "rows")
     columns = read.columns

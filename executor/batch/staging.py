@@ -18,9 +18,7 @@ import torch
 
 from executor.batch.columns import Int64Array
 from executor.batch.kv_pool import KVPool
-from executor.batch.limits import StepLimits
-from executor.batch.read_step import StepColumns
-from executor.batch.row_starts import PARAMETER_WIDTH
+from executor.batch.read_step import PARAMETER_WIDTH, StepColumns, StepLimits
 
 T = TypeVar("T")
 

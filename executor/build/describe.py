@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.batch.limits import StepLimits
+from executor.batch.read_step import StepLimits
 from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import Blueprint

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from executor.batch.kv_pool import KVPool
-from executor.batch.limits import StepLimits
+from executor.batch.read_step import StepLimits
 from executor.budget.report import BudgetLine, budget_table
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device

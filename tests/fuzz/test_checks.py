@@ -15,8 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_step import read_step
+from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep

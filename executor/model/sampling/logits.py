@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.batch.row_starts import PARAMETERS
+from executor.batch.read_step import PARAMETERS
 
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

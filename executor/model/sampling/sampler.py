@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from executor.batch.columns import BoolArray, Int64Array
-from executor.batch.row_starts import PARAMETER_WIDTH, RowStarts
+from executor.batch.read_step import PARAMETER_WIDTH, RowStarts
 from executor.batch.staging import to_device
 from executor.model.sampling.fixed_shape import Filters, sample_rows
 from executor.model.sampling.logits import (

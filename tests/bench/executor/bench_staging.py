@@ -25,8 +25,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.batch.limits import StepLimits
-from executor.batch.read_step import StepColumns, read_step
+from executor.batch.read_step import StepColumns, StepLimits, read_step
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.topology import Topology

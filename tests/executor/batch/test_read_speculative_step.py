@@ -5,8 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from executor.batch.limits import RowProgress
-from executor.batch.read_step import LAST_SAMPLED, read_step
+from executor.batch.read_step import LAST_SAMPLED, RowProgress, read_step
 from executor.errors import InvalidStep
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.drafts.speculative_steps import (

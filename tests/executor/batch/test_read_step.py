@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_step import read_step
+from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep

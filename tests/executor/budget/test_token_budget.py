@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.limits import RowProgress, StepLimits
-from executor.batch.read_step import read_step
+from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes, decode_capture_sizes, prefill_capture_sizes
 from executor.budget.report import a2a_bound, budget_table
 from executor.budget.token_budget import (

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.batch.kv_pool import KVPool
-from executor.batch.row_starts import PARAMETERS, RowStarts
+from executor.batch.read_step import PARAMETERS, RowStarts
 from executor.build import executor as build
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker

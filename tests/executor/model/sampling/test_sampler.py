@@ -15,8 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from executor.batch.limits import StepLimits
-from executor.batch.row_starts import RowStarts, read_starts
+from executor.batch.read_step import RowStarts, StepLimits, read_starts
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import TorchFilters
 from executor.model.sampling.logits import draw, probabilities, score, uniform_samples

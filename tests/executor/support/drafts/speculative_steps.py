@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.batch.limits import RowProgress, StepLimits
+from executor.batch.read_step import RowProgress, StepLimits
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
