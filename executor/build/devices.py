@@ -18,8 +18,7 @@ from executor.batch.kv_pool import KVPool
 from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
-from executor.graph.backend import RunnerBackend
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels

@@ -17,8 +17,7 @@ from executor.build.devices import AttentionGraphs, Device
 from executor.build.plan import Blueprint
 from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
-from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
-from executor.graph.graph_slot import GraphSlot
+from executor.graph.slots import GraphSlot, draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.model.families.draft import DraftModel
 from executor.model.families.draft_config import DraftConfig
 from executor.model.layers.attention import Attention

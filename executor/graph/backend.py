@@ -1,4 +1,4 @@
-"""Backend of graph runners: recording and replay, one seam for GPU and CPU.
+"""Backend of graph runners: recording and replay, one seam for GPU and CPU, and the CPU's own.
 
     session ──▶ warm_up(run) ──▶ capture(key, run) ──▶ … ──▶ replay(key) ──▶ … ──▶ discard
 
@@ -6,7 +6,7 @@ What is recorded is a callable that reads and writes tensors which outlive it: t
 buffers, the KV pool, a runner's output. A graph's own memory belongs to whichever graph replays
 next, so a runner that kept an intermediate result would read another size's.
 
-A backend knows no batch, no phase and no model.
+A backend knows no batch, no phase and no model. ``cuda_graph_backend.py`` has the GPU's.
 """
 
 from collections.abc import Callable, Iterator
@@ -197,3 +197,43 @@ class Captures(Generic[T]):
         captures = list(self._by_key.values())
         self._by_key.clear()
         return captures
+
+
+class EagerBackend:
+    """Calls instead of replaying, host code included.
+
+    A capture runs nothing: there is nothing to record, and on a CPU a pass of every size would
+    take as long as a long prompt, at each start.
+    """
+
+    def __init__(self) -> None:
+        self._captures: Captures[Callable[[], None]] = Captures()
+
+    @property
+    def outlives_group(self) -> bool:
+        return True
+
+    @contextmanager
+    def session(self, *, label: str, num_captures: int) -> Iterator[None]:
+        with self._captures.session():
+            yield
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Nothing to warm up."""
+        self._captures.check_session()
+
+    def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        with self._captures.making(key):
+            self._captures.add(key, run)
+
+    def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
+        self.capture(key, run)
+
+    def eager_region(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return function
+
+    def replay(self, key: ShapeKey) -> None:
+        self._captures[key]()
+
+    def discard(self) -> None:
+        self._captures.take_all()

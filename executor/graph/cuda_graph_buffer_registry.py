@@ -9,31 +9,33 @@ all of them before each replay, and hands out a batch whose tensors are slices o
         padded_bs=8, padded_num_tokens=8, forward_batch_template=batch
     )
 
-Slicing costs more than copying at these sizes, so the slices of each set of sizes are made once
-(tests/bench/executor/bench_registry.py). Not thread-safe; a forward pass has one thread.
+Slicing costs more than all copies of a decode step, so slices and the fill of each set of sizes are
+planned once (tests/bench/executor/bench_registry.py). Not thread-safe; a forward pass has one thread.
 
-What a slot is says ``graph_slot.py``; each slot's shape, type and padding say ``slots.py``,
-``draft_slots.py``, and for kinds of models that no runner serves yet ``unserved_slots.py``.
+What a slot is, and each slot's shape, type and padding, says ``slots.py``, and for kinds of models
+that no runner serves yet ``unserved_slots.py``.
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
-from executor.graph.draft_slots import tree_mask_slot
-from executor.graph.fill_plan import FillPlan, group_alike, head_like
-from executor.graph.graph_slot import FillContext, GraphSlot, PaddingPolicy
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS, share_input_buffer
 from executor.graph.slots import (
+    FillContext,
+    GraphSlot,
+    PaddingPolicy,
+    SizesOnly,
+    count_slots,
     decode_slots,
-    global_num_tokens_slots,
-    num_token_non_padded_slot,
     prefill_slots,
+    tree_mask_slot,
 )
 from executor.graph.unserved_slots import (
     structured_slots,
@@ -55,6 +57,9 @@ __all__ = [
 MAX_CACHED_SIZES = 1024  # about 20 KB each; a decode registry of 512 sequences has 512
 
 Batch = TypeVar("Batch")
+Sources = tuple[Any, ...]
+
+_numel = torch.Tensor.numel
 _NO_SLOTS: frozenset[str] = frozenset()
 _RESET_POLICIES = (PaddingPolicy.ZERO, PaddingPolicy.FILL_SENTINEL)
 _INITIAL_VALUE_POLICIES = (PaddingPolicy.FILL_SENTINEL, PaddingPolicy.FILL_ONCE)
@@ -217,11 +222,11 @@ class CudaGraphBufferRegistry:
         for name, source in sources.items():
             if source is None:
                 continue
-            head = head_like(self.get_slot(name), source)
+            head = _head_like(self.get_slot(name), source)
             if not _is_same_view(head, source):
                 heads.append(head)
                 given.append(source)
-        for group in group_alike(heads, given):
+        for group in _group_alike(heads, given):
             torch._foreach_copy_([heads[i] for i in group], [given[i] for i in group])
 
     def reset_for_capture(self) -> None:
@@ -295,9 +300,9 @@ class CudaGraphBufferRegistry:
         raw_num_tokens: int,
         padded_num_tokens: int,
         skip_slots: frozenset[str],
-    ) -> FillPlan:
+    ) -> "_FillPlan":
         context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
-        return FillPlan([slot for slot in self._enabled() if slot.name not in skip_slots], context)
+        return _FillPlan([slot for slot in self._enabled() if slot.name not in skip_slots], context)
 
     def _make_views(
         self, padded_bs: int, padded_num_tokens: int
@@ -317,6 +322,116 @@ class CudaGraphBufferRegistry:
                 is_reset = slot.padding_policy in _RESET_POLICIES
                 default = _junk(slot.dtype, is_fatal=is_reset)
                 tail.fill_(self._poison.get(slot.name, default))
+
+
+class _FillPlan:
+    """What a registry resets, copies and calls for a batch of given sizes.
+
+    What follows from the sizes only (sentinels, counts) is a constant: on the device copied along
+    with the batch, in host memory written through NumPy. Copies are planned for the latest batch, and again for one with other fields or element counts.
+    Given as many elements in another shape, ``copy_`` refuses.
+
+    Args:
+        slots: The slots to fill, all with buffers.
+        context: The sizes.
+
+    Raises:
+        ValueError: A buffer has too few rows. Names the slot.
+        RuntimeError: A FILL_SENTINEL slot must be padded and has no ``pad_value``.
+    """
+
+    def __init__(self, slots: Sequence[GraphSlot], context: FillContext) -> None:
+        self.context = context
+        zeroed: list[torch.Tensor] = []
+        self._constant_heads: list[torch.Tensor] = []
+        self._constants: Sources = ()
+        self._host_constants: list[Callable[[], None]] = []
+        self._hooks: list[Callable[[Any, FillContext], None]] = []
+        for slot in slots:
+            tail = slot.tail_for(context)
+            if tail is not None and slot.padding_policy is PaddingPolicy.ZERO:
+                zeroed.append(tail)
+            elif tail is not None and slot.padding_policy is PaddingPolicy.FILL_SENTINEL:
+                self._add_constant(tail, _sentinel(slot))
+            if isinstance(slot.post_fill, SizesOnly):
+                self._add_constant(slot.allocated(), slot.post_fill.value(context))
+            elif slot.post_fill is not None:
+                self._hooks.append(partial(slot.post_fill, slot.allocated()))
+        self._zeroed = [[zeroed[i] for i in group] for group in _group_alike(zeroed, zeroed)]
+        copied = [slot for slot in slots if slot.copy_from_fb]
+        self._by_name = {slot.name: slot for slot in copied if slot.source_fn is None}
+        self._by_function = [(slot, slot.source_fn) for slot in copied if slot.source_fn]
+        # The copies of the latest batch. These fit none: None has no elements to count.
+        self._read: Callable[[Any], Sources] = lambda batch: (None,)
+        self._numels: list[int] = []
+        self._absent: list[str] = []
+        self._copies: list[tuple[list[torch.Tensor], list[int] | None]] = []
+
+    def run(self, forward_batch: Any, context: FillContext) -> None:
+        """Resets tails, copies what sources there are, then calls the hooks.
+
+        Raises:
+            ValueError: A source's shape is not that of its slot's head.
+        """
+        for tails in self._zeroed:
+            torch._foreach_zero_(tails)
+        for write in self._host_constants:
+            write()
+        more = self._constants
+        if self._by_function:
+            more += tuple(source_fn(forward_batch, context) for _, source_fn in self._by_function)
+        try:
+            sources = self._read(forward_batch) + more
+            is_alike = [*map(_numel, sources)] == self._numels
+        except (AttributeError, TypeError):  # a source has gone, or is no tensor any more
+            is_alike = False
+        if self._absent and is_alike:
+            is_alike = all(getattr(forward_batch, name, None) is None for name in self._absent)
+        if not is_alike:
+            sources = self._plan_copies(forward_batch, more)
+        try:
+            for heads, places in self._copies:
+                torch._foreach_copy_(
+                    heads, sources if places is None else [sources[i] for i in places]
+                )
+        except RuntimeError:
+            self._plan_copies(forward_batch, more)  # names the slot, if a shape is to blame
+            raise
+        for hook in self._hooks:
+            hook(forward_batch, context)
+
+    def _add_constant(self, buffer: torch.Tensor, value: float) -> None:
+        if buffer.device.type == "cpu" and buffer.dtype is not torch.bfloat16:  # NumPy has none
+            self._host_constants.append(partial(buffer.detach().numpy().fill, value))
+        else:
+            self._constant_heads.append(buffer)
+            self._constants += (torch.full_like(buffer, value),)
+
+    def _plan_copies(self, forward_batch: Any, more: Sources) -> Sources:
+        """Plans the copies of such a batch, and returns their sources; no tensor: not copied."""
+        found = {name: getattr(forward_batch, name, None) for name in self._by_name}
+        names = [name for name, source in found.items() if isinstance(source, torch.Tensor)]
+        sources = (*(found[name] for name in names), *more)
+        heads = {}
+        for place, name in enumerate(names):
+            slot = self._by_name[name]
+            heads[place] = slot.slice_for(self.context.raw_bs, self.context.raw_num_tokens)
+            _check_shape(slot, sources[place], heads[place])
+        heads |= dict(enumerate(self._constant_heads, start=len(heads)))
+        for place, (slot, _) in enumerate(self._by_function, start=len(heads)):
+            if isinstance(sources[place], torch.Tensor):
+                heads[place] = _head_like(slot, sources[place])
+        self._read = _reader(names)
+        self._absent = [name for name in found if name not in names]
+        self._numels = [s.numel() for s in sources if isinstance(s, torch.Tensor)]
+        used = [place for place, head in heads.items() if head.numel()]
+        groups = _group_alike([heads[i] for i in used], [sources[i] for i in used])
+        self._copies = []
+        for group in groups:
+            places = [used[i] for i in group]
+            is_all = len(places) == len(sources)
+            self._copies.append(([heads[i] for i in places], None if is_all else places))
+        return sources
 
 
 def build_decode_registry(
@@ -385,7 +500,7 @@ def build_decode_registry(
     )
     if num_tree_nodes:
         slots.append(tree_mask_slot(num_tree_nodes))
-    slots += _count_slots(
+    slots += count_slots(
         enable_num_token_non_padded=enable_num_token_non_padded,
         require_gathered_buffer=require_gathered_buffer,
         require_mlp_tp_gather=require_mlp_tp_gather,
@@ -436,7 +551,7 @@ def build_prefill_registry(
         register_input_embeds=register_input_embeds,
         enable_mamba_track=enable_mamba_track,
     )
-    slots += _count_slots(register_global_num_tokens=register_global_num_tokens, **counts)
+    slots += count_slots(register_global_num_tokens=register_global_num_tokens, **counts)
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool
     )
@@ -455,7 +570,7 @@ def build_draft_registry(
     """Returns the inputs of a phase of the draft model.
 
     Args:
-        slots: Those of the phase (``draft_slots.py``).
+        slots: Those of the phase (``slots.py``).
         max_bs: Sequences of the largest graph.
         width: Token rows of each, in every pass of the phase.
         counts: ``require_gathered_buffer`` to ``register_global_num_tokens`` of
@@ -464,9 +579,7 @@ def build_draft_registry(
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_bs * width, share_pool=share_pool
     )
-    return _with_slots(
-        registry, [*slots, *_count_slots(enable_num_token_non_padded=True, **counts)]
-    )
+    return _with_slots(registry, [*slots, *count_slots(enable_num_token_non_padded=True, **counts)])
 
 
 def build_eager_registry(
@@ -489,35 +602,6 @@ def build_eager_registry(
         register_global_num_tokens=False,
         **options,
     )
-
-
-def _count_slots(
-    *,
-    enable_num_token_non_padded: bool = False,
-    require_gathered_buffer: bool = False,
-    require_mlp_tp_gather: bool = False,
-    attn_tp_size: int = 1,
-    attn_tp_rank: int = 0,
-    num_dp_ranks: int = 1,
-    register_global_num_tokens: bool = True,
-) -> list[GraphSlot]:
-    """Returns the slots that count rows, of this executor and of all DP ranks."""
-    slots = []
-    if enable_num_token_non_padded:
-        slots.append(
-            num_token_non_padded_slot(
-                require_gathered_buffer=require_gathered_buffer,
-                attn_tp_size=attn_tp_size,
-                attn_tp_rank=attn_tp_rank,
-            )
-        )
-    if register_global_num_tokens:
-        slots += global_num_tokens_slots(
-            require_gathered_buffer=require_gathered_buffer,
-            require_mlp_tp_gather=require_mlp_tp_gather,
-            num_dp_ranks=num_dp_ranks,
-        )
-    return slots
 
 
 def _with_slots(
@@ -546,6 +630,67 @@ def _dtype_in(source: Any, name: str) -> torch.dtype:
     """Returns the type of the source's tensor, int64 if there is none."""
     tensor = getattr(source, name, None)
     return tensor.dtype if isinstance(tensor, torch.Tensor) else torch.int64
+
+
+def _group_alike(
+    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> list[list[int]]:
+    """Returns the indices of pairs that one ``_foreach_`` call takes at once, group by group.
+
+    The fused kernel wants one dtype and one device per side and dense tensors. A single exception
+    sends the whole call through kernels one by one, so strided tensors go by themselves. The CPU
+    has no fused kernel, so there a call takes all and saves the cost of the others.
+
+    Source: PyTorch, aten/src/ATen/native/cuda/ForeachBinaryOpList.cu,
+        foreach_tensor_copy_list_kernel_cuda_; ForeachUtils.h, can_use_fast_route.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, (to, source) in enumerate(zip(destinations, sources, strict=True)):
+        key: object = (to.dtype, source.dtype, to.device, source.device)
+        if to.device.type == source.device.type == "cpu":
+            key = "cpu"
+        elif not (to.is_contiguous() and source.is_contiguous()):
+            key = index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _head_like(slot: GraphSlot, source: torch.Tensor) -> torch.Tensor:
+    """Returns the view of the slot's buffer that has as many rows as the source.
+
+    Raises:
+        ValueError: No number of rows gives the source's shape. Names the slot.
+    """
+    head = slot.rows(0) if slot.axis != "none" else slot.allocated()
+    if source.dim() == head.dim() > 0:
+        head = slot.rows(source.shape[slot.row_axis()])
+    _check_shape(slot, source, head)
+    return head
+
+
+def _reader(names: list[str]) -> Callable[[Any], Sources]:
+    """Returns what takes an object to a tuple of attributes."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda batch: tuple(getattr(batch, name) for name in names)
+
+
+def _check_shape(slot: GraphSlot, source: torch.Tensor, head: torch.Tensor) -> None:
+    # Without this, copy_ would broadcast a single row over all of them.
+    if source.shape != head.shape:
+        raise ValueError(
+            f"slot {slot.name!r}: the source has shape {tuple(source.shape)}, the rows to fill "
+            f"have {tuple(head.shape)}: give the sizes that the source was made for"
+        )
+
+
+def _sentinel(slot: GraphSlot) -> float:
+    if slot.pad_value is None:
+        raise RuntimeError(
+            f"slot {slot.name!r}: FILL_SENTINEL without a pad_value cannot be padded: "
+            f"set pad_value, or fill without padding"
+        )
+    return slot.pad_value
 
 
 def _with_index(device: torch.device | str) -> torch.device:

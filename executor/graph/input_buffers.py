@@ -32,32 +32,10 @@ INDEX_SEMANTIC_BUFFERS = frozenset(
 WIDTH_DEPENDENT_BUFFERS = frozenset({"select_index"})
 
 
-class InputBufferPool:
-    """Storages by (name, numel, dtype, device). Empty at first; never forgets one."""
+# Storages by (name, numel, dtype, device). A pool never forgets one.
+InputBufferPool = dict[tuple[str, int, torch.dtype, torch.device], torch.Tensor]
 
-    def __init__(self) -> None:
-        self._storages: dict[tuple[str, int, torch.dtype, torch.device], torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._storages)
-
-    def share(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Does what ``share_input_buffer`` says."""
-        if name in WIDTH_DEPENDENT_BUFFERS:
-            return buffer
-        if not _is_dense(buffer):
-            raise ValueError(
-                f"buffer {name!r}: shape {tuple(buffer.shape)} with strides {buffer.stride()} "
-                f"leaves gaps or overlaps: share the tensor that it is a view of"
-            )
-        key = (name, buffer.numel(), buffer.dtype, buffer.device)
-        first = self._storages.setdefault(key, buffer)
-        if first is buffer:
-            return buffer
-        return first.as_strided(buffer.shape, buffer.stride())
-
-
-_PROCESS_POOL = InputBufferPool()
+_PROCESS_POOL: InputBufferPool = {}
 _pool: ContextVar[InputBufferPool] = ContextVar("input_buffer_pool")
 
 
@@ -78,7 +56,16 @@ def share_input_buffer(name: str, buffer: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: The buffer is not dense.
     """
-    return _pool.get(_PROCESS_POOL).share(name, buffer)
+    if name in WIDTH_DEPENDENT_BUFFERS:
+        return buffer
+    if not _is_dense(buffer):
+        raise ValueError(
+            f"buffer {name!r}: shape {tuple(buffer.shape)} with strides {buffer.stride()} "
+            f"leaves gaps or overlaps: share the tensor that it is a view of"
+        )
+    key = (name, buffer.numel(), buffer.dtype, buffer.device)
+    first = _pool.get(_PROCESS_POOL).setdefault(key, buffer)
+    return buffer if first is buffer else first.as_strided(buffer.shape, buffer.stride())
 
 
 @contextmanager
@@ -88,7 +75,7 @@ def fresh_input_buffer_pool() -> Iterator[InputBufferPool]:
     A worker builds its runners in one: two workers in one process run at the same time, so they
     cannot share.
     """
-    token = _pool.set(InputBufferPool())
+    token = _pool.set({})
     try:
         yield _pool.get()
     finally:

@@ -1,19 +1,21 @@
 """Slots for kinds of models that no runner serves yet: Mamba, encoders, multimodal, pipelines.
 
-Kept apart so that ``slots.py`` and ``draft_slots.py`` are what the runners use. ``bind``,
-``copy_slots`` and ``skip_slots`` of the registry belong to the same: no runner calls them.
+Kept apart so that ``slots.py`` is what the runners use. ``bind``, ``copy_slots`` and ``skip_slots``
+of the registry belong to the same: no runner calls them.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from executor.graph.graph_slot import GraphSlot, PaddingPolicy, SourceFn
-
-_zero_per_sequence = partial(
-    GraphSlot, shape_fn=lambda max_bs, _: (max_bs,), axis="bs", padding_policy=PaddingPolicy.ZERO
+from executor.graph.slots import (
+    GraphSlot,
+    PaddingPolicy,
+    SourceFn,
+    lines,
+    per_sequence,
+    per_token,
 )
 
 
@@ -30,11 +32,9 @@ def unserved_decode_slots(
         slots += _mamba_track_slots()
     if is_encoder_decoder:
         slots.append(
-            GraphSlot(
+            per_sequence(
                 "encoder_lens",
-                lambda max_bs, _: (max_bs,),
-                encoder_lens_dtype,
-                axis="bs",
+                dtype=encoder_lens_dtype,
                 padding_policy=PaddingPolicy.FILL_ONCE,
                 pad_value=encoder_len_fill_value,
             )
@@ -65,17 +65,16 @@ def unserved_prefill_slots(
                 f"give the embedding's width and type, or register_input_embeds=False"
             )
         slots.append(
-            GraphSlot(
+            per_token(
                 "input_embeds",
-                lambda _, max_num_tokens: (max_num_tokens, hidden_size),
-                embed_dtype,
-                padding_policy=PaddingPolicy.ZERO,
+                shape_fn=lambda _, max_num_tokens: (max_num_tokens, hidden_size),
+                dtype=embed_dtype,
                 copy_from_fb=False,  # the model writes it
             )
         )
     if enable_mamba_track:
         slots += _mamba_track_slots()
-        slots.append(_zero_per_sequence("mamba_track_seqlens", dtype=torch.int32))
+        slots.append(per_sequence("mamba_track_seqlens", dtype=torch.int32))
     return slots
 
 
@@ -116,20 +115,12 @@ def _proxy_tensors(pp_proxy_tensors: Any) -> Mapping[str, torch.Tensor]:
 
 def _mrope_positions() -> GraphSlot:
     """Returns the rope positions in time, height and width, [3, T]."""
-    return GraphSlot(
-        "mrope_positions",
-        lambda _, max_num_tokens: (3, max_num_tokens),
-        torch.int64,
-        padding_policy=PaddingPolicy.ZERO,
-        slice_fn=lambda buffer, count: buffer[:, :count],
-    )
+    return per_token("mrope_positions", shape_fn=lambda _, tokens: (3, tokens), slice_fn=lines)
 
 
 def _mamba_track_slots() -> list[GraphSlot]:
-    return [
-        _zero_per_sequence("mamba_track_indices", dtype=torch.int64),
-        _zero_per_sequence("mamba_track_mask", dtype=torch.bool),
-    ]
+    mask = per_sequence("mamba_track_mask", dtype=torch.bool)
+    return [per_sequence("mamba_track_indices"), mask]
 
 
 def _structured(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.model.families.kernels import cpu_kernels
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.gpu.support.cases import (

@@ -15,8 +15,7 @@ import torch
 from executor.build import executor as build
 from executor.build.devices import Cuda
 from executor.config import ExecutorConfig
-from executor.graph.backend import RunnerBackend
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.model.flashinfer import bootstrap
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import AttentionWorkspace

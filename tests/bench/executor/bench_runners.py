@@ -18,7 +18,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     build_decode_registry,
     build_eager_registry,

@@ -13,8 +13,7 @@ import structlog
 import torch
 
 from executor.errors import CaptureError
-from executor.graph.backend import RunnerBackend, ShapeKey
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend, weak_view
 from tests.executor.support.recording.fake_cuda_device import FakeDevice
 from tests.executor.support.recording.recording_backend import RecordingBackend

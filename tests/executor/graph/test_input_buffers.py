@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.graph.graph_slot import GraphSlot
 from executor.graph.input_buffers import (
     InputBufferPool,
     fresh_input_buffer_pool,
     share_input_buffer,
 )
+from executor.graph.slots import GraphSlot
 
 
 def test_the_first_buffer_of_a_kind_is_everyones_from_then_on(pool: InputBufferPool):

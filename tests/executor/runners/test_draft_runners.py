@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from executor.budget.speculation import SpeculationPlan
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps

@@ -11,7 +11,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.model.families.config import ModelConfig
 from executor.runners.select import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.runners import Runner
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep, replay_on_ranks

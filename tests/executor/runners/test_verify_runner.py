@@ -10,7 +10,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
 from executor.runners.decode import DecodeRunner
 from executor.runners.dummy_batches import dummy_extend

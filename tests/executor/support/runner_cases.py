@@ -19,8 +19,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.build.plan import plan_budget
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
-from executor.graph.backend import RunnerBackend
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,

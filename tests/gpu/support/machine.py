@@ -22,8 +22,7 @@ from unittest.mock import patch
 import torch
 
 from executor.batch.staging import Copier
-from executor.graph.backend import RunnerBackend
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_workspace

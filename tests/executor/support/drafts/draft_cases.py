@@ -17,7 +17,7 @@ from executor.budget.speculation import SpeculationPlan
 from executor.build.runners import row_counts
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, build_draft_registry
-from executor.graph.draft_slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
+from executor.graph.slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
 from executor.model.families.draft import load_draft_model
 from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import stacked_kernels

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.parallel.layout import DpPaddingMode
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import DraftCase, Way

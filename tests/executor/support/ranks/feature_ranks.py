@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.ranks.runner_ranks import GRAPH_SIZES, RanksStep
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured

@@ -11,7 +11,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
-from executor.graph.cpu_eager_backend import EagerBackend
+from executor.graph.backend import EagerBackend
 from executor.parallel.process_groups import RankGroup
 from executor.runners.select import RunnerSelection
 from tests.executor.support.ranks.ranks import join, topology_of
