@@ -50,6 +50,7 @@ class World:
         faults: See FakeExecutors.
 
     Attributes:
+        requests: Those that were taken.
         num_right: Sequences that ended as they should.
         failed: Requests that were failed as poison.
     """
@@ -76,6 +77,7 @@ class World:
         self.engines.drive([group.engine for group in self.groups])
         self.prefixes = [self.tokens(rng.randint(4, 24)) for _ in range(3)]
         self.pieces = [self.tokens(self.block_size) for _ in range(4)]
+        self.requests: list[Request] = []
         self.num_right = 0
         self.failed: list[Request] = []
 
@@ -246,6 +248,7 @@ class World:
             self.engines.submit(request)
         except QueueFull:
             return False
+        self.requests.append(request)
         if may_cancel and self.rng.random() < 0.25:
             loop = asyncio.get_running_loop()
             loop.call_later(self.rng.uniform(0, 2), self.engines.cancel, request)

@@ -1,6 +1,5 @@
 """Numbers that operators act on: each is checked against what really happened in a run."""
 
-import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
@@ -8,11 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.engine.engines import Engines
 from router.errors import Cancelled, QueueFull
-from router.requests.listeners import Listeners
-from router.requests.request import Request, Sequence
-from router.requests.waiting_queue import WaitingQueue
+from router.requests.request import Sequence
 from router.scheduling.counters import (
     PHASES,
     EpochStats,
@@ -29,12 +25,9 @@ from router.scheduling.step import (
     PaddingMode,
     RankResult,
 )
-from tests.router.support.fake_executors import FakeExecutors
-from tests.router.support.fake_rank import EOS, VOCAB_SIZE
-from tests.router.support.requests import make_request
-from tests.router.support.running_engines import drive_group
 from tests.router.support.stepper import Stepper, make_shape, speculation
 from tests.router.support.virtual_clock import on_virtual_clock
+from tests.sim.world import Group, World
 
 GRAPHS = CapturedSizes((1, 2, 4), (8, 16), "prefill")
 SIZES = {"num_blocks": 24, "rows_per_rank": 6, "max_num_batched_tokens": 24}
@@ -42,71 +35,36 @@ SHAPE = make_shape(dp_size=3, graph_sizes=GRAPHS, **SIZES)
 DRAFTING = replace(SHAPE, speculation=speculation())
 
 
-class Run:
-    """A router under load whose executors die now and then, on a virtual clock."""
-
-    def __init__(self, seed: int, loss_rate: float, shape: GroupShape) -> None:
-        self.rng = random.Random(seed)
-        self.executors = FakeExecutors(shape, self.rng, loss_rate=loss_rate, slow_rate=0.02)
-        self.engines = Engines(Listeners(max_listeners=100))
-        self.engine = drive_group(
-            self.engines,
-            self.executors,
-            WaitingQueue(max_sequences=200, max_tokens=10_000),
-            pipeline_depth=self.rng.choice([1, 2]),
-            min_chunk_tokens=4,
-        )
-        self.requests: list[Request] = []
-
-    async def run(self) -> None:
-        stepping = asyncio.create_task(self.engine.run())
-        while self.engines.model is None:
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*(self.client(number) for number in range(60)))
-        while not self.engines.status()[0].ranks or self.engine.num_running:
-            await asyncio.sleep(0.1)
-        stepping.cancel()
-
-    async def client(self, number: int) -> None:
-        await asyncio.sleep(self.rng.uniform(0, 3))
-        rng = self.rng
-        prompt = [rng.randint(1, VOCAB_SIZE - 1) for _ in range(rng.randint(1, 20))]
-        request = make_request(
-            prompt,
-            self.engines.listeners.open(),
-            rng.randint(1, 28),
-            request_id=f"r{number}",
-            stop_token_ids=(EOS,),
-            priority=rng.choice([0, 0, 5]),
-        )
-        self.requests.append(request)
-        self.engines.submit(request)
-        if rng.random() < 0.2:
-            await asyncio.sleep(rng.uniform(0, 1))
-            self.engines.cancel(request)
-        while request.is_live:
-            await request.listener.wait()
-        self.engines.listeners.close(request.listener)
-
-
 @pytest.fixture(
+    scope="module",
     params=[(0.0, SHAPE), (0.03, SHAPE), (0.0, DRAFTING), (0.03, DRAFTING)],
     ids=["steady", "losing executors", "drafting", "drafting, and losing executors"],
 )
-def finished(request: pytest.FixtureRequest) -> Run:
+def finished(request: pytest.FixtureRequest) -> World:
     return finished_run(*request.param)
 
 
 @on_virtual_clock
-async def finished_run(loss_rate: float, shape: GroupShape) -> Run:
-    run = Run(7, loss_rate, shape)
-    await run.run()
-    return run
+async def finished_run(loss_rate: float, shape: GroupShape) -> World:
+    """A router under load whose executors die now and then."""
+    world = World(random.Random(9), shape=shape, loss_rate=loss_rate, slow_rate=0.02)
+    clients = [world.client(number, n=1, deadline=None) for number in range(60)]
+    await world.run_clients(clients)
+    return world
 
 
-def test_every_sequence_has_its_times_counted_once(finished: Run):
-    totals, engines = finished.engine.measures.totals(), finished.engines
-    sequences = [request.sequences[0] for request in finished.requests]
+def group_of(finished: World) -> Group:
+    [group] = finished.groups
+    return group
+
+
+def sequences_of(finished: World) -> list[Sequence]:
+    return [request.sequences[0] for request in finished.requests]
+
+
+def test_every_sequence_has_its_times_counted_once(finished: World):
+    totals, engines = group_of(finished).engine.measures.totals(), finished.engines
+    sequences = sequences_of(finished)
     started = [s for s in sequences if s.progress.start_time is not None]
     first = [s.progress.first_token_time for s in sequences]
     waits = [s.progress.start_time - s.request.arrival_time for s in started]
@@ -121,10 +79,10 @@ def test_every_sequence_has_its_times_counted_once(finished: Run):
     assert engines.measures.ended[Cancelled.reason] > 0
 
 
-def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(finished: Run):
+def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(finished: World):
     """However often it was preempted, or lost its executors, in between."""
-    totals = finished.engine.measures.totals()
-    begun = [r.sequences[0] for r in finished.requests if r.sequences[0].num_output_tokens]
+    totals = group_of(finished).engine.measures.totals()
+    begun = [s for s in sequences_of(finished) if s.num_output_tokens]
     spans = {s: s.progress.end_time - s.progress.first_token_time for s in begun}
     total_s = totals.inter_token_s.total
 
@@ -135,13 +93,13 @@ def test_gaps_of_a_sequence_add_up_to_the_time_between_its_first_and_last_token(
     assert sum(spans[s] for s in begun if s.error) < most / 3
 
 
-def test_steps_and_tokens_add_up_over_epochs(finished: Run):
+def test_steps_and_tokens_add_up_over_epochs(finished: World):
     """A step that was lost with its executors was not committed, so it does not count."""
-    totals, status = finished.engine.measures.totals(), finished.engines.status()[0]
+    group, [status] = group_of(finished), finished.engines.status()
+    totals, plans = group.engine.measures.totals(), group.executors.plans
     num_steps = sum(totals.steps.values())
-    plans = finished.executors.plans
 
-    assert totals.num_epochs == finished.executors.num_epochs
+    assert totals.num_epochs == group.executors.num_epochs
     assert sum(totals.recovery_s.counts) == totals.num_epochs - 1
     assert totals.losses == {"lost": totals.num_epochs - 1, "left": 0}
     assert num_steps <= len(plans)
@@ -163,24 +121,23 @@ def test_steps_and_tokens_add_up_over_epochs(finished: Run):
         assert sum(rank.idle_steps for rank in totals.ranks) == sum(idle)
     else:
         assert status.step < num_steps < len(plans)
-    sampled = sum(r.sequences[0].num_output_tokens for r in finished.requests)
+    sequences = sequences_of(finished)
+    sampled = sum(s.num_output_tokens for s in sequences)
     assert totals.num_output_tokens >= sampled > 0  # tokens past a stop are dropped
-    prompts = [
-        len(r.prompt) for r in finished.requests if r.sequences[0].progress.start_time is not None
-    ]
+    prompts = [len(s.request.prompt) for s in sequences if s.progress.start_time is not None]
     assert sum(rank.prompt_tokens for rank in totals.ranks) == sum(prompts)
 
 
-def test_drafts_add_up_over_epochs(finished: Run):
+def test_drafts_add_up_over_epochs(finished: World):
     """Of each sequence and of the group, whoever loses an executor in between."""
-    engine = finished.engine
-    totals, progress = engine.measures.totals(), [s.progress for s in sequences_of(finished)]
+    totals = group_of(finished).engine.measures.totals()
+    progress = [sequence.progress for sequence in sequences_of(finished)]
     drafts, [group] = totals.drafts, finished.engines.status()
     status = group.speculation
     offered = sum(p.num_drafts for p in progress)
     accepted = sum(p.num_accepted_drafts for p in progress)
     num_verified = sum(n for (runner, _), n in totals.steps.items() if runner == "verify")
-    if finished.executors.shape.speculation is None:
+    if group_of(finished).shape.speculation is None:
         assert not group.HasField("speculation")
         assert drafts == DraftCounts()
         assert offered == accepted == num_verified == 0
@@ -191,10 +148,6 @@ def test_drafts_add_up_over_epochs(finished: Run):
     assert (drafts.num_drafts, drafts.num_accepted) == (offered, accepted)
     assert status.num_steps <= drafts.num_steps
     assert 1 < status.tokens_per_step < 4
-
-
-def sequences_of(finished: Run) -> list[Sequence]:
-    return [request.sequences[0] for request in finished.requests]
 
 
 def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width():
@@ -218,14 +171,6 @@ def test_a_step_with_drafts_counts_the_tokens_gained_and_its_rows_at_full_width(
         ("eager", 0),
         ("verify", 2),
     ]
-
-
-def test_preemptions_are_counted_where_they_happen():
-    stepper = Stepper(make_shape(num_blocks=7, max_model_len=20))
-    for _ in range(2):
-        stepper.submit([1, 2, 3, 4, 5], max_tokens=15)
-    stepper.run()
-    assert stepper.scheduler.num_preemptions[0] > 0
 
 
 def test_the_wire_is_what_neither_side_accounts_for(monkeypatch: pytest.MonkeyPatch):

@@ -202,12 +202,6 @@ def test_output_is_that_of_plain_steps_at_any_depth(depth: int, acceptance: floa
     world.check_idle()
 
 
-def test_accepted_drafts_save_steps() -> None:
-    world = draft_stepper()
-    world.submit(PROMPT, 41)
-    assert len(world.run()) == 1 + 10
-
-
 @pytest.mark.parametrize(
     ("acceptance", "max_tokens", "counts"), [(1.0, 9, (6, 6)), (0.0, 4, (2 + 1, 0))]
 )

@@ -9,7 +9,6 @@ from router.scheduling.planner import (
     fill_level,
     pick_extend_graph_size,
     pick_graph_size,
-    pick_padding_mode,
     pick_rank,
 )
 from router.scheduling.step import CapturedSizes, GraphMiss, PaddingMode
@@ -169,23 +168,6 @@ def test_an_extend_graph_is_not_replayed_with_an_empty_rank_or_mostly_padding() 
     assert pick_extend_graph_size([0, 8], (8, 64)) is GraphMiss.IDLE_RANK
     assert pick_extend_graph_size([9, 9], (8, 64)) is GraphMiss.MOSTLY_PADDING
     assert pick_extend_graph_size([32, 9], (8, 64)) == 64
-
-
-def test_padding_is_avoided_where_it_would_be_most_of_the_gather() -> None:
-    assert pick_padding_mode([8, 8], has_extend=False) is PaddingMode.MAX_LEN
-    assert pick_padding_mode([8, 0], has_extend=False) is PaddingMode.MAX_LEN
-    assert pick_padding_mode([8, 0, 0], has_extend=False) is PaddingMode.SUM_LEN
-    assert pick_padding_mode([8, 8], has_extend=True) is PaddingMode.SUM_LEN
-    for attn_tp_size in (1, 2):
-        mode = pick_padding_mode([3], has_extend=True, attn_tp_size=attn_tp_size)
-        assert mode is PaddingMode.MAX_LEN  # a single rank pads to itself
-
-
-def test_rows_count_as_the_equal_shards_in_which_attention_tp_gathers_them() -> None:
-    assert pick_padding_mode([5, 1, 1], has_extend=False) is PaddingMode.SUM_LEN
-    # 6, 2 and 2 rows: 10 of 18 are held.
-    assert pick_padding_mode([5, 1, 1], has_extend=False, attn_tp_size=2) is PaddingMode.MAX_LEN
-    assert pick_padding_mode([5, 1, 0], has_extend=False, attn_tp_size=2) is PaddingMode.SUM_LEN
 
 
 def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:

@@ -16,16 +16,6 @@ from tests.router.support.stepper import Stepper, assert_right, make_shape, outp
 # ---- prompts
 
 
-def test_an_idle_scheduler_hands_out_no_step() -> None:
-    world = Stepper(make_shape())
-    assert world.plan() is None
-    request = world.submit([1, 2, 3])
-    world.run()
-    assert_right(request)
-    assert world.plan() is None
-    world.check_idle()
-
-
 def test_a_long_prompt_runs_in_chunks_of_the_token_budget() -> None:
     world = Stepper(make_shape(max_num_batched_tokens=10))
     request = world.submit(list(range(1, 28)), max_tokens=2)
@@ -111,14 +101,6 @@ def test_a_rank_is_chosen_only_when_it_can_run_the_sequence() -> None:
     assert running[0].sequences[0].is_ended
     world.step()
     assert (late.sequences[0].table, late.sequences[0].dp_rank) == (world.table, 0)
-
-
-def test_every_rank_takes_part_in_a_step_that_one_has_work_for() -> None:
-    world = Stepper(make_shape(dp_size=3))
-    world.submit([1, 2, 3])
-    plan = world.step()
-    assert token_counts(plan) == (3, 0, 0)
-    assert len(plan.batches) == 3
 
 
 # ---- the prefix cache

@@ -111,19 +111,6 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listen
     assert table.is_inspected[0]  # more stop tokens than there are columns for
 
 
-def test_taking_tokens_returns_each_output_token_once(listeners: Listeners) -> None:
-    table = make_table()
-    sequence = make_sequence([1, 2], listeners.open())
-    row = table.bind(sequence, 0, NO_BLOCKS)
-    assert sequence.take_tokens().tolist() == []
-    give(table, row, [7, 8])
-    assert sequence.take_tokens().tolist() == [7, 8]
-    give(table, row, [9])
-    table.detach(sequence)
-    assert sequence.take_tokens().tolist() == [9]
-    assert sequence.take_tokens().tolist() == []
-
-
 def test_taken_tokens_do_not_change_when_the_row_does(listeners: Listeners) -> None:
     table = make_table()
     sequence = make_sequence([1], listeners.open())
