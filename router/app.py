@@ -120,12 +120,8 @@ def _build_engine(
         group,
         waiting,
         engines.listeners,
-        pipeline_depth=config.pipeline_depth,
-        min_chunk_tokens=config.min_chunk_tokens,
-        retry_delay_s=config.retry_delay_s,
+        config,
         on_end=engines.on_end,
-        overdue_s=config.step_timeout_s,
-        drafts=config.drafts,
     )
 
 

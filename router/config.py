@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 
 from protos.settings import ON_OFF, Rule, above, at_least, setting
 from protos.transport.port import ServiceConfig
+from router.engine.engine import EngineSettings
 from router.executors.credentials import ExecutorSecurity
 from router.executors.discovery import check_group
-from router.scheduling.speculation import DraftSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ExecutorSecurity, ServiceConfig):
-    """Every setting of a router: its own, of its ports, and of the way to executors."""
+class RouterConfig(EngineSettings, ExecutorSecurity, ServiceConfig):
+    """Every setting of a router: its own, of its engines, its ports and the way to executors."""
 
     groups: tuple[tuple[str, ...], ...] = setting(
         rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"
@@ -44,25 +44,8 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
     max_connection_age_s: float = setting(1800.0, at_least(0))
     """Seconds, give or take a tenth, after which a client is asked to connect anew, perhaps to
     another router; its running calls go on. 0 is never."""
-    pipeline_depth: int = setting(2, at_least(1))
-    """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
-    min_chunk_tokens: int = setting(512, at_least(1))
-    """A prompt runs at least this far in a step, however unequal the ranks."""
-    speculation: str = setting("on", ON_OFF)
-    """Whether steps are speculative where executors have a draft model."""
-    min_tokens_per_draft_step: float = setting(
-        1.5, at_least(1, ", the token that each sequence gains in any step")
-    )
-    """Tokens that a sequence must gain in a speculative step, on average; below, a group decodes
-    plainly for some hundred steps before it tries again. 1 never gives up."""
-    prompt_steps_between_drafts: int = setting(2, at_least(1))
-    """While prompts wait, steps that run some of them between two that are speculative and run
-    none. More of them: prompts begin their answers sooner, and answers come slower. 1000000 lets
-    prompts always go first."""
     form_timeout_s: float = setting(120.0, above(0))
     """Seconds for each call that forms a group."""
-    step_timeout_s: float = setting(60.0, above(0))
-    """Seconds for the answer to a step; past it, the executor counts as lost."""
     step_deadline_factor: float = setting(
         20.0, above(1, ", or steps that take as long as usual would be overdue")
     )
@@ -73,8 +56,6 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
     failover_after_s: float = setting(10.0, at_least(0))
     """Seconds after which a group that is down gives the requests that it ran to another group;
     requests that had not begun go there at once."""
-    retry_delay_s: float = setting(0.5, above(0))
-    """Seconds between attempts to form a group."""
     shutdown_delay_s: float = setting(0.0, at_least(0))
     """Seconds after SIGTERM in which new requests are still taken, since load balancers are slow to
     notice."""
@@ -108,15 +89,6 @@ class RouterConfig(ExecutorSecurity, ServiceConfig):
                 f"tokenizer={self.tokenizer}: there is no file {self.tokenizer_file}; give the "
                 f"model's tokenizer.json or its folder, or nothing to serve token ids only"
             )
-
-    @property
-    def drafts(self) -> DraftSettings:
-        """The settings for speculative steps."""
-        return DraftSettings(
-            is_on=self.speculation == "on",
-            min_tokens_per_step=self.min_tokens_per_draft_step,
-            prompt_steps_between=self.prompt_steps_between_drafts,
-        )
 
     @property
     def tokenizer_file(self) -> Path | None:

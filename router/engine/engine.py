@@ -8,12 +8,14 @@ group does (engines.py). Which of them may have been the cause is quarantine.py'
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
+from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError
 from router.engine.quarantine import Quarantine, note_loss
 from router.engine.status import epoch_status
@@ -22,8 +24,7 @@ from router.requests.listeners import Listener, Listeners
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, GroupMeasures
-from router.scheduling.scheduler import Scheduler
-from router.scheduling.speculation import DraftSettings
+from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
 
 log = structlog.get_logger()
@@ -66,6 +67,19 @@ class Executors(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(SchedulerSettings):
+    """Settings of a group's engine."""
+
+    pipeline_depth: int = setting(2, at_least(1))
+    """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
+    step_timeout_s: float = setting(60.0, above(0))
+    """Seconds for the answer to a step; past it, the executor counts as lost, and a
+    group that has work and has made no step for so long does not serve."""
+    retry_delay_s: float = setting(0.5, above(0))
+    """Seconds between attempts to form a group."""
+
+
 class Engine:
     """Steps all DP ranks of one group together.
 
@@ -74,12 +88,8 @@ class Engine:
         executors: The group.
         waiting: Its waiting queue.
         listeners: Of all calls that may wait for tokens.
-        pipeline_depth: Steps in flight at most; 2 hides the way to the executors.
-        min_chunk_tokens: See Scheduler.
-        retry_delay_s: Between attempts to form the group.
+        settings: What the operator said.
         on_end: Told of each sequence that ends.
-        overdue_s: A group that has work and whose last step is older does not serve.
-        drafts: See Scheduler.
 
     Attributes:
         on_change: Called when the group has formed or is lost; `Engines.drive` sets it.
@@ -93,13 +103,9 @@ class Engine:
         executors: Executors,
         waiting: WaitingQueue,
         listeners: Listeners,
+        settings: EngineSettings,
         *,
-        pipeline_depth: int,
-        min_chunk_tokens: int,
-        retry_delay_s: float,
         on_end: Callable[[Sequence], None],
-        overdue_s: float = 60.0,
-        drafts: DraftSettings | None = None,
     ) -> None:
         self.group = group
         self.model: ServedModel | None = None
@@ -108,14 +114,10 @@ class Engine:
         self.on_change: Callable[[], None] = lambda: None
         self._waiting = Quarantine(waiting)
         self._listeners = listeners
-        self._pipeline_depth = pipeline_depth
-        self._min_chunk_tokens = min_chunk_tokens
-        self._retry_delay_s = retry_delay_s
+        self._settings = settings
         self._on_end = on_end
-        self._drafts = drafts
         self._clock = asyncio.get_running_loop().time
         self.lost_time = self._clock()
-        self._overdue_s = overdue_s
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
         self._in_flight: deque[InFlight] = deque()
@@ -133,13 +135,13 @@ class Engine:
                 await self._run_epoch(scheduler)
             except (ExecutorLost, GroupMismatch) as error:
                 self._lose(error)
-                await asyncio.sleep(self._retry_delay_s)
+                await asyncio.sleep(self._settings.retry_delay_s)
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
         while True:
             self._waiting.clear_proven()
-            while len(self._in_flight) < self._pipeline_depth:
+            while len(self._in_flight) < self._settings.pipeline_depth:
                 begun = perf_counter()
                 plan = scheduler.schedule()
                 if plan is None:
@@ -214,14 +216,14 @@ class Engine:
         """Whether it can step and, if it has work, does: what load balancers should know."""
         if not (self.is_ready and self._has_sequences):
             return self.is_ready
-        return self._clock() - self._progress_time < self._overdue_s
+        return self._clock() - self._progress_time < self._settings.step_timeout_s
 
     @property
     def until_overdue_s(self) -> float:
         """Seconds until it may stop serving for want of progress, or serve again thereafter."""
         if not (self.is_ready and self._has_sequences):
-            return self._overdue_s
-        left_s = self._progress_time + self._overdue_s - self._clock()
+            return self._settings.step_timeout_s
+        left_s = self._progress_time + self._settings.step_timeout_s - self._clock()
         return max(left_s, MIN_CHECK_S) if left_s > 0 else OVERDUE_CHECK_S
 
     @property
@@ -261,11 +263,10 @@ class Engine:
             info.shape,
             self._waiting,
             self._listeners,
-            min_chunk_tokens=self._min_chunk_tokens,
+            self._settings,
             clock=self._clock,
             on_end=self._on_end,
             measures=self.measures,
-            drafts=self._drafts,
         )
         self._info, self._scheduler = info, scheduler
         stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)

@@ -12,10 +12,12 @@ touches either.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
+from protos.settings import at_least, setting
 from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
 from router.requests.request import Int32Array, Sequence
@@ -38,6 +40,14 @@ from router.scheduling.step import GroupShape, StepPlan, StepResult
 from router.scheduling.step_builder import Chunk, StepBuilder
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(DraftSettings):
+    """Settings of a group's scheduler."""
+
+    min_chunk_tokens: int = setting(512, at_least(1))
+    """A prompt runs at least this far in a step, however unequal the ranks."""
+
+
 class Scheduler:
     """Continuous batching for the DP ranks of one group in one epoch: decodes first, then prompts.
 
@@ -45,11 +55,10 @@ class Scheduler:
         shape: The group's sizes.
         waiting: Queue of the waiting sequences; preempted ones go back to it.
         listeners: Woken at each commit.
-        min_chunk_tokens: Prompts run at least this far in a step, however unequal the ranks.
+        settings: What the operator said.
         clock: The event loop's time, in seconds.
         on_end: Told of each bound sequence that ends, after its row has let go of it.
         measures: Gets the sequences' times.
-        drafts: When steps are speculative, if the group can draft.
 
     Attributes:
         num_preemptions: [dp_size] sequences that lost their blocks to others.
@@ -61,12 +70,11 @@ class Scheduler:
         shape: GroupShape,
         waiting: SequenceQueue,
         listeners: Listeners,
+        settings: SchedulerSettings,
         *,
-        min_chunk_tokens: int,
         clock: Callable[[], float],
         on_end: Callable[[Sequence], None],
         measures: GroupMeasures | None = None,
-        drafts: DraftSettings | None = None,
     ) -> None:
         self.table = SequenceTable(
             dp_size=shape.dp_size,
@@ -76,12 +84,12 @@ class Scheduler:
         )
         self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
         self.num_preemptions = [0] * shape.dp_size
-        self.gate = DraftGate(drafts or DraftSettings())
-        speculation = shape.speculation if self.gate.settings.is_on else None
+        self.gate = DraftGate(settings)
+        speculation = shape.speculation if self.gate.is_on else None
         self._shape = shape
         self._waiting = waiting
         self._listeners = listeners
-        self._min_chunk_tokens = min_chunk_tokens
+        self._settings = settings
         self._clock = clock
         self._on_end = on_end
         self._measures = measures or GroupMeasures()
@@ -263,7 +271,7 @@ class Scheduler:
             num_decodes,
             num_left_of_ranks,
             max_tokens=shape.max_num_batched_tokens,
-            floor=self._min_chunk_tokens,
+            floor=self._settings.min_chunk_tokens,
         )
         tokens_left = [level - num for num in num_decodes]
         logits_left = [shape.max_num_logits - num for num in num_decodes]

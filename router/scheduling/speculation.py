@@ -6,7 +6,7 @@ traffic, so `DraftGate` measures it: where a row gains too little in a step, the
 plainly for a while and then tries again. A step is speculative on all DP ranks or on none.
 
 A step that runs prompt tokens cannot draft: its decodes gain one token. Where prompts never cease,
-every step would be such a step, so the two kinds alternate: once `prompt_steps_between` steps have
+every step would be such a step, so the two kinds alternate: once `prompt_steps_between_drafts` steps have
 run prompts, the next one drafts although some wait (`Drafting`). The prompts pay with the time of
 that step, and the decodes get several tokens instead of one. The alternation goes by steps as they
 are planned, not as they come back, so that it does not depend on how many are in flight: lengths
@@ -23,7 +23,7 @@ Waiting sequences are bound to ranks in such a step as in any other; only their 
 takes blocks for drafts only if no bound prompt needs them and no waiting sequence may; otherwise
 rows draft as far as the blocks go that they hold. So drafts preempt nobody and keep nobody out for
 want of blocks; they cost the others time only. And since prompts run in at least
-`prompt_steps_between` of the steps that follow, they never starve.
+`prompt_steps_between_drafts` of the steps that follow, they never starve.
 
 The price is the time to the first token. With 2 steps between it is half of what it is with 1, for
 most of the gain (`tests/bench/router/bench_draft_turns.py`), hence the default.
@@ -35,6 +35,7 @@ from itertools import chain
 
 import numpy as np
 
+from protos.settings import ON_OFF, at_least, setting
 from router.requests.request import Int32Array
 from router.scheduling.row_blocks import RowBlocks
 from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
@@ -73,21 +74,21 @@ class DraftCounts:
 NO_DRAFTS = DraftCounts()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """An operator's settings for drafts.
+    """Settings for drafts."""
 
-    Attributes:
-        is_on: Whether any step is speculative.
-        min_tokens_per_step: Tokens that a row must gain in a speculative step for it to pay; 1,
-            which each row gains in any step, is always.
-        prompt_steps_between: While prompts wait, steps that run them between two that draft; see
-            `Drafting`.
-    """
-
-    is_on: bool = True
-    min_tokens_per_step: float = 1.5
-    prompt_steps_between: int = 2
+    speculation: str = setting("on", ON_OFF)
+    """Whether steps are speculative where executors have a draft model."""
+    min_tokens_per_draft_step: float = setting(
+        1.5, at_least(1, ", the token that each sequence gains in any step")
+    )
+    """Tokens that a sequence must gain in a speculative step, on average; below, a group decodes
+    plainly for some hundred steps before it tries again. 1 never gives up."""
+    prompt_steps_between_drafts: int = setting(2, at_least(1))
+    """While prompts wait, steps that run some of them between two that are speculative and run
+    none. More of them: prompts begin their answers sooner, and answers come slower. 1000000 lets
+    prompts always go first."""
 
 
 class GateState(Enum):
@@ -107,13 +108,15 @@ class DraftGate:
     same thing whenever it was planned.
 
     Attributes:
-        settings: What the operator said. If that is off, so is the gate for ever.
+        settings: What the operator said.
+        is_on: Whether any step may draft. If not, the gate is OFF for ever.
         state: Whether steps draft now.
     """
 
     def __init__(self, settings: DraftSettings) -> None:
         self.settings = settings
-        self.state = GateState.DRAFTING if settings.is_on else GateState.OFF
+        self.is_on = settings.speculation == "on"
+        self.state = GateState.DRAFTING if self.is_on else GateState.OFF
         self._num_paused = 0  # steps of this pause
         self._num_measured = 0  # steps behind the sums
         self._num_rows = 0.0  # sums over steps, old ones weighing less and less
@@ -137,7 +140,7 @@ class DraftGate:
         self._num_tokens += num_tokens - FORGET * self._num_tokens
         if self.state is GateState.DRAFTING and self._num_measured >= PROBE_STEPS:
             mean = self._num_tokens / self._num_rows
-            if mean < self.settings.min_tokens_per_step:
+            if mean < self.settings.min_tokens_per_draft_step:
                 self.state, self._num_paused = GateState.PAUSED, 0
 
     @property
@@ -180,7 +183,10 @@ class Drafting:
             int32, of each decode the most tokens that it may gain; None: it is the prompts' turn.
         """
         table, speculation = self._table, self._speculation
-        if speculation is None or self._num_prompt_steps < self._gate.settings.prompt_steps_between:
+        if (
+            speculation is None
+            or self._num_prompt_steps < self._gate.settings.prompt_steps_between_drafts
+        ):
             return None
         num_prompts = np.count_nonzero(table.status == RowStatus.EXTEND)
         limits = self._limits(runs, speculation)

@@ -51,7 +51,7 @@ class World:
             WaitingQueue(max_sequences=8, max_tokens=1000),
             pipeline_depth=1,
             min_chunk_tokens=8,
-            overdue_s=OVERDUE_S,
+            step_timeout_s=OVERDUE_S,
         )
         self.running = asyncio.create_task(self.engine.run())
 

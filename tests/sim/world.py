@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from router.engine.engine import Engine
+from router.engine.engine import Engine, EngineSettings
 from router.engine.engines import Engines
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
-from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_executors import FakeExecutors, Poison
@@ -126,17 +125,14 @@ class World:
             executors,
             admission,
             self.engines.listeners,
-            pipeline_depth=rng.choice([1, 2, 3]),
-            min_chunk_tokens=rng.choice([1, 8]),
-            retry_delay_s=0.1,
-            on_end=self.engines.on_end,
-            drafts=rng.choice(
-                [
-                    None,
-                    DraftSettings(min_tokens_per_step=1),
-                    DraftSettings(min_tokens_per_step=1, prompt_steps_between=1),
-                ]
+            EngineSettings(
+                pipeline_depth=rng.choice([1, 2, 3]),
+                min_chunk_tokens=rng.choice([1, 8]),
+                retry_delay_s=0.1,
+                min_tokens_per_draft_step=rng.choice([1, 1.5]),
+                prompt_steps_between_drafts=rng.choice([1, 2]),
             ),
+            on_end=self.engines.on_end,
         )
         return Group(shape, executors, admission, engine)
 

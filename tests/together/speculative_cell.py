@@ -25,14 +25,12 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
-from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import GroupShape, StepPlan
-from tests.router.support.stepper import Stepper
+from tests.router.support.stepper import ALWAYS, Stepper
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
-ALWAYS = DraftSettings(min_tokens_per_step=1.0)
 NEWLINE = ord("\n") + 3
 
 
@@ -122,8 +120,8 @@ class Router(Stepper):
         counts: ``global_num_tokens`` of each.
     """
 
-    def __init__(self, cell: Cell, drafts: DraftSettings = ALWAYS, **options: Any) -> None:
-        super().__init__(cell.shape, drafts=drafts, **options)
+    def __init__(self, cell: Cell, drafts: dict[str, Any] = ALWAYS, **options: Any) -> None:
+        super().__init__(cell.shape, **drafts, **options)
         cell.join()
         self._cell = cell
         self.widths: list[int] = []

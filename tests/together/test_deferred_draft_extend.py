@@ -8,8 +8,8 @@ import pytest
 
 from executor.errors import PeerLost
 from executor.worker import Worker
-from router.scheduling.speculation import DraftSettings
 from tests.executor.support.recording.copiers import SeparateMemory
+from tests.router.support.stepper import drafting
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculative_cell import (
     ALWAYS,
@@ -24,7 +24,7 @@ from tests.together.speculative_cell import (
 )
 
 PROMPT = demo_prompts(11, 1, 20)[0]
-OFF = DraftSettings(is_on=False)
+OFF = drafting(is_on=False)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def on_its_own(worker: Worker) -> Worker:
     return apart
 
 
-def run_steps(worker: Worker, cell: Cell, count: int, drafts: DraftSettings) -> list[int]:
+def run_steps(worker: Worker, cell: Cell, count: int, drafts: dict[str, Any]) -> list[int]:
     """Runs a prompt and what follows it. Returns ``num_draft_tokens`` of each step."""
     router = Router(cell, drafts)
     router.submit(PROMPT, 16)

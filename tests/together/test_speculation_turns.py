@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from router.scheduling.sequence_table import RowStatus
-from router.scheduling.speculation import DraftSettings
 from router.scheduling.step import StepPlan
+from tests.router.support.stepper import drafting
 from tests.together.speculative_cell import (
     CHAINS,
     Ask,
@@ -34,9 +34,7 @@ class TurnRouter(Router):
     """Counts the speculative steps that are planned while prompts wait for their next tokens."""
 
     def __init__(self, cell: Cell, prompt_steps_between: int) -> None:
-        super().__init__(
-            cell, DraftSettings(min_tokens_per_step=1.0, prompt_steps_between=prompt_steps_between)
-        )
+        super().__init__(cell, drafting(min_tokens=1.0, between=prompt_steps_between))
         self.num_turns = 0
 
     def before_step(self, plan: StepPlan) -> None:

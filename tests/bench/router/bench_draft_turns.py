@@ -32,8 +32,7 @@ import numpy as np
 from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import WaitingQueue
-from router.scheduling.scheduler import Scheduler
-from router.scheduling.speculation import DraftSettings
+from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import (
     NO_FLOATS,
     NO_INTS,
@@ -51,9 +50,9 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16384
 NEVER = 10**9
 WAYS = {
-    "no drafts": DraftSettings(is_on=False),
-    "prompts 1st": DraftSettings(prompt_steps_between=NEVER),
-    **{f"turns, {n}": DraftSettings(prompt_steps_between=n) for n in (4, 2, 1)},
+    "no drafts": SchedulerSettings(speculation="off"),
+    "prompts 1st": SchedulerSettings(prompt_steps_between_drafts=NEVER),
+    **{f"turns, {n}": SchedulerSettings(prompt_steps_between_drafts=n) for n in (4, 2, 1)},
 }
 
 
@@ -100,7 +99,7 @@ class World:
     """
 
     options: argparse.Namespace
-    drafts: DraftSettings
+    settings: SchedulerSettings
     now: float = 0.0
     ended: list[tuple[Sequence, float]] = field(default_factory=list)
     num_steps: list[int] = field(default_factory=lambda: [0, 0])
@@ -130,10 +129,9 @@ class World:
             shape,
             self._admission,
             listeners,
-            min_chunk_tokens=512,
+            self.settings,
             clock=lambda: self.now,
             on_end=lambda sequence: self.ended.append((sequence, self.now)),
-            drafts=self.drafts,
         )
 
     def run(self, arrivals: SequenceOf[Arrival]) -> None:

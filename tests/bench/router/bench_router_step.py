@@ -39,7 +39,7 @@ from router.requests.listeners import Listeners
 from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, StepTimes
-from router.scheduling.scheduler import Scheduler
+from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import (
     GroupShape,
     InFlight,
@@ -88,7 +88,7 @@ class Bench:
             self.shape,
             self.admission,
             listeners,
-            min_chunk_tokens=512,
+            SchedulerSettings(),
             clock=time.monotonic,
             on_end=self._on_end,
         )

@@ -14,7 +14,7 @@ from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
 from router.requests.listeners import Listeners
 from router.requests.waiting_queue import WaitingQueue
-from router.scheduling.scheduler import Scheduler
+from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupShape
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group
@@ -65,8 +65,9 @@ def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Sched
     for number in range(num_requests):
         request_id, prompt = str(number), np.full(8, 3 + number)
         waiting.submit(make_request(prompt, listener, max_tokens, request_id=request_id))
-    hooks = {"clock": time.monotonic, "on_end": lambda sequence: None}
-    return Scheduler(shape, waiting, listeners, min_chunk_tokens=1, **hooks)  # type: ignore[arg-type]
+    settings = SchedulerSettings(min_chunk_tokens=1)
+    clock = time.monotonic
+    return Scheduler(shape, waiting, listeners, settings, clock=clock, on_end=lambda sequence: None)
 
 
 @asynccontextmanager

@@ -3,17 +3,19 @@
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from router.requests.request import OutputOptions, SamplingParams
-from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, DraftSettings
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS
 from router.scheduling.step import CapturedSizes, SpeculationShape
 from tests.router.support.stepper import (
     ALWAYS,
     PROMPT,
     assert_right,
     draft_stepper,
+    drafting,
     limits,
     right_output,
     speculation,
@@ -79,10 +81,10 @@ def test_the_draft_model_runs_a_row_for_each_token_and_for_each_prompt_that_ends
 
 @pytest.mark.parametrize(
     ("drafts", "draft_model"),
-    [(ALWAYS, None), (DraftSettings(is_on=False), speculation(kv_lookahead=4))],
+    [(ALWAYS, None), (drafting(is_on=False), speculation(kv_lookahead=4))],
 )
 def test_a_group_that_does_not_draft_neither_runs_a_draft_model_nor_has_blocks_for_it(
-    drafts: DraftSettings, draft_model: SpeculationShape | None
+    drafts: dict[str, Any], draft_model: SpeculationShape | None
 ) -> None:
     """It has none, or was told not to."""
     world = draft_stepper(drafts=drafts, speculation=draft_model)
@@ -231,7 +233,7 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
 
 def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
     sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = draft_stepper(0.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    world = draft_stepper(0.0, drafting(min_tokens=1.5), **sizes)
     request = world.submit(PROMPT, 990)
     runs = [(key, len(list(run))) for key, run in itertools.groupby(widths(world.run()))]
     assert runs[:5] == [(0, 1), (4, PROBE_STEPS), (0, PAUSE_STEPS), (4, PROBE_STEPS), (0, 445)]
@@ -240,7 +242,7 @@ def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
 
 def test_a_group_whose_drafts_are_accepted_goes_on_drafting() -> None:
     sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = draft_stepper(1.0, DraftSettings(min_tokens_per_step=1.5), **sizes)
+    world = draft_stepper(1.0, drafting(min_tokens=1.5), **sizes)
     world.submit(PROMPT, 990)
     assert set(widths(world.run())[1:-1]) == {4}
 
@@ -272,7 +274,7 @@ def test_nothing_breaks_between_any_two_calls(seed: int) -> None:
     width = 1 + num_steps * rng.choice([1, 2])
     world = draft_stepper(
         rng.choice([0.0, 0.4, 0.8, 1.0]),
-        DraftSettings(min_tokens_per_step=1, prompt_steps_between=rng.choice([1, 2])),
+        drafting(min_tokens=1, between=rng.choice([1, 2])),
         dp_size=rng.choice([1, 2]),
         num_blocks=rng.randint(13, 30),
         speculation=speculation(

@@ -6,17 +6,18 @@ import pytest
 
 from router.requests.request import Request, SamplingParams
 from router.scheduling.sequence_table import RowStatus
-from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, TURN_ROWS, DraftSettings
+from router.scheduling.speculation import PAUSE_STEPS, PROBE_STEPS, TURN_ROWS
 from router.scheduling.step import BatchMode, StepPlan
-from tests.router.support.stepper import Stepper, assert_right, draft_stepper, limits, speculation
+from tests.router.support.stepper import (
+    Stepper,
+    assert_right,
+    draft_stepper,
+    drafting,
+    limits,
+    speculation,
+)
 
 LONG = {"max_model_len": 4000, "num_blocks": 9000, "rows_per_rank": 16}
-
-
-def turns(prompt_steps_between: int = 1, min_tokens_per_step: float = 1) -> DraftSettings:
-    return DraftSettings(
-        min_tokens_per_step=min_tokens_per_step, prompt_steps_between=prompt_steps_between
-    )
 
 
 def under_prompts(world: Stepper, num_steps: int, num_new: int = 1) -> Iterator[StepPlan]:
@@ -48,7 +49,7 @@ def kinds(plans: list[StepPlan]) -> str:
 
 @pytest.mark.parametrize("between", [1, 2, 3])
 def test_where_prompts_never_cease_every_so_many_steps_one_drafts(between: int) -> None:
-    world = draft_stepper(drafts=turns(between), **LONG)
+    world = draft_stepper(drafts=drafting(between=between), **LONG)
     requests = decoding(world)
     world.step()
     plans = list(under_prompts(world, 12))
@@ -59,7 +60,7 @@ def test_where_prompts_never_cease_every_so_many_steps_one_drafts(between: int) 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_turns_go_by_the_order_in_which_steps_are_planned(depth: int) -> None:
-    world = draft_stepper(0.5, turns(1), max_num_batched_tokens=16, **LONG)
+    world = draft_stepper(0.5, drafting(between=1), max_num_batched_tokens=16, **LONG)
     decodes = decoding(world)
     prompt = world.submit([5] * 100, 9)
     plans = world.run(depth)
@@ -71,7 +72,7 @@ def test_turns_go_by_the_order_in_which_steps_are_planned(depth: int) -> None:
 
 
 def test_a_step_without_prompts_begins_the_count_anew() -> None:
-    world = draft_stepper(drafts=turns(2), **LONG)
+    world = draft_stepper(drafts=drafting(between=2), **LONG)
     decoding(world)
     assert kinds([world.step()]) == "D"  # nobody waits: no turn, but a step like it
     assert kinds(list(under_prompts(world, 1))) == "P"
@@ -80,7 +81,7 @@ def test_a_step_without_prompts_begins_the_count_anew() -> None:
 
 
 def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
-    world = draft_stepper(drafts=turns(1), dp_size=2, max_num_batched_tokens=16, **LONG)
+    world = draft_stepper(drafts=drafting(between=1), dp_size=2, max_num_batched_tokens=16, **LONG)
     decoding(world)
     world.submit([9] * 80, 1)
     plans = [world.step() for _ in range(8)]
@@ -95,7 +96,7 @@ def test_in_a_turn_no_rank_runs_prompts_and_all_agree_on_drafts() -> None:
 
 
 def test_who_comes_in_a_turn_is_bound_at_once_and_runs_in_the_next_step() -> None:
-    world = draft_stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=drafting(between=1), **LONG)
     decoding(world)
     late = world.submit([8, 8, 8], 3)
     turn = world.step()
@@ -110,7 +111,7 @@ def test_who_comes_in_a_turn_is_bound_at_once_and_runs_in_the_next_step() -> Non
 
 
 def test_a_great_number_lets_prompts_always_go_first() -> None:
-    world = draft_stepper(drafts=turns(10**6), **LONG)
+    world = draft_stepper(drafts=drafting(between=10**6), **LONG)
     decoding(world)
     assert kinds(list(under_prompts(world, 20))) == "P" * 20
 
@@ -119,7 +120,7 @@ def test_a_great_number_lets_prompts_always_go_first() -> None:
 
 
 def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
-    world = draft_stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=drafting(between=1), **LONG)
     penalty = SamplingParams({"presence_penalty": 0.5})
     careful = [world.submit([number, 9], 200, sampling=penalty) for number in range(1, 9)]
     world.step()
@@ -129,13 +130,13 @@ def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
 
 
 def test_no_turn_is_taken_for_last_tokens() -> None:
-    world = draft_stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=drafting(between=1), **LONG)
     decoding(world, max_tokens=2, count=8)
     assert kinds(list(under_prompts(world, 3))) == "PPP"
 
 
 def test_no_turn_is_taken_for_few_sequences_while_many_wait() -> None:
-    world = draft_stepper(drafts=turns(1), **LONG)
+    world = draft_stepper(drafts=drafting(between=1), **LONG)
     decoding(world, count=2 * TURN_ROWS - 1)
     assert kinds(list(under_prompts(world, 4, num_new=2))) == "PPPP"
     world.step()  # nobody waits
@@ -146,7 +147,7 @@ def test_no_turn_is_taken_for_few_sequences_while_many_wait() -> None:
 def test_no_turn_counts_on_a_sequence_that_has_just_lost_its_place() -> None:
     """Of two prompts that matter more, one gets the last row, and the other one of a sequence."""
     sizes = LONG | {"rows_per_rank": TURN_ROWS + 1, "block_size": 16}
-    world = draft_stepper(drafts=turns(1), **sizes)
+    world = draft_stepper(drafts=drafting(between=1), **sizes)
     decodes = decoding(world)
     prompts = [world.submit([30 + number] * 3, 2, priority=9) for number in range(2)]
     assert kinds([world.step()]) == "P"
@@ -156,7 +157,7 @@ def test_no_turn_counts_on_a_sequence_that_has_just_lost_its_place() -> None:
 
 
 def test_while_drafts_do_not_pay_prompts_run_and_the_pause_ends_all_the_same() -> None:
-    world = draft_stepper(0.0, turns(1, min_tokens_per_step=1.5), **LONG)
+    world = draft_stepper(0.0, drafting(1.5, 1), **LONG)
     decoding(world, 3900)
     seen = kinds(list(under_prompts(world, 2 * PROBE_STEPS + PAUSE_STEPS + 4)))
     probe = "DP" * PROBE_STEPS
@@ -181,7 +182,7 @@ def short_of_blocks(
         num_more_rows: Of each rank, beside those of its NUM_DECODES sequences.
     """
     world = draft_stepper(
-        drafts=turns(1),
+        drafts=drafting(between=1),
         num_blocks=1 + num_blocks,
         max_model_len=60,
         rows_per_rank=NUM_DECODES + num_more_rows,

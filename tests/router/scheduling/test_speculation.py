@@ -1,11 +1,9 @@
 """If these fail, a group drafts where that costs more than it saves, or never tries again."""
 
 import random
-from typing import Any
 
 import pytest
 
-from router.config import RouterConfig
 from router.scheduling.speculation import (
     PAUSE_STEPS,
     PROBE_STEPS,
@@ -18,7 +16,11 @@ from tests.router.support.stepper import speculation
 
 
 def gate_of(min_tokens_per_step: float = 1.5, *, is_on: bool = True) -> DraftGate:
-    return DraftGate(DraftSettings(is_on=is_on, min_tokens_per_step=min_tokens_per_step))
+    return DraftGate(
+        DraftSettings(
+            speculation="on" if is_on else "off", min_tokens_per_draft_step=min_tokens_per_step
+        )
+    )
 
 
 def pause(gate: DraftGate) -> None:
@@ -148,20 +150,3 @@ def test_the_estimate_is_within_what_was_seen(seed: int) -> None:
         gate.add(num_rows, num_tokens)
         assert gate.tokens_per_step is not None
         assert min(means) - 1e-9 <= gate.tokens_per_step <= max(means) + 1e-9
-
-
-# ---- what an operator can set
-
-
-def config(**settings: Any) -> RouterConfig:
-    return RouterConfig(groups=(("127.0.0.1:1",),), **settings)
-
-
-def test_settings_say_whether_and_when_to_draft() -> None:
-    assert config().drafts == DraftSettings(
-        is_on=True, min_tokens_per_step=1.5, prompt_steps_between=2
-    )
-    settings = {"min_tokens_per_draft_step": 2.5, "prompt_steps_between_drafts": 3}
-    assert config(speculation="off", **settings).drafts == DraftSettings(
-        is_on=False, min_tokens_per_step=2.5, prompt_steps_between=3
-    )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from router.engine.engine import Engine, Executors
+from router.engine.engine import Engine, EngineSettings, Executors
 from router.engine.engines import Engines, Observer
 from router.requests.listeners import Listeners
 from router.requests.request import Request
@@ -22,7 +22,9 @@ def drive_group(
     """Gives engines their only group, with defaults for what a test does not care about."""
     defaults = {"pipeline_depth": 2, "min_chunk_tokens": 1, "retry_delay_s": 0.1}
     listeners, settings = engines.listeners, {**defaults, **settings}
-    engine = Engine(0, executors, waiting, listeners, on_end=engines.on_end, **settings)
+    engine = Engine(
+        0, executors, waiting, listeners, EngineSettings(**settings), on_end=engines.on_end
+    )
     engines.drive([engine])
     return engine
 

@@ -11,9 +11,9 @@ from router.requests.listeners import Listeners
 from router.requests.request import Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import GroupMeasures
-from router.scheduling.scheduler import Scheduler
+from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.sequence_table import RowStatus
-from router.scheduling.speculation import DraftCounts, DraftSettings
+from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import GroupShape, SpeculationShape, StepPlan
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_rank import FakeRank, expected_output
@@ -62,9 +62,8 @@ class Stepper:
         self,
         shape: GroupShape,
         *,
-        min_chunk_tokens: int = 1,
         acceptance: float = 1.0,
-        drafts: DraftSettings | None = None,
+        **settings: Any,
     ) -> None:
         self.shape = shape
         self.admission = WaitingQueue(max_sequences=1000, max_tokens=100_000)
@@ -77,11 +76,10 @@ class Stepper:
             shape,
             self.admission,
             self.listeners,
-            min_chunk_tokens=min_chunk_tokens,
+            SchedulerSettings(**{"min_chunk_tokens": 1, **settings}),
             clock=lambda: self.now,
             on_end=self.ended.append,
             measures=self.measures,
-            drafts=drafts,
         )
         self.table = self.scheduler.table
         self.in_flight: deque[StepPlan] = deque()
@@ -170,15 +168,26 @@ class Stepper:
 
 CHAIN = speculation()
 PROMPT = [1, 2, 3]
-ALWAYS = DraftSettings(min_tokens_per_step=1)
+
+
+def drafting(min_tokens: float = 1, between: int = 2, *, is_on: bool = True) -> dict[str, Any]:
+    """Settings of a scheduler: that drafts always pay, unless said otherwise."""
+    return {
+        "speculation": "on" if is_on else "off",
+        "min_tokens_per_draft_step": min_tokens,
+        "prompt_steps_between_drafts": between,
+    }
+
+
+ALWAYS = drafting()
 
 
 def draft_stepper(
-    acceptance: float = 1.0, drafts: DraftSettings = ALWAYS, **sizes: object
+    acceptance: float = 1.0, drafts: dict[str, Any] = ALWAYS, **sizes: object
 ) -> Stepper:
     """A stepper whose group drafts."""
     shape = make_shape(**{"speculation": CHAIN, **sizes})
-    return Stepper(shape, acceptance=acceptance, drafts=drafts)
+    return Stepper(shape, acceptance=acceptance, **drafts)
 
 
 def output_of(request: Request) -> list[list[int]]:
