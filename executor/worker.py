@@ -28,7 +28,7 @@ from executor.model.sampling.logits import score
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
-from executor.runners.select import RunnerSelection
+from executor.runners.target import RunnerSelection
 from executor.speculative.speculator import Speculator
 from executor.speculative.verifier import Verifier
 from protos.executor.step_checksums import agreement_crc32, part_crc32

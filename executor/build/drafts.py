@@ -26,9 +26,8 @@ from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
-from executor.runners.forward_pass import ForwardPass
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.speculator import Drafter, Extender, Speculator
 from executor.speculative.state import DraftState
 from executor.speculative.verifier import Verifier
@@ -119,7 +118,7 @@ class _Builder:
         """Returns what drafts, what extends, and both to be captured."""
         if self.plan.algorithm == "frozen_kv_mtp":
             frozen = self._frozen_kv()
-            return frozen, None, (frozen,)
+            return frozen, None, (frozen.graphs,)
         shape = self.draft_config.kv_shape(
             self.blueprint.config.block_size, self.blueprint.dtype, self.blueprint.config.topology
         )
@@ -127,9 +126,9 @@ class _Builder:
         kv_pool = self.target_pass.kv_pool.sibling(shape)
         if self.plan.algorithm == "multi_layer_eagle":
             layers = self._multi_layer(kv_pool)
-            return None, layers, (layers,)
+            return None, layers, (layers.graphs,)
         drafter, extender = self._eagle_draft(kv_pool), self._eagle_extend(kv_pool)
-        return drafter, extender, (drafter, extender)
+        return drafter, extender, (drafter.graphs, extender.graphs)
 
     def _eagle_draft(self, kv_pool: KVPool) -> EagleDraftRunner:
         plan = self.plan

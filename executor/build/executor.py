@@ -34,7 +34,7 @@ from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.select import RunnerSelection
+from executor.runners.target import RunnerSelection
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 

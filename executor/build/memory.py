@@ -16,7 +16,7 @@ from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
 from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.sampling.sampler import Sampler
-from executor.runners.select import RunnerSelection
+from executor.runners.target import RunnerSelection
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85  # of what is free and will not be taken

@@ -16,10 +16,14 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_prefill_registry,
 )
 from executor.runners import Capturable, GraphRunner
-from executor.runners.decode import DecodeRunner
-from executor.runners.forward_pass import EagerRunner, ForwardPass
-from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
-from executor.runners.select import RunnerSelection
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.target import (
+    BreakablePrefillRunner,
+    DecodeRunner,
+    EagerRunner,
+    PiecewisePrefillRunner,
+    RunnerSelection,
+)
 
 PADDED_SEQ_LEN = 1  # a padded sequence attends to one key of the scratch block
 

@@ -25,14 +25,7 @@ class Runner(Protocol):
 
 
 class Capturable(Protocol):
-    """Has graphs.
-
-    Attributes:
-        sizes: What is captured, ascending: sequences for decodes and drafts, token rows for
-            extends.
-    """
-
-    sizes: tuple[int, ...]
+    """Has graphs."""
 
     def discard(self) -> None:
         """Drops what was captured."""

@@ -16,8 +16,7 @@ from executor.batch.forward_batch import ForwardMode
 from executor.model.layers.attention import Attend
 from executor.runners.draft_picks import copy_results
 from executor.runners.dummy_batches import dummy_draft_extend
-from executor.runners.forward_pass import ForwardPass, fill
-from executor.runners.runner_graphs import RunnerGraphs, Work
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs, Work, fill
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 Run = Callable[[Attend, ExtendBatch], Extended]

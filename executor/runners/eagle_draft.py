@@ -21,8 +21,7 @@ from executor.model.layers.attention import Attend
 from executor.runners.draft_graphs import DraftGraphs
 from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.dummy_batches import dummy_draft
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.runner_graphs import RunnerGraphs
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, beam_ancestors, best_nodes, first_level
 
@@ -40,6 +39,9 @@ class EagleDraftRunner:
         target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
         is_drawn: Whether batches say how drafts are drawn.
         graphs: What to capture with (``eagle_draft_slots``); None runs everything eagerly.
+
+    Attributes:
+        graphs: What runs the phase, and is captured.
     """
 
     def __init__(
@@ -57,26 +59,17 @@ class EagleDraftRunner:
         self._topk = plan.topk
         self._target_ids = target_ids
         self._is_drawn = is_drawn
-        self._graphs = DraftGraphs("draft", self, passes, plan, is_drawn=is_drawn, graphs=graphs)
-        self.sizes = self._graphs.sizes
+        self.graphs = DraftGraphs("draft", self, passes, plan, is_drawn=is_drawn, graphs=graphs)
         attentions = [forward_pass.attention for forward_pass in passes]
         self._attends: list[Attend] = [attention.forward for attention in attentions]
         self._masks: list[torch.Tensor] = []
         if graphs is not None and passes:
             self._attends = [graphs.attend(attention) for attention in attentions]
-            self._masks = self._new_masks(self.sizes[-1])
+            self._masks = self._new_masks(self.graphs.sizes[-1])
 
     def draft(self, batch: DraftBatch) -> Drafts:
         """Returns the drafts of each sequence. Every DP rank must call it, also with none."""
-        return self._graphs.draft(batch)
-
-    def discard(self) -> None:
-        """Drops what was captured."""
-        self._graphs.discard()
-
-    def capture(self) -> None:
-        """Captures every size, if there are any. All ranks must call it, at the same time."""
-        self._graphs.capture()
+        return self.graphs.draft(batch)
 
     # ---- the phase
 

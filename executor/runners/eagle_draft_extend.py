@@ -22,8 +22,7 @@ import torch
 from executor.model.layers.attention import Attend
 from executor.runners.draft_extend_graphs import DraftExtendGraphs
 from executor.runners.draft_picks import pick
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.runner_graphs import RunnerGraphs
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 
@@ -37,6 +36,9 @@ class EagleDraftExtendRunner:
         is_drawn: Whether batches say how drafts are drawn.
         graphs: What to capture with (``draft_extend_slots``), by the rows of each sequence; none
             runs everything eagerly.
+
+    Attributes:
+        graphs: What runs draft-extend, and is captured.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class EagleDraftExtendRunner:
         self._pass = forward_pass
         self._topk = topk
         self._target_ids = target_ids
-        self._graphs = DraftExtendGraphs(
+        self.graphs = DraftExtendGraphs(
             "draft_extend",
             forward_pass,
             self._run,
@@ -59,19 +61,10 @@ class EagleDraftExtendRunner:
             is_drawn=is_drawn,
             graphs=graphs or {},
         )
-        self.sizes = self._graphs.sizes
 
     def extend(self, batch: ExtendBatch) -> Extended:
         """Returns what the next step drafts from. Every DP rank must call it, also without rows."""
-        return self._graphs.extend(batch)
-
-    def discard(self) -> None:
-        """Drops what was captured."""
-        self._graphs.discard()
-
-    def capture(self) -> None:
-        """Captures every size, if there are any. All ranks must call it, at the same time."""
-        self._graphs.capture()
+        return self.graphs.extend(batch)
 
     def _run(self, attend: Attend, batch: ExtendBatch) -> Extended:
         hidden = self._pass.run(batch, attend).index_select(0, batch.lasts)
@@ -92,6 +85,9 @@ class MultiLayerDraftExtendRunner:
         is_drawn: Whether batches say how drafts are drawn.
         graphs: What to capture with (``draft_extend_slots``), by the rows of each sequence; none
             runs everything eagerly.
+
+    Attributes:
+        graphs: What runs draft-extend, and is captured.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class MultiLayerDraftExtendRunner:
         first = self._passes[0]
         assert all(x.attention is first.attention for x in passes), "layers share one plan"
         self._target_ids = target_ids
-        self._graphs = DraftExtendGraphs(
+        self.graphs = DraftExtendGraphs(
             "multi_layer_draft_extend",
             first,
             self._run,
@@ -115,22 +111,13 @@ class MultiLayerDraftExtendRunner:
             is_drawn=is_drawn,
             graphs=graphs or {},
         )
-        self.sizes = self._graphs.sizes
 
     def extend(self, batch: ExtendBatch) -> Extended:
         """Returns whole chains, and the layers' outputs.
 
         Every DP rank must call it, also without rows.
         """
-        return self._graphs.extend(batch)
-
-    def discard(self) -> None:
-        """Drops what was captured."""
-        self._graphs.discard()
-
-    def capture(self) -> None:
-        """Captures every size, if there are any. All ranks must call it, at the same time."""
-        self._graphs.capture()
+        return self.graphs.extend(batch)
 
     def _run(self, attend: Attend, batch: ExtendBatch) -> Extended:
         at = batch.lasts

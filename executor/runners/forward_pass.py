@@ -1,6 +1,11 @@
-"""Forward pass: the model's stages with attention between them, as every runner runs it."""
+"""Forward pass and its graphs, of which every runner is made, the target's and the draft's.
 
-from collections.abc import Callable
+ForwardPass      the model's stages with attention between them, run as they are
+RunnerGraphs     input buffers, backend and sizes of one runner, and the capture loop of all
+fill             a batch on its way into the input buffers
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -8,12 +13,14 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
+from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
 from executor.parallel.layout import DpLayout
 from executor.parallel.topology import Topology, require_attn_tp_gather
 
 Batch = TypeVar("Batch", bound=ForwardBatch)
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +110,73 @@ class ForwardPass:
         return torch.zeros(num_rows, self.vocab_size, device=self.kv_pool.device)
 
 
+class RunnerGraphs:
+    """What a runner captures with.
+
+    Args:
+        registry: The graphs' inputs, for the largest size.
+        backend: Records and replays; the runner's own.
+        sizes: What to capture, ascending: sequences of decodes and drafts, token rows of extends.
+    """
+
+    def __init__(
+        self, registry: CudaGraphBufferRegistry, backend: RunnerBackend, sizes: Sequence[int]
+    ) -> None:
+        self.registry = registry
+        self.backend = backend
+        self.sizes = tuple(sizes)
+
+    def attend(self, attention: Attention, *, breaks: bool = False) -> Attend:
+        """Returns what a recorded pass calls of an attention.
+
+        Args:
+            breaks: A graph breaks at each call, as it does where attention cannot be captured.
+        """
+        if attention.is_capturable and not breaks:
+            return attention.forward
+        return self.backend.eager_region(attention.forward)
+
+    def capture_sizes(
+        self,
+        label: str,
+        attentions: Sequence[Attention],
+        load: Callable[[int], tuple[Callable[[], object], Sequence[Work]]],
+        *,
+        num_pieces: int = 1,
+        breaks: bool | None = None,
+    ) -> None:
+        """Captures every size, the largest first, so that smaller ones fit into its memory.
+
+        Args:
+            label: The runner's name.
+            attentions: Those of its passes.
+            load: Fills the buffers for a size with a dummy batch, plans attention, and returns the
+                pass to warm up and the pieces to record.
+            num_pieces: Pieces of a size.
+            breaks: Whether graphs break at eager regions; None: where attention cannot be captured.
+        """
+        if breaks is None:
+            breaks = not all(attention.is_capturable for attention in attentions)
+        self.registry.reset_for_capture()
+        record = self.backend.capture_breakable if breaks else self.backend.capture
+        with self.backend.session(label=label, num_captures=len(self.sizes) * num_pieces):
+            for size in reversed(self.sizes):
+                run, pieces = load(size)
+                self.backend.warm_up(run)
+                for attention in attentions:
+                    attention.on_after_cuda_graph_warmup()
+                for piece, work in enumerate(pieces):
+                    record(ShapeKey(size, piece), work)
+
+    def replay(self, size: int, piece: int = 0) -> None:
+        """Runs the graph of a size."""
+        self.backend.replay(ShapeKey(size, piece))
+
+    def discard(self) -> None:
+        """Drops what was captured."""
+        self.backend.discard()
+
+
 def fill(
     registry: CudaGraphBufferRegistry,
     batch: Batch,
@@ -131,29 +205,3 @@ def fill(
         padded_bs=padded_bs, padded_num_tokens=padded_num_tokens, forward_batch_template=batch
     )
     return replace(view, layout=layout)
-
-
-class EagerRunner:
-    """Runs any batch as it comes, without a graph: plans attention, then calls the model.
-
-    Args:
-        forward_pass: What to run.
-        registry: Its inputs, sized for the largest step (``build_eager_registry``).
-    """
-
-    def __init__(self, forward_pass: ForwardPass, registry: CudaGraphBufferRegistry) -> None:
-        self._pass = forward_pass
-        self._registry = registry
-
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Returns float32 logits [L, V] of ``batch.logits_indices``."""
-        view = fill(
-            self._registry,
-            batch,
-            padded_bs=batch.batch_size,
-            padded_num_tokens=len(batch.input_ids),
-            layout=batch.layout,
-        )
-        self._pass.plan(view)
-        hidden = self._pass.run(view)
-        return self._pass.compute_logits(hidden.index_select(0, batch.logits_indices))

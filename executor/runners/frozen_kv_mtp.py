@@ -20,8 +20,7 @@ from executor.model.layers.attention import Attend
 from executor.runners.draft_graphs import DraftGraphs
 from executor.runners.draft_picks import chain_of, pick, pick_level
 from executor.runners.dummy_batches import dummy_draft
-from executor.runners.forward_pass import ForwardPass
-from executor.runners.runner_graphs import RunnerGraphs
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts, best_nodes, first_level
 
@@ -37,6 +36,9 @@ class FrozenKvMtpRunner:
         target_ids: int64 [V], the target's id of each of the draft's; None if they are the same.
         is_drawn: Whether batches say how drafts are drawn.
         graphs: What to capture with (``frozen_kv_slots``); None runs everything eagerly.
+
+    Attributes:
+        graphs: What runs the phase, and is captured.
     """
 
     def __init__(
@@ -53,24 +55,15 @@ class FrozenKvMtpRunner:
         self._topk = plan.topk
         self._target_ids = target_ids
         self._is_drawn = is_drawn
-        self._graphs = DraftGraphs(
+        self.graphs = DraftGraphs(
             "frozen_kv_mtp", self, [forward_pass], plan, is_drawn=is_drawn, graphs=graphs
         )
-        self.sizes = self._graphs.sizes
         attention = forward_pass.attention
         self._attend: Attend = attention.forward if graphs is None else graphs.attend(attention)
 
     def draft(self, batch: DraftBatch) -> Drafts:
         """Returns the drafts of each sequence. Every DP rank must call it, also with none."""
-        return self._graphs.draft(batch)
-
-    def discard(self) -> None:
-        """Drops what was captured."""
-        self._graphs.discard()
-
-    def capture(self) -> None:
-        """Captures every size, if there are any. All ranks must call it, at the same time."""
-        self._graphs.capture()
+        return self.graphs.draft(batch)
 
     # ---- the phase
 

@@ -30,9 +30,13 @@ from executor.model.families.kernels import cpu_kernels
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner, Runner
-from executor.runners.decode import DecodeRunner
-from executor.runners.forward_pass import EagerRunner, ForwardPass
-from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.target import (
+    BreakablePrefillRunner,
+    DecodeRunner,
+    EagerRunner,
+    PiecewisePrefillRunner,
+)
 from tests.bench.executor.bench_cpu_model import BLOCK_SIZE, PROMPT_LEN, clock, make_checkpoint
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns

@@ -21,6 +21,7 @@ from tests.executor.support.drafts.draft_cases import (
     WAYS,
     DraftCase,
     Way,
+    captured,
     eager,
     graphs_of,
     registry_of,
@@ -36,7 +37,6 @@ from tests.executor.support.runner_cases import (
     MAX_LEN,
     assert_close,
     assert_same,
-    captured,
     keep_padding,
 )
 
@@ -153,7 +153,7 @@ def test_an_idle_rank_replays_and_drafts_nothing(recorded: Made):
     case, recorder = recorded
     idle = case.batch(np.random.default_rng(0), 0, 4)
     for runner in (recorder, case.build()):
-        given = idle if runner.sizes else eager(idle)
+        given = idle if runner.graphs.sizes else eager(idle)
         results = case.run(runner, given)
         caches = [cache[BLOCK_SIZE:] for cache in case.caches]
         drafts = results[: len(results) - len(caches)]
@@ -184,9 +184,9 @@ def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
     new_case: NewCase, way: Way, monkeypatch: pytest.MonkeyPatch
 ):
     runner = new_case(way).build(SIZES, EagerBackend)
-    graphs = runner._graphs.graphs
+    graphs = runner.graphs.graphs
     registries = [x.registry for x in (graphs.values() if way.is_extend else [graphs])]
-    check_reset_before_capture(runner, registries, monkeypatch)
+    check_reset_before_capture(runner.graphs, registries, monkeypatch)
 
 
 @pytest.mark.parametrize("way", ONE_OF_EACH, ids=str)
@@ -254,7 +254,7 @@ def test_a_single_draft_needs_no_pass(new_case: NewCase):
     assert drafts.tokens.tolist() == batch.input_ids.view(2, 4)[:, :2].tolist()
     assert drafts.parents is not None
     assert drafts.parents.tolist() == [[0, 0]] * 2
-    assert runner.sizes == ()
+    assert runner.graphs.sizes == ()
 
 
 @pytest.mark.parametrize("way", [Way("draft", "eagle", 2), Way("frozen_kv", "frozen_kv")], ids=str)

@@ -14,7 +14,7 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
-from tests.executor.support.drafts.draft_cases import FILE_OF, DraftCase, Way, registry_of
+from tests.executor.support.drafts.draft_cases import FILE_OF, DraftCase, Way, captured, registry_of
 from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,
@@ -22,7 +22,7 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     real_flashinfer,
 )
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.runner_cases import assert_close, captured
+from tests.executor.support.runner_cases import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -13,7 +13,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.model.families.config import ModelConfig
-from executor.runners.select import RunnerSelection
+from executor.runners.target import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, torch_attention
@@ -173,8 +173,6 @@ class FakeGraphRunner:
     Attributes:
         problem: What the next capture raises.
     """
-
-    sizes = (1,)
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name = name

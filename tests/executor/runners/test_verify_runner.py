@@ -12,9 +12,8 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
-from executor.runners.decode import DecodeRunner
 from executor.runners.dummy_batches import dummy_extend
-from executor.runners.select import RunnerSelection
+from executor.runners.target import DecodeRunner, RunnerSelection
 from executor.speculative.tree import ancestors
 from tests.executor.support.kv import out_cache_loc
 from tests.executor.support.recording.recording_backend import RecordingBackend

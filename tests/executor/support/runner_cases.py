@@ -35,9 +35,8 @@ from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners import Runner
-from executor.runners.decode import DecodeRunner
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.select import RunnerSelection
+from executor.runners.target import DecodeRunner, RunnerSelection
 from tests.executor.support.kv import batch_of
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 

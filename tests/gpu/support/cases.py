@@ -28,9 +28,13 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner
-from executor.runners.decode import DecodeRunner
-from executor.runners.forward_pass import EagerRunner, ForwardPass
-from executor.runners.prefill import BreakablePrefillRunner, PiecewisePrefillRunner
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.target import (
+    BreakablePrefillRunner,
+    DecodeRunner,
+    EagerRunner,
+    PiecewisePrefillRunner,
+)
 from tests.executor.support.kv import batch_of
 from tests.gpu.support.shapes import Sizes
 from tests.gpu.support.weights import NewTensor, fill, random_tensor

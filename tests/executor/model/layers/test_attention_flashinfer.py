@@ -20,9 +20,8 @@ from executor.model.layers.attention_tables import look_up_pages, plan_pages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
-from executor.runners.decode import DecodeRunner
-from executor.runners.forward_pass import EagerRunner, ForwardPass
-from executor.runners.prefill import BreakablePrefillRunner
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.target import BreakablePrefillRunner, DecodeRunner, EagerRunner
 from tests.executor.support import kv
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     WORKSPACE,

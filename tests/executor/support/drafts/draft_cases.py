@@ -27,9 +27,8 @@ from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
-from executor.runners.forward_pass import ForwardPass
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs
 from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
-from executor.runners.runner_graphs import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.kv import batch_of, out_cache_loc
 from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase, put_back
@@ -378,9 +377,16 @@ def eager(batch: DraftBatch | ExtendBatch) -> DraftBatch | ExtendBatch:
     return replace(batch, layout=replace(batch.layout, graph_size=None))
 
 
+def captured(runner: Any) -> Any:
+    """Returns the draft runner once it has captured."""
+    with torch.inference_mode():
+        runner.graphs.capture()
+    return runner
+
+
 def graphs_of(runner: Any, way: Way) -> RunnerGraphs:
     """Returns what replays a way's batches in a runner that has graphs."""
-    graphs = runner._graphs.graphs
+    graphs = runner.graphs.graphs
     found: RunnerGraphs = graphs[way.width] if way.is_extend else graphs
     return found
 

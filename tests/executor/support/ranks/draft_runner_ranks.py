@@ -10,11 +10,10 @@ import numpy as np
 from executor.graph.backend import EagerBackend
 from executor.parallel.layout import DpPaddingMode
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
-from tests.executor.support.drafts.draft_cases import DraftCase, Way
+from tests.executor.support.drafts.draft_cases import DraftCase, Way, captured
 from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.ranks.runner_ranks import recorded
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.runner_cases import captured
 
 SIZES = (2, 4)
 

@@ -13,7 +13,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.parallel.process_groups import RankGroup
-from executor.runners.select import RunnerSelection
+from executor.runners.target import RunnerSelection
 from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
