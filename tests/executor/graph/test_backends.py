@@ -31,21 +31,20 @@ def on_cuda(device: FakeDevice) -> CUDAGraphBackend:
     return CUDAGraphBackend(CaptureResources(device), barrier=lambda: device.log.append("barrier"))
 
 
+@pytest.fixture
+def backends(on_cuda: CUDAGraphBackend) -> dict[str, RunnerBackend]:
+    return {"eager": EagerBackend(), "recording": RecordingBackend(), "cuda": on_cuda}
+
+
 @pytest.fixture(params=["eager", "recording", "cuda"])
-def backend(request: pytest.FixtureRequest) -> RunnerBackend:
-    if request.param == "cuda":
-        found: RunnerBackend = request.getfixturevalue("on_cuda")
-        return found
-    return EagerBackend() if request.param == "eager" else RecordingBackend()
+def backend(request: pytest.FixtureRequest, backends: dict[str, RunnerBackend]) -> RunnerBackend:
+    return backends[request.param]
 
 
 @pytest.fixture(params=["recording", "cuda"])
-def recorder(request: pytest.FixtureRequest) -> RunnerBackend:
+def recorder(request: pytest.FixtureRequest, backends: dict[str, RunnerBackend]) -> RunnerBackend:
     """The backends that run what they capture."""
-    if request.param == "cuda":
-        found: RunnerBackend = request.getfixturevalue("on_cuda")
-        return found
-    return RecordingBackend()
+    return backends[request.param]
 
 
 def capture(backend: RunnerBackend, *keys: ShapeKey, run: Callable[[], Any]) -> None:
@@ -98,7 +97,7 @@ def test_a_region_is_called_anew_with_the_captured_tensors(backend: RunnerBacken
     def run() -> None:
         hidden = x + 1
         for layer in range(3):
-            hidden = hidden + attend(hidden * 2, layer)
+            hidden = hidden + attend(hidden * 2, scale=layer)
         out.copy_(hidden)
 
     with backend.session(label="prefill", num_captures=1):
@@ -203,23 +202,15 @@ def test_a_key_is_captured_once_until_all_are_discarded(backend: RunnerBackend):
 
 @pytest.mark.parametrize("result", [torch.ones(1), torch.ones(4, dtype=torch.int64)])
 def test_a_region_that_returns_something_else_than_at_capture_is_refused(
-    on_cuda: CUDAGraphBackend, result: torch.Tensor
+    recorder: RunnerBackend, result: torch.Tensor
 ):
     """A copy would spread one row over all, or round, without a word."""
     results = [torch.ones(4)]
-    for backend in (on_cuda, RecordingBackend()):
-        region = backend.eager_region(lambda x: results[-1])
-        with backend.session(label="prefill", num_captures=1):
-            backend.capture_breakable(KEY, lambda region=region: region(torch.zeros(4)).add_(1))
-        results.append(result)
-        with pytest.raises(ValueError, match=r"returned \[.\].* but \[4\] torch.float32"):
-            backend.replay(KEY)
-        results.pop()
-
-
-def test_only_calls_outlive_the_process_group(on_cuda: CUDAGraphBackend):
-    backends = (EagerBackend(), RecordingBackend(), on_cuda)
-    assert [backend.outlives_group for backend in backends] == [True, False, False]
+    region = recorder.eager_region(lambda x: results[-1])
+    capture_breakable(recorder, lambda: region(torch.zeros(4)).add_(1))
+    results.append(result)
+    with pytest.raises(ValueError, match=r"returned \[.\].* but \[4\] torch.float32"):
+        recorder.replay(KEY)
 
 
 def test_two_warm_ups_each_after_a_synchronize_and_a_barrier(
@@ -282,9 +273,8 @@ def test_all_backends_of_a_process_share_one_pool_and_one_stream(device: FakeDev
     resources = CaptureResources(device)
     decode, prefill = CUDAGraphBackend(resources), CUDAGraphBackend(resources)
     capture(decode, ShapeKey(8), ShapeKey(4), run=lambda: None)
-    with prefill.session(label="prefill", num_captures=1):
-        region = prefill.eager_region(lambda x: x + 1)
-        prefill.capture_breakable(KEY, lambda: region(torch.zeros(1)).add_(1))
+    region = prefill.eager_region(lambda x: x + 1)
+    capture_breakable(prefill, lambda: region(torch.zeros(1)).add_(1))
 
     assert len(device.pools) == 4
     assert len(set(device.pools)) == 1
@@ -346,25 +336,19 @@ def test_memory_that_runs_out_is_explained(
     assert device.num_open == 0
 
 
-def test_what_the_device_refuses_to_record_is_a_start_up_error(on_cuda: CUDAGraphBackend):
-    def refuse() -> None:
-        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-
-    with on_cuda.session(label="decode", num_captures=1), pytest.raises(CaptureError) as caught:
-        on_cuda.capture(KEY, refuse)
-    assert "size 4 of decode cannot be captured" in str(caught.value)
-    assert "turn decode graphs off" in str(caught.value)
-
-
-def test_another_error_says_which_size_it_was(on_cuda: CUDAGraphBackend):
+def test_what_the_device_refuses_to_record_is_a_start_up_error_and_others_say_their_size(
+    on_cuda: CUDAGraphBackend,
+):
     def fail() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise error
 
-    with (
-        on_cuda.session(label="decode", num_captures=1),
-        pytest.raises(RuntimeError, match="not permitted") as caught,
-    ):
-        on_cuda.capture(KEY, fail)
+    error: Exception = torch.AcceleratorError("CUDA error: operation not permitted")
+    problem = "size 4 of decode cannot be captured.* turn decode graphs off"
+    with pytest.raises(CaptureError, match=problem):
+        capture(on_cuda, KEY, run=fail)
+    error = RuntimeError("not permitted")
+    with pytest.raises(RuntimeError, match="not permitted") as caught:
+        capture(on_cuda, KEY, run=fail)
     assert caught.value.__notes__ == ["while decode captured size 4"]
 
 

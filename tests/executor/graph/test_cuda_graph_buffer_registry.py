@@ -161,13 +161,6 @@ def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
     assert content(registry, "b")[:4] == [7, 8, 9, 4]
 
 
-def test_a_field_that_comes_back_is_copied_again():
-    registry = make_registry(bs_slot())
-    for value in (numbers(2, first=5), None, numbers(2, first=8)):
-        fill(registry, SimpleNamespace(x=value), 2, 2)
-    assert content(registry, "x")[:2] == [8, 9]
-
-
 def test_sources_of_other_types_are_converted_also_when_the_type_changes_between_fills():
     registry = make_registry(bs_slot("a"), bs_slot("b", dtype=torch.float32))
     for dtype in (torch.int32, INT64, torch.float64, torch.int32):
@@ -186,12 +179,6 @@ def test_a_source_of_another_length_is_refused_by_the_slots_name(shape: tuple[in
         with pytest.raises(ValueError, match="slot 'seq_lens': the source has shape"):
             fill(registry, SimpleNamespace(seq_lens=numbers(*shape)), 4, 4)
     assert content(registry, "seq_lens")[:4] == [1, 2, 3, 4]
-
-
-def test_a_graph_larger_than_the_buffers_is_refused_by_the_slots_name():
-    registry = make_registry(bs_slot("seq_lens", padding_policy=P.ZERO), max_bs=8)
-    with pytest.raises(ValueError, match="slot 'seq_lens': 9 rows asked for"):
-        fill(registry, SimpleNamespace(seq_lens=numbers(2)), 2, 9)
 
 
 def test_a_slot_registered_after_a_fill_takes_part_in_the_next():

@@ -41,12 +41,6 @@ def test_a_slice_fn_without_an_axis_is_refused_by_the_slots_name():
         GraphSlot("counts", lambda b, t: (1,), INT64, axis="none", slice_fn=lambda b, n: b)
 
 
-def test_a_slot_copies_rows_of_tokens_unless_told_otherwise():
-    slot = GraphSlot("x", lambda b, t: (t,), INT64)
-    assert (slot.axis, slot.padding_policy) == ("tokens", P.FOREACH_COPY)
-    assert (slot.enabled, slot.copy_from_fb, slot.buffer) == (True, True, None)
-
-
 def parameters(function: Any) -> dict[str, Any]:
     """Returns parameters and defaults, in order; REQUIRED is the sign of none."""
     signature = inspect.signature(function).parameters
@@ -101,13 +95,6 @@ def test_slices_follow_the_slots_own_axis():
     assert shapes == {"rows": (2,), "ids": (7,), "counts": (5,), "mrope": (3, 7)}
 
 
-def test_a_slice_is_a_view_of_the_buffer():
-    make_registry(slot := bs_slot())
-    assert slot.buffer is not None
-    slot.slice_for(3, 0)[2] = 9
-    assert slot.buffer[2] == 9
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_slicing_before_allocation_says_which_slot_has_no_buffer(enabled: bool):
     slot = bs_slot("seq_lens", enabled=enabled)
@@ -117,10 +104,21 @@ def test_slicing_before_allocation_says_which_slot_has_no_buffer(enabled: bool):
         slot.slice_for(1, 1)
 
 
-def test_a_slice_larger_than_the_buffer_is_refused_instead_of_cut_short():
-    make_registry(slot := bs_slot("seq_lens"), max_bs=8)
-    with pytest.raises(ValueError, match=r"slot 'seq_lens': 9 rows"):
-        slot.slice_for(9, 0)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda registry: registry.get_slot("x").slice_for(9, 0),
+        lambda registry: fill(registry, SimpleNamespace(x=numbers(2)), 2, 9),
+        lambda registry: fill(registry, SimpleNamespace(nine=numbers(9)), 2, 4),
+        lambda registry: view_of(registry, SimpleNamespace(), 9),
+        lambda registry: registry.copy_slots({"x": numbers(9)}),
+    ],
+    ids=["slice", "fill", "source", "view", "copy"],
+)
+def test_more_rows_than_a_buffer_has_are_refused_by_the_slots_name(use: Any):
+    sourced = bs_slot("sourced", source_fn=lambda batch, context: getattr(batch, "nine", None))
+    with pytest.raises(ValueError, match=r"slot '(x|sourced)': 9 rows"):
+        use(make_registry(bs_slot(padding_policy=P.ZERO), sourced))
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 1, 1), (-1, 2, 1, 1), (1, 1, 5, 4)])

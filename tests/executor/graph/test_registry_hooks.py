@@ -1,6 +1,7 @@
 """Inputs that no attribute of a batch fills alone: computed ones, and parts of structures."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from executor.graph.cuda_graph_buffer_registry import FillContext
 from executor.graph.input_buffers import INDEX_SEMANTIC_BUFFERS
 from executor.graph.slots import local_num_token_non_padded
+from executor.parallel.layout import DpLayout
 from tests.executor.graph.registry_cases import (
     COUNT_SLOTS,
     P,
@@ -69,12 +71,6 @@ def test_a_source_fn_without_a_tensor_skips_the_slot(result: Any):
     assert content(registry, "x") == [7] * 8
 
 
-def test_a_source_fn_that_gives_more_rows_than_fit_is_named():
-    registry = make_registry(bs_slot("x", source_fn=lambda batch, context: numbers(9)), max_bs=8)
-    with pytest.raises(ValueError, match="slot 'x': 9 rows asked for"):
-        fill(registry, SimpleNamespace(), 2, 4)
-
-
 def test_a_computed_slot_ignores_the_batchs_attribute():
     registry = make_registry(bs_slot("x", copy_from_fb=False, padding_policy=P.ZERO))
     registry.get_slot("x").slice_for(8, 0).fill_(7)
@@ -85,34 +81,16 @@ def test_a_computed_slot_ignores_the_batchs_attribute():
 # Counts.
 
 
-@pytest.mark.parametrize(
-    ("real", "padded", "size", "expected"),
-    [
-        (1018, 1024, 2, [512, 506]),
-        (1024, 1024, 2, [512, 512]),
-        (512, 1024, 2, [512, 0]),
-        (100, 1024, 4, [100, 0, 0, 0]),  # split by the padded rows, not by the real ones
-        (0, 8, 2, [0, 0]),
-        (5, 8, 1, [5]),
-    ],
-)
-def test_real_rows_are_split_as_the_padded_rows_are(
-    real: int, padded: int, size: int, expected: list[int]
-):
-    counts = [local_num_token_non_padded(real, padded, size, rank) for rank in range(size)]
-    assert counts == expected
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_the_ranks_real_rows_add_up_and_none_exceeds_its_share(seed: int):
+def test_real_rows_are_split_as_the_layout_splits_them(seed: int):
     rng = random.Random(seed)
     size = rng.choice([1, 2, 3, 4, 8])
     padded = size * rng.randint(1, 200)
     real = rng.randint(0, padded)
-    counts = [local_num_token_non_padded(real, padded, size, rank) for rank in range(size)]
-    assert sum(counts) == real
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] <= padded // size
+    for rank in range(size):
+        layout = replace(DpLayout.single(real, padded), attn_tp_rank=rank, attn_tp_size=size)
+        count = local_num_token_non_padded(real, padded, size, rank)
+        assert count == layout.shard_num_tokens
 
 
 def test_rows_that_do_not_divide_among_the_ranks_are_refused():
@@ -162,23 +140,16 @@ def test_an_idle_rank_after_a_busy_one_has_no_real_rows_left():
     assert content(registry, "global_num_tokens_gpu") == [4] * 4
 
 
-def test_counts_are_written_again_though_the_sizes_are_the_same():
-    registry = full_decode_registry()
+@pytest.mark.parametrize(("gather_all", "length"), [(True, 4), (False, 1)])
+def test_counts_are_written_again_though_the_sizes_are_the_same(gather_all: bool, length: int):
+    registry = full_decode_registry(require_mlp_tp_gather=gather_all)
     for _ in range(2):
         for name in COUNT_SLOTS:
             registry.get_slot(name).allocated().fill_(-1)
         fill(registry, full_batch(3), 3, 4)
         assert content(registry, "num_token_non_padded") == [3]
-        assert content(registry, "global_num_tokens_gpu") == [4] * 4
-        assert content(registry, "global_num_tokens_for_logprob_gpu") == [4] * 4
-
-
-@pytest.mark.parametrize(("gather_all", "length"), [(True, 4), (False, 1)])
-def test_every_rank_of_a_gather_runs_the_padded_size(gather_all: bool, length: int):
-    registry = full_decode_registry(require_mlp_tp_gather=gather_all)
-    fill(registry, full_batch(3), 3, 6)
-    for name in ("global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"):
-        assert content(registry, name) == [6] * length
+        for name in COUNT_SLOTS[1:]:
+            assert content(registry, name) == [4] * length
 
 
 def test_without_a_gathered_buffer_global_counts_stay_as_they_are():

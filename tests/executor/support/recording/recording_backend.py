@@ -184,13 +184,6 @@ class RecordingBackend:
         for recording in self._captures.take_all():
             recording.poison()
 
-    def operators(self, key: ShapeKey) -> list[str]:
-        """Returns the names of the operators that a replay runs, and ``region`` for a region."""
-        return [
-            "region" if isinstance(step, _Region) else str(step.function)
-            for step in self._captures[key].steps
-        ]
-
     def _capture(self, key: ShapeKey, run: Callable[[], None], *, is_breakable: bool) -> None:
         recording = Recording()
         if any(isinstance(mode, Recorder) for mode in _get_current_dispatch_mode_stack()):
