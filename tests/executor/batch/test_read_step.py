@@ -176,7 +176,7 @@ BAD_STARTS: list[tuple[str, list[float], str]] = [
 BAD_AGREEMENTS: list[tuple[str, object, str]] = [
     ("global_num_tokens", [10], "dp_size is 2"),
     ("global_num_tokens", [0, 9], "says 9"),
-    ("global_num_tokens", [21, 10], "has 21"),
+    ("global_num_tokens", [21, 10], "has 21; the budget is 20"),
     ("global_num_tokens_for_logprob", [0, 3], "says 3 for this executor's part, which has 4"),
     ("global_num_tokens_for_logprob", [], "has 0 entries"),
     ("has_extend", False, "is not set"),

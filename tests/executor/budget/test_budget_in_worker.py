@@ -19,19 +19,21 @@ from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
-NUM_SEQS, NUM_TOKENS, NUM_LOGITS = 4, 32, 9
+NUM_SEQS, NUM_TOKENS, NUM_LOGITS = 3, 33, 9
 BLOCK_SIZE, BLOCKS_PER_ROW = 4, 8
+SIZES: dict[str, Any] = {
+    "block_size": BLOCK_SIZE,
+    "max_num_seqs": NUM_SEQS,
+    "max_num_batched_tokens": NUM_TOKENS,
+    "max_num_logits": NUM_LOGITS,
+    "num_kv_blocks": 33,
+}
+FULL = [11] * 3  # NUM_TOKENS in NUM_SEQS prompts; each ends inside a block
+NUM_SCORED = NUM_LOGITS - NUM_SEQS
 
 
 def make_worker(path: Path, **settings: Any) -> Worker:
-    sizes: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "max_num_seqs": NUM_SEQS,
-        "max_num_batched_tokens": NUM_TOKENS,
-        "max_num_logits": NUM_LOGITS,
-        "num_kv_blocks": 1 + NUM_SEQS * BLOCKS_PER_ROW,
-    }
-    worker, _ = build_worker(ExecutorConfig(model=path, **(sizes | settings)))
+    worker, _ = build_worker(ExecutorConfig(model=path, **(SIZES | settings)))
     worker.join(1, "")
     return worker
 
@@ -80,37 +82,24 @@ def decodes_step(num_computed: Sequence[int], *, graph_size: int | None = None) 
     return step(2, part, num_tokens=[len(num_computed)], graph_size=graph_size)
 
 
-FULL = [9, 9, 9, 5]  # NUM_TOKENS in NUM_SEQS prompts; each ends inside a block
-
-
 @pytest.mark.parametrize("prefill_graphs", ["breakable", "piecewise"])
 def test_a_step_at_exactly_the_budget_runs_eagerly_and_in_the_largest_graphs(
     tiny_checkpoint: Path, prefill_graphs: str
 ):
-    worker = make_worker(tiny_checkpoint, prefill_graphs=prefill_graphs)
-    assert (sum(FULL), len(FULL)) == (NUM_TOKENS, NUM_SEQS)
-    num_scored = NUM_LOGITS - NUM_SEQS
-    results = []
-    for extend_size, decode_size in ((None, None), (NUM_TOKENS, None), (NUM_TOKENS, NUM_SEQS)):
-        worker.join(1, "")
-        request = prompts_step(FULL, num_scored=num_scored, graph_size=extend_size)
-        prefilled = worker.execute(request)
-        decoded = worker.execute(decodes_step(FULL, graph_size=decode_size))
-        results.append((tokens_of(prefilled), tokens_of(decoded)))
-        assert len(floats_of(prefilled.ranks[0].logprobs)) == num_scored
-        assert [len(tokens) for tokens in results[-1]] == [NUM_SEQS, NUM_SEQS]
-    assert results[1:] == results[:1] * 2
+    answers = tokens_at_the_budget(0, 0, tiny_checkpoint, {"prefill_graphs": prefill_graphs})
+    assert [len(tokens) for tokens in answers] == [NUM_SEQS] * 6
+    assert answers[2:4] == answers[4:] == answers[:2]
 
 
 @pytest.mark.parametrize(
     ("too_large", "problem"),
     [
         (
-            prompts_step([9, 9, 9, 6]),
+            prompts_step([11, 11, 12]),
             f"comes to {NUM_TOKENS + 1}; max_num_batched_tokens is {NUM_TOKENS}",
         ),
         (
-            prompts_step(FULL, num_scored=NUM_LOGITS - NUM_SEQS + 1),
+            prompts_step(FULL, num_scored=NUM_SCORED + 1),
             f"comes to {NUM_LOGITS + 1}; max_num_logits is {NUM_LOGITS}",
         ),
         (
@@ -148,7 +137,6 @@ def test_two_executors_run_a_step_at_exactly_the_budget(
 ):
     """With attention TP, 33 tokens and 3 sequences become 34 rows and graphs of 2 and 4."""
     expected = tokens_at_the_budget(0, 0, tiny_checkpoint, {})
-    assert [len(tokens) for tokens in expected] == [3] * 6
     answers = run_ranks(tokens_at_the_budget, 2, tiny_checkpoint, places)
     assert answers[0] == expected
     assert answers[1] == (expected if "dp_size" in places else [[]] * 6)  # only one peer answers
@@ -160,18 +148,8 @@ def tokens_at_the_budget(
     """Returns what a worker answers to full steps: eager, then in the largest graphs."""
     dp_size = places.get("dp_size", 1)
     is_dp = dp_size > 1
-    config = ExecutorConfig(
-        model=path,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=3,
-        max_num_batched_tokens=33,
-        max_num_logits=3,
-        num_kv_blocks=33,
-        dp_rank=rank if is_dp else 0,
-        attn_tp_rank=0 if is_dp else rank,
-        **places,
-    )
-    worker, description = build_worker(config)
+    place = {"dp_rank": rank} if is_dp else {"attn_tp_rank": rank}
+    worker, description = build_worker(ExecutorConfig(model=path, **SIZES, **place, **places))
     sizes = description.graph_sizes
     answers = []
     for epoch, (extend, decode, mode) in enumerate(
@@ -183,8 +161,8 @@ def tokens_at_the_budget(
     ):
         worker.join(epoch + 1, f"{HOST}:{store_port}")
         requests = (
-            prompts_step([11] * 3, graph_size=extend),
-            decodes_step([11] * 3, graph_size=decode),
+            prompts_step(FULL, num_scored=NUM_SCORED, graph_size=extend),
+            decodes_step(FULL, graph_size=decode),
         )
         for step_id, request in enumerate(requests):
             agreement = request.agreement
@@ -196,6 +174,8 @@ def tokens_at_the_budget(
             request.ranks[0].dp_rank = rank if is_dp else 0
             response = worker.execute(request)
             answers.append(tokens_of(response) if response.ranks else [])
+            for part in response.ranks:
+                assert len(floats_of(part.logprobs)) == (NUM_SCORED if step_id == 0 else 0)
     worker.leave()
     return answers
 
@@ -236,63 +216,51 @@ def test_the_table_is_logged_at_start_and_in_describe(tiny_checkpoint: Path):
     assert first["bytes"] == 4000 * 48 * 4
 
 
-# Another value of each setting in which members may not differ, and what else is set for it.
-OTHERWISE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "dp_size": (4, {}),
-    "attn_tp_size": (2, {}),
-    "ep_size": (1, {"moe_a2a": "none"}),
-    "moe_dense_tp_size": (1, {}),
-    "dtype": ("bfloat16", {}),
-    "block_size": (8, {}),
-    "max_num_seqs": (5, {}),
-    "max_num_batched_tokens": (33, {}),
-    "max_num_logits": (10, {}),
-    "max_model_len": (99, {}),
-    "decode_graphs": ("off", {}),
-    "decode_graph_sizes": ((4,), {}),
-    "prefill_graphs": ("piecewise", {}),
-    "prefill_graph_sizes": ((16, 32), {}),
-    "moe_a2a": ("none", {}),
-    "moe_a2a_extend": ("all-to-all", {}),
-    "max_dispatch_tokens_per_rank": (5000, {}),
-    "moe_runner": ("cutlass", {}),
-    "flashinfer_pdl": ("on", {}),
+# Another value of each setting in which members may not differ.
+OTHERWISE: dict[str, Any] = {
+    "dp_size": 4,
+    "attn_tp_size": 2,
+    "ep_size": 1,
+    "moe_dense_tp_size": 1,
+    "dtype": "bfloat16",
+    "block_size": 8,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 34,
+    "max_num_logits": 10,
+    "max_model_len": 99,
+    "decode_graphs": "off",
+    "decode_graph_sizes": (2,),
+    "prefill_graphs": "piecewise",
+    "prefill_graph_sizes": (16, 32),
+    "moe_a2a": "none",
+    "moe_a2a_extend": "all-to-all",
+    "max_dispatch_tokens_per_rank": 5000,
+    "moe_runner": "cutlass",
+    "flashinfer_pdl": "on",
 }
-DRAFTING_OTHERWISE: dict[
-    str, tuple[Any, dict[str, Any], str]
-] = {  # and what the agreement calls it
-    "draft_model": (DEMO_DRAFTS / "mtp", {}, "draft_fingerprint"),
-    "num_draft_steps": (2, {}, "num_draft_steps"),
-    "draft_topk": (2, {}, "topk"),
-    "num_draft_tokens": (5, {"draft_topk": 2}, "num_draft_tokens"),
-    "draft_sampling": ("rejection", {}, "draft_sampling"),
+DRAFTING_OTHERWISE: dict[str, Any] = {
+    "draft_model": DEMO_DRAFTS / "mtp",
+    "num_draft_steps": 2,
+    "draft_topk": 2,
+    "num_draft_tokens": 5,
+    "draft_sampling": "rejection",
 }
-MAY_DIFFER = {  # besides the ports
-    "model",  # its folder; its fingerprint may not
-    "advertised_host",
-    "dp_rank",
-    "node_rank",
-    "dp_ranks_per_node",
-    "attn_tp_rank",
-    "device",  # which GPU; its type may not
-    "num_kv_blocks",
-    "kv_cache_bytes",
-    "num_threads",
-    "peer_timeout_s",
-    "stop_timeout_s",
+BESIDE_IT = {"ep_size": {"moe_a2a": "none"}, "num_draft_tokens": {"draft_topk": 2}}
+AGREED_AS = {
+    "decode_graphs": "decode_graph_sizes",
+    "prefill_graph_sizes": "extend_graph_sizes",
+    "draft_model": "draft_fingerprint",
+    "draft_topk": "topk",
 }
+# Settings in which members may differ, besides the ports: where an executor is (the type of its device
+# may not differ, nor the fingerprint of its model), and its resources.
+RANKS = {"dp_rank", "node_rank", "dp_ranks_per_node", "attn_tp_rank"}
+PLACE = {"model", "device", "advertised_host", *RANKS}
+RESOURCES = {"num_kv_blocks", "kv_cache_bytes", "num_threads", "peer_timeout_s", "stop_timeout_s"}
 
 
 def member_agreement(path: Path, **settings: Any) -> dict[str, str]:
-    member = {
-        "device": "cpu",
-        "dp_size": 2,
-        "moe_a2a": "torch",
-        "max_num_seqs": NUM_SEQS,
-        "max_num_batched_tokens": NUM_TOKENS,
-        "max_num_logits": NUM_LOGITS,
-        "num_kv_blocks": 33,
-    }
+    member = {"device": "cpu", "dp_size": 2, "moe_a2a": "torch", **SIZES}
     _, description = build_worker(ExecutorConfig(model=path, **(member | settings)))
     assert description.agreement["model_fingerprint"] == description.model.fingerprint
     return dict(description.agreement)
@@ -303,16 +271,12 @@ def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
     tiny_checkpoint: Path, name: str
 ):
     """Executors that differ in one of these hang or crash in their first collective call."""
-    key = {"decode_graphs": "decode_graph_sizes", "prefill_graph_sizes": "extend_graph_sizes"}.get(
-        name, name
-    )
-    if name in OTHERWISE:
-        path, (value, both) = tiny_checkpoint, OTHERWISE[name]
-    else:
-        path, (value, both, key) = DEMO_MODEL, DRAFTING_OTHERWISE[name]
-        both = {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle"} | both
+    path, both = tiny_checkpoint, BESIDE_IT.get(name, {})
+    if name in DRAFTING_OTHERWISE:
+        path, both = DEMO_MODEL, {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle", **both}
+    key = AGREED_AS.get(name, name)
     one = member_agreement(path, **both)
-    other = member_agreement(path, **both | {name: value})
+    other = member_agreement(path, **both | {name: (OTHERWISE | DRAFTING_OTHERWISE)[name]})
     assert one[key] != other[key]
     assert agreement_digest(one) != agreement_digest(other)
 
@@ -330,4 +294,4 @@ def test_members_agree_whatever_their_ranks_and_resources(tiny_checkpoint: Path)
 def test_every_setting_is_one_that_members_agree_on_or_may_differ_in():
     settings = {field.name for field in fields(ExecutorConfig)}
     settings -= {field.name for field in fields(ServiceConfig)}
-    assert settings == OTHERWISE.keys() | DRAFTING_OTHERWISE.keys() | MAY_DIFFER
+    assert settings == OTHERWISE.keys() | DRAFTING_OTHERWISE.keys() | PLACE | RESOURCES

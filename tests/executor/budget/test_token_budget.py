@@ -27,7 +27,6 @@ from executor.model.layers.vocab import vocab_slice
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology
-from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import prompt_part, step
 
 NUM_WORLDS = 2000  # per property
@@ -141,36 +140,6 @@ def test_the_budget_is_no_larger_than_the_largest_step():
         assert decoding.a2a_max_num_tokens == -(-rows // budget.attn_tp_size), (world, budget)
 
 
-def test_a_step_at_exactly_the_budget_is_read_and_one_token_more_is_not():
-    rng = random.Random(2)
-    for world in range(NUM_WORLDS // 4):
-        budget, graph_sizes = random_budget(rng)
-        dp_rank = rng.randrange(budget.dp_size)
-        topology = Topology(
-            dp_rank=dp_rank, dp_size=budget.dp_size, attn_tp_size=budget.attn_tp_size
-        )
-        limits = limits_of(topology, budget, graph_sizes)
-        most = budget.max_num_batched_tokens
-        progress = RowProgress.empty(np.zeros(budget.max_num_seqs, dtype=np.int64))
-        columns = read_step(full_step(budget, dp_rank, most), limits, progress)
-        assert columns.layout.num_tokens == most, (world, budget)
-        problem = f"comes to {most + 1}; max_num_batched_tokens is {most}"
-        with pytest.raises(InvalidStep, match=problem):
-            read_step(full_step(budget, dp_rank, most + 1), limits, progress)
-        if budget.dp_size > 1:
-            request = full_step(budget, dp_rank, most)
-            request.agreement.global_num_tokens[dp_rank - 1] += 1
-            with pytest.raises(InvalidStep, match=f"has {most + 1}; the budget is {most}"):
-                read_step(request, limits, progress)
-
-
-def full_step(budget: TokenBudget, dp_rank: int, num_tokens: int) -> pb.StepRequest:
-    num_blocks = -(-num_tokens // 16)
-    part = prompt_part(0, [1] * num_tokens, range(1, num_blocks + 1), dp_rank)
-    counts = [num_tokens] * budget.dp_size
-    return step(1, part, num_tokens=counts, num_logits=[1] * budget.dp_size)
-
-
 def limits_of(topology: Topology, budget: TokenBudget, graph_sizes: GraphSizes) -> StepLimits:
     return StepLimits(
         topology=topology,
@@ -215,84 +184,64 @@ def test_a_budget_for_another_group_is_refused():
         graph_limits(dp_size=1)
 
 
-# Failures that others have published
+WIDE = {"hidden_size": 4096, "itemsize": 2, "top_k": 8}
+OF_64_RANKS = {"dp_size": 64, "ep_size": 64, "decode_graph_size": 64, **WIDE}
+OF_8_RANKS = {"dp_size": 8, "ep_size": 8, "max_num_batched_tokens": 1024, **WIDE}
+SHARED = {"max_num_seqs": 8, "attn_tp_size": 2}
+# Whole dense MLPs under attention TP 8: the smallest graph of 4 sequences has 8 rows.
+FOUR = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "max_num_logits": 4, "attn_tp_size": 8}
+ALIGNED = {
+    "decode_graph_size": decode_capture_sizes(4, alignment=8)[-1],
+    "extend_graph_size": prefill_capture_sizes(100, alignment=8)[-1],
+}
 
 
-def test_sizes_do_not_depend_on_a_first_batch_that_is_small():
-    """A wrapper sized by a warm-up of a few tokens met a step of 4073."""
-    budget = make_budget(max_num_batched_tokens=4096, dp_size=2)
-    layout = DpLayout((4073, 1), DpPaddingMode.MAX_LEN, 0, has_extend=True)
-    assert layout.global_dp_buffer_len <= budget.max_gathered_tokens == 2 * 4096
-
-
-def test_a_prompt_may_be_larger_than_all_decodes_together():
-    """A dispatch sized by running requests alone overflowed at the first prefill."""
-    budget = make_budget(max_num_batched_tokens=8192, max_num_seqs=64, a2a_extends=True)
-    assert budget.a2a_max_num_tokens == budget.max_tokens_per_rank == 8192
-
-
-def test_prompts_that_go_by_all_gather_take_no_place_in_the_all_to_all():
-    """At 64 ranks of a 235 B model they took 4 GiB of each GPU, of which decodes need a 64th."""
-    sizes: dict[str, Any] = {
-        "dp_size": 64,
-        "ep_size": 64,
-        "hidden_size": 4096,
-        "itemsize": 2,
-        "top_k": 8,
-        "decode_graph_size": 64,
-    }
-    by_gather, by_a2a = make_budget(**sizes), make_budget(**sizes, a2a_extends=True)
-    assert (by_gather.a2a_max_num_tokens, by_a2a.a2a_max_num_tokens) == (64, 4096)
-    assert by_a2a.a2a_workspace_bytes > 4 << 30
-    assert by_gather.a2a_workspace_bytes < 68 << 20
-
-
-def test_verified_drafts_and_their_draft_extend_have_places_in_the_all_to_all():
-    sizes = {"max_num_seqs": 8, "attn_tp_size": 2}
-    assert make_budget(**sizes, num_tokens_per_bs=4, draft_lookahead=1).a2a_max_num_tokens == 16
-    assert make_budget(**sizes, num_tokens_per_bs=1, draft_lookahead=1).a2a_max_num_tokens == 8
-    graph = make_budget(**sizes, num_tokens_per_bs=4, decode_graph_size=10)
-    assert graph.a2a_max_num_tokens == 20
-
-
-def test_a_cap_between_what_a_step_brings_and_the_default_is_taken():
-    for extends, cap in ((False, 64), (False, 100), (True, 2048), (True, 9000)):
-        budget = make_budget(a2a_extends=extends, max_dispatch_tokens_per_rank=cap)
-        assert budget.a2a_max_num_tokens == cap
-
-
-def test_ep_ranks_are_counted_once_in_the_workspace():
-    """Times ep_size again, four GPUs ran out of memory."""
-    budget = make_budget(
-        max_num_batched_tokens=1024,
-        dp_size=8,
-        ep_size=8,
-        hidden_size=4096,
-        itemsize=2,
-        top_k=8,
-        max_dispatch_tokens_per_rank=1024,
-    )
-    assert budget.a2a_dispatch_bytes_per_token == 8256
-    assert budget.a2a_combine_bytes_per_token == 8192
-    assert budget.a2a_max_num_tokens == 1024
-    assert budget.a2a_workspace_bytes == 134_922_624
-
-
-def test_graphs_that_alignment_makes_larger_than_any_batch_are_covered():
-    """Whole dense MLPs under attention TP 8: the smallest graph of 4 sequences has 8 rows."""
-    decode = decode_capture_sizes(4, alignment=8)
-    extend = prefill_capture_sizes(100, alignment=8)
-    assert (decode, extend[-1]) == ((8,), 104)
-    budget = make_budget(
-        max_num_batched_tokens=100,
-        max_num_seqs=4,
-        max_num_logits=4,
-        decode_graph_size=decode[-1],
-        extend_graph_size=extend[-1],
-        attn_tp_size=8,
-    )
-    assert (budget.max_tokens_per_rank, budget.max_shard_tokens_per_rank) == (104, 13)
-    assert budget.max_logits_rows == 8
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # Sized by a warm-up of a few tokens, a buffer met a step of 4073.
+        ({"max_num_batched_tokens": 4096, "dp_size": 2}, {"max_gathered_tokens": 2 * 4096}),
+        # Sized by running requests only, a dispatch overflowed at the first prefill.
+        ({"max_num_batched_tokens": 8192, "a2a_extends": True}, {"a2a_max_num_tokens": 8192}),
+        # At 64 ranks of a 235 B model, prompts that went by all-gather took 4 GiB of each GPU for the
+        # all-to-all, of which decodes need a 64th.
+        (OF_64_RANKS, {"a2a_max_num_tokens": 64, "a2a_workspace_bytes": 67_383_424}),
+        (
+            {**OF_64_RANKS, "a2a_extends": True},
+            {"a2a_max_num_tokens": 4096, "a2a_workspace_bytes": 4_312_466_560},
+        ),
+        # Times ep_size again, four GPUs ran out of memory.
+        (
+            {**OF_8_RANKS, "max_dispatch_tokens_per_rank": 1024},
+            {
+                "a2a_dispatch_bytes_per_token": 8256,
+                "a2a_combine_bytes_per_token": 8192,
+                "a2a_max_num_tokens": 1024,
+                "a2a_workspace_bytes": 134_922_624,
+            },
+        ),
+        # Verified drafts, their draft-extend, and the padding of their graph are sent, too.
+        ({**SHARED, "num_tokens_per_bs": 4, "draft_lookahead": 1}, {"a2a_max_num_tokens": 16}),
+        ({**SHARED, "draft_lookahead": 1}, {"a2a_max_num_tokens": 8}),
+        ({**SHARED, "num_tokens_per_bs": 4, "decode_graph_size": 10}, {"a2a_max_num_tokens": 20}),
+        ({"max_num_seqs": 8, "draft_lookahead": 2}, {"max_tokens_per_rank": 2048 + 16}),
+        # A cap may lie anywhere above what a step brings.
+        ({"max_dispatch_tokens_per_rank": 100}, {"a2a_max_num_tokens": 100}),
+        (
+            {"a2a_extends": True, "max_dispatch_tokens_per_rank": 9000},
+            {"a2a_max_num_tokens": 9000},
+        ),
+        (
+            FOUR | ALIGNED,
+            {"max_tokens_per_rank": 104, "max_shard_tokens_per_rank": 13, "max_logits_rows": 8},
+        ),
+    ],
+)
+def test_sizes_at_which_others_have_failed_follow_from_the_limits(
+    sizes: dict[str, Any], expected: dict[str, int]
+):
+    budget = make_budget(**sizes)
+    assert {name: getattr(budget, name) for name in expected} == expected
 
 
 # The all-to-all's workspace
@@ -379,11 +328,10 @@ WORKSPACE = {
 }
 
 
-@pytest.mark.parametrize("name", [*WORKSPACE, "eplb_num_experts"])
-@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, 0) for name in WORKSPACE), ("eplb_num_experts", -1)]
+)
 def test_a_workspace_of_nothing_is_refused_by_name(name: str, value: int):
-    if (name, value) == ("eplb_num_experts", 0):
-        return
     with pytest.raises(ValueError, match=f"^{name}={value}: need at least"):
         a2a_workspace_size_per_rank(**(WORKSPACE | {name: value}))
 
@@ -449,53 +397,38 @@ def has_kernel(top_k: int) -> bool:
     return True
 
 
-# Rows of experts
-
-
-def test_experts_are_sized_for_the_largest_of_prompts_graphs_and_decodes():
-    sizes = {"max_num_batched_tokens": 100, "max_num_seqs": 8}
-
-    def rows(**more: int) -> int:
-        return make_budget(**sizes, **more).max_tokens_per_rank
-
-    assert rows() == 100
-    assert rows(num_tokens_per_bs=16) == 128
-    assert rows(decode_graph_size=10, num_tokens_per_bs=16) == 160
-    assert rows(extend_graph_size=112) == 112
-    assert rows(attn_tp_size=8) == 104
-    assert rows(draft_lookahead=2) == 116
-
-
 # The table
 
 
+UNEVEN = make_budget(
+    max_num_batched_tokens=101,
+    max_num_seqs=4,
+    decode_graph_size=8,
+    max_num_logits=4,
+    dp_size=2,
+    attn_tp_size=8,
+    ep_size=16,
+    hidden_size=64,
+    itemsize=2,
+    top_k=3,
+    vocab_size=1001,
+)
+
+
 def test_the_table_says_what_is_sized_by_which_bound():
-    budget = make_budget(
-        max_num_batched_tokens=100,
-        max_num_seqs=4,
-        decode_graph_size=8,
-        max_num_logits=4,
-        dp_size=2,
-        attn_tp_size=8,
-        ep_size=16,
-        hidden_size=64,
-        itemsize=2,
-        top_k=2,
-        vocab_size=1000,
-    )
     of_rank, of_executor = "hidden states of a DP rank", "hidden states of an executor"
     gathered = "rows gathered for experts, with ids and weights"
-    lines = budget_table(budget)
+    lines = budget_table(UNEVEN)
     assert [(line.what, line.bound, line.tokens, line.bytes) for line in lines] == [
         (of_rank, "max_num_batched_tokens, to a multiple of attn_tp_size=8", 104, 104 * 128),
         (of_executor, f"{of_rank} / attn_tp_size=8", 13, 13 * 128),
         ("rows gathered for attention", of_rank, 104, 104 * 128),
         ("rows that attention sums", of_rank, 104, 104 * 128),
         ("sums of attention", of_executor, 13, 13 * 128),
-        ("logits of a DP rank", "largest decode graph * num_tokens_per_bs", 8, 8 * 1000 * 4),
-        ("logits as gathered", "logits of a DP rank", 8, 8 * 1000 * 2),
-        ("rows sent for experts, with ids and weights", of_executor, 13, 13 * (128 + 16)),
-        (gathered, f"{of_executor} * 16 executors", 208, 208 * (128 + 16)),
+        ("logits of a DP rank", "largest decode graph * num_tokens_per_bs", 8, 8 * 1008 * 4),
+        ("logits as gathered", "logits of a DP rank", 8, 8 * 1008 * 2),
+        ("rows sent for experts, with ids and weights", of_executor, 13, 13 * (128 + 24)),
+        (gathered, f"{of_executor} * 16 executors", 208, 208 * (128 + 24)),
         ("sums of experts", of_executor, 13, 13 * 128),
     ]
 
@@ -515,28 +448,19 @@ def test_a_bound_is_a_setting_or_an_earlier_line(dp_size: int, attn_tp_size: int
 
 
 def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
-    budget = make_budget(
-        max_num_batched_tokens=101,
-        dp_size=2,
-        attn_tp_size=4,
-        ep_size=8,
-        hidden_size=64,
-        itemsize=2,
-        top_k=3,
-        vocab_size=1001,
-    )
     sizes: dict[str, Any] = {
-        "topology": Topology(dp_size=2, attn_tp_size=4),
-        "hidden_size": 64,
+        "topology": Topology(dp_size=2, attn_tp_size=8),
+        "hidden_size": UNEVEN.hidden_size,
         "dtype": torch.bfloat16,
         "device": "meta",
     }
+    shard = UNEVEN.max_shard_tokens_per_rank
     communicators = (
-        DpCommunicator(max_tokens_per_rank=budget.max_shard_tokens_per_rank, top_k=3, **sizes),
+        DpCommunicator(max_tokens_per_rank=shard, top_k=UNEVEN.top_k, **sizes),
         AttnTpCommunicator(
-            max_shard_tokens_per_rank=budget.max_shard_tokens_per_rank,
-            max_logits_rows=budget.max_logits_rows,
-            vocab_slice=vocab_slice(1001, 4),
+            max_shard_tokens_per_rank=shard,
+            max_logits_rows=UNEVEN.max_logits_rows,
+            vocab_slice=vocab_slice(UNEVEN.vocab_size, 8),
             **sizes,
         ),
     )
@@ -547,7 +471,7 @@ def test_the_table_has_the_bytes_of_the_buffers_of_collectives():
         if isinstance(value, torch.Tensor) and value.numel()
     ]
     no_buffers = {"hidden states of a DP rank", "hidden states of an executor"}
-    told = [line.bytes for line in budget_table(budget) if line.what not in no_buffers]
+    told = [line.bytes for line in budget_table(UNEVEN) if line.what not in no_buffers]
     assert sorted(told) == sorted(held)
 
 
