@@ -114,7 +114,8 @@ METRICS: list[Metric[Numbers]] = [
     Metric("step_seconds_total", "counter", ("phase",),
            lambda n: {phase: ns / 1e9 for phase, ns in n.measures.phase_ns.items()},
            "Where the time of steps went: queue (while the step before ran), fill (columns to the "
-           "device), forward (on a GPU: its launch), sample (until tokens were on the host)."),
+           "device), draft (the draft model), forward (on a GPU: its launch), sample (until tokens "
+           "were on the host)."),
     Metric("execute_seconds", "histogram", (), lambda n: n.measures.execute_s.copy(),
            "From a step's beginning to its answer."),
 ]

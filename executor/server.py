@@ -173,8 +173,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._epochs = Epochs()
         self._joining: JoinAttempt | None = None  # the newest, while it is under way
 
-        # Set where no step runs, as a join has just ended; but an epoch ends at once, whatever the
-        # compute thread waits for.
+        # Set where no step runs, as a join has just ended; but an epoch ends at once, also while
+        # the compute thread waits.
         self._epoch: int | None = None  # None while in no group
         self._next_step_id = 1
         self._computing: StepStream | None = None  # whose step runs

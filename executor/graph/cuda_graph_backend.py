@@ -383,8 +383,8 @@ class _Progress:
 def weak_view(x: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the same memory that does not keep it alive.
 
-    Its owner may free it while the view stays; whoever reads it must know that the memory holds
-    what it should.
+    Its owner may free it while the view stays; its reader must know that the memory holds what it
+    should.
     """
     last = sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
     num_bytes = (last + 1) * x.element_size() if x.numel() else 0

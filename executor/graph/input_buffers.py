@@ -14,8 +14,8 @@ from contextvars import ContextVar
 
 import torch
 
-# Buffers that address KV, the block table or the rope table. Whatever is in a padded row of one
-# of them is followed, so it must be a valid index: zero, the scratch block's.
+# Buffers that address KV, the block table or the rope table. Kernels follow what is in a padded
+# row of one of them, so it must be a valid index: zero, the scratch block's.
 INDEX_SEMANTIC_BUFFERS = frozenset(
     {
         "positions",

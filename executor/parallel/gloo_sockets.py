@@ -34,10 +34,10 @@ class Connections:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Collects the connections that open meanwhile, but those that others made to this process.
+        """Collects the connections that open meanwhile, except what others open to this process.
 
-        Whoever connects to a port that was listened on before has nothing to do with it. Sockets
-        that listen are left alone: a library need not expect those to end.
+        A connection to a port that was listened on before is not the library's. Sockets that listen
+        stay open: a library need not expect them to end.
         """
         before = _open_sockets()
         ports = {_address(number).port for number in before.values() if _address(number).listens}

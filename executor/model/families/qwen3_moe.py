@@ -6,7 +6,7 @@ all of its T rows, and some of its rows, S = layout.shard_num_rows, of everythin
     ids [S] ─▶ embed ─▶ norm ─▶ gather [T] ─▶ heads ─▶ sum, scatter [S] ─▶ + ─▶ norm ─▶ experts ─▶ + ─▶
                          └──────────────────────── once per layer ───────────────────────────┘
 
-Alone, an executor has all heads and all rows, and nothing moves.
+An executor without peers has all heads and all rows, and nothing moves.
 
 Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """

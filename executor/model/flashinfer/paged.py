@@ -104,8 +104,8 @@ class PagedAttention:
     """One wrapper of FlashInfer's. Made by ``paged_decode`` and ``paged_prefill``.
 
     Attributes:
-        library_bytes: What the wrapper allocates on the device by itself and keeps, whatever
-            workspace it is given.
+        library_bytes: What the wrapper allocates on the device by itself and keeps, besides
+            the workspace that it is given.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Ends the request with DEADLINE_EXCEEDED when it has run this long, counted from its arrival.
-        The shorter of this and the call's own deadline holds. Absent: the call's deadline alone.
+        The shorter of this and the call's own deadline holds. Absent: only the call's deadline.
         """
 
     def __init__(
@@ -582,7 +582,7 @@ class Finish(_message.Message):
     num_drafts: _builtins.int
     """Drafts of its speculative steps that could have been accepted; 0 without any."""
     num_accepted_drafts: _builtins.int
-    """Those that were. Each saved a step."""
+    """Drafts that were accepted. Each saved a step."""
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From arrival to the first step that ran it."""
@@ -1052,7 +1052,7 @@ class SpeculationStatus(_message.Message):
     num_drafts: _builtins.int
     """Drafts that could have been accepted."""
     num_accepted_drafts: _builtins.int
-    """Those that were."""
+    """Drafts that were accepted."""
     tokens_per_step: _builtins.float
     """Tokens that a sequence gains in a speculative step, lately: 1 and more. Absent before the
     first.

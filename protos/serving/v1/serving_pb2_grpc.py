@@ -87,7 +87,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a live request by its id, whoever started it. Its call ends with CANCELLED.
+        """Ends a live request by its id, from any client. Its call ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,7 @@ class GenerationServiceStub:
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
-    """Ends a live request by its id, whoever started it. Its call ends with CANCELLED."""
+    """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetStatusRequest, _serving_pb2.GetStatusResponse]
@@ -94,7 +94,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a live request by its id, whoever started it. Its call ends with CANCELLED."""
+    """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
     GetModel: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetStatusRequest, _serving_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _serving_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.CancelResponse, _abc.Awaitable[_serving_pb2.CancelResponse]]:
-        """Ends a live request by its id, whoever started it. Its call ends with CANCELLED."""
+        """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
 
     @_abc_1.abstractmethod
     def GetModel(
