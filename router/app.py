@@ -22,7 +22,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.interceptors import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health, enable_reflection
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer

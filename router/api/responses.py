@@ -4,7 +4,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
-from router.api.text.output_text import OutputText
+from router.api.text import OutputText
 from router.engine.status import duration
 from router.requests.request import FinishReason, Sequence, TokenLogprob
 from router.scheduling.step import ServedModel

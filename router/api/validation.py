@@ -14,8 +14,7 @@ import numpy as np
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import quoted
-from router.api.text.stop_strings import StopStrings
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import StopStrings, Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.requests.listeners import Listener
 from router.requests.request import (

@@ -10,6 +10,8 @@ RouterConfig says that the service is wanted.
 
 import asyncio
 import hashlib
+import io
+import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +24,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
 from router.api.generate import GenerationServicer
-from router.api.text.tokenizer import zip_tokenizer
 from router.api.validation import served
 from router.api.vllm_messages import (
     Answers,
@@ -43,6 +44,21 @@ CHUNK_BYTES = 64 * 1024  # of the tokenizer's archive in one message
 # After Abort, for the call to end by itself. A client that does not read keeps it from that: the
 # call would wait for the client, and hold its place, as long as the connection lasts.
 ABORT_GRACE_S = 1.0
+
+TOKENIZER_FILE = "tokenizer.json"
+# What stands beside tokenizer.json in a checkpoint and says how text is made and read.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_ENTRY_TIME = (1980, 1, 1, 0, 0, 0)  # the same for all, so that equal files make an equal archive
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -164,6 +180,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 def _zip(tokenizer_file: Path) -> tuple[bytes, str]:
     archive = zip_tokenizer(tokenizer_file)
     return archive, hashlib.sha256(archive).hexdigest()
+
+
+def zip_tokenizer(tokenizer_file: Path) -> bytes:
+    """Returns a zip file of the tokenizer and of what stands beside it, for a gateway without it.
+
+    Args:
+        tokenizer_file: The tokenizer's file; in the archive its name is tokenizer.json.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    paths = {name: tokenizer_file.parent / name for name in COMPANIONS}
+    paths = {name: path for name, path in paths.items() if path.is_file()}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, path in {TOKENIZER_FILE: tokenizer_file, **paths}.items():
+            entry = zipfile.ZipInfo(name, date_time=_ENTRY_TIME)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(entry, path.read_bytes())
+    return archive.getvalue()
 
 
 def add_vllm_engine(server: grpc.aio.Server, servicer: VllmEngineServicer) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.client import client
 from router.executors import group as executor_client
 from tests.router.support.fake_engines import byte_tokenizer

@@ -14,7 +14,7 @@ from google.rpc import code_pb2
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, Sequence
 from tests.router.support.fake_engines import FakeEngines, serve

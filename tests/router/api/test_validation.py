@@ -13,7 +13,7 @@ from grpc import StatusCode
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
 from router.requests.listeners import Listeners

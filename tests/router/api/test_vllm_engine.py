@@ -15,7 +15,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import error_details
 from router import config
 from router.api import vllm_engine
-from router.api.text.tokenizer import Tokenizer, zip_tokenizer
+from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
 from router.requests.request import FinishReason, TokenLogprob
@@ -375,7 +375,7 @@ def test_equal_tokenizers_make_equal_archives(tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text("{}")
-        archives.append(zip_tokenizer(tmp_path / name / "tokenizer.json"))
+        archives.append(vllm_engine.zip_tokenizer(tmp_path / name / "tokenizer.json"))
 
     assert archives[0] == archives[1]
 

@@ -8,7 +8,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.transport.errors import error_details
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request
 from tests.router.support.fake_engines import MODEL, FakeEngines

@@ -17,7 +17,7 @@ from protos.transport.errors import RpcError
 from protos.transport.interceptors import RequestReader
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import Columns, FinishReason, Request, Sequence

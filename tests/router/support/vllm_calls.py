@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from router.api.generate import GenerationServicer
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 from router.requests.request import Sequence
 from tests.router.support.fake_engines import FakeEngines, front_of, listening

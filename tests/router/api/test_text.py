@@ -9,9 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from router.api.text.output_text import OutputText
-from router.api.text.stop_strings import StopStrings
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import OutputText, StopStrings, Tokenizer
 from router.requests.request import Int32Array
 from tests.router.support import fake_engines
 

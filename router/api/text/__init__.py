@@ -1,1 +1,0 @@
-"""Text of requests and outputs: tokenizer, detokenizer, stop strings."""
