@@ -223,7 +223,7 @@ class Sequence:
         text: Set where the client wants text or gave stop strings.
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
-        block_hashes: Names of its full blocks, as far as anybody asked (prefix_cache.py).
+        block_hashes: Names of its full blocks, as far as anybody asked (block_pool.py).
         suspicion: Set while its steps may be what executors die of (quarantine.py).
         num_clearings: How often it was suspected and cleared, while no executor was lost whose
             steps it was not in.

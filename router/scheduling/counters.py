@@ -33,7 +33,7 @@ from router.errors import (
     ShuttingDown,
 )
 from router.requests.request import FinishReason, Sequence
-from router.scheduling.prefix_cache import PrefixCache
+from router.scheduling.block_pool import PrefixCache
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import (
     NO_GRAPHS,

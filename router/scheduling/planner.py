@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.scheduling.block_pool import BlockIds
-from router.scheduling.prefix_cache import PrefixCache
+from router.scheduling.block_pool import BlockIds, PrefixCache
 from router.scheduling.sequence_table import RowStatus, SequenceTable
 from router.scheduling.step import (
     NO_GRAPHS,

@@ -14,8 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
-from router.scheduling.block_pool import BlockPool
-from router.scheduling.prefix_cache import PrefixCache, extend_block_hashes
+from router.scheduling.block_pool import BlockPool, PrefixCache, extend_block_hashes
 from router.scheduling.sequence_table import Rows, RowStatus, SequenceTable, spread
 
 

@@ -22,7 +22,7 @@ from protos.transport.errors import RpcError
 from router.requests.listeners import Listeners
 from router.requests.request import Int32Array, Sequence
 from router.requests.waiting_queue import SequenceQueue
-from router.scheduling.block_pool import BlockIds
+from router.scheduling.block_pool import BlockHash, BlockIds, PrefixCache, extend_block_hashes
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -32,7 +32,6 @@ from router.scheduling.commit import (
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
 from router.scheduling.planner import RankLoads, fill_level
-from router.scheduling.prefix_cache import BlockHash, PrefixCache, extend_block_hashes
 from router.scheduling.row_blocks import RowBlocks
 from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings

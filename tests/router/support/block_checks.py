@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from router.scheduling.block_pool import SCRATCH_BLOCK, BlockPool
-from router.scheduling.prefix_cache import PrefixCache
+from router.scheduling.block_pool import SCRATCH_BLOCK, BlockPool, PrefixCache
 
 
 def kept_blocks(pool: BlockPool) -> list[int]:
