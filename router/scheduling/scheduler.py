@@ -12,6 +12,7 @@ touches either.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,12 +32,15 @@ from router.scheduling.commit import (
     write_tokens,
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
-from router.scheduling.planner import RankLoads, fill_level
 from router.scheduling.row_blocks import RowBlocks
 from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult
 from router.scheduling.step_builder import Chunk, StepBuilder
+
+# What a cached token weighs against one to be run when ranks are compared: attention reads it
+# at every step of its sequence. With it, 16 blocks of KV weigh as much as one block to be run.
+KV_WORK = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +219,7 @@ class Scheduler:
         is_running = leader.table is not None and leader is not sequence
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
 
-    def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
+    def _bind_to_best_rank(self, sequence: Sequence, loads: "RankLoads") -> bool:
         ranks = loads.ranks_with_room()
         if not ranks:
             return False
@@ -340,3 +344,137 @@ class Scheduler:
             if table.status[row] == RowStatus.PREEMPTED:
                 self._send_back(table.bound(row))
             table.free_row(row)
+
+
+# ---- balance of the ranks
+
+
+def fill_level(
+    num_decodes: SequenceOf[int], num_prompt_tokens: SequenceOf[int], *, max_tokens: int, floor: int
+) -> int:
+    """Returns the number of tokens up to which every rank fills its step with prompt tokens.
+
+    A step is as long as its fullest rank, so ranks fill up to one level, as water does. That
+    level is what the rank with the least to do can reach; below ``floor`` it does not go, or a
+    short prompt on one rank would hold up a long one on another. The level bounds only
+    prompts: decodes always run.
+
+    Args:
+        num_decodes: [dp_size] tokens that each rank runs anyway.
+        num_prompt_tokens: [dp_size] prompt tokens that each rank could run.
+        max_tokens: Upper bound of a rank's tokens.
+        floor: The least level, unless ``max_tokens`` is below.
+    """
+    reachable = [
+        decodes + prompt
+        for decodes, prompt in zip(num_decodes, num_prompt_tokens, strict=True)
+        if prompt > 0
+    ]
+    if not reachable:
+        return 0
+    return min(max_tokens, max(floor, min(reachable), *num_decodes))
+
+
+def pick_rank(
+    num_cached_tokens: SequenceOf[int], work: SequenceOf[float], candidates: SequenceOf[int]
+) -> int:
+    """Picks the DP rank for a new sequence: a cached prefix counts for as much as it saves.
+
+    Args:
+        num_cached_tokens: [dp_size] prompt tokens that each rank would not have to run.
+        work: [dp_size] what each rank carries, in tokens.
+        candidates: Ranks that can run the sequence in the next step; at least one.
+    """
+    return min(
+        candidates, key=lambda rank: (work[rank] - num_cached_tokens[rank], work[rank], rank)
+    )
+
+
+class RankLoads:
+    """Work and promised blocks of every rank, kept up as sequences are bound.
+
+    Plain lists of numbers: there are few ranks, and each is looked at for each new sequence.
+
+    Args:
+        num_decodes: [dp_size] decodes that run in this step.
+
+    Attributes:
+        work: [dp_size] tokens to run, and KV to read counted in such tokens.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        table: SequenceTable,
+        caches: list[PrefixCache],
+        num_decodes: list[int],
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._pools = [cache.pool for cache in caches]
+        self._num_tokens = list(num_decodes)
+        self._num_promised_blocks = [0] * shape.dp_size
+        for row in np.flatnonzero(table.status == RowStatus.EXTEND).tolist():
+            rank, num_extend = table.rank_of(row), int(table.num_extend[row])
+            self._num_tokens[rank] += num_extend - int(table.num_computed[row])
+            num_missing = self._num_blocks_for(num_extend) - int(table.num_blocks[row])
+            self._num_promised_blocks[rank] += num_missing
+        self.work = [self._work(rank) for rank in range(shape.dp_size)]
+
+    def ranks_with_room(self) -> list[int]:
+        """Ranks that could run something of another sequence in this step."""
+        max_tokens = self._shape.max_num_batched_tokens
+        return [
+            rank
+            for rank, num_tokens in enumerate(self._num_tokens)
+            if num_tokens < max_tokens and self._table.has_free_row(rank)
+        ]
+
+    def _fits(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> bool:
+        """Whether the rank's pool has place for all known tokens of a sequence and one more.
+
+        Beyond that, one free block is left for each sequence that the rank already has, which
+        will want it soon. An empty rank takes any sequence that the model's length admits.
+        """
+        num_bound = self._table.num_bound(rank)
+        if num_bound == 0:
+            return True
+        pool = self._pools[rank]
+        num_taken = self._num_blocks_for(num_tokens)
+        if len(cached_blocks):
+            num_taken += pool.num_unused(cached_blocks) - len(cached_blocks)
+        return num_taken + num_bound <= pool.num_available - self._num_promised_blocks[rank]
+
+    def pick(
+        self, ranks: SequenceOf[int], num_tokens: int, cached_blocks: SequenceOf[BlockIds]
+    ) -> int | None:
+        """Picks the rank for a sequence.
+
+        Args:
+            ranks: Ranks that have room for another sequence.
+            num_tokens: Known tokens of the sequence.
+            cached_blocks: [dp_size] its prefix in each rank's cache.
+
+        Returns:
+            One of ``ranks`` into whose pool it fits; None if there is none.
+        """
+        fitting = [rank for rank in ranks if self._fits(rank, num_tokens, cached_blocks[rank])]
+        if not fitting:
+            return None
+        block_size = self._shape.block_size
+        num_cached_tokens = [len(blocks) * block_size for blocks in cached_blocks]
+        return pick_rank(num_cached_tokens, self.work, fitting)
+
+    def add(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> None:
+        """Counts a sequence that was just bound."""
+        self._num_tokens[rank] += num_tokens - len(cached_blocks) * self._shape.block_size
+        self._num_promised_blocks[rank] += self._num_blocks_for(num_tokens) - len(cached_blocks)
+        self.work[rank] = self._work(rank)
+
+    def _work(self, rank: int) -> float:
+        num_kv_tokens = self._pools[rank].num_used * self._shape.block_size
+        return self._num_tokens[rank] + KV_WORK * num_kv_tokens
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks for this many tokens and the one that they lead to."""
+        return num_tokens // self._shape.block_size + 1

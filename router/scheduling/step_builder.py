@@ -1,9 +1,10 @@
-"""Step builder: the rows that run as the columns that travel, marked as handed out.
+"""Step builder: the rows that run as the columns that travel, and the ranks' agreement on the step.
 
 Decodes are laid out for all ranks at once and then cut by rank: most steps have nothing else, and
-need few columns. Chunks of prompts come behind each rank's decodes.
+need few columns. Chunks of prompts come behind each rank's decodes. Rows are marked as handed out.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.scheduling.planner import agree
 from router.scheduling.sequence_table import Mask, Rows, RowSet, RowStatus, SequenceTable, spread
 from router.scheduling.step import (
+    NO_GRAPHS,
+    Agreement,
     BatchMode,
+    CapturedSizes,
+    GraphMiss,
     GroupShape,
+    PaddingMode,
     RankBatch,
     RowStart,
     Scoring,
@@ -42,8 +47,15 @@ class Chunk:
     num_tokens: int
 
 
-class _Counts(NamedTuple):
-    """Each rank's part of a step in numbers, all [dp_size]; see `agree`."""
+class Counts(NamedTuple):
+    """Each rank's part of a step in numbers, all [dp_size].
+
+    Attributes:
+        logits: Rows of logits.
+        draft_rows: Rows that the draft model runs behind a step that is not speculative; empty
+            where it runs none.
+        sampled: Sequences that sample; empty likewise.
+    """
 
     sequences: list[int]
     tokens: list[int]
@@ -92,26 +104,23 @@ class StepBuilder:
             assert not has_extend
             num_draft_tokens = speculation.num_draft_tokens
             num_tokens = [num_draft_tokens * count for count in num_rows]
-        counts = _Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
+        counts = Counts(num_rows, num_tokens, num_tokens, num_rows, num_rows)
         if has_extend:
-            counts = _Counts(*map(list[int], counts))
+            counts = Counts(*map(list[int], counts))
             sampled_rows = self._add_chunks(batches, counts, decodes, chunks)
             runs[[chunk.row for chunk in chain.from_iterable(chunks)]] = True
         if np.count_nonzero((table.scores_output | table.scores_prompt) & runs):
             self._add_scorings(batches)
         table.num_in_flight += runs
         # A speculative step has no draft-extend of its own behind it.
-        has_draft_extend = speculation is not None and speculation.extends and limits is None
+        if speculation is None or not speculation.extends or limits is not None:
+            counts = Counts(*counts[:3], [], [])
         agreement = agree(
-            counts.tokens,
-            counts.logits,
+            counts,
             has_extend=has_extend,
-            num_sequences=counts.sequences,
             attn_tp_size=shape.attn_tp_size,
             graph_sizes=shape.graph_sizes,
             num_draft_tokens=num_draft_tokens,
-            num_draft_rows=counts.draft_rows if has_draft_extend else (),
-            num_sampled=counts.sampled if has_draft_extend else (),
         )
         shape.check(agreement)
         return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits)
@@ -173,7 +182,7 @@ class StepBuilder:
     def _add_chunks(
         self,
         batches: list[RankBatch],
-        counts: _Counts,
+        counts: Counts,
         decodes: RowSet,
         chunks: SequenceOf[SequenceOf[Chunk]],
     ) -> Rows:
@@ -291,3 +300,100 @@ def _offsets(counts: npt.NDArray[Any], cuts: SequenceOf[int]) -> list[int]:
     counts.cumsum(out=sums[1:])
     offsets: list[int] = sums.take(cuts).tolist()
     return offsets
+
+
+# ---- agreement of all ranks
+
+
+def agree(
+    counts: Counts,
+    *,
+    has_extend: bool,
+    attn_tp_size: int = 1,
+    graph_sizes: CapturedSizes = NO_GRAPHS,
+    num_draft_tokens: int = 0,
+) -> Agreement:
+    """Decides padding and graph from each DP rank's counts.
+
+    A rank that replayed another graph, or laid out its gather otherwise, would leave the rest
+    waiting in a collective. Only the router sees every rank, so it decides and nobody votes.
+
+    Args:
+        counts: Of all ranks, at least one token among them. They are sent as they are: rounding up
+            for attention TP is every executor's own arithmetic.
+        has_extend: Whether any rank runs prompt tokens.
+        attn_tp_size: Executors that share a rank's rows.
+        graph_sizes: What the executors have captured.
+        num_draft_tokens: Tokens that each sequence verifies, and `counts.tokens` has them all; 0:
+            the step is not speculative.
+    """
+    num_tokens = counts.tokens
+    assert max(num_tokens) > 0, "an idle system takes no step"
+    if has_extend:
+        picked = pick_extend_graph_size(num_tokens, graph_sizes.extend)
+    else:
+        picked = pick_graph_size(max(counts.sequences), graph_sizes.decode)
+    if isinstance(picked, GraphMiss):
+        graph_size, graph_miss = None, picked
+        padding_mode = pick_padding_mode(
+            num_tokens, has_extend=has_extend, attn_tp_size=attn_tp_size
+        )
+    else:  # a captured collective has one size
+        graph_size, graph_miss, padding_mode = picked, None, PaddingMode.MAX_LEN
+    return Agreement(
+        tuple(num_tokens),
+        tuple(counts.logits),
+        has_extend,
+        padding_mode,
+        graph_size,
+        graph_miss,
+        num_draft_tokens,
+        tuple(counts.draft_rows),
+        tuple(counts.sampled),
+    )
+
+
+def pick_graph_size(size: int, captured: SequenceOf[int]) -> int | GraphMiss:
+    """Returns the smallest captured size that fits, or why none does."""
+    if not captured:
+        return GraphMiss.NOT_CAPTURED
+    index = bisect_left(captured, size)
+    return captured[index] if index < len(captured) else GraphMiss.TOO_LARGE
+
+
+def pick_extend_graph_size(
+    num_tokens: SequenceOf[int], captured: SequenceOf[int]
+) -> int | GraphMiss:
+    """Returns the graph for an extend, or why running eagerly is the better choice.
+
+    A rank without tokens has nothing to lay into a graph's attention metadata, and more than
+    half a graph of padding costs more than its launches save.
+    """
+    picked = pick_graph_size(max(num_tokens), captured)
+    if isinstance(picked, GraphMiss):
+        return picked
+    if min(num_tokens) == 0:
+        return GraphMiss.IDLE_RANK
+    return GraphMiss.MOSTLY_PADDING if picked > 2 * max(num_tokens) else picked
+
+
+def pick_padding_mode(
+    num_tokens: SequenceOf[int], *, has_extend: bool, attn_tp_size: int = 1
+) -> PaddingMode:
+    """Picks the gather that moves fewer bytes.
+
+    An all-reduce sends each row twice and an all-gather once, so MAX_LEN wins until more than
+    half of its rows are padding. Prompts are too uneven to bet on that. What is gathered are the
+    equal shards of ``attn_tp_size`` executors, so a rank's rows count as their next multiple.
+
+    Source: SGLang, srt/layers/dp_attention.py, PaddingMode.get_dp_padding_mode.
+    """
+    if len(num_tokens) == 1:
+        return PaddingMode.MAX_LEN
+    if has_extend:
+        return PaddingMode.SUM_LEN
+    if attn_tp_size > 1:
+        num_tokens = [-(-count // attn_tp_size) for count in num_tokens]  # a common factor less
+    if 2 * sum(num_tokens) < max(num_tokens) * len(num_tokens):
+        return PaddingMode.SUM_LEN
+    return PaddingMode.MAX_LEN

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
-from router.scheduling.planner import agree
 from router.scheduling.step import CapturedSizes
+from router.scheduling.step_builder import Counts, agree
 
 NUM_CASES = 400  # for each of the seeds
 
@@ -17,14 +17,12 @@ def test_all_executors_derive_the_same_geometry_from_one_agreement_of_the_router
     for _ in range(NUM_CASES):
         dp_size, attn_tp_size = rng.randint(1, 6), rng.randint(1, 5)
         most = rng.choice([1, 3, 20, 40])
-        counts = tuple(rng.choice([0, rng.randint(0, most)]) for _ in range(dp_size))
-        counts = (counts[0] + 1, *counts[1:])  # an idle system takes no step
+        counts = [rng.choice([0, rng.randint(0, most)]) for _ in range(dp_size)]
+        counts[0] += 1  # an idle system takes no step
         sizes = tuple(attn_tp_size * size for size in (1, 2, 4, 8))
         agreement = agree(
-            counts,
-            counts,
+            Counts(counts, counts, counts, [], []),
             has_extend=rng.random() < 0.5,
-            num_sequences=counts,
             attn_tp_size=attn_tp_size,
             graph_sizes=CapturedSizes(rng.choice([(), sizes]), rng.choice([(), sizes])),
         )

@@ -9,6 +9,7 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
+from router.scheduling.scheduler import fill_level, pick_rank
 from router.scheduling.step import PaddingMode
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import Stepper, assert_right, make_shape, output_of, token_counts
@@ -427,3 +428,69 @@ def check_logprobs(request: Request) -> None:
         wants_prompt = request.output.prompt_logprobs and sequence.index == 0
         prompt = [entry.token_id for entry in sequence.prompt_logprobs]
         assert np.array_equal(prompt, request.prompt[1:] if wants_prompt else [])
+
+
+# ---- balance of the ranks
+
+
+def fill(num_decodes: list[int], num_prompts: list[int], level: int) -> list[int]:
+    """Tokens of each rank when it fills up to a level."""
+    return [
+        decodes + min(prompt, max(0, level - decodes))
+        for decodes, prompt in zip(num_decodes, num_prompts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_level_is_within_budget_and_even(seed: int) -> None:
+    rng = random.Random(seed)
+    dp_size, max_tokens = rng.randint(1, 6), rng.randint(8, 64)
+    num_decodes = [rng.randint(0, 8) for _ in range(dp_size)]
+    num_prompts = [rng.choice([0, rng.randint(1, 100)]) for _ in range(dp_size)]
+    floor = rng.choice([1, 16, 1000])
+    level = fill_level(num_decodes, num_prompts, max_tokens=max_tokens, floor=floor)
+    tokens = fill(num_decodes, num_prompts, level)
+
+    assert max(tokens) <= max_tokens
+    if not any(num_prompts):
+        assert level == 0
+        return
+    assert sum(tokens) > sum(num_decodes) or level == max(num_decodes)
+    if level > max(min(floor, max_tokens), *num_decodes):
+        # Above the floor, no rank does more than the least busy one can, or does anyway.
+        busy = [t for t, prompt in zip(tokens, num_prompts, strict=True) if prompt]
+        assert set(busy) == {level}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_prompts_get_on_at_every_step(seed: int) -> None:
+    """Where no rank is full of decodes, some prompt advances."""
+    rng = random.Random(seed)
+    dp_size = rng.randint(1, 5)
+    num_decodes = [rng.randint(0, 20) for _ in range(dp_size)]
+    num_prompts = [rng.randint(0, 50) for _ in range(dp_size)]
+    num_prompts[rng.randrange(dp_size)] += 1
+    level = fill_level(num_decodes, num_prompts, max_tokens=32, floor=21)
+    assert sum(fill(num_decodes, num_prompts, level)) > sum(num_decodes)
+
+
+def test_the_floor_bounds_how_long_a_short_prompt_holds_up_a_long_one() -> None:
+    assert fill_level([0, 0], [3, 500], max_tokens=1000, floor=100) == 100
+    assert fill_level([0, 0], [300, 500], max_tokens=1000, floor=100) == 300
+    assert fill_level([0, 0], [300, 500], max_tokens=50, floor=100) == 50
+
+
+def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
+    assert fill_level([200, 0], [0, 500], max_tokens=1000, floor=10) == 500
+    assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
+
+
+def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:
+    assert pick_rank([0, 64], [10.0, 70.0], [0, 1]) == 1
+    assert pick_rank([0, 64], [10.0, 80.0], [0, 1]) == 0
+
+
+def test_equal_ranks_are_taken_in_order_and_only_from_the_candidates() -> None:
+    assert pick_rank([0, 0, 0], [5.0, 5.0, 5.0], [2, 1]) == 1
+    assert pick_rank([0, 0, 64], [5.0, 9.0, 0.0], [0, 1]) == 0
+    assert pick_rank([32, 0], [42.0, 10.0], [0, 1]) == 1  # the same sum: less work is left

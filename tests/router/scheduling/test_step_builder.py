@@ -4,14 +4,13 @@ import random
 
 import pytest
 
-from router.scheduling.planner import (
+from router.scheduling.step import CapturedSizes, GraphMiss, PaddingMode
+from router.scheduling.step_builder import (
+    Counts,
     agree,
-    fill_level,
     pick_extend_graph_size,
     pick_graph_size,
-    pick_rank,
 )
-from router.scheduling.step import CapturedSizes, GraphMiss, PaddingMode
 
 SIZES = (1, 2, 4, 8, 16)
 NUM_CASES = 300  # for each seed of the random steps
@@ -37,58 +36,6 @@ def naive_graph_size(num_tokens: list[int], captured: tuple[int, ...]) -> int | 
     return min(fitting, default=None)
 
 
-def fill(num_decodes: list[int], num_prompts: list[int], level: int) -> list[int]:
-    """Tokens of each rank when it fills up to a level."""
-    return [
-        decodes + min(prompt, max(0, level - decodes))
-        for decodes, prompt in zip(num_decodes, num_prompts, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_level_is_within_budget_and_even(seed: int) -> None:
-    rng = random.Random(seed)
-    dp_size, max_tokens = rng.randint(1, 6), rng.randint(8, 64)
-    num_decodes = [rng.randint(0, 8) for _ in range(dp_size)]
-    num_prompts = [rng.choice([0, rng.randint(1, 100)]) for _ in range(dp_size)]
-    floor = rng.choice([1, 16, 1000])
-    level = fill_level(num_decodes, num_prompts, max_tokens=max_tokens, floor=floor)
-    tokens = fill(num_decodes, num_prompts, level)
-
-    assert max(tokens) <= max_tokens
-    if not any(num_prompts):
-        assert level == 0
-        return
-    assert sum(tokens) > sum(num_decodes) or level == max(num_decodes)
-    if level > max(min(floor, max_tokens), *num_decodes):
-        # Above the floor, no rank does more than the least busy one can, or does anyway.
-        busy = [t for t, prompt in zip(tokens, num_prompts, strict=True) if prompt]
-        assert set(busy) == {level}
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_prompts_get_on_at_every_step(seed: int) -> None:
-    """Where no rank is full of decodes, some prompt advances."""
-    rng = random.Random(seed)
-    dp_size = rng.randint(1, 5)
-    num_decodes = [rng.randint(0, 20) for _ in range(dp_size)]
-    num_prompts = [rng.randint(0, 50) for _ in range(dp_size)]
-    num_prompts[rng.randrange(dp_size)] += 1
-    level = fill_level(num_decodes, num_prompts, max_tokens=32, floor=21)
-    assert sum(fill(num_decodes, num_prompts, level)) > sum(num_decodes)
-
-
-def test_the_floor_bounds_how_long_a_short_prompt_holds_up_a_long_one() -> None:
-    assert fill_level([0, 0], [3, 500], max_tokens=1000, floor=100) == 100
-    assert fill_level([0, 0], [300, 500], max_tokens=1000, floor=100) == 300
-    assert fill_level([0, 0], [300, 500], max_tokens=50, floor=100) == 50
-
-
-def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
-    assert fill_level([200, 0], [0, 500], max_tokens=1000, floor=10) == 500
-    assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
     rng = random.Random(500 + seed)
@@ -101,10 +48,8 @@ def test_random_steps_are_planned_as_the_rules_say(seed: int) -> None:
         multiples = [attn_tp_size * size for size in range(1, 21)]
         captured = tuple(sorted(rng.sample(multiples, rng.choice([0, 3, 8]))))
         agreement = agree(
-            num_tokens,
-            num_logits,
+            Counts(num_tokens, num_tokens, num_logits, [], []),
             has_extend=has_extend,
-            num_sequences=num_tokens,
             attn_tp_size=attn_tp_size,
             graph_sizes=CapturedSizes(extend=captured) if has_extend else CapturedSizes(captured),
         )
@@ -134,10 +79,8 @@ def test_a_speculative_step_replays_the_graph_of_its_sequences(seed: int) -> Non
         num_tokens = [width * count for count in num_sequences]
         captured = tuple(attn_tp_size * size for size in sorted(rng.sample(range(1, 10), 3)))
         agreement = agree(
-            num_tokens,
-            num_tokens,
+            Counts(num_sequences, num_tokens, num_tokens, [], []),
             has_extend=False,
-            num_sequences=num_sequences,
             attn_tp_size=attn_tp_size,
             graph_sizes=CapturedSizes(captured, (max(num_tokens),)),
             num_draft_tokens=width,
@@ -154,7 +97,7 @@ def test_a_speculative_step_replays_the_graph_of_its_sequences(seed: int) -> Non
 
 def test_a_step_without_tokens_is_never_planned() -> None:
     with pytest.raises(AssertionError, match="idle"):
-        agree([0, 0], [0, 0], has_extend=False, num_sequences=[0, 0])
+        agree(Counts([0, 0], [0, 0], [0, 0], [], []), has_extend=False)
 
 
 def test_the_smallest_captured_size_that_fits_is_replayed() -> None:
@@ -168,14 +111,3 @@ def test_an_extend_graph_is_not_replayed_with_an_empty_rank_or_mostly_padding() 
     assert pick_extend_graph_size([0, 8], (8, 64)) is GraphMiss.IDLE_RANK
     assert pick_extend_graph_size([9, 9], (8, 64)) is GraphMiss.MOSTLY_PADDING
     assert pick_extend_graph_size([32, 9], (8, 64)) == 64
-
-
-def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:
-    assert pick_rank([0, 64], [10.0, 70.0], [0, 1]) == 1
-    assert pick_rank([0, 64], [10.0, 80.0], [0, 1]) == 0
-
-
-def test_equal_ranks_are_taken_in_order_and_only_from_the_candidates() -> None:
-    assert pick_rank([0, 0, 0], [5.0, 5.0, 5.0], [2, 1]) == 1
-    assert pick_rank([0, 0, 64], [5.0, 9.0, 0.0], [0, 1]) == 0
-    assert pick_rank([32, 0], [42.0, 10.0], [0, 1]) == 1  # the same sum: less work is left
