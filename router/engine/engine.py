@@ -2,7 +2,7 @@
 
 Start and recovery are the same path. What a lost group costs is its KV cache: the sequences that
 it ran wait again, with the tokens that they have, and the next epoch computes them anew, or another
-group does (engines.py). Which of them may have been the cause is quarantine.py's to find out.
+group does (engines.py). Which of them may have been the cause is the Quarantine's to find out.
 """
 
 import asyncio
@@ -17,12 +17,11 @@ import structlog
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError
-from router.engine.quarantine import Quarantine, note_loss
 from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
 from router.requests.listeners import Listener, Listeners
 from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
-from router.requests.waiting_queue import WaitingQueue
+from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult

@@ -224,7 +224,7 @@ class Sequence:
         logprobs: One per output token that the listener has not taken yet, if asked for.
         prompt_logprobs: One per prompt token from the second on, if asked for.
         block_hashes: Names of its full blocks, as far as anybody asked (block_pool.py).
-        suspicion: Set while its steps may be what executors die of (quarantine.py).
+        suspicion: Set while its steps may be what executors die of (waiting_queue.py).
         num_clearings: How often it was suspected and cleared, while no executor was lost whose
             steps it was not in.
         finish_reason: Set when it ended well.
@@ -278,6 +278,11 @@ class Sequence:
     def seed(self) -> int:
         """64 bits; another for each continuation of a request."""
         return (self.request.sampling.seed + self.index * 0x9E3779B97F4A7C15) % (1 << 64)
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Sorts sequences: less is scheduled first and preempted last."""
+        return (*self.request.priority_key, self.index)
 
     @property
     def is_ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""Waiting queue of one group: bounded, ordered by arrival and priority.
+"""Waiting queue of one group: bounded, ordered by arrival and priority, and safe from poison requests.
 
 Priority is a head start in time. A request goes before all requests that came less than
 `priority_step_s` earlier for each level of priority that it has above theirs:
@@ -11,19 +11,29 @@ Priority is a head start in time. A request goes before all requests that came l
 A high priority thus means a short wait, and no priority means an endless one: a request that has
 waited for as long as all levels are worth goes before all that come. The order of two requests never
 changes, so that the queue is a heap, and it is the order on the ranks too: no sequence is preempted
-for a request that would have had to wait for it.
+for a request that would have had to wait for it. `Quarantine` stands before the queue and holds back
+the sequences of lost steps.
 """
 
 import heapq
-from collections.abc import Iterator
-from itertools import count
+from bisect import insort
+from collections import Counter
+from collections.abc import Collection, Iterator
+from itertools import chain, count
 from typing import Protocol
 
 from router.errors import QueueFull
-from router.requests.request import Request, Sequence
+from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
 RETRY_DELAY_S = 1.0
+
+PARTS = 8  # that suspects of one kind are tried in
+PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
+MAX_LOSSES_ALONE = 2
+FREE_CLEARINGS = 4  # without a longer proof: that many are bad luck
+PROOF_GROWTH = 4  # for each further one
+MAX_PROOF_TOKENS = 1024
 
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
 
@@ -112,7 +122,7 @@ class WaitingQueue:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (*sequence.request.priority_key, sequence.index, sequence))
+        heapq.heappush(self._heap, (*sequence.order, sequence))
 
     def peek(self) -> Sequence | None:
         """Returns the first of the queue."""
@@ -134,3 +144,176 @@ class WaitingQueue:
     def _leave(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
+
+
+# ---- quarantine
+
+
+class Quarantine:
+    """Waiting queue that isolates poison requests: suspects in front, and all others behind them.
+
+    A lost step says only which sequences it ran, and most losses are no request's fault. So each
+    sequence of a lost step is a suspect until it has gained a few tokens, and suspects run in parts:
+
+        lost once       an eighth of them at a time, beside everybody else
+        lost again      an eighth of those again, and nothing else begins until they are done
+        ...             the suspects become fewer with each loss, down to one that runs alone
+        lost alone      twice: its step kills executors, and it is not tried again
+
+    Proven sequences go on running. No sequence is failed for a step that others were in.
+
+    Some steps kill only now and then, after more tokens than the proof takes. So a sequence that is
+    suspected again and again has to gain ever more of them, unless executors are lost without it, too.
+
+    Args:
+        others: Their queue.
+    """
+
+    def __init__(self, others: WaitingQueue) -> None:
+        self._others = others
+        self._suspects: list[Sequence] = []  # that wait, in the order in which they are tried
+        self._running: set[Sequence] = set()  # handed out, and not proven yet
+        self._head: Sequence | None = None  # what `peek` returned, if it is a suspect
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._suspects)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait, prompt and output."""
+        return self._others.num_tokens + sum(len(s.tokens) for s in self._suspects)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a small request would be taken."""
+        return self._others.has_room
+
+    def submit(self, request: Request) -> None:
+        """Queues a new request. See WaitingQueue."""
+        self._others.submit(request)
+
+    def push(self, sequence: Sequence) -> None:
+        """Queues a sequence that ran before, here or elsewhere. It is never refused."""
+        if sequence.suspicion is None:
+            self._others.push(sequence)
+            return
+        self._running.discard(sequence)
+        insort(self._suspects, sequence, key=_trial_order)
+
+    def peek(self) -> Sequence | None:
+        """Returns the sequence that may begin next."""
+        self._head = None
+        if not self._suspects and not self._running:
+            return self._others.peek()
+        num_losses = max(map(_num_losses, self._running or self._suspects[:1]))
+        suspect = self._suspects[0] if self._suspects else None
+        if suspect is not None and not self._may_run(suspect, num_losses):
+            suspect = None
+        # The order here is the order on the ranks too, or two sequences would preempt each other
+        # for ever.
+        other = self._others.peek() if num_losses <= 1 else None
+        if suspect is None or (other is not None and other.order < suspect.order):
+            return other
+        self._head = suspect
+        return suspect
+
+    def _may_run(self, suspect: Sequence, num_losses: int) -> bool:
+        """Whether a suspect may run beside those that run, of which none has more losses."""
+        assert suspect.suspicion is not None
+        has_room = len(self._running) < suspect.suspicion.max_running
+        return has_room and suspect.suspicion.num_losses == num_losses
+
+    def pop(self) -> Sequence:
+        """Takes out the sequence that `peek` has just returned."""
+        if self._head is None:
+            return self._others.pop()
+        suspect, self._head = self._suspects.pop(0), None
+        self._running.add(suspect)
+        return suspect
+
+    def discard(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue, if it is there."""
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
+        else:
+            self._others.discard(sequence)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every sequence that waits, in no order."""
+        return chain(self._suspects, self._others)
+
+    def set_max_running(self) -> None:
+        """Says how many suspects are tried at a time, once all of an epoch wait again."""
+        counts = Counter(map(_num_losses, self._suspects))
+        for suspect in self._suspects:
+            assert suspect.suspicion is not None
+            suspect.suspicion.max_running = -(-counts[_num_losses(suspect)] // PARTS)
+
+    def clear_proven(self) -> None:
+        """Clears running suspects that are proven, or ended. Call it before each step."""
+        for suspect in [s for s in self._running if s.is_ended or is_proven(s)]:
+            suspect.suspicion = None
+            suspect.num_clearings += 1
+            self._running.remove(suspect)
+
+    def clear_bystanders(self, lost: Collection[Sequence]) -> None:
+        """Forgets old suspicions of sequences that wait now and were not in the lost steps."""
+        for sequence in set(self).difference(lost):
+            if sequence.suspicion is not None and is_repeat_suspect(sequence):
+                sequence.suspicion.num_losses = 1
+                sequence.suspicion.num_losses_alone = 0
+            sequence.num_clearings = 0
+        self._suspects.sort(key=_trial_order)
+
+
+def note_loss(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]:
+    """Notes a loss against the live sequences of the lost steps. Returns the guilty ones.
+
+    Args:
+        sequences: Bound or not, with the tokens that they have now.
+        is_alone: Whether the lost steps ran one sequence and nothing else.
+    """
+    guilty = []
+    for sequence in sequences:
+        suspicion = sequence.suspicion
+        if suspicion is None or is_proven(sequence):
+            sequence.num_clearings += suspicion is not None
+            suspicion = sequence.suspicion = Suspicion()
+        suspicion.num_losses += 1
+        suspicion.num_losses_alone += is_alone
+        suspicion.num_output_tokens = sequence.num_output_tokens
+        if suspicion.num_losses_alone >= MAX_LOSSES_ALONE:
+            guilty.append(sequence)
+    return guilty
+
+
+def is_proven(sequence: Sequence) -> bool:
+    """Whether a sequence has lived through steps such as it was lost in.
+
+    One that was cleared often has to gain more tokens for it.
+    """
+    if sequence.suspicion is None:
+        return True
+    num_longer = max(0, sequence.num_clearings - FREE_CLEARINGS)
+    num_needed: int = min(PROOF_TOKENS * PROOF_GROWTH**num_longer, MAX_PROOF_TOKENS)
+    return sequence.num_output_tokens - sequence.suspicion.num_output_tokens >= num_needed
+
+
+def is_repeat_suspect(sequence: Sequence) -> bool:
+    """Whether it was cleared so often that its proof is longer than usual."""
+    return sequence.num_clearings > FREE_CLEARINGS
+
+
+def _num_losses(suspect: Sequence) -> int:
+    assert suspect.suspicion is not None
+    return suspect.suspicion.num_losses
+
+
+def _trial_order(suspect: Sequence) -> tuple[bool, int, float, int, int]:
+    """Sorts suspects: most losses first, whose proof is short, so that all can go on.
+
+    Repeat suspects, whose proof is long, run with the fewest losses first: an executor may be lost
+    meanwhile, and then it was not the others.
+    """
+    is_old, num_losses = is_repeat_suspect(suspect), _num_losses(suspect)
+    return (is_old, num_losses if is_old else -num_losses, *suspect.order)

@@ -202,8 +202,7 @@ class SequenceTable:
 
     def order_of(self, row: int) -> tuple[float, int, int]:
         """Sorts rows by priority and arrival: first to be scheduled, last to be preempted."""
-        sequence = self.bound(row)
-        return (*sequence.request.priority_key, sequence.index)
+        return self.bound(row).order
 
     def last_in_order(self, rows: Rows) -> int:
         """The row of these, at least one, that is preempted first."""

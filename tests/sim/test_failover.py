@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from router.engine.quarantine import PARTS
 from router.requests.request import Request, StopConditions
+from router.requests.waiting_queue import PARTS
 from tests.router.support.stepper import make_shape
 from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World

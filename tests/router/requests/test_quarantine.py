@@ -4,17 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from router.engine.quarantine import (
+from router.requests.listeners import Listeners
+from router.requests.request import Sequence
+from router.requests.waiting_queue import (
     FREE_CLEARINGS,
     MAX_PROOF_TOKENS,
     PARTS,
     PROOF_TOKENS,
     Quarantine,
+    WaitingQueue,
     note_loss,
 )
-from router.requests.listeners import Listeners
-from router.requests.request import Sequence
-from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
 from tests.router.support.stepper import Stepper, make_shape
 
