@@ -29,7 +29,7 @@ from router.engine.engines import Engines, Observer
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Listeners
+from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector
 from router.telemetry.request_log import RequestLog

@@ -14,8 +14,7 @@ from router.api.text import Tokenizer
 from router.api.validation import read_request, served
 from router.engine.engines import Engines
 from router.errors import QueueFull, RequestNotFound
-from router.requests.listeners import Listener
-from router.requests.request import Request
+from router.requests.request import Listener, Request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]

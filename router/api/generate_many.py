@@ -19,8 +19,7 @@ from router.api.text import Tokenizer
 from router.api.validation import read_request
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
-from router.requests.listeners import Listener
-from router.requests.request import Request, Sequence
+from router.requests.request import Listener, Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
 MAX_REFUSALS = 256

@@ -16,9 +16,9 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import quoted
 from router.api.text import StopStrings, Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
-from router.requests.listeners import Listener
 from router.requests.request import (
     Int32Array,
+    Listener,
     OutputOptions,
     Request,
     SamplingParams,

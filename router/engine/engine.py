@@ -19,8 +19,7 @@ from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError
 from router.engine.status import epoch_status
 from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import NO_COLUMNS, Columns, Request, Sequence
+from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings

@@ -19,8 +19,7 @@ from router.errors import (
     RequestExists,
     ShuttingDown,
 )
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import Columns, Request, Sequence
+from router.requests.request import Columns, Listener, Listeners, Request, Sequence
 from router.scheduling.counters import GroupTotals, RequestMeasures
 from router.scheduling.step import ServedModel
 

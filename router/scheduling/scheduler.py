@@ -20,8 +20,7 @@ import numpy as np
 
 from protos.settings import at_least, setting
 from protos.transport.errors import RpcError
-from router.requests.listeners import Listeners
-from router.requests.request import Int32Array, Sequence
+from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
 from router.scheduling.block_pool import BlockHash, BlockIds, PrefixCache, extend_block_hashes
 from router.scheduling.commit import (

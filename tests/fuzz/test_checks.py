@@ -26,8 +26,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from router.api.validation import read_request
 from router.api.vllm_messages import read_generate, use_field_names
-from router.requests.listeners import Listeners
-from router.requests.request import Request
+from router.requests.request import Listeners, Request
 from router.scheduling.step import ServedModel
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step

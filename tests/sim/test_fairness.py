@@ -8,8 +8,7 @@ import pytest
 
 from router.engine.engines import Engines
 from router.errors import DeadlineExceeded
-from router.requests.listeners import Listeners
-from router.requests.request import Request
+from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request

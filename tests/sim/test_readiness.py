@@ -7,8 +7,7 @@ import pytest
 
 from router.engine.engines import Engines
 from router.errors import ExecutorLeft
-from router.requests.listeners import Listeners
-from router.requests.request import Request
+from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step import InFlight, StepResult
 from tests.router.support.fake_executors import FakeExecutors

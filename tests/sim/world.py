@@ -11,8 +11,14 @@ import numpy as np
 from router.engine.engine import Engine, EngineSettings
 from router.engine.engines import Engines
 from router.errors import Cancelled, DeadlineExceeded, ExecutorFailed, QueueFull
-from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import (
+    Listeners,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    Sequence,
+    StopConditions,
+)
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
 from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape

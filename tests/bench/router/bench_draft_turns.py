@@ -29,8 +29,14 @@ from pathlib import Path
 
 import numpy as np
 
-from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import (
+    Listeners,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    Sequence,
+    StopConditions,
+)
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import (

@@ -31,7 +31,7 @@ from protos.serving.v1.serving_pb2_grpc import (
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Engines
-from router.requests.listeners import Listeners
+from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.step import (
     GroupInfo,

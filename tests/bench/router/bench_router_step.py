@@ -35,8 +35,14 @@ import numpy as np
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from router.executors.step_codec import decode_result, encode_step, ran_as_sent
-from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import (
+    Listeners,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    Sequence,
+    StopConditions,
+)
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, StepTimes
 from router.scheduling.scheduler import Scheduler, SchedulerSettings

@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 
 from protos.telemetry.metrics import new_registry, serve_metrics
 from router.engine.engines import Engines
-from router.requests.listeners import Listeners
+from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.bench.support.options import parse_options

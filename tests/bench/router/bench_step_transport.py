@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 
 from router.engine.engines import Engines
-from router.requests.listeners import Listener
+from router.requests.request import Listener
 from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet

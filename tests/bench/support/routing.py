@@ -12,7 +12,7 @@ from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
 from router.executors.step_deadline import StepDeadline
-from router.requests.listeners import Listeners
+from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupShape

@@ -16,9 +16,9 @@ from protos.transport.errors import RpcError
 from router.api.text import Tokenizer
 from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
-from router.requests.listeners import Listeners
 from router.requests.request import (
     Int32Array,
+    Listeners,
     OutputOptions,
     Request,
     SamplingParams,

@@ -10,8 +10,14 @@ from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.executors.step_codec import decode_result, difference, encode_starts, encode_step
-from router.requests.listeners import Listeners
-from router.requests.request import OutputOptions, Request, SamplingParams, Sequence, StopConditions
+from router.requests.request import (
+    Listeners,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    Sequence,
+    StopConditions,
+)
 from router.scheduling.step import (
     Agreement,
     BatchMode,

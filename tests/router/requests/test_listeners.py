@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from router.requests.listeners import NO_LISTENER, Listener, Listeners
+from router.requests.request import NO_LISTENER, Listener, Listeners
 
 
 def indices(*listeners: Listener | int) -> np.ndarray:

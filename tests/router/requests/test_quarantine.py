@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from router.requests.listeners import Listeners
-from router.requests.request import Sequence
+from router.requests.request import Listeners, Sequence
 from router.requests.waiting_queue import (
     FREE_CLEARINGS,
     MAX_PROOF_TOKENS,

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from router.errors import QueueFull
-from router.requests.listeners import Listeners
-from router.requests.request import Request
+from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
 

@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import Sequence
+from router.requests.request import Listener, Listeners, Sequence
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 from tests.router.support.requests import make_request
 

@@ -19,8 +19,7 @@ from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.api.health import Health
 from router.api.text import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
-from router.requests.listeners import Listener, Listeners
-from router.requests.request import Columns, FinishReason, Request, Sequence
+from router.requests.request import Columns, FinishReason, Listener, Listeners, Request, Sequence
 from router.scheduling.counters import RequestMeasures
 from router.scheduling.step import ServedModel
 

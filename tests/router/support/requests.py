@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from router.requests.listeners import Listener
-from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import Listener, OutputOptions, Request, SamplingParams, StopConditions
 
 
 def make_request(

@@ -8,8 +8,7 @@ from typing import Any
 
 from router.engine.engine import Engine, EngineSettings, Executors
 from router.engine.engines import Engines, Observer
-from router.requests.listeners import Listeners
-from router.requests.request import Request
+from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request

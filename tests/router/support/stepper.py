@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from router.requests.listeners import Listeners
-from router.requests.request import Request, Sequence
+from router.requests.request import Listeners, Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings

@@ -20,7 +20,7 @@ from router.api.health import Health
 from router.config import RouterConfig
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, QueueFull
-from router.requests.listeners import Listeners
+from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.router.support.fake_engines import FakeEngines, serve
