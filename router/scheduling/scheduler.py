@@ -97,7 +97,9 @@ class Scheduler:
         self._measures = measures or GroupMeasures()
         self._gaps = TokenGaps(len(self.table.status), self._measures.inter_token_s)
         self._blocks = RowBlocks(self.table, self.caches, self.preempt)
-        self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
+        self._drafting: Drafting | None = None  # where no step ever is speculative
+        if speculation is not None:
+            self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
         self._builder = StepBuilder(self.table, shape, speculation)
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
 
@@ -110,7 +112,7 @@ class Scheduler:
             # If preemption left nothing to run, schedule again: the waiting sequence has blocks now.
             has_lost = sum(self.num_preemptions) > num_preemptions
             return self.schedule() if has_lost and not self._leaving else None
-        if limits is None:
+        if limits is None and self._drafting is not None:
             limits = self._drafting.prepare(runs, chunks)
         plan = self._builder.build(runs, chunks, limits)
         for chunk in chain.from_iterable(chunks):
@@ -190,9 +192,10 @@ class Scheduler:
         num_decodes = table.row_set(runs).num_rows
         self._bind_waiting(num_decodes)
         runs &= table.status == RowStatus.DECODE
-        limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
-        if limits is not None:
-            return limits, []
+        if self._drafting is not None:
+            limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
+            if limits is not None:
+                return limits, []
         chunks = self._take_chunks(num_decodes)
         runs &= table.status == RowStatus.DECODE
         return None, chunks

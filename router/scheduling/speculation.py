@@ -155,7 +155,7 @@ class Drafting:
     Args:
         table: Read only.
         blocks: Gives rows blocks for their drafts.
-        speculation: What the executors can draft; None: nothing, and no step ever drafts.
+        speculation: What the executors can draft.
         gate: Asked in each step that could draft.
     """
 
@@ -163,7 +163,7 @@ class Drafting:
         self,
         table: SequenceTable,
         blocks: RowBlocks,
-        speculation: SpeculationShape | None,
+        speculation: SpeculationShape,
         gate: DraftGate,
     ) -> None:
         self._table = table
@@ -182,20 +182,17 @@ class Drafting:
         Returns:
             int32, of each decode the most tokens that it may gain; None: it is the prompts' turn.
         """
-        table, speculation = self._table, self._speculation
-        if (
-            speculation is None
-            or self._num_prompt_steps < self._gate.settings.prompt_steps_between_drafts
-        ):
+        table = self._table
+        if self._num_prompt_steps < self._gate.settings.prompt_steps_between_drafts:
             return None
         num_prompts = np.count_nonzero(table.status == RowStatus.EXTEND)
-        limits = self._limits(runs, speculation)
+        limits = self._limits(runs)
         drafts = limits > 1
         num_drafting = np.count_nonzero(drafts)
         if not num_prompts or num_drafting < TURN_ROWS * num_prompts:
             return None
         needs_kv = has_waiting and any(map(table.has_free_row, range(table.dp_size)))
-        ends = self._ends(runs, speculation)
+        ends = self._ends(runs)
         takes_blocks = not needs_kv and self._blocks.can_reserve(ends)
         if not takes_blocks:
             drafts &= limits <= self._num_slots()
@@ -220,36 +217,33 @@ class Drafting:
             int32, of each decode the most tokens that it may gain in a speculative step; None if
             the step is not to be one.
         """
-        speculation = self._speculation
-        if speculation is None:
-            return None
         if any(chunks):
             self._num_prompt_steps += 1
         else:
             self._num_prompt_steps = 0
-            limits = self._limits(runs, speculation)
+            limits = self._limits(runs)
             if limits.max() > 1 and self._gate.wants_drafts():
-                self._blocks.reserve(self._ends(runs, speculation))
+                self._blocks.reserve(self._ends(runs))
                 gains: Int32Array = np.minimum(limits, self._num_slots())[runs]
                 if gains.max() > 1:
                     return gains
-        if speculation.kv_lookahead:
-            self._reserve_lookahead(runs, chunks, speculation.kv_lookahead)
+        if self._speculation.kv_lookahead:
+            self._reserve_lookahead(runs, chunks)
         return None
 
-    def _limits(self, runs: Mask, speculation: SpeculationShape) -> Int32Array:
+    def _limits(self, runs: Mask) -> Int32Array:
         """Returns int32 [R], the most tokens that each row may gain, blocks aside; 0: it does not run."""
         table = self._table
         # Below its least length, only what a first token may be is known beforehand.
         takes_drafts = table.takes_drafts & (table.num_tokens >= table.min_len)
-        limits = np.where(takes_drafts, np.int32(speculation.max_gain), np.int32(1))
+        limits = np.where(takes_drafts, np.int32(self._speculation.max_gain), np.int32(1))
         np.minimum(limits, table.max_computed - table.num_computed, out=limits)
         limits *= runs
         return limits
 
-    def _ends(self, runs: Mask, speculation: SpeculationShape) -> Int32Array:
+    def _ends(self, runs: Mask) -> Int32Array:
         """Returns int32 [R], the tokens for which a speculative step wants each row's blocks."""
-        num_reserved = np.int32(speculation.num_reserved_tokens)
+        num_reserved = np.int32(self._speculation.num_reserved_tokens)
         return np.where(runs, self._table.num_computed + num_reserved, np.int32(0))
 
     def _num_slots(self) -> Int32Array:
@@ -257,12 +251,12 @@ class Drafting:
         table = self._table
         return table.num_blocks * np.int32(table.block_size) - table.num_computed
 
-    def _reserve_lookahead(self, runs: Mask, chunks: list[list[Chunk]], num_ahead: int) -> None:
+    def _reserve_lookahead(self, runs: Mask, chunks: list[list[Chunk]]) -> None:
         """Gives rows that sample the blocks into which the draft model writes ahead of a plain step."""
         table = self._table
         ends = np.where(runs, table.num_computed + 1, 0)
         for chunk in chain.from_iterable(chunks):
             end = int(table.num_computed[chunk.row]) + chunk.num_tokens
             ends[chunk.row] = end if end == table.num_extend[chunk.row] else 0
-        ends[ends > 0] += num_ahead
+        ends[ends > 0] += self._speculation.kv_lookahead
         self._blocks.reserve(ends)
