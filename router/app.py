@@ -28,7 +28,7 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import StepDeadline
+from router.executors.step_stream import StepDeadline
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector

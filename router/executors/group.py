@@ -17,8 +17,7 @@ from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, difference, encode_step, ran_as_sent
-from router.executors.step_deadline import StepDeadline
-from router.executors.step_stream import StepStream
+from router.executors.step_stream import StepDeadline, StepStream
 from router.scheduling.step import GroupInfo, InFlight, RankResult, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file

@@ -11,7 +11,7 @@ import numpy as np
 from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import StepDeadline
+from router.executors.step_stream import StepDeadline
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings

@@ -15,7 +15,7 @@ from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import MIN_STEPS, StepDeadline
+from router.executors.step_stream import MIN_STEPS, StepDeadline
 from tests.router.conftest import LONG_S
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,

@@ -13,7 +13,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_deadline import StepDeadline
+from router.executors.step_stream import StepDeadline
 from router.scheduling.step import InFlight
 from tests.router.support.stepper import Stepper, make_shape
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from router.executors.step_deadline import MIN_STEPS, StepDeadline
+from router.executors.step_stream import MIN_STEPS, StepDeadline
 from router.scheduling.step import Agreement, PaddingMode
 
 MAX_S = 60.0
