@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -63,15 +64,19 @@ def _to_metadata(
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if retry_delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(retry_delay_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration(retry_delay_s)))
     status = status_pb2.Status(
         code=code_pb2.Code.Value(code.name),
         message=message,
         details=[_pack(detail) for detail in details],
     )
     return rpc_status.to_status(status).trailing_metadata
+
+
+def duration(seconds: float) -> Duration:
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
 
 
 def quoted(text: str) -> str:

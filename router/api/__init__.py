@@ -1,1 +1,1 @@
-"""gRPC services of the router: validation, responses, health, and a gateway's protocol."""
+"""gRPC services of the router: generation, health, and a gateway's protocol; their messages, text."""

@@ -9,9 +9,8 @@ import grpc
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from router.api.generate_many import ManyCall
-from router.api.responses import model_response, take_response
+from router.api.messages import model_response, read_request, served, take_response
 from router.api.text import Tokenizer
-from router.api.validation import read_request, served
 from router.engine.engines import Engines
 from router.errors import QueueFull, RequestNotFound
 from router.requests.request import Listener, Request

@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
-from router.api.responses import tagged_error, take_response
+from router.api.messages import read_request, tagged_error, take_response
 from router.api.text import Tokenizer
-from router.api.validation import read_request
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
 from router.requests.request import Listener, Request, Sequence

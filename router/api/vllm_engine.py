@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
 from router.api.generate import GenerationServicer
-from router.api.validation import served
+from router.api.messages import served
 from router.api.vllm_messages import (
     Answers,
     Message,

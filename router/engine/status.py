@@ -1,8 +1,7 @@
 """Status of one group, as GetStatus sends it, from the numbers of its engine."""
 
-from google.protobuf.duration_pb2 import Duration
-
 from protos.serving.v1 import serving_pb2 as pb
+from protos.transport.errors import duration
 from router.scheduling.counters import EpochStats, by_rank
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import GateState
@@ -71,9 +70,3 @@ def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.
         )
         for rank, cache in enumerate(scheduler.caches)
     ]
-
-
-def duration(seconds: float) -> Duration:
-    message = Duration()
-    message.FromNanoseconds(round(seconds * 1e9))
-    return message

@@ -24,7 +24,7 @@ from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
-from router.api.validation import read_request
+from router.api.messages import read_request
 from router.api.vllm_messages import read_generate, use_field_names
 from router.requests.request import Listeners, Request
 from router.scheduling.step import ServedModel

@@ -13,8 +13,8 @@ from grpc import StatusCode
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
+from router.api.messages import read_request
 from router.api.text import Tokenizer
-from router.api.validation import read_request
 from router.errors import InvalidRequest, PromptTooLong
 from router.requests.request import (
     Int32Array,

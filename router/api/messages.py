@@ -1,28 +1,32 @@
-"""Validation: a GenerateRequest becomes a Request, or an error names the field at fault.
+"""Messages of serving.proto: a GenerateRequest becomes a Request, sequences become responses.
 
 Every limit of serving.proto is checked here and nowhere else: behind this, values are resolved,
-in range, and of the engine's types.
+in range, and of the engine's types. An error names the field at fault.
 """
 
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
-from protos.transport.errors import quoted
-from router.api.text import StopStrings, Tokenizer
+from protos.transport.errors import RpcError, duration, quoted
+from router.api.text import OutputText, StopStrings, Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.requests.request import (
+    FinishReason,
     Int32Array,
     Listener,
     OutputOptions,
     Request,
     SamplingParams,
+    Sequence,
     StopConditions,
+    TokenLogprob,
 )
 from router.scheduling.step import ServedModel
 
@@ -41,6 +45,13 @@ NOT_READY_DELAY_S = 1.0
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 
 _NO_TOKENIZER = "this router has no tokenizer"
+_FINISH_REASONS = {
+    FinishReason.STOP: serving_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: serving_pb2.FINISH_REASON_LENGTH,
+}
+
+
+# ---- requests
 
 
 def served(model: ServedModel | None) -> ServedModel:
@@ -85,12 +96,8 @@ async def read_request(
             "request_id",
             f"{len(message.request_id)} characters are too many; send at most {MAX_REQUEST_ID_LEN}",
         )
-    if message.n > MAX_N:
-        raise InvalidRequest("n", f"{message.n} is not from 0 to {MAX_N}")
-    if abs(message.priority) > MAX_PRIORITY:
-        raise InvalidRequest(
-            "priority", f"{message.priority} is not from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
+    _check_range("n", message.n, 0, MAX_N)
+    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     timeout_s = _read_timeout(message, call_timeout_s)
     sampling = _read_sampling(message.sampling, model)
     output = _read_output(message, tokenizer)
@@ -131,7 +138,7 @@ async def _read_prompt(
             raise InvalidRequest("prompt", "there is none; set token_ids or text")
 
 
-def _read_token_ids(token_ids: Sequence[int], model: ServedModel) -> Int32Array:
+def _read_token_ids(token_ids: SequenceOf[int], model: ServedModel) -> Int32Array:
     field = "token_ids.ids"
     if not len(token_ids):
         raise InvalidRequest(field, "the prompt is empty; send at least one token")
@@ -268,10 +275,7 @@ def _read_output(
     output = message.output
     if output.text and tokenizer is None:
         raise InvalidRequest("output.text", f"{_NO_TOKENIZER}; leave it unset")
-    if output.top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(
-            "output.top_logprobs", f"{output.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}"
-        )
+    _check_range("output.top_logprobs", output.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if output.top_logprobs and not (output.logprobs or output.prompt_logprobs):
         raise InvalidRequest(
             "output.top_logprobs",
@@ -292,6 +296,103 @@ def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
         )
 
 
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"{value} is not from {low} to {high}")
+
+
 def _check_count(field: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequest(field, f"{count} are too many; send at most {most}")
+
+
+# ---- responses
+
+
+def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
+    """Returns what is new of a sequence, its finish included, or None if nothing is."""
+    request, output = sequence.request, sequence.request.output
+    is_finished = sequence.finish_reason is not None
+    token_ids = sequence.take_tokens()
+    if not (len(token_ids) or is_finished):
+        return None
+    response = serving_pb2.GenerateResponse(
+        request_id=request.request_id, index=sequence.index, token_ids=token_ids.tolist()
+    )
+    if output.text:
+        text = sequence.text
+        assert isinstance(text, OutputText), "a request that wants text was given one"
+        if not request.stop.has_stop_strings:  # else the engine has fed it
+            text.feed(token_ids, may_stop=False)
+        if sequence.is_ended:
+            text.close()
+        response.text = text.take()
+    if output.logprobs:
+        response.logprobs.extend(map(_logprob, sequence.logprobs))
+        sequence.logprobs.clear()
+    if output.prompt_logprobs and sequence.index == 0:
+        response.prompt_logprobs.extend(map(_logprob, sequence.prompt_logprobs))
+        sequence.prompt_logprobs.clear()
+    if is_finished:
+        response.finish.CopyFrom(_finish(sequence))
+    return response
+
+
+def tagged_error(tag: int, error: RpcError) -> serving_pb2.TaggedError:
+    code, _ = error.code.value
+    tagged = serving_pb2.TaggedError(
+        tag=tag, code=code, reason=error.reason, message=str(error), field=error.field or ""
+    )
+    if error.retry_delay_s is not None:
+        tagged.retry_delay.CopyFrom(duration(error.retry_delay_s))
+    return tagged
+
+
+def model_response(model: ServedModel, *, has_tokenizer: bool) -> serving_pb2.GetModelResponse:
+    return serving_pb2.GetModelResponse(
+        name=model.name,
+        architecture=model.architecture,
+        fingerprint=model.fingerprint,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        has_tokenizer=has_tokenizer,
+    )
+
+
+def _logprob(logprob: TokenLogprob) -> serving_pb2.TokenLogprob:
+    return serving_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        top=[
+            serving_pb2.TopLogprob(token_id=token_id, logprob=value)
+            for token_id, value in zip(
+                logprob.top_ids.tolist(), logprob.top_logprobs.tolist(), strict=True
+            )
+        ],
+    )
+
+
+def _finish(sequence: Sequence) -> serving_pb2.Finish:
+    assert sequence.finish_reason is not None
+    progress, arrival_time = sequence.progress, sequence.request.arrival_time
+
+    def since_arrival(time: float | None) -> Duration | None:
+        return None if time is None else duration(time - arrival_time)
+
+    return serving_pb2.Finish(
+        reason=_FINISH_REASONS[sequence.finish_reason],
+        stop_token_id=sequence.stop_token_id,
+        stop_string=sequence.stop_string,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=progress.num_cached_tokens,
+        num_completion_tokens=sequence.num_output_tokens,
+        num_preemptions=progress.num_preemptions,
+        queue_time=since_arrival(progress.start_time),
+        first_token_time=since_arrival(progress.first_token_time),
+        total_time=since_arrival(progress.end_time),
+        group=sequence.group,
+        dp_rank=sequence.dp_rank,
+        num_drafts=progress.num_drafts,
+        num_accepted_drafts=progress.num_accepted_drafts,
+    )
