@@ -2,9 +2,10 @@
 
 The server imports both once in a test run, and starts neither a thread nor a channel. A process that
 it forks has a session, a log and an environment of its own, and runs what ``python -m MODULE ARGS``
-runs. Tests of starting up start real ones instead.
+runs; it ends without taking the interpreter apart. Tests of starting up start real ones instead.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -88,6 +89,7 @@ def serve(address: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
+    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
     print("listening", flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     server = os.getpid()
@@ -98,7 +100,7 @@ def serve(address: str) -> None:
             die_with_parent(server)
             listener.close()
             fork_one(connection)
-            return
+            os._exit(0)
         connection.close()
 
 
@@ -129,7 +131,12 @@ def become(module: str, args: list[str], env: dict[str, str], output: int) -> No
     os.environ.update(env)
     torch.set_num_threads(int(env.get(THREADS) or os.cpu_count() or 1))
     sys.argv = [module, *args]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(ended.code or 0))
 
 
 if __name__ == "__main__":

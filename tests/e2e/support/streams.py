@@ -8,7 +8,7 @@ from deploy.local.demo_tasks import token_ids
 from router.client import Client, Many
 
 PROMPT = "\n17+25="
-LONG_TOKENS = 300  # past the answer: the model goes on with problems of its own
+LONG_TOKENS = 160  # past the answer: the model goes on with problems of its own
 
 
 async def long_stream(
@@ -30,7 +30,7 @@ async def long_stream(
 @asynccontextmanager
 async def long_streams(*asked: tuple[Client | Many, str]) -> AsyncIterator[None]:
     """Has a stream of each prompt, one after another until the end of the block; checks them all."""
-    expected = [await long_stream(asker, prompt=prompt) for asker, prompt in asked]
+    expected = await asyncio.gather(*[long_stream(asker, prompt=prompt) for asker, prompt in asked])
     begun, is_over = [asyncio.Event() for _ in asked], asyncio.Event()
 
     async def ask_on(asker: Client | Many, prompt: str, event: asyncio.Event) -> list[list[int]]:
