@@ -3,16 +3,14 @@
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import pytest
-import pytest_asyncio
 
-from deploy.local.demo import OPTIONS, SEED, draw_requests
+from deploy.local.demo import OPTIONS, SEED, DemoRequest, draw_requests
 from deploy.local.demo_tasks import text_of, token_ids
 from deploy.local.launch import LocalStack
 from deploy.local.processes import ROOT
@@ -36,25 +34,10 @@ Ask = Callable[[list[int], int, tuple[int, ...]], Awaitable[list[int]]]
 
 @dataclass
 class Tally:
-    """What became of one kind of request."""
+    """Outcome of one kind of request."""
 
     num_right: int = 0
     failures: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Outcome:
-    """What a rolling restart left behind.
-
-    Attributes:
-        tallies: By client and kind of request.
-        exit_codes: Of the routers that were told to stop.
-        live_requests: Of each router when it was told to stop.
-    """
-
-    tallies: dict[str, Tally] = field(default_factory=dict)
-    exit_codes: list[int] = field(default_factory=list)
-    live_requests: list[int] = field(default_factory=list)
 
 
 def asks_library(client: Client | Many) -> Ask:
@@ -83,44 +66,51 @@ def asks_plainly(channel: grpc.aio.Channel) -> Ask:
     return ask
 
 
-async def short_answers(ask: Ask, tally: Tally, is_over: asyncio.Event) -> None:
-    """Asks one problem after the other."""
-    for request in itertools.cycle(draw_requests(SEED, 200)):
-        if is_over.is_set():
-            return
-        try:
-            ids = await ask(token_ids(request.text), OPTIONS["max_tokens"], STOP_IDS)
-            if request.problem.is_answered_by(text_of(ids)):
-                tally.num_right += 1
-            else:
-                tally.failures.append(f"{request.text!r} was answered with {text_of(ids)!r}")
-        except Exception as error:
-            tally.failures.append(repr(error))
-
-
-async def long_streams(ask: Ask, tally: Tally, is_over: asyncio.Event, expected: list[int]) -> None:
+async def ask_on(tally: Tally, is_over: asyncio.Event, asks: Iterator[Awaitable[str]]) -> None:
+    """Asks one request after the other; each returns what is wrong with its answer."""
     while not is_over.is_set():
         try:
-            ids = await ask(STREAM_PROMPT, STREAM_TOKENS, ())
-            if ids == expected:
-                tally.num_right += 1
-            else:
-                tally.failures.append(f"{len(ids)} tokens, not those of an undisturbed stream")
+            wrong = await next(asks)
         except Exception as error:
-            tally.failures.append(repr(error))
+            wrong = repr(error)
+        if wrong:
+            tally.failures.append(wrong)
+        else:
+            tally.num_right += 1
+
+
+def short_answers(ask: Ask) -> Iterator[Awaitable[str]]:
+    async def wrong_with(request: DemoRequest) -> str:
+        text = text_of(await ask(token_ids(request.text), OPTIONS["max_tokens"], STOP_IDS))
+        is_right = request.problem.is_answered_by(text)
+        return "" if is_right else f"{request.text!r} was answered with {text!r}"
+
+    return map(wrong_with, itertools.cycle(draw_requests(SEED, 200)))
+
+
+def long_streams(ask: Ask, expected: list[int]) -> Iterator[Awaitable[str]]:
+    async def wrong_with(prompt: list[int]) -> str:
+        ids = await ask(prompt, STREAM_TOKENS, ())
+        return "" if ids == expected else f"{len(ids)} tokens, not those of an undisturbed stream"
+
+    return map(wrong_with, itertools.repeat(STREAM_PROMPT))
 
 
 STOP_IDS = tuple(OPTIONS["stop_token_ids"])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def outcome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Outcome]:
-    """Restarts every router in turn while clients of two kinds ask for short and long answers."""
-    folder, outcome, is_over = tmp_path_factory.mktemp("rolling"), Outcome(), asyncio.Event()
+async def test_a_rolling_restart_loses_no_request(tmp_path: Path):
+    """Of clients behind Envoy, and of one that watches the routers' health itself.
+
+    Every router is restarted in turn, in the middle of its work, while clients of two kinds ask for
+    short and long answers.
+    """
+    tallies: dict[str, Tally] = {}
+    is_over = asyncio.Event()
     async with AsyncExitStack() as exits:
-        stacks = [stack_in(folder / f"stack-{number}") for number in range(NUM_ROUTERS)]
+        stacks = [stack_in(tmp_path / f"stack-{number}") for number in range(NUM_ROUTERS)]
         await asyncio.gather(*[exits.enter_async_context(stack) for stack in stacks])
-        envoy = envoy_before([stack.address for stack in stacks], folder)
+        envoy = envoy_before([stack.address for stack in stacks], tmp_path)
         address = await exits.enter_async_context(envoy)
         client = await exits.enter_async_context(Client(address))
         options = [
@@ -142,22 +132,23 @@ async def outcome(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Out
         async with asyncio.TaskGroup() as tasks:
             for name, ask in asks.items():
                 short, long = Tally(), Tally()
-                outcome.tallies |= {f"{name}, short": short, f"{name}, long": long}
+                tallies |= {f"{name}, short": short, f"{name}, long": long}
                 for _ in range(NUM_CALLERS):
-                    tasks.create_task(short_answers(ask, short, is_over))
-                    tasks.create_task(long_streams(ask, long, is_over, expected))
+                    tasks.create_task(ask_on(short, is_over, short_answers(ask)))
+                    tasks.create_task(ask_on(long, is_over, long_streams(ask, expected)))
             try:
                 for stack in stacks:
-                    await until_answered(outcome)
-                    await restart_at_work(stack, outcome)
-                await until_answered(outcome)
+                    await until_answered(tallies)
+                    await restart_at_work(stack)
+                await until_answered(tallies)
             finally:
                 is_over.set()
-        print(outcome)
-    yield outcome
+    print(tallies)
+    assert {kind: tally.failures for kind, tally in tallies.items() if tally.failures} == {}
+    assert all(tally.num_right for tally in tallies.values())
 
 
-async def restart_at_work(stack: LocalStack, outcome: Outcome) -> None:
+async def restart_at_work(stack: LocalStack) -> None:
     """Restarts a router that has requests, which its executor ends no sooner than it is told to."""
     [executor], router = stack.executors, stack.router
     async with stack.client() as client:
@@ -171,8 +162,8 @@ async def restart_at_work(stack: LocalStack, outcome: Outcome) -> None:
     restarting = asyncio.create_task(stack.restart_router(RESTART_S))
     draining = await router.event("draining")
     executor.resume()
-    outcome.live_requests.append(draining["live_requests"])
-    outcome.exit_codes.append(await restarting)
+    assert draining["live_requests"] > 0, "it was not at work"
+    assert await restarting == 0, "it did not end well"
 
 
 def stack_in(folder: Path) -> LocalStack:
@@ -186,24 +177,8 @@ def published_policy() -> str:
     return policy
 
 
-async def until_answered(outcome: Outcome) -> None:
+async def until_answered(tallies: dict[str, Tally]) -> None:
     """Returns when callers of each kind have had an answer more."""
-    before = {kind: tally.num_right for kind, tally in outcome.tallies.items()}
-    async with asyncio.timeout(240):
-        while any(tally.num_right == before[kind] for kind, tally in outcome.tallies.items()):
-            await asyncio.sleep(0.1)
-
-
-@pytest.mark.parametrize("length", ["short", "long"])
-@pytest.mark.parametrize("client", ["library", "many", "plain", "direct"])
-async def test_a_rolling_restart_loses_no_request(outcome: Outcome, client: str, length: str):
-    """Of clients behind Envoy, and of one that watches the routers' health itself."""
-    tally = outcome.tallies[f"{client}, {length}"]
-    assert tally.failures == []
-    assert tally.num_right > 0
-
-
-async def test_every_router_was_at_work_when_it_was_told_to_stop_and_ended_well(outcome: Outcome):
-    assert len(outcome.live_requests) == NUM_ROUTERS
-    assert all(outcome.live_requests)
-    assert outcome.exit_codes == [0] * NUM_ROUTERS
+    before = {kind: tally.num_right for kind, tally in tallies.items()}
+    while any(tally.num_right == before[kind] for kind, tally in tallies.items()):
+        await asyncio.sleep(0.1)
