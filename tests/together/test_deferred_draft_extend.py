@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,15 +34,26 @@ def cell() -> Iterator[Cell]:
         yield cell
 
 
-def note(monkeypatch: pytest.MonkeyPatch, events: list[str], owner: Any, *names: str) -> None:
-    """Has methods leave their names as they are called."""
+@pytest.fixture
+def worker(cell: Cell) -> Worker:
+    """The only executor, which runs nothing deferred unless it is told to."""
+    cell.runs_deferred = False
+    return cell.workers[0]
+
+
+def note(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, *names: str, events: list[str] | None = None
+) -> list[str]:
+    """Has methods leave their names as they are called, in the list that is returned."""
+    noted: list[str] = [] if events is None else events
 
     def called(name: str, call: Any, *args: Any) -> Any:
-        events.append(name)
+        noted.append(name)
         return call(*args)
 
     for name in names:
         monkeypatch.setattr(owner, name, partial(called, name, getattr(owner, name)))
+    return noted
 
 
 def on_its_own(worker: Worker) -> Worker:
@@ -77,13 +89,10 @@ def run_steps(worker: Worker, cell: Cell, count: int, drafts: dict[str, Any]) ->
 
 
 def test_where_the_host_computes_draft_extend_is_left_behind_the_answer(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    [worker] = cell.workers
-    cell.runs_deferred = False
-    events: list[str] = []
-    note(monkeypatch, events, worker, "_results")
-    note(monkeypatch, events, speculator_of(worker), "extend", "extend_accepted")
+    events = note(monkeypatch, worker, "_results")
+    note(monkeypatch, speculator_of(worker), "extend", "extend_accepted", events=events)
     assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
     assert events == ["_results", "extend", "_results", "extend_accepted", "_results"]
     assert worker.has_deferred
@@ -98,9 +107,8 @@ def test_a_device_of_its_own_is_given_draft_extend_between_the_tokens_copy_and_t
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ):
     worker = on_its_own(cell.workers[0])
-    events: list[str] = []
-    note(monkeypatch, events, worker._sampled, "begin", "wait")
-    note(monkeypatch, events, speculator_of(worker), "extend", "extend_accepted")
+    events = note(monkeypatch, worker._sampled, "begin", "wait")
+    note(monkeypatch, speculator_of(worker), "extend", "extend_accepted", events=events)
     assert run_steps(worker, cell, 3, ALWAYS) == [0, 4, 4]
     assert events == ["begin", "extend", "wait"] + 2 * ["begin", "extend_accepted", "wait"]
     assert not worker.has_deferred
@@ -118,11 +126,10 @@ def test_drafts_are_the_same_whoever_begins_what_a_step_has_left(name: str, topk
     assert gained[0] == gained[1] > 1.2
 
 
-def test_a_new_epoch_drops_what_the_last_one_has_left(cell: Cell, monkeypatch: pytest.MonkeyPatch):
-    [worker] = cell.workers
-    cell.runs_deferred = False
-    events: list[str] = []
-    note(monkeypatch, events, speculator_of(worker), "extend")
+def test_a_new_epoch_drops_what_the_last_one_has_left(
+    cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    events = note(monkeypatch, speculator_of(worker), "extend")
     run_steps(worker, cell, 1, ALWAYS)
     assert worker.has_deferred
     cell.join()
@@ -130,40 +137,29 @@ def test_a_new_epoch_drops_what_the_last_one_has_left(cell: Cell, monkeypatch: p
     assert events == []
 
 
-class Group:
-    """Groups of an epoch, as far as leaving them goes."""
-
-    def close(self) -> None:
-        pass
+def defer_in_a_group(cell: Cell, monkeypatch: pytest.MonkeyPatch, extend: Any) -> None:
+    """Has the executor answer a prompt's step in a group, with this deferred behind the answer."""
+    [worker] = cell.workers
+    router = Router(cell)
+    router.submit(PROMPT, 16)
+    monkeypatch.setattr(worker, "_groups", SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(speculator_of(worker), "extend", extend)
+    router.plan()
+    assert worker.has_deferred
 
 
 def test_who_has_left_its_group_runs_nothing_deferred_in_it(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    [worker] = cell.workers
-    cell.runs_deferred = False
-    events: list[str] = []
-    router = Router(cell)
-    router.submit(PROMPT, 16)
-    monkeypatch.setattr(worker, "_groups", Group())
-    note(monkeypatch, events, speculator_of(worker), "extend")
-    router.plan()
-    assert worker.has_deferred
+    defer_in_a_group(cell, monkeypatch, lambda *_: pytest.fail("it ran"))
     worker.leave()
     worker.run_deferred()
-    assert events == []
 
 
 def test_who_leaves_its_group_while_it_runs_deferred_says_so(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    cell: Cell, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ):
-    [worker] = cell.workers
-    cell.runs_deferred = False
-    router = Router(cell)
-    router.submit(PROMPT, 16)
-    monkeypatch.setattr(worker, "_groups", Group())
-    monkeypatch.setattr(speculator_of(worker), "extend", lambda *_: worker.leave())
-    router.plan()
+    defer_in_a_group(cell, monkeypatch, lambda *_: worker.leave())
     with pytest.raises(PeerLost, match="left its group during a deferred draft-extend"):
         worker.run_deferred()
 
@@ -178,7 +174,7 @@ def test_without_speculative_steps_the_draft_model_runs_nothing(
     with cell_of(**group, **settings_of("mtp", 1)) as cell:
         events: list[str] = []
         for worker in cell.workers:
-            note(monkeypatch, events, speculator_of(worker)._extender, "extend")
+            note(monkeypatch, speculator_of(worker)._extender, "extend", events=events)
         expect_plain(Router(cell, OFF), mixed_asks(400, 5))
         assert events == []
         router = Router(cell)  # another router begins an epoch, and with it from the start
