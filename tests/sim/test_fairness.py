@@ -58,14 +58,12 @@ class Overloaded:
                 self.submit(f"load{number}", priority)
             await asyncio.sleep(0.01)
 
-    async def __aenter__(self) -> "Overloaded":
+    async def run(self) -> "Overloaded":
+        """Returns when the engine runs, which it does until its clock ends."""
         self._running = asyncio.create_task(self.engine.run())
         while self.engines.model is None:
             await asyncio.sleep(0.01)
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._running.cancel()
 
 
 @on_virtual_clock
@@ -74,18 +72,18 @@ async def queue_time_of_a_low_request(
 ) -> float | None:
     """Returns how long one of priority 0 waits among those of priority 2; None if it ran never."""
     rng = random.Random(seed)
-    async with Overloaded(rng, priority_step_s=priority_step_s, num_blocks=num_blocks) as world:
-        loading = asyncio.create_task(world.load(priority=2))
-        await asyncio.sleep(1)
-        low = world.submit("low", 0)
-        await loading
-        [sequence] = low.sequences
-        if not sequence.is_ended:
-            return None
-        assert sequence.error is None
-        end_time = sequence.progress.end_time
-        assert end_time is not None
-        return end_time - low.arrival_time
+    world = await Overloaded(rng, priority_step_s=priority_step_s, num_blocks=num_blocks).run()
+    loading = asyncio.create_task(world.load(priority=2))
+    await asyncio.sleep(1)
+    low = world.submit("low", 0)
+    await loading
+    [sequence] = low.sequences
+    if not sequence.is_ended:
+        return None
+    assert sequence.error is None
+    end_time = sequence.progress.end_time
+    assert end_time is not None
+    return end_time - low.arrival_time
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -109,27 +107,25 @@ def test_the_load_of_these_tests_would_starve_a_request_without_head_starts_that
 @on_virtual_clock
 async def test_a_request_whose_time_is_over_in_the_queue_never_runs(seed: int) -> None:
     rng = random.Random(seed)
-    async with Overloaded(rng, priority_step_s=ENDLESS_S) as world:
-        loading = asyncio.create_task(world.load(priority=2))
-        await asyncio.sleep(1)
-        loop, waiting = asyncio.get_running_loop(), []
-        for number in range(5):
-            waiting.append(world.submit(f"late{number}", 0, timeout_s=rng.uniform(0.1, 5)))
-        await loading
-        for request in waiting:
-            [sequence] = request.sequences
-            assert isinstance(sequence.error, DeadlineExceeded)
-            assert sequence.progress.start_time is None
-            assert sequence.progress.end_time == request.deadline
-            assert not request.has_begun
-        assert loop.time() > LOAD_S
-        await asyncio.sleep(5)
-        assert world.engines.num_live == len(world.admission) == world.admission.num_tokens == 0
+    world = await Overloaded(rng, priority_step_s=ENDLESS_S).run()
+    loading = asyncio.create_task(world.load(priority=2))
+    await asyncio.sleep(1)
+    waiting = [world.submit(f"late{n}", 0, timeout_s=rng.uniform(0.1, 5)) for n in range(5)]
+    await loading
+    for request in waiting:
+        [sequence] = request.sequences
+        assert isinstance(sequence.error, DeadlineExceeded)
+        assert sequence.progress.start_time is None
+        assert sequence.progress.end_time == request.deadline
+        assert not request.has_begun
+    assert asyncio.get_running_loop().time() > LOAD_S
+    await asyncio.sleep(5)
+    assert world.engines.num_live == len(world.admission) == world.admission.num_tokens == 0
 
 
 @on_virtual_clock
 async def test_a_request_whose_time_was_over_when_it_was_read_is_not_taken() -> None:
-    async with Overloaded(random.Random(0), priority_step_s=1.0) as world:
-        with pytest.raises(DeadlineExceeded, match="had not been taken 0 s after"):
-            world.submit("late", 0, timeout_s=0.0)
-        assert world.engines.num_live == len(world.admission) == 0
+    world = await Overloaded(random.Random(0), priority_step_s=1.0).run()
+    with pytest.raises(DeadlineExceeded, match="had not been taken 0 s after"):
+        world.submit("late", 0, timeout_s=0.0)
+    assert world.engines.num_live == len(world.admission) == 0

@@ -40,7 +40,7 @@ class Executors(FakeExecutors):
 
 
 class World:
-    """An engine that runs, and one request at a time."""
+    """An engine that runs until its clock ends, and one request at a time."""
 
     def __init__(self, executors: Executors) -> None:
         self.engines = Engines(Listeners(max_listeners=8))
@@ -82,7 +82,6 @@ async def test_an_idle_night_changes_nothing_nor_does_the_request_that_ends_it()
     request = world.submit()
     assert world.engines.is_ready  # though the last step is ten hours old
     assert all(await world.serving_until_done(request))
-    world.running.cancel()
 
 
 @pytest.mark.parametrize("step_s", [30.0, 59.0])
@@ -93,7 +92,6 @@ async def test_a_group_whose_steps_are_long_serves_all_along(step_s: float):
     seen = await world.serving_until_done(world.submit())
     assert len(seen) > step_s * MAX_TOKENS * 0.9
     assert all(seen)
-    world.running.cancel()
 
 
 @on_virtual_clock
@@ -109,7 +107,6 @@ async def test_a_group_that_has_work_and_makes_no_progress_does_not_serve():
     await asyncio.sleep(2)
     assert not world.engines.is_ready
     world.engines.cancel(request)
-    world.running.cancel()
 
 
 @on_virtual_clock
@@ -135,7 +132,6 @@ async def test_each_change_of_readiness_is_told_when_it_comes():
     assert len(seen) >= 5
     assert seen[1][1] - started == pytest.approx(OVERDUE_S, abs=0.1)
     world.engines.watch_readiness(None)
-    world.running.cancel()
     assert len(seen) % 2 == 1
 
 
@@ -151,4 +147,3 @@ async def test_a_request_outlives_any_number_of_executors_that_are_told_to_stop(
     assert sequence.error is None
     assert sequence.take_tokens().tolist() == expected_output(PROMPT, MAX_TOKENS, ())
     assert world.engine.status().epoch == 6
-    world.running.cancel()
