@@ -26,7 +26,7 @@ from executor.metrics import Measures
 from executor.model.families import Model, load_model
 from executor.model.families.draft import DraftModel, load_draft_model
 from executor.model.families.kernels import Kernels, Peers
-from executor.model.layers.vocab import vocab_slice
+from executor.model.layers.linear import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler

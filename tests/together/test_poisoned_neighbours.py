@@ -17,7 +17,7 @@ from executor.build import executor as build
 from executor.build.devices import AttentionGraphs, Cpu
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_flashinfer import FlashInferAttention
-from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH
+from executor.model.layers.attention_torch import MAX_GROUPED_WIDTH
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer

@@ -12,7 +12,7 @@ from executor.errors import CheckpointError
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import Stages
-from executor.model.layers.vocab import Embedding, LMHead
+from executor.model.layers.linear import Embedding, LMHead
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
 _MODULES = {"Qwen3MoeForCausalLM": "executor.model.families.qwen3_moe"}

@@ -26,8 +26,8 @@ from executor.model.families import Model
 from executor.model.families.draft_config import DraftConfig, DraftLayout
 from executor.model.families.kernels import Kernels, cpu_kernels
 from executor.model.layers.attention import Stages
+from executor.model.layers.linear import LMHead
 from executor.model.layers.operators import RMSNorm
-from executor.model.layers.vocab import LMHead
 from executor.model.weights import OnProgress, WeightGroup, load_weights, tensor_names
 
 _CLASSES = {

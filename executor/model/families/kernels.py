@@ -17,13 +17,13 @@ import torch
 
 from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import (
     FlashInferOperators,
     Operators,
     RotaryEmbedding,
     TorchOperators,
 )
-from executor.model.layers.workers import WorkerPool
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.experts import (
     Experts,

@@ -28,9 +28,8 @@ from executor.model.families.draft import DraftShare
 from executor.model.families.draft_config import DraftConfig, DraftLayout
 from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Stages
-from executor.model.layers.linear import Linear
+from executor.model.layers.linear import Linear, LMHead
 from executor.model.layers.operators import RMSNorm
-from executor.model.layers.vocab import LMHead
 from executor.model.weights import WeightGroup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")

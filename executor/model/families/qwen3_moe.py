@@ -22,8 +22,8 @@ from executor.model.families.config import ModelConfig
 from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
 from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.attention import Stages
+from executor.model.layers.linear import Embedding, LMHead, vocab_slice
 from executor.model.layers.operators import RMSNorm
-from executor.model.layers.vocab import Embedding, LMHead, vocab_slice
 from executor.model.weights import WeightGroup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*")

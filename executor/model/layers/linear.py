@@ -1,19 +1,142 @@
-"""Linear layer whose weight is laid out once, at load, for the device that runs it.
+"""Linear layers: the product, the CPU threads that share it, the vocabulary's embedding and head.
 
-On the CPU, oneDNN can reorder a weight into the order its kernels read; decode then streams it at
-the speed of memory, about twice that of ``F.linear`` (``tests/bench/executor/bench_cpu_model.py``). The two
-operators are private to PyTorch, which uses them itself to freeze compiled models, so they are
-tried at load, and ``F.linear`` runs where they are missing or refuse.
+A weight is laid out once, at load, for the device that runs it. On the CPU, oneDNN can reorder it into
+the order its kernels read; decode then streams it at the speed of memory, about twice that of
+``F.linear`` (``tests/bench/executor/bench_cpu_model.py``). The two operators are private to PyTorch, which
+uses them itself to freeze compiled models, so they are tried at load, and ``F.linear`` runs where they
+are missing or refuse.
+
+The executors of one DP rank share the head:
+
+    attn_tp 0   [L, D] ─▶ [L, Vp]  ─┐
+    attn_tp 1   [L, D] ─▶ [L, Vp]  ─┴─ gathered ─▶ [L, 2 * Vp], cut to [L, V]
+
+All have equal shares of Vp = ceil(V / attn_tp_size) rows; rows past the vocabulary are zeros that
+nobody reads. Every executor ends up with the same bits, so that they cannot sample differently.
 """
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from executor.model.layers.workers import WorkerPool
+from executor.model.weights import Part, WeightGroup
+from executor.parallel.communicators import AttnTpCommunicator
+
+_OPENMP_ROWS = 256  # a prompt of 512 tokens is 7 % slower when shared
+
+T = TypeVar("T")
+_Outcomes = SimpleQueue[tuple[int, Any, BaseException | None]]
+_Tasks = SimpleQueue[tuple[int, Callable[[], Any], _Outcomes] | None]
+
+
+class WorkerPool:
+    """The calling thread and ``size - 1`` daemon threads, which end with the pool.
+
+    They share the independent pieces of a layer, each on one core. Left alone, PyTorch splits every
+    operator over its OpenMP threads. A layer of experts is tens of operators of a tenth of a
+    millisecond, and if waiting threads sleep (OMP_WAIT_POLICY=PASSIVE, which ranks on shared cores
+    need) each pays for waking them. Here a layer is split once, and an operator runs on the core that
+    called it: decode on two threads takes 60 % of the time then. If waiting threads spin, a pool of
+    one is faster: OpenMP's threads are there at once, and these would compete with them for the cores
+    (``tests/bench/executor/bench_cpu_model.py``).
+
+    Operators release the GIL. A piece computes the same on any thread, so results do not depend on
+    the number of threads. One thread at a time may call the pool. A pool of one has no threads and
+    leaves OpenMP alone.
+
+    Args:
+        size: Pieces that run at once; the calling thread's number of OpenMP threads if None.
+
+    Attributes:
+        is_sharing: Whether ``run`` shares now.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        num_threads = torch.get_num_threads()
+        self.size = num_threads if size is None else size
+        self.is_sharing = False
+        self._tasks: _Tasks = SimpleQueue()
+        started = threading.Barrier(self.size)
+        for _ in range(self.size - 1):
+            threading.Thread(target=_work, args=(self._tasks, started), daemon=True).start()
+        started.wait()
+        # A thread that first computes later starts from the last number set by any thread.
+        torch.set_num_threads(num_threads)
+
+    @contextmanager
+    def sharing(self, num_rows: int) -> Iterator[None]:
+        """Within it, ``run`` shares, and the calling thread's operators keep to its own core.
+
+        Many rows are left to OpenMP: their operators are long, the small ones too.
+        """
+        if self.size == 1 or not 0 < num_rows < _OPENMP_ROWS:
+            yield
+            return
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of this thread; takes a quarter of a microsecond
+        self.is_sharing = True
+        try:
+            yield
+        finally:
+            self.is_sharing = False
+            torch.set_num_threads(num_threads)
+
+    def run(self, pieces: Sequence[Callable[[], T]]) -> list[T]:
+        """Returns the result of each piece, in order.
+
+        If pieces fail, raises what the first of them raised, after all have ended.
+        """
+        if not self.is_sharing or len(pieces) < 2:
+            return [piece() for piece in pieces]
+        done: _Outcomes = SimpleQueue()
+        for i in range(1, len(pieces)):
+            self._tasks.put((i, pieces[i], done))
+        _finish(0, pieces[0], done)
+        outcomes = sorted((done.get() for _ in pieces), key=itemgetter(0))
+        for _, _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for _, result, _ in outcomes]
+
+    def shares(self, costs: Sequence[int]) -> list[slice]:
+        """Cuts a sequence of things with these costs into at most ``size`` runs of like cost."""
+        ends = list(accumulate(costs, initial=0))
+        inner = [
+            min(range(len(ends)), key=lambda i: abs(ends[i] * self.size - share * ends[-1]))
+            for share in range(1, self.size)
+        ]
+        cuts = [0, *inner, len(costs)]
+        return [slice(start, stop) for start, stop in pairwise(cuts) if start < stop]
+
+    def __del__(self) -> None:
+        for _ in range(self.size - 1):
+            self._tasks.put(None)
+
+
+@torch.inference_mode()  # which is a thread's own
+def _work(tasks: _Tasks, started: threading.Barrier) -> None:
+    torch.set_num_threads(1)
+    started.wait()
+    while (task := tasks.get()) is not None:
+        _finish(*task)
+        del task  # so that an idle thread keeps no tensors
+
+
+def _finish(index: int, piece: Callable[[], Any], done: _Outcomes) -> None:
+    try:
+        done.put((index, piece(), None))
+    except BaseException as error:  # the thread that waits for the piece raises it
+        done.put((index, None, error))
+
 
 _LOG = logging.getLogger(__name__)
 _PACK_FOR_ROWS = 8  # rows that oneDNN plans the order for; decode batches are about this large
@@ -99,3 +222,81 @@ def _pack(
         return y
 
     return product
+
+
+class Embedding:
+    """Looks up a row per token.
+
+    Attributes:
+        weight: [num_embeddings, width].
+    """
+
+    def __init__(
+        self, num_embeddings: int, width: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight = torch.empty(num_embeddings, width, dtype=dtype, device=device)
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [T, width] for int64 ids [T]."""
+        return F.embedding(input_ids, self.weight)
+
+
+class LMHead:
+    """This executor's rows of the head.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        communicator: Joins the executors of this DP rank.
+        dtype: Type of weights and hidden states.
+        device: Where they live.
+        workers: Share the product.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        communicator: AttnTpCommunicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        workers: WorkerPool,
+    ) -> None:
+        self.vocab_size = vocab_size
+        num_rows = vocab_slice(vocab_size, communicator.size)
+        start = num_rows * communicator.topology.attn_tp_rank
+        self._rows = range(start, start + num_rows)
+        self._communicator = communicator
+        self._linear = Linear(hidden_size, num_rows, dtype=dtype, device=device, workers=workers)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits [L, V] of hidden states [L, D].
+
+        Every executor of the DP rank must call it, with the same rows. The next call may overwrite
+        what this one returned.
+        """
+        logits = self._communicator.gather_logits(self._linear(hidden))
+        return logits[:, : self.vocab_size].float()
+
+    def weight_group(self, name: str) -> WeightGroup:
+        """Returns what fills a head of its own."""
+        at = range(*(min(row, self.vocab_size) for row in (self._rows.start, self._rows.stop)))
+        weight = self._linear.weight
+        weight[len(at) :].zero_()
+        part = Part(weight[: len(at)], 0, at, self.vocab_size)
+        return WeightGroup({name: part}, self._linear.finish)
+
+    def tied_weight_group(self, embedding: torch.Tensor) -> WeightGroup:
+        """Returns what takes the head from the embedding, once that is filled.
+
+        Args:
+            embedding: [attn_tp_size * Vp, D], zeros past the vocabulary.
+        """
+        rows = embedding[self._rows.start : self._rows.stop]
+        return WeightGroup({}, lambda: self._linear.finish(rows))
+
+
+def vocab_slice(vocab_size: int, attn_tp_size: int) -> int:
+    """Returns Vp, the rows of each executor's share."""
+    return -(-vocab_size // attn_tp_size)

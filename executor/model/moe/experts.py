@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.layer import MoERunner, StackedMoERunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 from executor.model.weights import Part, WeightGroup

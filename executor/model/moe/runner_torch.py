@@ -22,8 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.layer import Dispatched, MoERunner
 
 _EXPERT_COST = 8  # reading an expert's weights from memory takes as long as computing 8 rows

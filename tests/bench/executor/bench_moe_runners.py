@@ -25,8 +25,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small

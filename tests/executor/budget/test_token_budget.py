@@ -23,7 +23,7 @@ from executor.budget.token_budget import (
     dispatch_bytes_per_token,
 )
 from executor.errors import InvalidStep
-from executor.model.layers.vocab import vocab_slice
+from executor.model.layers.linear import vocab_slice
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.parallel.topology import Topology

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.graph.backend import ShapeKey
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import WorkerPool
 from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
 
 KEY = ShapeKey(4)

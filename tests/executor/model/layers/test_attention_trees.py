@@ -15,9 +15,8 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_torch
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
-from executor.model.layers.attention_groups import MAX_GROUPED_WIDTH
 from executor.model.layers.attention_tables import TreeBits, flat_mask
-from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_torch import MAX_GROUPED_WIDTH, TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
 from tests.executor.support.flashinfer.cpu_flashinfer import (

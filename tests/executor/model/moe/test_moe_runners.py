@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from executor.graph.backend import ShapeKey
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe import runner_grouped
 from executor.model.moe.layer import topk_softmax
 from executor.model.moe.runner_grouped import GroupedMMRunner

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor.graph.backend import Captures, ShapeKey, copy_result
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import WorkerPool
 
 P = ParamSpec("P")
 
@@ -378,7 +378,7 @@ def _sharing_refused(recorder: Recorder) -> Iterator[None]:
     run = WorkerPool.run
 
     def refusing(pool: WorkerPool, pieces: Sequence[Callable[[], Any]]) -> list[Any]:
-        if pool._is_sharing and len(pieces) > 1 and not recorder.is_paused:
+        if pool.is_sharing and len(pieces) > 1 and not recorder.is_paused:
             raise CannotBeCaptured(
                 f"WorkerPool.run cannot be captured: {pool.size} threads share {len(pieces)} "
                 f"pieces, but only this thread's operators are seen; use WorkerPool(1)"

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
