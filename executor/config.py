@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.budget.token_budget import check_step_limits
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from protos.settings import ON_OFF, Rule, above, at_least, folder_with, one_of, setting
 from protos.transport.port import ServiceConfig, is_loopback
 

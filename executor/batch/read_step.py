@@ -29,8 +29,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from protos.executor.sampling_fields import FLOAT32, SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
 

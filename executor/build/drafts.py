@@ -22,7 +22,7 @@ from executor.model.families.draft import DraftModel
 from executor.model.families.draft_config import DraftConfig
 from executor.model.layers.attention import Attention
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.topology import require_mlp_tp_gather
+from executor.parallel.layout import require_mlp_tp_gather
 from executor.runners import Capturable
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner

@@ -31,8 +31,8 @@ from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.layout import require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
-from executor.parallel.topology import require_mlp_tp_gather
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
 from executor.worker import Worker

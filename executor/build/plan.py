@@ -20,7 +20,7 @@ from executor.config import ExecutorConfig, resolve_max_model_len
 from executor.model.families.config import ModelConfig
 from executor.model.families.draft_config import DraftConfig
 from executor.model.moe.dispatch import DISPATCHERS
-from executor.parallel.topology import divisors, require_gathered_buffer
+from executor.parallel.layout import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3
 

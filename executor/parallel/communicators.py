@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from executor.errors import PeerLost
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, RankGroup
-from executor.parallel.topology import Topology
 
 WORD = torch.int32  # as wide as ids and weights; a row of hidden states is some of them
 

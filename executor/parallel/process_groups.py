@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 
 from executor.errors import PeerLost
 from executor.parallel.gloo_sockets import Connections
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from executor.batch.kv_pool import KVPool
 from executor.graph.backend import RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
-from executor.parallel.layout import DpLayout
-from executor.parallel.topology import Topology, require_attn_tp_gather
+from executor.parallel.layout import DpLayout, Topology, require_attn_tp_gather
 
 Batch = TypeVar("Batch", bound=ForwardBatch)
 Work = Callable[[], None]

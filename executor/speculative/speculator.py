@@ -22,8 +22,7 @@ from executor.batch.read_step import StepColumns
 from executor.batch.staging import to_device
 from executor.budget.speculation import SpeculationPlan
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.layout import DpLayout
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, Topology
 from executor.speculative.accept import Accepted
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch, Extended
 from executor.speculative.ragged import Filled, Ragged, filled_blocks

@@ -19,7 +19,7 @@ from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2

@@ -15,7 +15,7 @@ import torch
 
 from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
-from executor.parallel.topology import Topology, divisors, share_of
+from executor.parallel.layout import Topology, divisors, share_of
 
 
 class Fields:

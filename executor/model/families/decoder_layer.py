@@ -21,8 +21,7 @@ from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.moe.layer import MoELayer
 from executor.model.weights import Part, WeightGroup
-from executor.parallel.layout import DpLayout
-from executor.parallel.topology import Topology, share_of
+from executor.parallel.layout import DpLayout, Topology, share_of
 
 _EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _O_BIAS = re.compile(r".*\.self_attn\.o_proj\.bias")

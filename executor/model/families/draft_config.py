@@ -23,7 +23,7 @@ import torch
 from executor.batch.kv_pool import KVShape
 from executor.model.families.config import Fields, ModelConfig
 from executor.model.weights import tensor_names
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 
 _EAGLE3 = "LlamaForCausalLMEagle3"
 _FROZEN_KV = "FrozenKvMTPForCausalLM"

@@ -37,7 +37,7 @@ from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

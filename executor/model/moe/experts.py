@@ -15,7 +15,7 @@ from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.layer import MoERunner, StackedMoERunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 from executor.model.weights import Part, WeightGroup
-from executor.parallel.topology import Topology, share_of
+from executor.parallel.layout import Topology, share_of
 
 # Takes w13 [L, 2F, D], w2 [L, D, F], and an activation or scratch memory.
 NewRunner = Callable[[torch.Tensor, torch.Tensor, Any], StackedMoERunner]

@@ -23,9 +23,8 @@ import torch
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, join_group
-from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet

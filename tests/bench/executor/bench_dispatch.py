@@ -22,9 +22,8 @@ from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher
 from executor.model.moe.layer import Dispatcher
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import join_group
-from executor.parallel.topology import Topology
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.executor.support.ranks.ranks import HOST, run_ranks

@@ -28,7 +28,7 @@ from executor.batch.kv_pool import KVPool, KVShape
 from executor.batch.read_step import StepColumns, StepLimits, read_step
 from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options

@@ -13,8 +13,7 @@ from executor.batch.read_step import RowProgress, StepLimits, read_step
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.token_budget import TokenBudget
 from executor.errors import InvalidStep
-from executor.parallel.layout import DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpPaddingMode, Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import (
     BadStep,

@@ -16,7 +16,7 @@ from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Peers
 from executor.model.weights import Part, WeightGroup, load_weights
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
 from tests.executor.support.serving import Rank
 

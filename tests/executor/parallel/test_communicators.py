@@ -19,9 +19,8 @@ from executor.parallel.communicators import (
     view_rows,
     words_of,
 )
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, GlooGroup
-from executor.parallel.topology import Topology
 from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3

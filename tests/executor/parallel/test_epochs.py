@@ -13,9 +13,9 @@ from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
 from executor.parallel.epochs import JoinAttempt
+from executor.parallel.layout import Topology
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
-from executor.parallel.topology import Topology
 from tests.executor.support.fake_worker import HeldGroups
 from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S

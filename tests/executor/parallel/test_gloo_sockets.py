@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from executor.parallel.gloo_sockets import Connections, _address
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.support.ranks.ranks import join, run_ranks
 
 HOST = "127.0.0.1"

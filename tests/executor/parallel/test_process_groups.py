@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
 from executor.parallel import process_groups as parallel
+from executor.parallel.layout import Topology
 from executor.parallel.process_groups import (
     EpochGroups,
     GlooGroup,
@@ -27,7 +28,6 @@ from executor.parallel.process_groups import (
     join_group,
 )
 from executor.parallel.rendezvous import open_store
-from executor.parallel.topology import Topology
 from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 

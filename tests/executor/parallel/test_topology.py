@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from executor.parallel.topology import (
+from executor.parallel.layout import (
     Topology,
     require_attn_tp_gather,
     require_gathered_buffer,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.parallel.layout import DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
 from tests.executor.support.drafts.drafting import DraftRank
 from tests.executor.support.ranks.draft_ranks import (

@@ -12,8 +12,7 @@ import torch
 from executor.budget.speculation import SpeculationPlan
 from executor.graph.backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import (

@@ -32,8 +32,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import DecodeRunner, RunnerSelection

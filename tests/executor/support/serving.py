@@ -13,8 +13,7 @@ from executor.model.families.kernels import Peers
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from tests.executor.support.kv import batch_of
 
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from executor.errors import CheckpointError
 from executor.model.families.config import ModelConfig
 from executor.model.families.draft_config import DraftConfig
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
 

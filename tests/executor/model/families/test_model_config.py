@@ -10,7 +10,7 @@ import torch
 from executor.errors import CheckpointError
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 
 BEFORE_5: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

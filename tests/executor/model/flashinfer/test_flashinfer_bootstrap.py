@@ -21,8 +21,8 @@ from executor.model.flashinfer.all_to_all import AllToAll
 from executor.model.flashinfer.bootstrap import GroupCommunicator, MnnvlWorkspace
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
+from executor.parallel.layout import Topology
 from executor.parallel.process_groups import EpochGroups, join_group
-from executor.parallel.topology import Topology
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.executor.support.flashinfer.cpu_mnnvl import PAGE, FileMemory, shared_through_files
 from tests.executor.support.flashinfer.expert_rows import (

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.model.moe.layer import Dispatched, Dispatcher
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology, share_of
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology, share_of
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 8, 8, 2
 MAX_SHARD_ROWS = 16  # rows of an executor in any case; buffers are made for as many

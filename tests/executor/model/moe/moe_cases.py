@@ -14,7 +14,7 @@ from executor.model.moe import experts
 from executor.model.moe.experts import Experts
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.weights import Part
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 
 D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
 MAX_ROWS = 40

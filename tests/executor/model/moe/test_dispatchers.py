@@ -13,9 +13,8 @@ from executor.model.moe.dispatch import DISPATCHERS, new_dispatcher, require_cap
 from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_by_token
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, join_group
-from executor.parallel.topology import Topology
 from tests.executor.model.moe.dispatch_cases import (
     DTYPES,
     EXPERTS,

@@ -21,7 +21,7 @@ from executor.model.moe.layer import topk_softmax
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner
 from executor.model.weights import load_weights
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
     CASES,
     CPU,

@@ -20,7 +20,7 @@ from executor.model.moe.layer import Dispatched, StackedMoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
     CPU,
     FF,

@@ -20,7 +20,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import TorchFilters
 from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from tests.executor.support.chi_square import p_value
 from tests.executor.support.steps import row_starts
 

@@ -23,8 +23,7 @@ from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import stacked_kernels
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners.eagle_draft import EagleDraftRunner
 from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
 from executor.runners.forward_pass import ForwardPass, RunnerGraphs

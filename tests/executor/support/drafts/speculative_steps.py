@@ -10,7 +10,7 @@ from executor.batch.read_step import RowProgress, StepLimits
 from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
-from executor.parallel.topology import Topology
+from executor.parallel.layout import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import row_starts, sequences, step
 

@@ -12,9 +12,8 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups
-from executor.parallel.topology import Topology
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.ranks.ranks import HOST, join, topology_of
 from tests.executor.support.serving import Rank

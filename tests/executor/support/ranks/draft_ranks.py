@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from executor.model.families.config import ModelConfig
-from executor.parallel.layout import DpLayout, DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
 from tests.executor.support.ranks.attention_tp_ranks import MAX_ROWS, communicators
 from tests.executor.support.ranks.ranks import join, topology_of

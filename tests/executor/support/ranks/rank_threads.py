@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from executor.parallel.layout import Topology
 from executor.parallel.process_groups import EpochGroups
-from executor.parallel.topology import Topology
 from tests.executor.support.ranks.ranks import TIMEOUT_S, join, topology_of
 
 # After which ranks that still wait for one that left have their groups closed: gloo may forget a rank

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from executor.parallel import process_groups as parallel
+from executor.parallel.layout import Topology
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
-from executor.parallel.topology import Topology
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import DpCommunicator
-from executor.parallel.layout import DpPaddingMode
-from executor.parallel.topology import Topology
+from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.ranks.ranks import join
 from tests.executor.support.serving import Rank, layout_of
 
