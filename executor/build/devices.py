@@ -9,6 +9,7 @@ sampling     rows by what they ask   all rows alike, FlashInfer    rows by what 
 """
 
 import os
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import structlog
@@ -46,7 +47,7 @@ class AttentionGraphs(NamedTuple):
     has_tree: bool = False
 
 
-class Device:
+class Device(ABC):
     """Makes what depends on where the model runs.
 
     Attributes:
@@ -61,9 +62,9 @@ class Device:
     filters: Filters | None = None
     num_workers: int | None = 1
 
+    @abstractmethod
     def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         """Returns what the model's layers call, for passes of so many rows of experts."""
-        raise NotImplementedError
 
     def attention(
         self, num_heads: int, kv_pool: KVPool, graphs: list[AttentionGraphs], budget: TokenBudget
@@ -89,9 +90,9 @@ class Device:
         """Returns what all attention made so far has allocated, for the budget's table."""
         return ()
 
+    @abstractmethod
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
-        raise NotImplementedError
 
 
 def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:

@@ -52,6 +52,15 @@ class _Communicator:
             raise PeerLost("this executor is in no group")
         return self._group
 
+    def _use(self, name: str, group: RankGroup | None, rank: int, size: int) -> None:
+        """Takes a group, if it is made of the ranks that the buffers were made for."""
+        if group is None or (group.rank, group.world_size) != (rank, size):
+            found = "none" if group is None else f"rank {group.rank} of {group.world_size}"
+            raise ValueError(
+                f"the {name} group has {found}, but the model was loaded for rank {rank} of {size}"
+            )
+        self._group = group
+
 
 class DpCommunicator(_Communicator):
     """Collectives over one row per token. All executors make the same calls, idle ones too.
@@ -102,13 +111,7 @@ class DpCommunicator(_Communicator):
         Raises:
             ValueError: It is not made of the ranks that the buffers were made for.
         """
-        group = groups.world
-        if (group.rank, group.world_size) != (self.topology.world_rank, self.world_size):
-            raise ValueError(
-                f"the group has rank {group.rank} of {group.world_size}, "
-                f"but the model was loaded for rank {self.topology.world_rank} of {self.world_size}"
-            )
-        self._group = group
+        self._use("world", groups.world, self.topology.world_rank, self.world_size)
 
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Collects every executor's rows.
@@ -253,17 +256,8 @@ class AttnTpCommunicator(_Communicator):
         Raises:
             ValueError: It is not made of the ranks that the buffers were made for.
         """
-        group = groups.attn_tp
-        if self.size == 1 and group is None:
-            return
-        place = (self.topology.attn_tp_rank, self.size)
-        if group is None or (group.rank, group.world_size) != place:
-            found = "none" if group is None else f"rank {group.rank} of {group.world_size}"
-            raise ValueError(
-                f"the attention-TP group has {found}, but the model was loaded for rank "
-                f"{place[0]} of {place[1]}"
-            )
-        self._group = group
+        if self.size > 1 or groups.attn_tp is not None:
+            self._use("attention-TP", groups.attn_tp, self.topology.attn_tp_rank, self.size)
 
     def gather(self, x: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Collects the DP rank's rows.

@@ -10,10 +10,11 @@ here registers itself anywhere.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
@@ -32,25 +33,29 @@ FORM_TIMEOUT_S = 15.0
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
 
 
-class RankGroup(Protocol):
-    """Some executors of one epoch.
+class RankGroup(ABC):
+    """Some executors of one epoch, joined by one of PyTorch's backends.
 
     Every one must make the same calls, in the same order, with tensors of the same sizes. All
     tensors are contiguous. A call returns when the result is there for what this thread, or the
     current CUDA stream, runs next; over NCCL it may be captured.
+
+    Args:
+        rank: This process's rank.
+        world_size: Ranks in it.
+        backend: Runs the collectives. PyTorch publishes no types for it.
     """
 
-    @property
-    def rank(self) -> int:
-        """This process's rank in it."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in it."""
+    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend: list[Any] = [backend]  # empty after close()
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Lays every rank's ``x`` end to end in ``out``, [world_size * len(x), ...]."""
+        self._run("_allgather_base", out, x, options=_c10d.AllgatherOptions())
 
+    @abstractmethod
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         """Adds up the ranks' ``x`` and puts this rank's part of the sum, [n, ...], in ``out``.
 
@@ -62,6 +67,7 @@ class RankGroup(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replaces ``x`` by its sum over the ranks."""
+        self._run("allreduce", [x], options=_c10d.AllreduceOptions())
 
     def all_to_all(
         self,
@@ -78,55 +84,25 @@ class RankGroup(Protocol):
             out_splits: Rows from each rank, any of which may be 0. None: equal parts.
             in_splits: Rows to each rank. None: equal parts.
         """
-
-    def broadcast(self, x: torch.Tensor, root: int) -> None:
-        """Replaces ``x`` by what rank ``root`` has."""
-
-    def close(self) -> None:
-        """Drops the connections. A peer that is in a collective gets an error, not a hang."""
-
-
-class _BackendGroup:
-    """What both kinds of groups have in common: the calls of one of PyTorch's backends.
-
-    Args:
-        rank: This process's rank.
-        world_size: Ranks in it.
-        backend: Runs the collectives. PyTorch publishes no types for it.
-    """
-
-    def __init__(self, rank: int, world_size: int, backend: Any) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._backend: list[Any] = [backend]  # empty after close()
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._run("_allgather_base", out, x, options=_c10d.AllgatherOptions())
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        self._run("allreduce", [x], options=_c10d.AllreduceOptions())
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        out_splits: list[int] | None = None,
-        in_splits: list[int] | None = None,
-    ) -> None:
         splits = (out_splits or [], in_splits or [])
         self._run("alltoall_base", out, x, *splits, options=_c10d.AllToAllOptions())
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
+        """Replaces ``x`` by what rank ``root`` has."""
         options = _c10d.BroadcastOptions()
         options.rootRank = root
         self._run("broadcast", [x], options=options)
 
+    @abstractmethod
+    def close(self) -> None:
+        """Drops the connections. A peer that is in a collective gets an error, not a hang."""
+
+    @abstractmethod
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         """Runs a collective of the backend."""
-        raise NotImplementedError
 
 
-class GlooGroup(_BackendGroup):
+class GlooGroup(RankGroup):
     """A group over TCP. Its collectives block.
 
     Args:
@@ -186,7 +162,7 @@ class GlooGroup(_BackendGroup):
             _live(self._backend)
 
 
-class NcclGroup(_BackendGroup):
+class NcclGroup(RankGroup):
     """A group between GPUs. Its collectives run on the current stream and never stop the host."""
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -68,23 +68,12 @@ class Qwen3MoeAttention:
         }
         self._attn_tp = peers.attn_tp
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(
-            config.hidden_size if input_size is None else input_size,
-            q_size + 2 * kv_size,
-            has_bias=config.attention_bias,
-            dtype=dtype,
-            device=device,
-            workers=kernels.workers,
-        )
+        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        width = config.hidden_size if input_size is None else input_size
+        self.qkv_proj = linear(width, q_size + 2 * kv_size, has_bias=config.attention_bias)
         # The executors' products are summed, so the first one adds the bias.
-        self.o_proj = Linear(
-            q_size,
-            config.hidden_size,
-            has_bias=config.attention_bias and peers.topology.attn_tp_rank == 0,
-            dtype=dtype,
-            device=device,
-            workers=kernels.workers,
-        )
+        has_bias = config.attention_bias and peers.topology.attn_tp_rank == 0
+        self.o_proj = linear(q_size, config.hidden_size, has_bias=has_bias)
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight: torch.Tensor | None = None
         if config.has_qk_norm:

@@ -18,7 +18,8 @@ from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
 
-DISPATCHERS: dict[str, type[Dispatcher]] = {
+Kind = type[AllGatherDispatcher] | type[TorchAllToAllDispatcher] | type[FlashInferDispatcher]
+DISPATCHERS: dict[str, Kind] = {
     "none": AllGatherDispatcher,
     "torch": TorchAllToAllDispatcher,
     "flashinfer": FlashInferDispatcher,
@@ -37,7 +38,7 @@ def new_dispatcher(moe_a2a: str, moe_a2a_extend: str, setup: DispatchSetup) -> D
     """
     if setup.communicator.world_size == 1:
         return AllGatherDispatcher.build(setup)
-    dispatcher = DISPATCHERS[moe_a2a].build(setup)
+    dispatcher: Dispatcher = DISPATCHERS[moe_a2a].build(setup)
     if moe_a2a_extend == "all-to-all" or isinstance(dispatcher, AllGatherDispatcher):
         return dispatcher
     return PhaseDispatcher(decode=dispatcher, extend=AllGatherDispatcher.build(setup))

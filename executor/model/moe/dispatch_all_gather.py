@@ -37,9 +37,7 @@ class AllGatherDispatcher(Dispatcher):
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
-        assert len(x_TD) == layout.shard_num_rows, (
-            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
-        )
+        self.check_rows(x_TD, layout)
         x_RD, ids_RK, weights_RK = self._communicator.gather_columns(
             (x_TD, ids_TK, weights_TK), layout
         )

@@ -169,9 +169,7 @@ class TorchAllToAllDispatcher(Dispatcher):
         assert len(layout.offsets) == self._num_ranks, (
             f"{len(layout.offsets)} ranks in the layout of a group of {self._num_ranks}"
         )
-        assert len(x_TD) == layout.shard_num_rows, (
-            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
-        )
+        self.check_rows(x_TD, layout)
         most = self._communicator.max_tokens_per_rank
         assert layout.runtime_max_tokens_per_rank <= most, (
             f"a rank has {layout.runtime_max_tokens_per_rank} rows; "

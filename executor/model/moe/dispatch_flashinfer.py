@@ -104,9 +104,7 @@ class FlashInferDispatcher(Dispatcher):
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
-        assert len(x_TD) == layout.shard_num_rows, (
-            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
-        )
+        self.check_rows(x_TD, layout)
         capacity = layout.runtime_max_tokens_per_rank
         if capacity == 0:  # on every rank
             return Dispatched(x_TD, ids_TK, weights_TK)

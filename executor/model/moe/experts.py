@@ -7,7 +7,8 @@ is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -72,19 +73,6 @@ class ExpertShare:
         }
 
 
-class Experts(Protocol):
-    """Experts that the loader fills and a layer runs."""
-
-    @property
-    def runner(self) -> MoERunner:
-        """Runs them, once all weight groups are filled."""
-        ...
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
-        ...
-
-
 class PackedExperts:
     """Each expert's products by themselves, packed for the CPU; small ones side by side as well.
 
@@ -92,6 +80,9 @@ class PackedExperts:
         share: What this executor holds.
         hidden_size: D.
         workers: Share the experts of a step.
+
+    Attributes:
+        runner: Runs them, once all weight groups are filled.
     """
 
     def __init__(
@@ -118,23 +109,16 @@ class PackedExperts:
             self.runner = SmallExpertsRunner(w13, w2, count, self.runner)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
         groups = []
         for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
             gate, up = w13.weight.chunk(2)
             targets = self._share.targets(prefix, expert, gate, up, w2.weight)
-            groups.append(WeightGroup(targets, self._finish(w13, w2)))
+            groups.append(WeightGroup(targets, partial(_finish, w13, w2)))
         if self._side_by_side is None:
             return groups
         together = {name: part for group in groups for name, part in group.targets.items()}
         return [WeightGroup(together, self._finish_side_by_side)]
-
-    @staticmethod
-    def _finish(*linears: Linear) -> Callable[[], None]:
-        def finish() -> None:
-            for linear in linears:
-                linear.finish()
-
-        return finish
 
     def _finish_side_by_side(self) -> None:
         assert self._side_by_side is not None
@@ -142,7 +126,7 @@ class PackedExperts:
         weights = torch.cat([weight for part in gates_ups for weight in part])
         self._side_by_side[0].finish(weights)
         self._side_by_side[1].finish(torch.cat([linear.weight for linear in self._w2], dim=1))
-        self._finish(*self._w13, *self._w2)()
+        _finish(*self._w13, *self._w2)
 
 
 class StackedExperts:
@@ -153,6 +137,9 @@ class StackedExperts:
         hidden_size: D.
         kind: What runs them.
         tool: Its third argument: an activation or scratch memory, which all layers share.
+
+    Attributes:
+        runner: Runs them, once all weight groups are filled.
     """
 
     def __init__(
@@ -172,16 +159,22 @@ class StackedExperts:
         self.runner = kind(self._w13, self._w2, tool)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
         groups = []
         for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
             first, second = w13.chunk(2)
             gate, up = (first, second) if self.runner.gate_first else (second, first)
             targets = self._share.targets(prefix, expert, gate, up, w2)
-            groups.append(WeightGroup(targets, self._finish(w13)))
+            groups.append(WeightGroup(targets, partial(self._arrange, w13)))
         return groups
 
-    def _finish(self, w13: torch.Tensor) -> Callable[[], None]:
-        def finish() -> None:
-            w13.copy_(self.runner.arrange(w13))
+    def _arrange(self, w13: torch.Tensor) -> None:
+        w13.copy_(self.runner.arrange(w13))
 
-        return finish
+
+Experts = PackedExperts | StackedExperts
+
+
+def _finish(*linears: Linear) -> None:
+    for linear in linears:
+        linear.finish()

@@ -12,8 +12,9 @@ Dimensions, here and in the files beside this one:
     K experts per token      P pairs of a row and one of its experts on this rank
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -76,11 +77,12 @@ class DispatchSetup:
     ops: FlashInferOps | None = None
 
 
-class Dispatcher:
+class Dispatcher(ABC):
     """Moves rows to the ranks of their experts, and results back.
 
     One dispatch is open at a time: all layers share a dispatcher and its buffers. A class says all
-    of itself that sizes, graphs and the start-up table must know; ``dispatch.py`` has its name.
+    of itself that sizes, graphs and the start-up table must know; ``dispatch.py`` has its name, and
+    calls its ``build``.
 
     Attributes:
         is_capturable: Whether a CUDA graph can record it: it never waits for the device on the host.
@@ -100,15 +102,6 @@ class Dispatcher:
             ValueError: It cannot. Says which setting to change, and to what.
         """
 
-    @classmethod
-    def build(cls, setup: DispatchSetup) -> "Dispatcher":
-        """Makes it for passes as large as any.
-
-        Raises:
-            ValueError: It does not run here.
-        """
-        raise NotImplementedError
-
     def lines(self) -> tuple[BudgetLine, ...]:
         """Returns the start-up table's lines of memory of its own."""
         return ()
@@ -119,6 +112,7 @@ class Dispatcher:
     def leave(self) -> None:
         """Forgets the epoch, and what a failed pass has dispatched."""
 
+    @abstractmethod
     def dispatch(
         self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, layout: DpLayout
     ) -> Dispatched:
@@ -136,25 +130,31 @@ class Dispatcher:
         Returns:
             Rows that are overwritten by the next dispatch.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Returns [T, D], each token's rows summed over ranks. Every rank must call it.
 
         Rows of padding are undefined. Overwritten by the next combine.
         """
-        raise NotImplementedError
+
+    @staticmethod
+    def check_rows(x_TD: torch.Tensor, layout: DpLayout) -> None:
+        """Asserts that a pass has this executor's rows of the layout."""
+        assert len(x_TD) == layout.shard_num_rows, (
+            f"{len(x_TD)} rows, {layout.shard_num_rows} in the layout"
+        )
 
 
-class MoERunner(Protocol):
+class MoERunner(ABC):
     """Computes the experts of one layer that this rank holds."""
 
+    @abstractmethod
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         """Returns [R, D], each row's outputs of this rank's experts, weighted and summed."""
-        ...
 
 
-class StackedMoERunner:
+class StackedMoERunner(MoERunner):
     """A runner of experts whose weights are two stacked tensors.
 
     Args:
@@ -184,10 +184,6 @@ class StackedMoERunner:
     def arrange(w13: torch.Tensor, /) -> torch.Tensor:
         """Returns one expert's gate and up [2F, D] as the kernel reads them."""
         return w13
-
-    def run(self, dispatched: Dispatched) -> torch.Tensor:
-        """As ``MoERunner.run``."""
-        raise NotImplementedError
 
 
 class ExpertScratch:

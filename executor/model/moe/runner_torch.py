@@ -28,7 +28,7 @@ from executor.model.moe.layer import Dispatched, MoERunner
 _EXPERT_COST = 8  # reading an expert's weights from memory takes as long as computing 8 rows
 
 
-class TorchMoERunner:
+class TorchMoERunner(MoERunner):
     """Sorts rows by expert, runs the experts, and unsorts. Workers share the experts.
 
     The sum over a row's experts has a fixed order, so a row's result does not change from run
@@ -119,7 +119,7 @@ def are_small(num_experts: int, hidden_size: int, intermediate_size: int, itemsi
     return num_experts * hidden_size * intermediate_size * itemsize <= _MAX_LAYER_BYTES
 
 
-class SmallExpertsRunner:
+class SmallExpertsRunner(MoERunner):
     """Runs all experts on all rows while these are few, and hands more rows on.
 
     Args:

@@ -16,7 +16,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.model.families.kernels import stacked_kernels
 from executor.model.flashinfer import cutedsl
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.layer import Dispatched, StackedMoERunner
+from executor.model.moe.layer import Dispatched
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
@@ -238,9 +238,9 @@ def test_kernels_of_flashinfer_need_flashinfer(moe_runner: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 64, D), (3, 62, D), (3, 64, D + 1)], ids=["L", "F", "D"])
 def test_one_dimension_that_does_not_fit_is_enough(shape: tuple[int, ...]) -> None:
-    StackedMoERunner(torch.zeros(3, 64, D), torch.zeros(3, D, 32))
+    GroupedMMRunner(torch.zeros(3, 64, D), torch.zeros(3, D, 32), lambda x: x)
     with pytest.raises(ValueError, match=r"^w13 is .* need .* with the same L, F and D$"):
-        StackedMoERunner(torch.zeros(shape), torch.zeros(3, D, 32))
+        GroupedMMRunner(torch.zeros(shape), torch.zeros(3, D, 32), lambda x: x)
 
 
 def test_weights_that_do_not_fit_one_another_are_refused(ops: FlashInferOps) -> None:
