@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ _MODULES = {"Qwen3MoeForCausalLM": "executor.model.families.qwen3_moe"}
 
 
 class Model(Protocol):
-    """A loaded model, as runners see it, and what a draft shares with it.
+    """A model, as the loader and runners see it, and what a draft shares with it.
 
     Attributes:
         embed_tokens: The same rows on every executor; those past the vocabulary are zeros.
@@ -47,22 +47,13 @@ class Model(Protocol):
         """
         ...
 
+    def weight_groups(self) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, in the order to load it."""
+        ...
 
-class _Loadable(Model, Protocol):
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        peers: Peers,
-        kernels: Kernels,
-        aux_layers: Sequence[int],
-    ) -> None: ...
-
-    def weight_groups(self) -> list[WeightGroup]: ...
-
-    def skips(self, name: str) -> bool: ...
+    def skips(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint may be left unread."""
+        ...
 
 
 def load_model(
@@ -99,8 +90,13 @@ def load_model(
             f"aux_layers={list(aux_layers)}: the model has layers 0 to "
             f"{config.num_hidden_layers - 1}"
         )
+    if config.architecture not in _MODULES:
+        raise CheckpointError(
+            f"architecture {config.architecture!r} is not supported; {', '.join(_MODULES)} is"
+        )
     dtype = dtype or config.dtype
-    model = _model_class(config.architecture)(
+    family = import_module(_MODULES[config.architecture])
+    model: Model = getattr(family, config.architecture)(
         config,
         dtype=dtype,
         device=torch.device(device),
@@ -110,11 +106,3 @@ def load_model(
     )
     load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)
     return model
-
-
-def _model_class(architecture: str) -> type[_Loadable]:
-    if architecture not in _MODULES:
-        raise CheckpointError(
-            f"architecture {architecture!r} is not supported; {', '.join(_MODULES)} is"
-        )
-    return cast(type[_Loadable], getattr(import_module(_MODULES[architecture]), architecture))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -39,7 +39,7 @@ _CLASSES = {
 
 
 class DraftModel(Protocol):
-    """A loaded draft, as runners see it.
+    """A draft, as the loader and runners see it.
 
     T token rows    H hidden size    F feature size (``DraftConfig.feature_size``)    V vocabulary
 
@@ -81,6 +81,14 @@ class DraftModel(Protocol):
         Every executor of the DP rank must call it, with the same rows, and gets the same bits. The
         next call, of the target too, may overwrite what this one returned.
         """
+        ...
+
+    def weight_groups(self) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, in the order to load it."""
+        ...
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint may be left unread."""
         ...
 
 
@@ -127,16 +135,6 @@ class DraftShare:
         return features
 
 
-class _Loadable(DraftModel, Protocol):
-    def __init__(
-        self, config: DraftConfig, target: Model, kernels: Kernels, names: frozenset[str]
-    ) -> None: ...
-
-    def weight_groups(self) -> list[WeightGroup]: ...
-
-    def skips(self, name: str) -> bool: ...
-
-
 def load_draft_model(
     path: str | Path,
     config: DraftConfig,
@@ -163,16 +161,13 @@ def load_draft_model(
         ValueError: Heads or experts do not divide among the executors.
     """
     kernels = kernels or cpu_kernels(config.layers, dtype=target.embed_tokens.weight.dtype)
-    draft = _draft_class(config.layout)(config, target, kernels, tensor_names(path))
+    module, name = _CLASSES[config.layout].split(":")
+    new_draft = getattr(import_module(module), name)
+    draft: DraftModel = new_draft(config, target, kernels, tensor_names(path))
     load_weights(path, draft.weight_groups(), skipped=draft.skips, on_progress=on_progress)
     if draft.target_ids is not None:
         _check_target_ids(path, draft.target_ids, config.layers.vocab_size)
     return draft
-
-
-def _draft_class(layout: DraftLayout) -> type[_Loadable]:
-    module, name = _CLASSES[layout].split(":")
-    return cast(type[_Loadable], getattr(import_module(module), name))
 
 
 def _check_target_ids(path: str | Path, target_ids: torch.Tensor, vocab_size: int) -> None:
