@@ -28,7 +28,6 @@ from router.engine.engine import Engine
 from router.engine.engines import Engines, Observer
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup
-from router.executors.step_stream import StepDeadline
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector
@@ -94,17 +93,7 @@ async def run(config: RouterConfig) -> None:
 
 
 def _connect(config: RouterConfig, addresses: tuple[str, ...]) -> ExecutorGroup:
-    return ExecutorGroup(
-        find_addresses(addresses),
-        config.model_name,
-        form_timeout_s=config.form_timeout_s,
-        deadline=StepDeadline(
-            factor=config.step_deadline_factor,
-            min_s=config.min_step_deadline_s,
-            max_s=config.step_timeout_s,
-        ),
-        opener=config.opener(addresses),
-    )
+    return ExecutorGroup(find_addresses(addresses), config, config.opener(addresses))
 
 
 def _build_engine(

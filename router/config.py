@@ -5,16 +5,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from protos.settings import ON_OFF, Rule, above, at_least, setting
+from protos.settings import ON_OFF, Rule, at_least, setting
 from protos.transport.port import ServiceConfig
 from router.engine.engine import EngineSettings
 from router.executors.credentials import ExecutorSecurity
 from router.executors.discovery import check_group
+from router.executors.group import GroupSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(EngineSettings, ExecutorSecurity, ServiceConfig):
-    """Every setting of a router: its own, of its engines, its ports and the way to executors."""
+class RouterConfig(EngineSettings, GroupSettings, ExecutorSecurity, ServiceConfig):
+    """Every setting of a router: its own, of its engines and groups, its ports and the way to
+    executors."""
 
     groups: tuple[tuple[str, ...], ...] = setting(
         rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"
@@ -22,8 +24,6 @@ class RouterConfig(EngineSettings, ExecutorSecurity, ServiceConfig):
     """The executors of one group: their addresses in any order, or a DNS name and how many
     executors it stands for. Repeat the flag for each group; in the variable, groups are separated
     by spaces."""
-    model_name: str = "default"
-    """Name that clients may give the model in a request."""
     tokenizer: Path | None = setting(None, unset="clients send token ids only")
     """The model's tokenizer.json, or a folder that holds it."""
     vllm_engine: str = setting("off", ON_OFF)
@@ -44,15 +44,6 @@ class RouterConfig(EngineSettings, ExecutorSecurity, ServiceConfig):
     max_connection_age_s: float = setting(1800.0, at_least(0))
     """Seconds, give or take a tenth, after which a client is asked to connect anew, perhaps to
     another router; its running calls go on. 0 is never."""
-    form_timeout_s: float = setting(120.0, above(0))
-    """Seconds for each call that forms a group."""
-    step_deadline_factor: float = setting(
-        20.0, above(1, ", or steps that take as long as usual would be overdue")
-    )
-    """An executor counts as lost, too, past so many times what steps of its kind take, once a few
-    of them were seen."""
-    min_step_deadline_s: float = setting(5.0, above(0))
-    """But not before so many seconds."""
     failover_after_s: float = setting(10.0, at_least(0))
     """Seconds after which a group that is down gives the requests that it ran to another group;
     requests that had not begun go there at once."""

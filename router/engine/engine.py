@@ -23,7 +23,7 @@ from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Re
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
 from router.scheduling.counters import EpochStats, GroupMeasures
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
-from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult
+from router.scheduling.step import GroupInfo, InFlight, ServedModel, StepResult, StepSettings
 
 log = structlog.get_logger()
 
@@ -66,14 +66,11 @@ class Executors(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(SchedulerSettings):
+class EngineSettings(SchedulerSettings, StepSettings):
     """Settings of a group's engine."""
 
     pipeline_depth: int = setting(2, at_least(1))
     """Steps in flight at most. 2 hides the way to the executors; 1 helps to debug."""
-    step_timeout_s: float = setting(60.0, above(0))
-    """Seconds for the answer to a step; past it, the executor counts as lost, and a
-    group that has work and has made no step for so long does not serve."""
     retry_delay_s: float = setting(0.5, above(0))
     """Seconds between attempts to form a group."""
 

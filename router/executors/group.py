@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
@@ -11,13 +12,14 @@ import structlog
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
+from protos.settings import above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_result, difference, encode_step, ran_as_sent
-from router.executors.step_stream import StepDeadline, StepStream
+from router.executors.step_stream import DeadlineSettings, StepDeadline, StepStream
 from router.scheduling.step import GroupInfo, InFlight, RankResult, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
@@ -46,31 +48,38 @@ CHANNEL_OPTIONS = (
 SILENT_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(DeadlineSettings):
+    """Settings of a group's executors."""
+
+    model_name: str = "default"
+    """Name that clients may give the model in a request."""
+    form_timeout_s: float = setting(120.0, above(0))
+    """Seconds for each call that forms a group."""
+
+
 class ExecutorGroup:
     """Drives the executors of one group. Implements engine.Executors.
 
     Args:
         find_addresses: Returns "host:port" of every executor of the group, in any order; asked at
             each forming.
-        model_name: What clients may call the model; the router names it, not the executor.
-        form_timeout_s: For each of Prepare and Join.
-        deadline: Says how long a step may take, from its sending or the answer before it.
+        settings: What the operator said.
         opener: Opens channels; None is plain text, and no token.
+
+    Attributes:
+        deadline: Says how long a step may take, from its sending or the answer before it.
     """
 
     def __init__(
         self,
         find_addresses: FindAddresses,
-        model_name: str,
-        *,
-        form_timeout_s: float,
-        deadline: StepDeadline,
+        settings: GroupSettings,
         opener: ChannelOpener | None = None,
     ) -> None:
         self._opener = opener or ChannelOpener()
-        self._model_name = model_name
-        self._form_timeout_s = form_timeout_s
-        self._deadline = deadline
+        self._settings = settings
+        self.deadline = StepDeadline(settings)
         self._find_addresses = find_addresses
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, ExecutorServiceAsyncStub] = {}
@@ -92,7 +101,7 @@ class ExecutorGroup:
         check_group(members)
         self._recognise(members)
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
-        info = describe_group(members, self._epoch, self._model_name)
+        info = describe_group(members, self._epoch, self._settings.model_name)
         await self._join(members)
         for before, now in zip(members, await self._describe_all(), strict=True):
             if before.description.instance_id != now.description.instance_id:
@@ -130,9 +139,9 @@ class ExecutorGroup:
     async def _receive(self, step: InFlight) -> StepResult:
         agreement = step.plan.agreement
         begun = max(step.sent, self._last_answer_time)
-        responses = await self._responses(step.step_id, begun, self._deadline.limit_s(agreement))
+        responses = await self._responses(step.step_id, begun, self.deadline.limit_s(agreement))
         self._last_answer_time = perf_counter()
-        self._deadline.add(agreement, self._last_answer_time - begun)
+        self.deadline.add(agreement, self._last_answer_time - begun)
         self._check_answers(responses, step)
         firsts = slice(None, None, self._num_peers)
         return tuple(
@@ -275,7 +284,7 @@ class ExecutorGroup:
         return sorted(members, key=lambda member: member.coordinates)
 
     async def _describe(self, address: str) -> Member:
-        timeout_s = min(DESCRIBE_TIMEOUT_S, self._form_timeout_s)
+        timeout_s = min(DESCRIBE_TIMEOUT_S, self._settings.form_timeout_s)
         call = self._stubs[address].Describe(pb.DescribeRequest(), timeout=timeout_s)
         known = [str(member) for member in self._members if member.address == address]
         name = known[0] if known else f"executor {address}"
@@ -293,20 +302,20 @@ class ExecutorGroup:
                     old_instance=known,
                     new_instance=instance_id,
                 )
-                self._deadline.forget()
+                self.deadline.forget()
             self._instances[member.coordinates] = instance_id
 
     async def _join(self, members: Sequence[Member]) -> None:
         stub = self._stubs[members[0].address]
         prepare = pb.PrepareRequest(epoch=self._epoch)
         prepared = await _answer(
-            stub.Prepare(prepare, timeout=self._form_timeout_s), f"Prepare of {members[0]}"
+            stub.Prepare(prepare, timeout=self._settings.form_timeout_s), f"Prepare of {members[0]}"
         )
         join = pb.JoinRequest(epoch=self._epoch, store_address=prepared.store_address)
         await _all(
             [
                 _answer(
-                    self._stubs[member.address].Join(join, timeout=self._form_timeout_s),
+                    self._stubs[member.address].Join(join, timeout=self._settings.form_timeout_s),
                     f"Join of {member}",
                 )
                 for member in members

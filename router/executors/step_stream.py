@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import grpc
 
 from protos.executor.v1 import executor_pb2 as pb
+from protos.settings import above, setting
 from protos.transport.errors import error_details
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
-from router.scheduling.step import Agreement
+from router.scheduling.step import Agreement, StepSettings
 
 # Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
 # executor leaves.
@@ -112,6 +113,19 @@ class _Estimate:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeadlineSettings(StepSettings):
+    """Settings of the deadline of steps."""
+
+    step_deadline_factor: float = setting(
+        20.0, above(1, ", or steps that take as long as usual would be overdue")
+    )
+    """An executor counts as lost, too, past so many times what steps of its kind take, once a few
+    of them were seen."""
+    min_step_deadline_s: float = setting(5.0, above(0))
+    """But not before so many seconds."""
+
+
 class StepDeadline:
     """Deadline of steps, learnt from earlier ones.
 
@@ -121,25 +135,19 @@ class StepDeadline:
     hundredth, which settles near the slowest twentieth and forgets a single hiccup. A kind that was
     rarely seen has no estimate yet; only the longest limit holds for it, so that a first prefill is
     never cut.
-
-    Args:
-        factor: Times its expected time.
-        min_s: No step is overdue before.
-        max_s: Every step is overdue then, also of a kind of which little is known.
     """
 
-    def __init__(self, *, factor: float, min_s: float, max_s: float) -> None:
-        self._factor = factor
-        self._min_s = min_s
-        self._max_s = max_s
+    def __init__(self, settings: DeadlineSettings) -> None:
+        self._settings = settings
         self._estimates: dict[Kind, _Estimate] = {}
 
     def limit_s(self, agreement: Agreement) -> float:
         """Returns how long a step may take."""
-        estimate = self._estimates.get(_kind_of(agreement))
+        settings, estimate = self._settings, self._estimates.get(_kind_of(agreement))
         if estimate is None or estimate.num_steps < MIN_STEPS:
-            return self._max_s
-        return min(max(self._factor * estimate.seconds, self._min_s), self._max_s)
+            return settings.step_timeout_s
+        usual_s = settings.step_deadline_factor * estimate.seconds
+        return min(max(usual_s, settings.min_step_deadline_s), settings.step_timeout_s)
 
     def add(self, agreement: Agreement, seconds: float) -> None:
         """Notes how long a step took."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protos.settings import above, setting
 from router.requests.request import Float32Array, Int32Array, Sequence
 
 # ---- steps
@@ -133,6 +134,15 @@ class StepPlan:
     runs: npt.NDArray[np.bool_]
     sampled_rows: npt.NDArray[np.int64]
     limits: Int32Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Settings of steps for the engine and the group."""
+
+    step_timeout_s: float = setting(60.0, above(0))
+    """Seconds for the answer to a step; past it, the executor counts as lost, and a
+    group that has work and has made no step for so long does not serve."""
 
 
 @dataclass(slots=True)

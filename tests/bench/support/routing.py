@@ -10,8 +10,7 @@ import numpy as np
 
 from router.engine.engines import Engines
 from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup
-from router.executors.step_stream import StepDeadline
+from router.executors.group import ExecutorGroup, GroupSettings
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
@@ -53,8 +52,8 @@ async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[Exe
 
 def group_of(addresses: Sequence[str]) -> ExecutorGroup:
     """Returns a group whose executors are never overdue."""
-    deadline = StepDeadline(factor=20, min_s=120, max_s=120)
-    return ExecutorGroup(find_addresses(addresses), "bench", form_timeout_s=120, deadline=deadline)
+    settings = GroupSettings(step_timeout_s=120, min_step_deadline_s=120)
+    return ExecutorGroup(find_addresses(addresses), settings)
 
 
 def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Scheduler:

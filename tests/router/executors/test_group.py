@@ -14,8 +14,8 @@ from protos.transport.errors import RpcError
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
 from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup
-from router.executors.step_stream import MIN_STEPS, StepDeadline
+from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.step_stream import MIN_STEPS
 from tests.router.conftest import LONG_S
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
@@ -114,7 +114,7 @@ def says(error: RpcError) -> Callable[[], Awaitable[None]]:
 
 
 STEP_FAILED, REASON_LOST = StepFailed("another executor left the group"), None
-HURRIED = StepDeadline(factor=20, min_s=0.3, max_s=0.3)
+HURRIED = GroupSettings(step_timeout_s=0.3, min_step_deadline_s=0.3)
 
 
 @pytest.mark.parametrize("heard_first", [0, 1])
@@ -165,7 +165,7 @@ async def test_the_others_streams_end_before_anybody_is_asked_why_the_first_did(
 async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with formed_group(2, deadline=HURRIED) as (group, peers):
+    async with formed_group(2, settings=HURRIED) as (group, peers):
         for peer in peers.values():
             peer.may_answer.clear()
         group.send(step := plan_step(2))
@@ -222,7 +222,7 @@ async def test_all_streams_end_at_the_first_loss_so_that_every_peer_is_free() ->
 
 
 async def test_all_streams_end_when_an_answer_is_overdue() -> None:
-    async with formed_group(2, deadline=HURRIED) as (group, peers):
+    async with formed_group(2, settings=HURRIED) as (group, peers):
         peers[1, 0].may_answer.clear()
         with pytest.raises(ExecutorLost, match=r"did not answer step 1 within 0\.3 s"):
             await run_step(group, 2)
@@ -232,7 +232,7 @@ async def test_all_streams_end_when_an_answer_is_overdue() -> None:
 
 
 async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> None:
-    async with formed_group(3, deadline=HURRIED) as (group, peers):
+    async with formed_group(3, settings=HURRIED) as (group, peers):
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
 
@@ -253,7 +253,7 @@ async def test_a_rank_that_is_silent_is_told_from_those_that_wait_for_it() -> No
 async def test_who_does_not_answer_any_call_in_time_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with formed_group(1, deadline=HURRIED) as (group, peers):
+    async with formed_group(1, settings=HURRIED) as (group, peers):
         monkeypatch.setattr(executor_client, "PROBE_TIMEOUT_S", 0.1)
         peers[0, 0].may_answer.clear()
         peers[0, 0].on_describe = asyncio.Event().wait
@@ -262,7 +262,7 @@ async def test_who_does_not_answer_any_call_in_time_is_silent(
 
 
 async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
-    async with formed_group(3, deadline=HURRIED) as (group, peers):
+    async with formed_group(3, settings=HURRIED) as (group, peers):
         for place in ((0, 0), (2, 0)):
             peers[place].may_answer.clear()
         with pytest.raises(ExecutorLost, match=r"dp_rank 0.*dp_rank 2.*they answer other calls"):
@@ -271,7 +271,7 @@ async def test_ranks_that_are_late_but_not_silent_are_all_named() -> None:
 
 async def test_an_answer_that_comes_while_it_is_looked_for_is_not_too_late() -> None:
     """It was the router that stood still, not the executor."""
-    async with formed_group(2, deadline=HURRIED) as (group, peers):
+    async with formed_group(2, settings=HURRIED) as (group, peers):
         peers[1, 0].may_answer.clear()
 
         async def answer() -> None:
@@ -315,8 +315,9 @@ async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:
-    deadline = StepDeadline(factor=20, min_s=5, max_s=30)
-    async with run_group(2, deadline=deadline) as (group, peers):
+    settings = GroupSettings(step_timeout_s=30, min_step_deadline_s=5)
+    async with run_group(2, settings=settings) as (group, peers):
+        deadline = group.deadline
         plan = plan_step(2).plan
         for _ in range(MIN_STEPS):
             deadline.add(plan.agreement, 0.01)
@@ -400,12 +401,7 @@ async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -
     old, new = (Peer(0, 0, 1, 1) for _ in range(2))
     with held_port() as port:
         port = await serve(old, port)
-        group = ExecutorGroup(
-            find_addresses([f"127.0.0.1:{port}"]),
-            "moe",
-            form_timeout_s=FORM_TIMEOUT_S,
-            deadline=NEVER_LATE,
-        )
+        group = ExecutorGroup(find_addresses([f"127.0.0.1:{port}"]), NEVER_LATE)
         try:
             await group.form()
             await run_step(group, 1)

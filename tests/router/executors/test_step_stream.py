@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from router.executors.step_stream import MIN_STEPS, StepDeadline
+from router.executors.step_stream import MIN_STEPS, DeadlineSettings, StepDeadline
 from router.scheduling.step import Agreement, PaddingMode
 
 MAX_S = 60.0
@@ -19,7 +19,7 @@ def agreement(num_tokens: int, *, has_extend: bool = False, graph: bool = False)
 
 
 def learnt(*steps: tuple[Agreement, float]) -> StepDeadline:
-    deadline = StepDeadline(factor=20, min_s=2.0, max_s=MAX_S)
+    deadline = StepDeadline(DeadlineSettings(step_timeout_s=MAX_S, min_step_deadline_s=2.0))
     for step, seconds in steps:
         deadline.add(step, seconds)
     return deadline

@@ -12,14 +12,13 @@ from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup
-from router.executors.step_stream import StepDeadline
+from router.executors.group import ExecutorGroup, GroupSettings
 from router.scheduling.step import InFlight
 from tests.router.support.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 FORM_TIMEOUT_S = 120.0
-NEVER_LATE = StepDeadline(factor=20, min_s=120, max_s=120)
+NEVER_LATE = GroupSettings(step_timeout_s=120, min_step_deadline_s=120)
 
 
 def error_of(code: grpc.StatusCode, reason: str) -> type[RpcError]:
@@ -164,7 +163,7 @@ Peers = dict[tuple[int, int], Peer]
 
 @asynccontextmanager
 async def run_group(
-    dp_size: int, attn_tp_size: int = 1, deadline: StepDeadline = NEVER_LATE
+    dp_size: int, attn_tp_size: int = 1, settings: GroupSettings = NEVER_LATE
 ) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
     """Peers of every place, by place, and a client that was given their addresses backwards."""
     peers, addresses = {}, []
@@ -176,22 +175,17 @@ async def run_group(
             addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
             await server.start()
             stack.push_async_callback(server.stop, None)
-        group = ExecutorGroup(
-            find_addresses(addresses[::-1]),
-            "moe",
-            form_timeout_s=FORM_TIMEOUT_S,
-            deadline=deadline,
-        )
+        group = ExecutorGroup(find_addresses(addresses[::-1]), settings)
         stack.push_async_callback(group.close)
         yield group, peers
 
 
 @asynccontextmanager
 async def formed_group(
-    dp_size: int, attn_tp_size: int = 1, deadline: StepDeadline = NEVER_LATE
+    dp_size: int, attn_tp_size: int = 1, settings: GroupSettings = NEVER_LATE
 ) -> AsyncIterator[tuple[ExecutorGroup, Peers]]:
     """The same, in its first epoch."""
-    async with run_group(dp_size, attn_tp_size, deadline) as (group, peers):
+    async with run_group(dp_size, attn_tp_size, settings) as (group, peers):
         await group.form()
         yield group, peers
 
