@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from click.testing import CliRunner
 from google.protobuf.duration_pb2 import Duration
@@ -15,13 +14,11 @@ from rich.console import Console
 
 from deploy.local.ports import held_port
 from protos.serving.v1 import serving_pb2 as pb
-from protos.serving.v1 import serving_pb2_grpc
 from router import top
 from router.api.generate import GenerationServicer
-from router.api.health import Health
 from router.client import Client
 from router.top import Frame
-from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.fake_engines import FakeEngines, generation, listening
 
 PROBLEM = (
     "Describe of executor 10.0.0.7:50061 failed: UNAVAILABLE: failed to connect to all addresses; "
@@ -30,17 +27,10 @@ PROBLEM = (
 
 
 def rank(number: int, step_ns: int = 4_100_000, **fields: Any) -> pb.RankStatus:
-    defaults = {
-        "num_running": 8,
-        "last_step_tokens": 8,
-        "num_used_blocks": 30,
-        "num_cached_blocks": 20,
-        "num_free_blocks": 50,
-        "prefix_hit_rate": 0.25,
-        "num_preemptions": 3,
-    }
-    step_time = Duration(nanos=step_ns)
-    return pb.RankStatus(dp_rank=number, last_step_time=step_time, **{**defaults, **fields})
+    blocks = {"num_used_blocks": 30, "num_cached_blocks": 20, "num_free_blocks": 50}
+    counts = {"num_running": 8, "last_step_tokens": 8, "num_preemptions": 3, **blocks}
+    times = {"last_step_time": Duration(nanos=step_ns), "prefix_hit_rate": 0.25}
+    return pb.RankStatus(dp_rank=number, **{**counts, **times, **fields})
 
 
 def ready(*ranks: pb.RankStatus, **fields: Any) -> pb.GroupStatus:
@@ -49,10 +39,10 @@ def ready(*ranks: pb.RankStatus, **fields: Any) -> pb.GroupStatus:
         pb.GraphCount(runner="decode", size=16, num_steps=30),
         pb.GraphCount(runner="eager", miss="idle_rank", num_steps=5),
     ]
-    fields = {"state": pb.GROUP_STATE_READY, "epoch": 2, "ranks": ranks, "graphs": graphs, **fields}
-    return pb.GroupStatus(**fields)
+    return pb.GroupStatus(state=READY, ranks=ranks, **{"epoch": 2, "graphs": graphs, **fields})
 
 
+READY = pb.GROUP_STATE_READY
 FORMING = pb.GroupStatus(group=1, state=pb.GROUP_STATE_FORMING, problem=PROBLEM)
 
 
@@ -164,9 +154,8 @@ def test_a_problem_cannot_drive_the_terminal():
 
 
 async def test_prints_one_picture_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
-    engines = FakeEngines()
-    engines.groups = [ready(rank(0)), FORMING]
-    async with serve(engines, health=Health()) as target:
+    servicer = servicer_of(ready(rank(0)), FORMING)
+    async with listening(generation(servicer)) as target:
         await top.watch(Client(target), target, 1.0, top.new_console(once=False))
     printed = capsys.readouterr().out
     assert "group 0 READY" in printed
@@ -176,7 +165,7 @@ async def test_prints_one_picture_where_there_is_no_terminal(capsys: pytest.Capt
 class Screen(io.StringIO):
     """A terminal that keeps what `watch` draws, picture by picture."""
 
-    def __init__(self, lines: int = 50) -> None:
+    def __init__(self, lines: int) -> None:
         super().__init__()
         self.pictures: list[str] = []
         self._has_drawn = asyncio.Event()
@@ -190,20 +179,20 @@ class Screen(io.StringIO):
     async def shows(self, text: str) -> str:
         """Waits for a picture, from the next one on, that has a text in it."""
         start = len(self.pictures)
-        async with asyncio.timeout(120):
-            while True:
-                for picture in self.pictures[start:]:
-                    if text in picture:
-                        return picture
-                self._has_drawn.clear()
-                await self._has_drawn.wait()
+        while True:
+            for picture in self.pictures[start:]:
+                if text in picture:
+                    return picture
+            self._has_drawn.clear()
+            await self._has_drawn.wait()
 
 
 @asynccontextmanager
-async def watching(target: str, screen: Screen) -> AsyncIterator[None]:
+async def watching(target: str, lines: int = 50) -> AsyncIterator[Screen]:
+    screen = Screen(lines)
     drawing = asyncio.create_task(top.watch(Client(target), target, 0.01, screen.console))
     try:
-        yield
+        yield screen
     finally:
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -211,27 +200,19 @@ async def watching(target: str, screen: Screen) -> AsyncIterator[None]:
 
 
 async def test_the_picture_comes_back_with_the_router():
-    screen = Screen()
-    engines = FakeEngines()
-    engines.groups = [ready(rank(0))]
-    stub = servicer_of(engines)
+    servicer = servicer_of(ready(rank(0)))
     with held_port() as port:
-        server, port = await start(stub, port)
-        async with watching(f"127.0.0.1:{port}", screen):
-            await screen.shows("READY")
-            await server.stop(None)
+        async with watching(f"127.0.0.1:{port}") as screen:
+            async with listening(generation(servicer), port=port):
+                await screen.shows("READY")
             await screen.shows(f"127.0.0.1:{port} does not answer: ")
-            server, _ = await start(stub, port)
-            await screen.shows("READY")
-        await server.stop(None)
+            async with listening(generation(servicer), port=port):
+                await screen.shows("READY")
 
 
 async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPatch):
     """Else the last picture would stay, and look well."""
-    screen = Screen()
-    engines = FakeEngines()
-    engines.groups = [ready(rank(0))]
-    servicer = servicer_of(engines)
+    servicer = servicer_of(ready(rank(0)))
     going_on, answer = asyncio.Event(), servicer.GetStatus
 
     async def wait(request: Any, context: Any) -> Any:
@@ -239,42 +220,31 @@ async def test_a_router_that_is_stuck_is_said_to_be(monkeypatch: pytest.MonkeyPa
         return await answer(request, context)
 
     with held_port() as port:
-        server, port = await start(servicer, port)
-        async with watching(f"127.0.0.1:{port}", screen):
-            await screen.shows("READY")
+        async with watching(f"127.0.0.1:{port}") as screen:
+            async with listening(generation(servicer), port=port):
+                await screen.shows("READY")
             monkeypatch.setattr(top, "ANSWER_S", 0.2)  # of the first, a late answer is the last
             servicer.GetStatus = wait
-            await server.stop(None)
-            server, _ = await start(servicer, port)
-            await screen.shows("no answer for 0.2 s")
-            going_on.set()
-            await screen.shows("READY")
-        await server.stop(None)
+            async with listening(generation(servicer), port=port):
+                await screen.shows("no answer for 0.2 s")
+                going_on.set()
+                await screen.shows("READY")
 
 
 async def test_a_low_terminal_says_what_it_leaves_out():
-    screen = Screen(lines=8)
-    engines = FakeEngines()
-    engines.groups = [ready(*[rank(number) for number in range(16)])]
-    server, port = await start(servicer_of(engines), 0)
-    async with watching(f"127.0.0.1:{port}", screen):
+    group = ready(*[rank(number) for number in range(16)])
+    service = generation(servicer_of(group))
+    async with listening(service) as target, watching(target, lines=8) as screen:
         shown = await screen.shows("more lines")
-    await server.stop(None)
     assert len(shown.splitlines()) == 8
-    num_lines = render(*engines.groups).count("\n") + 2  # under a title and an empty line
+    num_lines = render(group).count("\n") + 2  # under a title and an empty line
     assert f"… {num_lines - 7} more lines" in shown
 
 
-def servicer_of(engines: FakeEngines) -> Any:
+def servicer_of(*groups: pb.GroupStatus) -> Any:
+    engines = FakeEngines()
+    engines.groups = [*groups]
     return GenerationServicer(engines, None, version="1.2.3")  # type: ignore[arg-type]
-
-
-async def start(servicer: Any, port: int) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    return server, port
 
 
 def test_a_router_that_is_not_there_is_an_error_for_people():

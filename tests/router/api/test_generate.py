@@ -12,39 +12,12 @@ import pytest
 from google.rpc import code_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import error_details
 from router.api.text import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, Sequence
-from tests.router.support.fake_engines import FakeEngines, serve
-
-
-@asynccontextmanager
-async def connected(engines: FakeEngines, tokenizer: Tokenizer | None = None) -> AsyncIterator[Any]:
-    async with (
-        serve(engines, tokenizer) as target,
-        grpc.aio.insecure_channel(target) as channel,
-    ):
-        yield serving_pb2_grpc.GenerationServiceStub(channel)
-
-
-def prompt(**fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), **fields)
-
-
-async def responses(call: Any) -> list[Any]:
-    """Reads what is left. Not by `async for`: gRPC allows that only from the start."""
-    messages = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        messages.append(message)
-    return messages
-
-
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (responses(call) if hasattr(call, "read") else call)
-    return caught.value
+from tests.router.support.calls import connected, failure, prompt, responses
+from tests.router.support.fake_engines import FakeEngines
 
 
 @asynccontextmanager
@@ -198,6 +171,11 @@ class Stream:
     async def read(self) -> Any:
         return await self.call.read()
 
+    async def end(self) -> None:
+        """Half-closes the stream, on which nothing is left to come."""
+        await self.call.done_writing()
+        assert await self.read() is grpc.aio.EOF
+
 
 @asynccontextmanager
 async def streaming(
@@ -242,8 +220,7 @@ async def test_plain_requests_share_the_columns_of_one_message():
         message = await stream.read()
         assert [last.tag for last in message.responses] == [2**32 - 1]
         assert not message.responses[0].response.token_ids
-        await stream.call.done_writing()
-        assert await stream.read() is grpc.aio.EOF
+        await stream.end()
 
 
 async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(tokenizer: Tokenizer):
@@ -263,8 +240,7 @@ async def test_whatever_asks_for_more_than_tokens_is_answered_in_responses(token
         message = await stream.read()
         finished = [(last.tag, last.response.index) for last in message.responses]
         assert finished == [(1, 0), (2, 0), (2, 1)]
-        await stream.call.done_writing()
-        assert await stream.read() is grpc.aio.EOF
+        await stream.end()
 
 
 async def test_a_refused_request_leaves_the_stream_open():
@@ -287,7 +263,7 @@ async def test_a_refused_request_leaves_the_stream_open():
         engines.finish(request.sequences[0])
         [last] = (await stream.read()).responses
         assert last.tag == 1
-        await stream.call.done_writing()
+        await stream.end()
 
 
 async def test_more_refusals_than_may_wait_all_arrive():
@@ -307,8 +283,7 @@ async def test_a_request_that_fails_is_told_under_its_tag_once():
         message = await stream.read()
         assert [last.response.index for last in message.responses] == [0]
         assert [(error.tag, error.reason) for error in message.errors] == [(4, "CANCELLED")]
-        await stream.call.done_writing()
-        assert await stream.read() is grpc.aio.EOF
+        await stream.end()
 
 
 async def test_cancelling_a_tag_is_answered_under_it():
@@ -318,8 +293,7 @@ async def test_cancelling_a_tag_is_answered_under_it():
         await stream.send(tag=4, cancel=pb.CancelTag())
         message = await stream.read()
         assert [(error.tag, error.code) for error in message.errors] == [(4, code_pb2.CANCELLED)]
-        await stream.call.done_writing()
-        assert await stream.read() is grpc.aio.EOF
+        await stream.end()
 
 
 async def test_half_closing_lets_running_requests_finish():
@@ -330,12 +304,6 @@ async def test_half_closing_lets_running_requests_finish():
         assert columns(await stream.read()) == {1: [8]}
         engines.finish(request.sequences[0])
         assert len((await stream.read()).responses) == 1
-        assert await stream.read() is grpc.aio.EOF
-
-
-async def test_half_closing_an_idle_stream_ends_it():
-    async with streaming() as (_, stream):
-        await stream.call.done_writing()
         assert await stream.read() is grpc.aio.EOF
 
 
@@ -393,4 +361,4 @@ async def test_a_tag_may_be_used_again_once_its_request_has_ended():
             request = await stream.start(1, prompt())
             engines.finish(request.sequences[0])
             assert [last.tag for last in (await stream.read()).responses] == [1]
-        await stream.call.done_writing()
+        await stream.end()

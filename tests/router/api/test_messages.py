@@ -25,6 +25,7 @@ from router.requests.request import (
     StopConditions,
 )
 from tests.router.support import fake_engines
+from tests.router.support.calls import PROMPT, SAMPLING, prompt
 
 MODEL = replace(fake_engines.MODEL, vocab_size=256, max_model_len=32)
 INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
@@ -34,9 +35,8 @@ Change = Callable[[pb.GenerateRequest], object]
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    return fake_engines.byte_tokenizer(
-        tmp_path, added=["<beyond>"]
-    )  # id 256, which the model lacks
+    # Has a token 256, which the model lacks.
+    return fake_engines.byte_tokenizer(tmp_path, added=["<beyond>"])
 
 
 async def read(
@@ -48,20 +48,16 @@ async def read(
     )
 
 
-def message(**fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8, 9]), **fields)
-
-
 def sampling(**fields: Any) -> pb.GenerateRequest:
-    return message(sampling=pb.SamplingParams(**fields))
+    return prompt(sampling=pb.SamplingParams(**fields))
 
 
 def stop(**fields: Any) -> pb.GenerateRequest:
-    return message(stop=pb.StopConditions(**fields))
+    return prompt(stop=pb.StopConditions(**fields))
 
 
 def output(**fields: Any) -> pb.GenerateRequest:
-    return message(output=pb.OutputOptions(**fields))
+    return prompt(output=pb.OutputOptions(**fields))
 
 
 def ids(*token_ids: int) -> pb.GenerateRequest:
@@ -69,7 +65,7 @@ def ids(*token_ids: int) -> pb.GenerateRequest:
 
 
 def timeout(seconds: int, nanos: int = 0) -> pb.GenerateRequest:
-    request = message()
+    request = prompt()
     request.timeout.seconds, request.timeout.nanos = seconds, nanos
     return request
 
@@ -85,11 +81,11 @@ BAD = [
     (pb.GenerateRequest(text="x" * 32), INVALID, "text", "32 tokens; at most 31"),
     (pb.GenerateRequest(text="x" * 600), INVALID, "text", "600 tokens; at most 31"),
     (pb.GenerateRequest(text="<beyond>"), INVALID, "text", "another model's"),
-    (message(model="other"), NOT_FOUND, "model", "'other' is not served here; 'tiny-moe' is"),
-    (message(request_id="r" * 129), INVALID, "request_id", "129 characters"),
-    (message(n=65), INVALID, "n", "65 is not from 0 to 64"),
-    (message(priority=101), INVALID, "priority", "101 is not from -100 to 100"),
-    (message(priority=-101), INVALID, "priority", "-101"),
+    (prompt(model="other"), NOT_FOUND, "model", "'other' is not served here; 'tiny-moe' is"),
+    (prompt(request_id="r" * 129), INVALID, "request_id", "129 characters"),
+    (prompt(n=65), INVALID, "n", "65 is not from 0 to 64"),
+    (prompt(priority=101), INVALID, "priority", "101 is not from -100 to 100"),
+    (prompt(priority=-101), INVALID, "priority", "-101"),
     (timeout(0), INVALID, "timeout", "0 s"),
     (timeout(-1), INVALID, "timeout", "-1 s"),
     (timeout(0, -1), INVALID, "timeout", "-1e-09 s"),
@@ -191,8 +187,8 @@ async def test_the_longest_prompt_leaves_room_for_one_token():
         stop(max_tokens=2**32 - 1, min_tokens=2**32 - 1),
         stop(stop_token_ids=[255] * 64),
         output(logprobs=True, prompt_logprobs=True, top_logprobs=20),
-        message(n=64, priority=100, request_id="r" * 128, model="tiny-moe"),
-        message(priority=-100),
+        prompt(n=64, priority=100, request_id="r" * 128, model="tiny-moe"),
+        prompt(priority=-100),
         timeout(0, 1),
     ],
 )
@@ -201,13 +197,13 @@ async def test_values_at_their_limits_pass(good: pb.GenerateRequest):
 
 
 async def test_what_is_absent_has_its_documented_default():
-    request = await read(message())
+    request = await read(prompt())
     assert request.sampling == SamplingParams(seed=request.sampling.seed)
     assert request.stop == StopConditions(max_tokens=29, stop_token_ids=(2,))
     assert request.output == OutputOptions()
     assert (len(request.sequences), request.priority, request.deadline) == (1, 0, None)
     assert request.prompt.dtype == np.int32
-    assert request.prompt.tolist() == [7, 8, 9]
+    assert request.prompt.tolist() == PROMPT
 
 
 async def test_what_is_given_arrives():
@@ -215,17 +211,7 @@ async def test_what_is_given_arrives():
         pb.GenerateRequest(
             request_id="mine",
             token_ids=pb.TokenIds(ids=[1]),
-            sampling=pb.SamplingParams(
-                temperature=0.5,
-                top_p=0.25,
-                top_k=9,
-                min_p=0.125,
-                repetition_penalty=2,
-                presence_penalty=3,
-                frequency_penalty=-4,
-                logit_bias={9: 1, 3: -1},
-                seed=2**64 - 1,
-            ),
+            sampling=pb.SamplingParams(**SAMPLING, logit_bias={9: 1, 3: -1}, seed=2**64 - 1),
             stop=pb.StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=[5, 5, 2]),
             output=pb.OutputOptions(logprobs=True, top_logprobs=4),
             n=3,
@@ -233,25 +219,14 @@ async def test_what_is_given_arrives():
         )
     )
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 3, -7)
-    assert request.sampling == SamplingParams(
-        {
-            "temperature": 0.5,
-            "top_p": 0.25,
-            "top_k": 9,
-            "min_p": 0.125,
-            "repetition_penalty": 2,
-            "presence_penalty": 3,
-            "frequency_penalty": -4,
-        },
-        logit_bias=((3, -1), (9, 1)),
-        seed=2**64 - 1,
-    )
+    bias = ((3, -1), (9, 1))
+    assert request.sampling == SamplingParams(SAMPLING, logit_bias=bias, seed=2**64 - 1)
     assert request.stop == StopConditions(max_tokens=9, min_tokens=3, stop_token_ids=(5, 2))
     assert request.output == OutputOptions(logprobs=True, top_logprobs=4)
 
 
 async def test_a_request_without_an_id_or_a_seed_is_given_its_own():
-    one, other = await read(message()), await read(message())
+    one, other = await read(prompt()), await read(prompt())
     assert one.request_id != other.request_id
     assert one.sampling.seed != other.sampling.seed
 
@@ -278,7 +253,7 @@ async def test_the_shorter_of_the_two_timeouts_holds():
     now = asyncio.get_running_loop().time()
     short = await read(timeout(5), call_timeout_s=60.0)
     long = await read(timeout(500), call_timeout_s=60.0)
-    call = await read(message(), call_timeout_s=60.0)
+    call = await read(prompt(), call_timeout_s=60.0)
     deadlines = [request.deadline for request in (short, long, call)]
     arrivals = [request.arrival_time for request in (short, long, call)]
     assert deadlines == [arrivals[0] + 5, arrivals[1] + 60, arrivals[2] + 60]
@@ -304,9 +279,9 @@ async def test_stop_strings_look_at_text_that_the_client_does_not_get(tokenizer:
 @pytest.mark.parametrize(
     ("plain", "is_columnar"),
     [
-        (message(), True),
+        (prompt(), True),
         (stop(stop_strings=["."]), True),
-        (message(n=2), False),
+        (prompt(n=2), False),
         (output(text=True), False),
         (output(logprobs=True), False),
         (output(prompt_logprobs=True), False),

@@ -8,19 +8,15 @@ import grpc
 import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import MAX_MESSAGE_BYTES, error_details
 from router.api.generate_many import MAX_ENDS, ManyCall
 from router.errors import QueueFull
+from tests.router.support.calls import connected, prompt
 from tests.router.support.fake_engines import FakeEngines, serve
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
 FULL = QueueFull("too much waits", retry_delay_s=1.0)
 NO_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, two bytes
-
-
-def prompt(**fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), **fields)
 
 
 async def outcome(target: str, method: str, *messages: bytes) -> tuple[str, str, str]:
@@ -50,12 +46,12 @@ async def test_a_full_router_does_not_read_what_it_refuses():
     async with serve(engines) as target:
         code, reason, _ = await outcome(target, "Generate", wrong)
         assert (code, reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-        async with grpc.aio.insecure_channel(target) as channel:
-            start = pb.GenerateManyRequest(tag=1, start=prompt(n=1000))
-            call = serving_pb2_grpc.GenerationServiceStub(channel).GenerateMany(iter([start]))
-            [error] = [error async for message in call for error in message.errors]
-            assert (error.tag, error.reason) == (1, "QUEUE_FULL")
-            assert error.retry_delay.ToMilliseconds() == 1000
+    async with connected(engines) as stub:
+        start = pb.GenerateManyRequest(tag=1, start=prompt(n=1000))
+        call = stub.GenerateMany(iter([start]))
+        [error] = [error async for message in call for error in message.errors]
+        assert (error.tag, error.reason) == (1, "QUEUE_FULL")
+        assert error.retry_delay.ToMilliseconds() == 1000
     assert engines.measures.refused["QUEUE_FULL"] == 2
 
 

@@ -18,24 +18,14 @@ from router.api import vllm_engine
 from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.errors import QueueFull
-from router.requests.request import FinishReason, TokenLogprob
+from router.requests.request import FinishReason
 from tests.repo.source import ROOT, imports_of, modules_of
+from tests.router.support.calls import PROMPT, failure
 from tests.router.support.fake_engines import MODEL, FakeEngines
-from tests.router.support.vllm_calls import (
-    PROMPT,
-    answers,
-    connected,
-    failure,
-    generate,
-    generating,
-)
+from tests.router.support.requests import scored
+from tests.router.support.vllm_calls import answers, connected, generate, generating
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
-
-
-def scored(token_id: int, *top_ids: int) -> TokenLogprob:
-    top_logprobs = -np.arange(1, len(top_ids) + 1, dtype=np.float32)
-    return TokenLogprob(token_id, -token_id / 8, np.array(top_ids, np.int32), top_logprobs)
 
 
 # ---- answers

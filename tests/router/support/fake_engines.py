@@ -160,13 +160,14 @@ async def listening(
     *services: Callable[[grpc.aio.Server], object],
     interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
     options: Iterable[tuple[str, Any]] = (),
+    port: int = 0,
 ) -> AsyncIterator[str]:
     """Serves on loopback and yields the target to connect to; `services` add themselves."""
     options = [*options, ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(interceptors=[*interceptors], options=options)
     for add in services:
         add(server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

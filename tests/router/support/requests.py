@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from router.requests.request import Listener, OutputOptions, Request, SamplingParams, StopConditions
+from router.requests.request import (
+    Listener,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    StopConditions,
+    TokenLogprob,
+)
 
 
 def make_request(
@@ -35,6 +42,12 @@ def make_request(
     return Request(
         prompt=np.array(prompt, dtype=np.int32), listener=listener, **{**defaults, **fields}
     )
+
+
+def scored(token_id: int, *top_ids: int) -> TokenLogprob:
+    """A token with a log probability of its own; those of its alternatives are -1, -2, ..."""
+    top_logprobs = -np.arange(1, len(top_ids) + 1, dtype=np.float32)
+    return TokenLogprob(token_id, -token_id / 8, np.array(top_ids, np.int32), top_logprobs)
 
 
 def _now() -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
@@ -15,9 +14,8 @@ from router.api.generate import GenerationServicer
 from router.api.text import Tokenizer
 from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 from router.requests.request import Sequence
+from tests.router.support.calls import PROMPT, responses
 from tests.router.support.fake_engines import FakeEngines, front_of, listening
-
-PROMPT = [5, 6, 7]
 
 
 @asynccontextmanager
@@ -63,13 +61,4 @@ def generate(*, stream: bool = True, request_id: str = "mine", **params: Any) ->
 
 
 async def answers(call: Any) -> list[Any]:
-    messages = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        messages.append(getattr(message, message.WhichOneof("response")))
-    return messages
-
-
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (answers(call) if hasattr(call, "read") else call)
-    return caught.value
+    return [getattr(message, message.WhichOneof("response")) for message in await responses(call)]
