@@ -29,29 +29,15 @@ from pathlib import Path
 
 import numpy as np
 
-from router.requests.request import (
-    Listeners,
-    OutputOptions,
-    Request,
-    SamplingParams,
-    Sequence,
-    StopConditions,
-)
+from router.requests.request import Listeners, Request, Sequence
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
-from router.scheduling.step import (
-    NO_FLOATS,
-    NO_INTS,
-    GroupShape,
-    RankResult,
-    SpeculationShape,
-    StepPlan,
-    StepResult,
-)
+from router.scheduling.step import NO_FLOATS, NO_INTS, RankResult, StepPlan, StepResult
 from tests.bench.support.options import parse_options
+from tests.router.support.requests import make_request
+from tests.router.support.stepper import make_shape, speculation
 
 DEPTH = 2
-NUM_DRAFTS = 3
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16384
 NEVER = 10**9
@@ -111,25 +97,20 @@ class World:
     num_steps: list[int] = field(default_factory=lambda: [0, 0])
 
     def __post_init__(self) -> None:
-        options, num_ranks = self.options, self.options.ranks
+        options = self.options
         self._rng = np.random.default_rng(0)
         self._admission = WaitingQueue(max_sequences=NEVER, max_tokens=NEVER)
         listeners = Listeners(max_listeners=1)
         self._listener = listeners.open()
-        shape = GroupShape(
-            dp_size=num_ranks,
-            num_blocks=(options.blocks,) * num_ranks,
+        shape = make_shape(
+            dp_size=options.ranks,
+            num_blocks=options.blocks,
             block_size=BLOCK_SIZE,
             rows_per_rank=options.rows,
             max_num_batched_tokens=options.budget,
             max_num_logits=options.rows,
             max_model_len=MAX_MODEL_LEN,
-            speculation=SpeculationShape(
-                algorithm="eagle",
-                num_draft_tokens=NUM_DRAFTS + 1,
-                num_draft_steps=NUM_DRAFTS,
-                num_reserved_tokens=NUM_DRAFTS + 1,
-            ),
+            speculation=speculation(),  # a chain of three drafts
         )
         self._scheduler = Scheduler(
             shape,
@@ -159,16 +140,9 @@ class World:
                 return
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        return Request(
-            request_id=str(number),
-            prompt=np.full(arrival.num_prompt, number, dtype=np.int32),  # nobody shares a prefix
-            sampling=SamplingParams(),
-            stop=StopConditions(max_tokens=arrival.num_output),
-            output=OutputOptions(),
-            listener=self._listener,
-            arrival_time=arrival.time,
-            tag=number,
-        )
+        prompt = np.full(arrival.num_prompt, number)  # nobody shares a prefix
+        fields = {"request_id": str(number), "arrival_time": arrival.time, "tag": number}
+        return make_request(prompt, self._listener, arrival.num_output, **fields)
 
     def _duration(self, plan: StepPlan) -> float:
         """Returns the seconds that a step takes; the fullest rank's count for all."""

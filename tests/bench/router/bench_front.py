@@ -14,7 +14,6 @@ than was offered, this process was busy all the time.
 
 import asyncio
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -24,26 +23,19 @@ import numpy as np
 import uvloop
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.serving.v1.serving_pb2_grpc import (
-    GenerationServiceStub,
-    add_GenerationServiceServicer_to_server,
-)
+from protos.serving.v1.serving_pb2_grpc import GenerationServiceStub
 from router.api.generate import SERVER_OPTIONS, GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
-from router.scheduling.step import (
-    GroupInfo,
-    GroupShape,
-    InFlight,
-    RankResult,
-    ServedModel,
-    StepResult,
-)
+from router.scheduling.step import GroupInfo, InFlight, RankResult, ServedModel, StepResult
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.router.support.running_engines import drive_group
+from tests.bench.support.routing import python_module
+from tests.router.support.fake_engines import generation, listening
+from tests.router.support.running_engines import drive_group, stepping
+from tests.router.support.stepper import make_shape
 
 PROMPT_LEN = 8
 MAX_MODEL_LEN = 2048
@@ -62,9 +54,8 @@ class TimerExecutors:
     async def form(self) -> GroupInfo:
         names = {"name": "timer", "architecture": "Timer", "fingerprint": ""}
         model = ServedModel(vocab_size=1000, max_model_len=MAX_MODEL_LEN, **names)
-        shape = GroupShape(
-            dp_size=1,
-            num_blocks=(1 + self._num_rows * MAX_MODEL_LEN // 16,),
+        shape = make_shape(
+            num_blocks=1 + self._num_rows * MAX_MODEL_LEN // 16,
             block_size=16,
             rows_per_rank=self._num_rows,
             max_num_batched_tokens=8192,
@@ -100,26 +91,17 @@ def timer_engines(step_s: float, num_rows: int, max_listeners: int) -> tuple[Eng
 async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float) -> None:
     """Serves one run of the clients and prints its line."""
     engines, engine = timer_engines(step_ms / 1e3, num_streams, max_listeners=num_streams + 1)
-    server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
-    add_GenerationServiceServicer_to_server(GenerationServicer(engines, None, "bench"), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = asyncio.create_task(engine.run())
-    client = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.bench.router.bench_front"),
-        *(f"--client=127.0.0.1:{port}", f"--method={method}"),
-        *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert client.stdout is not None
-    await client.stdout.readline()  # it has got its first token
-    cpu_s, started = time.process_time(), time.perf_counter()
-    line = await client.stdout.readline()
-    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - started
-    await client.wait()
-    running.cancel()
-    await server.stop(grace=None)
+    service = generation(GenerationServicer(engines, None, "bench"))
+    load = (f"--method={method}", f"--streams={num_streams}", f"--tokens={num_tokens}")
+    async with (
+        listening(service, options=SERVER_OPTIONS) as address,
+        stepping(engine),
+        python_module("tests.bench.router.bench_front", f"--client={address}", *load) as lines,
+    ):
+        await lines.readline()  # the first token has come
+        cpu_s, started = time.process_time(), time.perf_counter()
+        line = await lines.readline()
+        cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - started
     if not line:
         raise RuntimeError("the client process failed; its error is above")
     got = json.loads(line)

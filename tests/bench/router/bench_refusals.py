@@ -27,16 +27,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 import uvloop
 
 from protos.serving.v1 import serving_pb2
-from protos.serving.v1.serving_pb2_grpc import (
-    GenerationServiceStub,
-    add_GenerationServiceServicer_to_server,
-)
+from protos.serving.v1.serving_pb2_grpc import GenerationServiceStub
 from protos.transport.channel import with_token
 from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
@@ -45,6 +43,9 @@ from router.engine.engines import Engines
 from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, make_message, timer_engines
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
+from tests.bench.support.routing import python_module
+from tests.router.support.fake_engines import generation, listening
+from tests.router.support.running_engines import stepping
 
 STEP_S = 0.02
 TURN_S = 2.0
@@ -88,33 +89,25 @@ async def sample(count: Callable[[], float], samples: list[Sample]) -> None:
 async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engines, str]]:
     """Runs a router with so many rows, and as many may wait. Yields it and its address."""
     engines, engine = timer_engines(STEP_S, num_streams, max_listeners=8192)
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
     servicer = GenerationServicer(engines, None, "bench")
-    interceptors: list[grpc.aio.ServerInterceptor] = [
-        RequestReader(servicer.checks(), engines.measures.add_refusal)
-    ]
+    services = [generation(servicer)]
+    refuse = engines.measures.add_refusal
+    interceptors: list[grpc.aio.ServerInterceptor] = [RequestReader(servicer.checks(), refuse)]
     if kind == "token":
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "tokens").write_text(TOKEN)
             security = ServiceConfig(auth_tokens=Path(folder) / "tokens")
-            interceptors = [*security.interceptors(engines.measures.add_refusal), *interceptors]
-    server = grpc.aio.server(interceptors=interceptors, options=options)
-    add_GenerationServiceServicer_to_server(servicer, server)
+            interceptors = [*security.interceptors(refuse), *interceptors]
     if kind == "vllm":
-        from router.api import vllm_engine
+        from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 
-        vllm_engine.add_vllm_engine(
-            server,
-            vllm_engine.VllmEngineServicer(servicer, engines, None, "bench", is_ready=lambda: True),
-        )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = asyncio.create_task(engine.run())
-    try:
-        yield engines, f"127.0.0.1:{port}"
-    finally:
-        running.cancel()
-        await server.stop(grace=None)
+        vllm = VllmEngineServicer(servicer, engines, None, "bench", is_ready=lambda: True)
+        services.append(partial(add_vllm_engine, servicer=vllm))
+    async with (
+        listening(*services, interceptors=interceptors, options=SERVER_OPTIONS) as address,
+        stepping(engine),
+    ):
+        yield engines, address
 
 
 def refused_message(kind: str) -> bytes:
@@ -133,37 +126,31 @@ def refused_message(kind: str) -> bytes:
 async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
     """Runs all turns and prints what came of them. Returns whether enough tokens did."""
     method, num_messages, reason = KINDS[kind]
-    async with full_router(num_streams, kind) as (engines, address):
-        readers = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.bench.router.bench_refusals"),
-            *(f"--read={address}", f"--streams={num_streams}"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert readers.stdout is not None
-        await readers.stdout.readline()  # all streams have a token, and the line is full
+    reading = ("tests.bench.router.bench_refusals", f"--streams={num_streams}")
+    load = (
+        *("tests.bench.support.http2_load", f"--method={method}"),
+        *(f"--rate={rate / num_messages}", f"--seconds={TURN_S}", f"--turns={turns}"),
+        *(f"--message={refused_message(kind).hex()}", f"--messages={num_messages}"),
+    )
+    async with (
+        full_router(num_streams, kind) as (engines, address),
+        python_module(*reading, f"--read={address}") as counts,
+    ):
+        await counts.readline()  # all streams have a token, and the line is full
         tokens: list[Sample] = []
         cpu: list[Sample] = []
         refused: list[Sample] = []
         tasks = [
-            asyncio.create_task(_collect(readers.stdout, tokens)),
+            asyncio.create_task(_collect(counts, tokens)),
             asyncio.create_task(sample(time.process_time, cpu)),
             asyncio.create_task(sample(lambda: engines.measures.refused[reason], refused)),
         ]
-        load = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.bench.support.http2_load"),
-            *(address, f"--method={method}"),
-            *(f"--rate={rate / num_messages}", f"--seconds={TURN_S}", f"--turns={turns}"),
-            *(f"--message={refused_message(kind).hex()}", f"--messages={num_messages}"),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert load.stdout is not None
-        calling = [json.loads(line) async for line in load.stdout]
+        async with python_module(*load, address) as lines:
+            calling = [json.loads(line) async for line in lines]
         for task in tasks:
             task.cancel()
-        readers.terminate()
-        await asyncio.gather(readers.wait(), load.wait())
-        if len(calling) < turns:
-            raise RuntimeError("the process that calls failed; its error is above")
+    if len(calling) < turns:
+        raise RuntimeError("the process that calls failed; its error is above")
     shares, per_call = [], []
     print(f"{'refused/s':>10}{'tokens/s':>10}{'at rest':>10}{'share':>8}{'cores':>8}{'at rest':>9}")
     for turn in calling:

@@ -25,7 +25,7 @@ from router.telemetry.prometheus import collector, families, take_snapshot
 from tests.bench.support.options import parse_options
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
-from tests.router.support.running_engines import drive_group
+from tests.router.support.running_engines import drive_group, stepping
 from tests.router.support.stepper import make_shape
 
 
@@ -37,14 +37,11 @@ async def run(num_ranks: int, num_scrapes: int) -> None:
         FakeExecutors(shape, random.Random(0), step_s=0.02),
         WaitingQueue(max_sequences=1000, max_tokens=1_000_000),
     )
-    stepping = asyncio.create_task(engine.run())
-    while engines.model is None:
-        await asyncio.sleep(0.01)
-    listener = engines.listeners.open()
-    for number in range(2 * num_ranks):
-        engines.submit(make_request(range(1, 9), listener, 11_000, request_id=str(number)))
-    await asyncio.sleep(1.0)
-    stepping.cancel()
+    async with stepping(engine):
+        listener = engines.listeners.open()
+        for number in range(2 * num_ranks):
+            engines.submit(make_request(range(1, 9), listener, 11_000, request_id=str(number)))
+        await asyncio.sleep(1.0)
     port = serve_metrics("127.0.0.1:0", collector(engines, "bench"))
     url = f"http://127.0.0.1:{port.number}/metrics"
 

@@ -49,22 +49,22 @@ async def measure_periods(
     step_ms: float, depth: int, num_sequences: int, num_steps: int
 ) -> tuple[list[float], list[float]]:
     """Returns the device's periods and idle times, in microseconds."""
-    async with simulated_executor(step_ms, num_sequences) as executor:
-        async with running_engines(executor.address, depth) as engines:
+    async with simulated_executor(step_ms, num_sequences) as (address, reports):
+        async with running_engines(address, depth) as engines:
             listener = engines.listeners.open()
             for number in range(num_sequences):
                 fields = {"request_id": f"r{number}", "tag": number, "is_columnar": True}
                 engines.submit(make_request([1 + number % 900] * 8, listener, num_steps, **fields))
             await drain(engines, listener)
-        report = json.loads(await executor.report())
+        report = json.loads(await reports.readline())
     skip = num_steps // 10
     return report["periods_us"][skip:], report["idle_us"][skip:]
 
 
 async def measure_rtt() -> list[float]:
     """Returns round trips of a step of one sequence, in microseconds."""
-    async with simulated_executor(0.0, 1) as executor:
-        group = group_of([executor.address])
+    async with simulated_executor(0.0, 1) as (address, _):
+        group = group_of([address])
         scheduler = scheduler_of((await group.form()).shape, RTT_STEPS, num_requests=1)
         rtts = []
         while (plan := scheduler.schedule()) is not None:

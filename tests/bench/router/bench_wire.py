@@ -12,6 +12,7 @@ many calls, in microseconds: what the code costs when nobody else takes the core
 
 import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,21 +140,27 @@ def main() -> None:
         data = layout.encode(columns)
         for sent, received in zip(columns, layout.decode(data), strict=True):
             assert np.array_equal(sent, received)
-        encode = least_us(lambda layout=layout: layout.encode(columns))  # type: ignore[misc]
-        decode = least_us(lambda layout=layout, data=data: layout.decode(data))  # type: ignore[misc]
-        print(f"{layout.name:<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
+        print_row(layout.name, partial(layout.encode, columns), partial(layout.decode, data), data)
 
     plan, batch = make_plan(num_sequences)
     [data] = encode_step(plan, 1, 1)[0]
-    encode = least_us(lambda: encode_step(plan, 1, 1))
-    decode = least_us(lambda: read_request(data))
-    print(f"{'our StepRequest':<28}{encode:>10.1f}{decode:>10.1f}{len(data):>10}")
+    encode, decode = partial(encode_step, plan, 1, 1), partial(read_request, data)
+    print_row("our StepRequest", encode, decode, data)
 
     tokens = columns[2]
     answer = make_answer(tokens)
-    encode = least_us(lambda: make_answer(tokens))
-    decode = least_us(lambda: decode_result(pb.StepResponse.FromString(answer), batch, 0))
-    print(f"{'our StepResponse':<28}{encode:>10.1f}{decode:>10.1f}{len(answer):>10}")
+    print_row(
+        "our StepResponse",
+        lambda: make_answer(tokens),
+        lambda: decode_result(pb.StepResponse.FromString(answer), batch, 0),
+        answer,
+    )
+
+
+def print_row(
+    name: str, encode: Callable[[], object], decode: Callable[[], object], data: bytes
+) -> None:
+    print(f"{name:<28}{least_us(encode):>10.1f}{least_us(decode):>10.1f}{len(data):>10}")
 
 
 def read_request(data: bytes) -> list[np.ndarray]:

@@ -16,38 +16,32 @@ from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupShape
 from tests.router.support.requests import make_request
-from tests.router.support.running_engines import drive_group
-
-
-class ExecutorProcess:
-    """A simulated executor; see simulated_executor.py."""
-
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self.address = address
-        self._process = process
-
-    async def report(self) -> str:
-        """Returns the line that it prints when its stream ends."""
-        assert self._process.stdout is not None
-        return (await self._process.stdout.readline()).decode()
+from tests.router.support.running_engines import drive_group, stepping
 
 
 @asynccontextmanager
-async def simulated_executor(step_ms: float, num_rows: int) -> AsyncIterator[ExecutorProcess]:
+async def python_module(name: str, *options: str) -> AsyncIterator[asyncio.StreamReader]:
+    """Runs a module in a process of its own. Yields what it prints."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.bench.support.simulated_executor"),
-        *(f"--step-ms={step_ms}", f"--rows={num_rows}"),
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
+        *(sys.executable, "-m", name, *options), stdout=asyncio.subprocess.PIPE, limit=1 << 24
     )
     try:
         assert process.stdout is not None
-        address = (await process.stdout.readline()).decode().strip()
-        yield ExecutorProcess(process, address)
+        yield process.stdout
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
+
+
+@asynccontextmanager
+async def simulated_executor(
+    step_ms: float, num_rows: int
+) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
+    """Yields the address of a simulated executor, and the reports that it prints."""
+    options = (f"--step-ms={step_ms}", f"--rows={num_rows}")
+    async with python_module("tests.bench.support.simulated_executor", *options) as lines:
+        yield (await lines.readline()).decode().strip(), lines
 
 
 def group_of(addresses: Sequence[str]) -> ExecutorGroup:
@@ -81,12 +75,8 @@ async def running_engines(address: str, depth: int) -> AsyncIterator[Engines]:
         pipeline_depth=depth,
         min_chunk_tokens=512,
     )
-    running = asyncio.create_task(engine.run())
     try:
-        while not engines.is_ready:
-            await asyncio.sleep(0.01)
-        yield engines
+        async with stepping(engine):
+            yield engines
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await group.close()

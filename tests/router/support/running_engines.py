@@ -29,6 +29,19 @@ def drive_group(
 
 
 @asynccontextmanager
+async def stepping(engine: Engine) -> AsyncIterator[None]:
+    """Runs an engine, whose group has formed."""
+    task = asyncio.create_task(engine.run())
+    try:
+        while not engine.is_ready:
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
 async def running(
     dp_size: int = 2,
     observers: Sequence[Observer] = (),
@@ -40,11 +53,8 @@ async def running(
     shape = make_shape(dp_size=dp_size, **(sizes or {}))
     executors = FakeExecutors(shape, random.Random(0), step_s=0.001, **faults)
     engine = drive_group(engines, executors, WaitingQueue(max_sequences=4, max_tokens=1000))
-    stepping = asyncio.create_task(engine.run())
-    while engines.model is None:
-        await asyncio.sleep(0)
-    yield engines
-    stepping.cancel()
+    async with stepping(engine):
+        yield engines
 
 
 async def complete(engines: Engines, name: str, prompt: list[int], max_tokens: int) -> Request:
