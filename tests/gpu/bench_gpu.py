@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,13 +103,13 @@ def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tup
     for size in LARGE.prefill:
         batch = prompts(case, size)
         layout = replace(batch.layout, graph_size=None)
-        run = _runs(eager, replace(batch, layout=layout))
+        run = partial(eager.run, replace(batch, layout=layout))
         times[size] = [seconds(machine, run)]
     for kind in PREFILL_RUNNERS:
         backend: RunnerBackend = machine.new_backend()
         runner = case.prefill(kind, backend)
         for size in LARGE.prefill:
-            times[size].append(seconds(machine, _runs(runner, prompts(case, size))))
+            times[size].append(seconds(machine, partial(runner.run, prompts(case, size))))
         backend.discard()
     return {str(size): (depth, *map(_ms, row)) for size, row in times.items()}
 
@@ -156,7 +157,7 @@ def measure_transformers(machine: Machine) -> list[Table]:
 
             error = _typical_error(captured.run(batch), step())
             theirs_s = seconds(machine, step)
-            ours_s = seconds(machine, _runs(captured, batch))
+            ours_s = seconds(machine, partial(captured.run, batch))
             rows[str(size)] = (str(COMPARED_LAYERS), _ms(theirs_s), _ms(ours_s), f"{error:.1%}")
             del cache, step
         del captured
@@ -221,12 +222,8 @@ def _typical_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def _both(machine: Machine, eager: Any, captured: Any, batch: Any) -> tuple[float, float]:
     layout = replace(batch.layout, graph_size=None)
-    eager_s = seconds(machine, _runs(eager, replace(batch, layout=layout)))
-    return eager_s, seconds(machine, _runs(captured, batch))
-
-
-def _runs(runner: Any, batch: Any) -> Callable[[], object]:
-    return lambda: runner.run(batch)
+    eager_s = seconds(machine, partial(eager.run, replace(batch, layout=layout)))
+    return eager_s, seconds(machine, partial(captured.run, batch))
 
 
 def _fills(registry: Any, batch: Any, real: int, size: int) -> Callable[[], None]:

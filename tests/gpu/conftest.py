@@ -68,28 +68,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    try:
-        return (yield)
-    except Exception as error:
-        _skip_if_kernel_is_missing(error)
-        raise
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    try:
-        return (yield)
-    except Exception as error:
-        _skip_if_kernel_is_missing(error)
-        raise
-
-
-def _skip_if_kernel_is_missing(error: Exception) -> None:
+def _skip_without_kernel(item: pytest.Item) -> Iterator[None]:
     """FlashInfer says so where it may not compile: FLASHINFER_DISABLE_JIT."""
-    if type(error).__name__ == "MissingJITCacheError":
-        name = getattr(getattr(error, "spec", None), "name", "unknown")
-        pytest.skip(f"needs FlashInfer's kernel {name}: it is neither built nor may it be")
+    try:
+        return (yield)
+    except Exception as error:
+        if type(error).__name__ == "MissingJITCacheError":
+            name = getattr(getattr(error, "spec", None), "name", "unknown")
+            pytest.skip(f"needs FlashInfer's kernel {name}: it is neither built nor may it be")
+        raise
+
+
+pytest_runtest_setup = pytest_runtest_call = _skip_without_kernel
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

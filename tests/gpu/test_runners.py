@@ -4,7 +4,7 @@ Two comparisons for each batch. With the very pass that was captured, run withou
 kernels at the same sizes, so little may differ. And with the batch as it came, without padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import EagerBackend
 from executor.model.families.kernels import cpu_kernels
+from executor.runners import Runner
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.gpu.support.cases import (
     CPU,
@@ -22,7 +23,6 @@ from tests.gpu.support.cases import (
     SAME_KERNELS,
     Case,
     NewAttention,
-    Result,
     assert_alike,
     device_kernels,
     flashinfer_attention,
@@ -91,31 +91,40 @@ def case(request: pytest.FixtureRequest, machine: Machine) -> Case:
     return new_case(machine, KINDS[request.param])
 
 
-def decode_batches(case: Case, width: int = 1) -> Iterator[tuple[str, ForwardBatch]]:
-    """Yields batches for every decode graph: full ones, hardly filled ones, and between."""
-    rng = np.random.default_rng(width)
-    smaller = 0
-    for size in case.sizes.decode:
+def counts_by_graph(
+    sizes: Sequence[int], rng: np.random.Generator, least: int = 1
+) -> Iterator[tuple[int, int]]:
+    """Yields what every graph may get: full ones, hardly filled ones, and between."""
+    smaller = least - 1
+    for size in sizes:
         counts = {size, smaller + 1, *rng.integers(smaller + 1, size + 1, BATCHES_PER_SIZE - 2)}
-        for num_seqs in sorted(map(int, counts)):
-            what = f"{num_seqs} sequences of {width} in a graph of {size}"
-            yield what, case.decode_batch(rng, num_seqs, width)
+        yield from ((size, count) for count in sorted(map(int, counts)))
         smaller = size
+
+
+def decode_batches(case: Case, width: int = 1) -> Iterator[tuple[str, ForwardBatch]]:
+    rng = np.random.default_rng(width)
+    for size, count in counts_by_graph(case.sizes.decode, rng):
+        what = f"{count} sequences of {width} in a graph of {size}"
+        yield what, case.decode_batch(rng, count, width)
 
 
 def prefill_batches(case: Case) -> Iterator[tuple[str, ForwardBatch]]:
-    """Yields batches for every prefill graph."""
     rng = np.random.default_rng(0)
-    smaller = 1  # a single token would be a decode
-    for size in case.sizes.prefill:
-        counts = {size, smaller + 1, *rng.integers(smaller + 1, size + 1, BATCHES_PER_SIZE - 2)}
-        for num_tokens in sorted(map(int, counts)):
-            what = f"{num_tokens} tokens in a graph of {size}"
-            yield what, case.prefill_batch(rng, num_tokens, size)
-        smaller = size
+    for size, count in counts_by_graph(case.sizes.prefill, rng, least=2):  # one would be a decode
+        yield f"{count} tokens in a graph of {size}", case.prefill_batch(rng, count, size)
 
 
 # Against eager runs.
+
+
+def check_replays(
+    case: Case, graphs: Runner, padded: Runner, batches: Iterable[tuple[str, ForwardBatch]]
+) -> None:
+    for what, batch in batches:
+        got = case.run(graphs, batch)
+        assert_alike(got, case.run(padded, batch), SAME_KERNELS, f"{what}, padded")
+        assert_alike(got, case.run_eagerly(batch), OTHER_KERNELS, what)
 
 
 @pytest.mark.parametrize("width", [1, VERIFY_WIDTH])
@@ -126,10 +135,7 @@ def test_decode_replays_equal_eager_runs_in_spite_of_poisoned_tails(
     graphs = case.decode(machine.new_backend(), width, registry)
     padded = case.decode(EagerBackend(), width)
     registry.poison_tails()
-    for what, batch in decode_batches(case, width):
-        got = case.run(graphs, batch)
-        assert_alike(got, case.run(padded, batch), SAME_KERNELS, f"{what}, padded")
-        assert_alike(got, case.run_eagerly(batch), OTHER_KERNELS, what)
+    check_replays(case, graphs, padded, decode_batches(case, width))
 
 
 @pytest.mark.parametrize("kind", PREFILL_RUNNERS)
@@ -140,10 +146,7 @@ def test_prefill_replays_equal_eager_runs_in_spite_of_poisoned_tails(
     graphs = case.prefill(kind, machine.new_backend(), registry)
     padded = case.prefill(kind, EagerBackend())
     registry.poison_tails()
-    for what, batch in prefill_batches(case):
-        got = case.run(graphs, batch)
-        assert_alike(got, case.run(padded, batch), SAME_KERNELS, f"{what}, padded")
-        assert_alike(got, case.run_eagerly(batch), OTHER_KERNELS, what)
+    check_replays(case, graphs, padded, prefill_batches(case))
 
 
 def test_both_prefill_runners_and_decodes_share_one_memory_pool(
@@ -210,22 +213,9 @@ def test_a_small_batch_after_a_large_one_sees_nothing_of_it(machine: Machine, ca
     expected = case.run(graphs, small)
     for _ in range(3):
         case.run(graphs, case.decode_batch(rng, size))
-        assert_same(case.run(graphs, small), expected)
-
-
-def test_a_replay_gives_the_same_numbers_every_time(machine: Machine, case: Case) -> None:
-    rng = np.random.default_rng(3)
-    decode = case.decode(machine.new_backend())
-    batch = case.decode_batch(rng, case.sizes.decode[-1])
-    expected = case.run(decode, batch)
-    for _ in range(3):
-        assert_same(case.run(decode, batch), expected)
-
-
-def assert_same(got: Result, expected: Result) -> None:
-    assert torch.equal(got.logits, expected.logits)
-    for ours, theirs in zip(got.caches, expected.caches, strict=True):
-        assert torch.equal(ours, theirs)
+        got = case.run(graphs, small)
+        assert torch.equal(got.logits, expected.logits)
+        assert all(map(torch.equal, got.caches, expected.caches))
 
 
 # Memory.

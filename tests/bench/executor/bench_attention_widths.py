@@ -23,14 +23,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers import attention_torch
 from executor.model.layers.attention_torch import TorchAttention
-from executor.parallel.layout import DpLayout
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model
 SHORTEST, LONGEST = 20, 500
@@ -74,16 +72,8 @@ class Case:
         for cache in (*self.pool.key_cache, *self.pool.value_cache):
             cache.normal_()
         new_lens = np.full(num_sequences, width)
-        total = num_sequences * width
-        self.batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=lens - width,
-            num_tokens=new_lens,
-            input_ids=torch.zeros(total, dtype=torch.int64),
-            out_cache_loc=out_cache_loc(self.pool, rows, lens - width, new_lens),
-            layout=DpLayout.single(total),
-        )
-        size = (total, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        self.batch = batch_of(self.pool, rows, lens - width, new_lens)
+        size = (num_sequences * width, HEADS + 2 * KV_HEADS, HEAD_DIM)
         self.q, self.k, self.v = torch.split_with_sizes(
             torch.randn(size, dtype=dtype), (HEADS, KV_HEADS, KV_HEADS), dim=1
         )

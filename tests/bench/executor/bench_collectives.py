@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -31,8 +30,8 @@ from tests.bench.support.quiet import quiet
 from tests.bench.support.timing import in_turns
 from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import row_starts, sequences, step
+from tests.support.paths import DEMO_MODEL
 
-DEMO_MODEL = Path("deploy/demo_model")
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 BLOCK_SIZE = 64
 PROMPT_LEN = 16

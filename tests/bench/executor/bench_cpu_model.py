@@ -36,16 +36,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
 
-from executor.batch.forward_batch import ForwardBatch
-from executor.batch.kv_pool import KVPool
 from executor.model.families import Model, load_model
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import cpu_kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
-from executor.parallel.layout import DpLayout
 from tests.bench.support.options import parse_options
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of, full_pool
 
 PROMPT_LEN = 512
 BLOCK_SIZE = 16
@@ -67,17 +64,7 @@ class Ours:
             dtype=config.dtype,
             num_workers=num_workers,
         )
-        blocks_per_row = -(-max_len // BLOCK_SIZE)
-        num_blocks = 1 + batch_size * blocks_per_row
-        self._pool = KVPool(
-            config.kv_shape(BLOCK_SIZE, config.dtype),
-            num_blocks=num_blocks,
-            num_rows=batch_size,
-            max_blocks_per_row=blocks_per_row,
-        )
-        rows = range(batch_size)
-        shuffled = (torch.randperm(num_blocks - 1) + 1).tolist()  # as after hours of serving
-        self._pool.append_blocks(rows, [0] * batch_size, [blocks_per_row] * batch_size, shuffled)
+        self._pool = full_pool(config.kv_shape(BLOCK_SIZE, config.dtype), batch_size, max_len)
 
     def fill(self) -> None:
         """Puts random keys and values everywhere, in place of a prefill."""
@@ -86,16 +73,8 @@ class Ours:
 
     def run(self, rows: list[int], num_computed: int, ids: torch.Tensor) -> torch.Tensor:
         """Returns the next token of each row after ids [B, T]."""
-        num_tokens = [ids.shape[1]] * len(rows)
-        computed = [num_computed] * len(rows)
-        batch = ForwardBatch.from_columns(
-            rows=rows,
-            num_computed=computed,
-            num_tokens=num_tokens,
-            input_ids=ids.flatten(),
-            out_cache_loc=out_cache_loc(self._pool, rows, computed, num_tokens),
-            layout=DpLayout.single(sum(num_tokens)),
-        )
+        num_tokens, computed = [ids.shape[1]] * len(rows), [num_computed] * len(rows)
+        batch = batch_of(self._pool, rows, computed, num_tokens, ids.flatten())
         self._attention.init_forward_metadata_out_graph(batch, self._pool)
         hidden = run_stages(self._model.stages(batch), self._attention.forward)
         last = hidden.index_select(0, batch.logits_indices)

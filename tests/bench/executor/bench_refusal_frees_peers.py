@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +39,8 @@ from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.routing import group_of, scheduler_of
+from tests.support.paths import DEMO_MODEL
 
-DEMO_MODEL = Path("deploy/demo_model")
 HOST = "127.0.0.1"
 REQUIRED_MS = 50.0
 STEPS_BEFORE = 6

@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -40,8 +39,8 @@ from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.timing import median_ratio
 from tests.executor.support.steps import row_starts, sequences
+from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
-DEPLOY = Path(__file__).parents[3] / "deploy"
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
 LONG_ANSWER = 8  # characters
 MAX_MODEL_LEN = 128
@@ -77,8 +76,8 @@ class Cell:
     ) -> None:
         blocks_per_row = MAX_MODEL_LEN // BLOCK_SIZE
         config = ExecutorConfig(
-            model=DEPLOY / "demo_model",
-            draft_model=None if draft is None else DEPLOY / "demo_drafts" / draft,
+            model=DEMO_MODEL,
+            draft_model=None if draft is None else DEMO_DRAFTS / draft,
             dtype=dtype,
             device="cpu",
             num_threads=1,

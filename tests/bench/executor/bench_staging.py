@@ -33,7 +33,7 @@ from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns, median_ratio
-from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.kv import batch_of
 from tests.executor.support.steps import row_starts, sequences, step
 
 BLOCK_SIZE = 16
@@ -129,14 +129,8 @@ def by_field(worker: Worker, columns: StepColumns) -> ForwardBatch:
     row_of = np.repeat(rows, num_tokens)[unknown]
     last = worker._sampler.last_tokens[torch.from_numpy(row_of).to(device)]
     input_ids[torch.from_numpy(unknown).to(device)] = last
-    return ForwardBatch.from_columns(
-        rows=rows,
-        num_computed=computed,
-        num_tokens=num_tokens,
-        input_ids=input_ids,
-        out_cache_loc=out_cache_loc(pool, rows, computed, num_tokens),
-        layout=columns.layout,
-        logits_indices=columns.logits_indices,
+    return batch_of(
+        pool, rows, computed, num_tokens, input_ids, columns.layout, columns.logits_indices
     )
 
 

@@ -7,8 +7,29 @@ import numpy.typing as npt
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.batch.kv_pool import KVPool
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.parallel.layout import DpLayout
+
+
+def full_pool(
+    shape: KVShape, num_rows: int, max_len: int, device: torch.device | str = "cpu"
+) -> KVPool:
+    """Returns a pool in which every row owns blocks for ``max_len`` tokens.
+
+    They are shuffled, as after hours of serving, and alike on all devices.
+    """
+    blocks_per_row = -(-max_len // shape.block_size)
+    pool = KVPool(
+        shape,
+        num_blocks=1 + num_rows * blocks_per_row,
+        num_rows=num_rows,
+        max_blocks_per_row=blocks_per_row,
+        device=device,
+    )
+    shuffled = np.random.default_rng(0).permutation(np.arange(1, pool.num_blocks))
+    rows = range(num_rows)
+    pool.append_blocks(rows, [0] * num_rows, [blocks_per_row] * num_rows, shuffled)
+    return pool
 
 
 def out_cache_loc(

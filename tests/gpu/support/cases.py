@@ -35,7 +35,7 @@ from executor.runners.target import (
     EagerRunner,
     PiecewisePrefillRunner,
 )
-from tests.executor.support.kv import batch_of
+from tests.executor.support.kv import batch_of, full_pool
 from tests.gpu.support.shapes import Sizes
 from tests.gpu.support.weights import NewTensor, fill, random_tensor
 
@@ -114,18 +114,8 @@ def skip_without_cutedsl(ops: FlashInferOps, device: torch.device) -> None:
 
 def new_pool(config: ModelConfig, sizes: Sizes, device: torch.device) -> KVPool:
     """Returns a pool in which every row owns shuffled blocks, alike on all devices."""
-    blocks_per_row = sizes.max_len // sizes.block_size
-    pool = KVPool(
-        config.kv_shape(sizes.block_size, config.dtype),
-        num_blocks=1 + sizes.num_rows * blocks_per_row,
-        num_rows=sizes.num_rows,
-        max_blocks_per_row=blocks_per_row,
-        device=device,
-    )
-    shuffled = np.random.default_rng(0).permutation(np.arange(1, pool.num_blocks))
-    rows = range(sizes.num_rows)
-    pool.append_blocks(rows, [0] * len(rows), [blocks_per_row] * len(rows), shuffled)
-    return pool
+    shape = config.kv_shape(sizes.block_size, config.dtype)
+    return full_pool(shape, sizes.num_rows, sizes.max_len, device)
 
 
 def fill_pool(pool: KVPool, made_on: torch.device = CPU) -> None:

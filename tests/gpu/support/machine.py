@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
 from unittest.mock import patch
 
 import torch
@@ -35,73 +34,6 @@ RESULTS_PATH = "LOCKSTEP_GPU_RESULTS"  # where the stand-in writes results, if a
 IS_STAND_IN = os.environ.get(SWITCH) == "cpu"
 
 
-class Machine(Protocol):
-    """What tests and measurements ask of the place where they run.
-
-    Attributes:
-        device: Where tensors live.
-        results: The file that takes results; None if they are only printed.
-    """
-
-    device: torch.device
-    results: Path | None
-
-    @property
-    def ops(self) -> FlashInferOps | None:
-        """FlashInfer; None where it is not installed."""
-        ...
-
-    @property
-    def has_fa3(self) -> bool:
-        """Whether FlashInfer's kernels for Hopper run here."""
-        ...
-
-    @property
-    def no_grouped_graphs(self) -> str:
-        """Why graphs cannot capture grouped products here; empty if they can."""
-        ...
-
-    def new_backend(self, *, calls_library: bool = False) -> RunnerBackend:
-        """Returns what records graphs.
-
-        Args:
-            calls_library: Whether FlashInfer's functions that return tensors are called, which
-                the stand-in cannot record.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Drops what all backends so far have captured.
-
-        A backend that is forgotten before takes the memory pool that it shares along.
-        """
-        ...
-
-    def copier(self) -> Copier:
-        """Returns how a step's columns get to the device."""
-        ...
-
-    def waiting_refused(self) -> AbstractContextManager[None]:
-        """Within it, an operator that makes the host wait for the device is an error."""
-        ...
-
-    def synchronize(self) -> None: ...
-
-    def memory(self) -> tuple[int, int]:
-        """Returns the bytes that tensors have, and those that PyTorch holds for them."""
-        ...
-
-    def free_bytes(self) -> int: ...
-
-    def bandwidth(self) -> float | None:
-        """Returns the nominal bytes per second of the device's memory; None if unknown."""
-        ...
-
-    def facts(self) -> dict[str, str]:
-        """Returns the device and the versions of what runs on it."""
-        ...
-
-
 def why_not() -> str:
     """Returns why nothing can run here; empty if it can."""
     chosen = os.environ.get(SWITCH, "")
@@ -112,14 +44,13 @@ def why_not() -> str:
     return "needs a GPU: PyTorch finds no CUDA device here"
 
 
-@cache
-def open_machine() -> Machine:
-    """Returns where this process runs the suite. Only if ``why_not`` is empty."""
-    return StandIn() if IS_STAND_IN else Gpu()
-
-
 class Gpu:
-    """The current CUDA device."""
+    """The current CUDA device.
+
+    Attributes:
+        device: Where tensors live.
+        results: The file that takes results; None if they are only printed.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -130,6 +61,7 @@ class Gpu:
 
     @cached_property
     def ops(self) -> FlashInferOps | None:
+        """FlashInfer; None where it is not installed."""
         has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
         if not has_nvcc or shutil.which("ninja") is None:
             # A kernel that is not built already is then reported as missing, and its test skipped.
@@ -141,10 +73,12 @@ class Gpu:
 
     @property
     def has_fa3(self) -> bool:
+        """Whether FlashInfer's kernels for Hopper run here."""
         return self._capability[0] == 9
 
     @property
     def no_grouped_graphs(self) -> str:
+        """Why graphs cannot capture grouped products here; empty if they can."""
         if self._capability in ((9, 0), (10, 0)):
             return ""
         major, minor = self._capability
@@ -154,18 +88,30 @@ class Gpu:
         )
 
     def new_backend(self, *, calls_library: bool = False) -> RunnerBackend:
+        """Returns what records graphs.
+
+        Args:
+            calls_library: Whether FlashInfer's functions that return tensors are called, which
+                the stand-in cannot record.
+        """
         self._backends.append(CUDAGraphBackend(self._resources))
         return self._backends[-1]
 
     def discard(self) -> None:
+        """Drops what all backends so far have captured.
+
+        A backend that is forgotten before takes the memory pool that it shares along.
+        """
         while self._backends:
             self._backends.pop().discard()
 
     def copier(self) -> Copier:
+        """Returns how a step's columns get to the device."""
         return Copier(self.device)
 
     @contextmanager
     def waiting_refused(self) -> Iterator[None]:
+        """Within it, an operator that makes the host wait for the device is an error."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -176,6 +122,7 @@ class Gpu:
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> tuple[int, int]:
+        """Returns the bytes that tensors have, and those that PyTorch holds for them."""
         gc.collect()
         self.synchronize()
         torch.cuda.empty_cache()
@@ -186,12 +133,14 @@ class Gpu:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def bandwidth(self) -> float | None:
+        """Returns the nominal bytes per second of the device's memory; None if unknown."""
         properties = torch.cuda.get_device_properties(self.device)
         kilohertz = getattr(properties, "memory_clock_rate", 0)
         bits = getattr(properties, "memory_bus_width", 0)
         return 2.0 * kilohertz * 1e3 * bits / 8 or None  # two transfers per clock
 
     def facts(self) -> dict[str, str]:
+        """Returns the device and the versions of what runs on it."""
         properties = torch.cuda.get_device_properties(self.device)
         memory_gib = properties.total_memory / (1 << 30)
         return {
@@ -203,7 +152,7 @@ class Gpu:
 
 
 class StandIn:
-    """The CPU, in the role of a GPU."""
+    """The CPU, in the role of a GPU: it has what `Gpu` has."""
 
     has_fa3 = False
     no_grouped_graphs = ""
@@ -277,6 +226,15 @@ class StandIn:
             "CUDA": "none",
             **_versions(),
         }
+
+
+Machine = Gpu | StandIn
+
+
+@cache
+def open_machine() -> Machine:
+    """Returns where this process runs the suite. Only if ``why_not`` is empty."""
+    return StandIn() if IS_STAND_IN else Gpu()
 
 
 def _versions() -> dict[str, str]:

@@ -66,7 +66,7 @@ def copy_bandwidth(machine: Machine) -> float:
 def layer_bytes(config: ModelConfig) -> int:
     """Returns the bytes of a layer's weights, all experts included."""
     experts = config.num_experts * expert_numbers(config)
-    return (_attention_numbers(config) + _router_numbers(config) + experts) * _itemsize(config)
+    return (_attention_numbers(config) + _router_numbers(config) + experts) * config.dtype.itemsize
 
 
 def expert_numbers(config: ModelConfig) -> int:
@@ -90,7 +90,7 @@ def step_bytes(config: ModelConfig, num_seqs: int, context: int, experts_hit: li
         for hit in experts_hit
     )
     head = config.vocab_size * config.hidden_size
-    return (layers + head) * _itemsize(config)
+    return (layers + head) * config.dtype.itemsize
 
 
 def count_experts(case: Case, batch: ForwardBatch) -> list[int]:
@@ -128,7 +128,7 @@ class _Counting:
 
 def layers_that_fit(machine: Machine, config: ModelConfig) -> int:
     """Returns how many of a model's layers the device has room for, with their KV pool."""
-    embeddings = 2 * config.vocab_size * config.hidden_size * _itemsize(config)
+    embeddings = 2 * config.vocab_size * config.hidden_size * config.dtype.itemsize
     shape = replace(config, num_hidden_layers=1).kv_shape(LARGE.block_size, config.dtype)
     kv = shape.bytes_per_block * LARGE.num_rows * LARGE.max_len // LARGE.block_size
     room = machine.free_bytes() - embeddings - _SPARE_BYTES
@@ -191,7 +191,3 @@ def _attention_numbers(config: ModelConfig) -> int:
 
 def _router_numbers(config: ModelConfig) -> int:
     return config.num_experts * config.hidden_size
-
-
-def _itemsize(config: ModelConfig) -> int:
-    return config.dtype.itemsize
