@@ -8,6 +8,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,23 +28,16 @@ from protos.transport.errors import RpcError
 from router.api.messages import read_request
 from router.api.vllm_messages import read_generate, use_field_names
 from router.requests.request import Listeners, Request
-from router.scheduling.step import ServedModel
 from tests.fuzz.requests import any_request, any_vllm_request
 from tests.fuzz.steps import Sizes, any_step
+from tests.router.support import fake_engines
 
 VOCAB_SIZE = 264
 MAX_MODEL_LEN = 64
 SIZES = Sizes(vocab_size=VOCAB_SIZE, num_rows=8, num_kv_blocks=32, block_size=4)
 
 
-MODEL = ServedModel(
-    name="tiny",
-    architecture="Tiny",
-    fingerprint="",
-    vocab_size=VOCAB_SIZE,
-    max_model_len=MAX_MODEL_LEN,
-    eos_token_ids=(2,),
-)
+MODEL = replace(fake_engines.MODEL, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
 
 def refusals_of(make: Callable[[], serving_pb2.GenerateRequest]) -> list[RpcError]:
@@ -143,12 +137,3 @@ def test_a_step_is_read_or_refused_by_name_and_changes_nothing(seed: int) -> Non
     assert unnamed == []
     assert all(map(np.array_equal, before, (progress.is_live, progress.num_blocks)))
     assert min(outcomes.values()) > 20, outcomes
-
-
-def test_the_same_seed_gives_the_same_messages() -> None:
-    draws = [
-        [any_request(rng, 9).SerializeToString(deterministic=True) for _ in range(50)]
-        for rng in (random.Random(5), random.Random(5))
-    ]
-    assert draws[0] == draws[1]
-    assert serving_pb2.GenerateRequest.FromString(draws[0][0]) is not None

@@ -12,6 +12,7 @@ from tests.support.echo_server import (
     NOT_CONNECTED,
     STREAM,
     ask,
+    exchange,
     mutual_tls,
     refusal,
     serving,
@@ -33,8 +34,7 @@ async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones
     async with serving(**mutual_tls(authority)) as address, Client(address, files) as client:
         first = client._channels[-1]
         stream = first.stream_stream(STREAM)()
-        await stream.write(b"1")
-        assert await stream.read() == b"1"
+        await exchange(stream, b"1")
 
         successor = Authority(authority.folder)
         successor.issue("server", "127.0.0.1")
@@ -42,8 +42,7 @@ async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones
         client._renew()
         assert await ask(client._channels[-2]) == b"hello"
         assert client._channels[-2] is not first
-        await stream.write(b"2")
-        assert await stream.read() == b"2"
+        await exchange(stream, b"2")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ async def ask(channel: Channel, method: str = ECHO) -> bytes:
     return await channel.unary_unary(method)(b"hello")
 
 
+async def exchange(stream: Any, message: bytes) -> None:
+    """Sends a message on a stream that is open, and gets it back."""
+    await stream.write(message)
+    assert await stream.read() == message
+
+
 async def refusal(channel: Channel, method: str = ECHO) -> Refused:
     with pytest.raises(Refused) as caught:
         await ask(channel, method)

@@ -145,7 +145,7 @@ async def measure(num_streams: int, rate: float, turns: int, kind: str) -> bool:
             asyncio.create_task(sample(time.process_time, cpu)),
             asyncio.create_task(sample(lambda: engines.measures.refused[reason], refused)),
         ]
-        async with python_module(*load, address) as lines:
+        async with python_module(*load, f"--address={address}") as lines:
             calling = [json.loads(line) async for line in lines]
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
 """Calls one gRPC method over and over, at a rate: just enough HTTP/2 to cost next to nothing.
 
-    python -m tests.bench.support.http2_load HOST:PORT --rate 5000 --seconds 2 --turns 5 [--message HEX]
-        [--messages N]
+    python -m tests.bench.support.http2_load --address HOST:PORT --method /package.Service/Method
+        --rate 5000 --seconds 2 --turns 5 [--message HEX] [--messages N]
 
 gRPC's own Python client takes longer for a call than the server that refuses it. Here a call is one
 HEADERS and one DATA frame, whose bytes are the same but for the stream's number, and its end is a
@@ -11,7 +11,6 @@ Rests for so many seconds and calls for as long, in turns. Prints a line of JSON
 it began and ended, on the clock that all processes share, and how many calls were made and ended.
 """
 
-import argparse
 import asyncio
 import json
 import struct
@@ -19,6 +18,8 @@ import time
 from typing import cast
 
 import uvloop
+
+from tests.bench.support.options import parse_options
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -132,15 +133,9 @@ async def run(address: str, load: Load, rate: float, seconds: float, turns: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("address")
-    parser.add_argument("--method", required=True)
-    parser.add_argument("--message", default="", help="in hexadecimal")
-    parser.add_argument("--messages", type=int, default=1, help="of each call")
-    parser.add_argument("--rate", type=float, required=True, help="calls a second")
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--turns", type=int, required=True)
-    options = parser.parse_args()
+    call = {"method": str, "message": "", "messages": 1}  # the message in hexadecimal
+    turns = {"rate": float, "seconds": float, "turns": int}
+    options = parse_options(__doc__, address=str, **call, **turns)
 
     async def start() -> None:
         load = Load(options.method, bytes.fromhex(options.message), options.messages)

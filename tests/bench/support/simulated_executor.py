@@ -24,6 +24,7 @@ from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from tests.bench.support.options import parse_options
+from tests.router.support.peers import description
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -77,14 +78,11 @@ class SimulatedExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> pb.DescribeResponse:
         num_blocks = 1 + self._num_rows * (MAX_MODEL_LEN // BLOCK_SIZE)
-        return pb.DescribeResponse(
-            instance_id="simulated",
-            coordinates=pb.Coordinates(dp_size=1, attn_tp_size=1, ep_size=1),
+        return description(
+            dp_rank=0,
+            dp_size=1,
             model=pb.ModelInfo(
-                architecture="Simulated",
-                vocab_size=VOCAB_SIZE,
-                max_model_len=MAX_MODEL_LEN,
-                block_size=BLOCK_SIZE,
+                vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
             ),
             num_kv_blocks=num_blocks,
             num_rows=self._num_rows,

@@ -146,11 +146,6 @@ async def test_what_needs_a_tokenizer_is_refused_without_one(bad: pb.GenerateReq
     assert caught.value.field == field
 
 
-async def test_a_prompt_that_is_too_long_has_a_reason_of_its_own():
-    with pytest.raises(PromptTooLong):
-        await read(ids(*[1] * 32))
-
-
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):

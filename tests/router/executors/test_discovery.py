@@ -1,7 +1,7 @@
 """A name that resolves to part of a group must not become a group; a restarted pod must be found."""
 
 import socket
-from collections.abc import Sequence
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,10 +17,7 @@ async def test_a_list_is_given_back_as_it_is() -> None:
 
 
 async def test_every_host_has_an_executor_at_each_port() -> None:
-    async def resolve(name: str) -> Sequence[str]:
-        assert name == "executor.lockstep.svc"
-        return ["10.0.0.7", "fd00::8"]
-
+    resolve = AsyncMock(return_value=["10.0.0.7", "fd00::8"])
     find = find_addresses(["dns:executor.lockstep.svc:50061-50062?size=4"], resolve)
 
     assert list(await find()) == [
@@ -29,14 +26,11 @@ async def test_every_host_has_an_executor_at_each_port() -> None:
         "[fd00::8]:50061",
         "[fd00::8]:50062",
     ]
+    resolve.assert_awaited_with("executor.lockstep.svc")
 
 
 async def test_the_name_is_asked_each_time_as_a_restarted_pod_has_a_new_address() -> None:
-    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.9"]]
-
-    async def resolve(name: str) -> Sequence[str]:
-        return answers.pop(0)
-
+    resolve = AsyncMock(side_effect=[["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.9"]])
     find = find_addresses(["dns:executor:50061?size=2"], resolve)
 
     assert list(await find()) == ["10.0.0.1:50061", "10.0.0.2:50061"]
@@ -52,10 +46,7 @@ async def test_the_name_is_asked_each_time_as_a_restarted_pod_has_a_new_address(
     ],
 )
 async def test_half_a_group_is_none_and_the_error_counts(hosts: list[str], told: str) -> None:
-    async def resolve(name: str) -> Sequence[str]:
-        return hosts
-
-    find = find_addresses(["dns:executor:50061?size=2"], resolve)
+    find = find_addresses(["dns:executor:50061?size=2"], AsyncMock(return_value=hosts))
 
     with pytest.raises(ExecutorLost) as caught:
         await find()

@@ -8,6 +8,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from router.errors import GroupMismatch
 from router.executors.formation import Member, check_group, describe_group
 from router.scheduling.step import SpeculationShape
+from tests.router.support.peers import description
 
 
 def make_member(
@@ -20,31 +21,15 @@ def make_member(
     **fields: Any,
 ) -> Member:
     agreement = {"block_size": "16", "dtype": "bfloat16", **(agreement or {})}
-    description = pb.DescribeResponse(
-        coordinates=pb.Coordinates(
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            attn_tp_rank=attn_tp_rank,
-            attn_tp_size=attn_tp_size,
-        ),
-        model=pb.ModelInfo(
-            architecture="Moe",
-            fingerprint="f00d",
-            vocab_size=100,
-            max_model_len=256,
-            eos_token_ids=[2, 3],
-            block_size=16,
-        ),
-        num_kv_blocks=fields.pop("num_kv_blocks", 33),
-        num_rows=fields.pop("num_rows", 8),
-        budget=pb.TokenBudget(max_num_batched_tokens=64, max_num_seqs=8, max_num_logits=16),
-        graph_sizes=pb.GraphSizes(decode=[1, 8], extend=[64]),
-        agreement=agreement,
-        agreement_digest=repr(sorted(agreement.items())).encode(),
+    defaults = {
+        "model": pb.ModelInfo(max_model_len=256, eos_token_ids=[2, 3], block_size=16),
+        "graph_sizes": pb.GraphSizes(decode=[1, 8], extend=[64]),
+        "agreement_digest": repr(sorted(agreement.items())).encode(),
+    }
+    told = description(
+        dp_rank, dp_size, attn_tp_rank, attn_tp_size, agreement=agreement, **{**defaults, **fields}
     )
-    for name, value in fields.items():
-        setattr(description, name, value)
-    return Member(f"host{dp_rank}{attn_tp_rank}:9000", description)
+    return Member(f"host{dp_rank}{attn_tp_rank}:9000", told)
 
 
 def test_members_that_agree_and_fill_every_place_are_a_group() -> None:
@@ -93,7 +78,7 @@ def test_a_group_is_as_large_as_its_smallest_members_allow() -> None:
         make_member(0, 0, attn_tp_size=2, num_kv_blocks=64),
         make_member(0, 1, attn_tp_size=2, num_kv_blocks=40),
         make_member(1, 0, attn_tp_size=2, num_kv_blocks=11),
-        make_member(1, 1, attn_tp_size=2, num_rows=5),
+        make_member(1, 1, attn_tp_size=2, num_kv_blocks=33, num_rows=5),
     ]
     info = describe_group(members, epoch=7, model_name="moe")
     assert info.epoch == 7
@@ -117,19 +102,19 @@ def test_a_budget_below_one_step_of_decodes_is_refused_with_the_executor_s_name(
 # ---- drafts
 
 
+DRAFTS: dict[str, Any] = {
+    "algorithm": "eagle",
+    "num_draft_tokens": 4,
+    "num_draft_steps": 3,
+    "topk": 1,
+    "num_reserved_tokens": 5,
+    "kv_lookahead": 1,
+    "extends": True,
+}
+
+
 def drafting_member(**fields: Any) -> Member:
-    defaults = {
-        "algorithm": "eagle",
-        "num_draft_tokens": 4,
-        "num_draft_steps": 3,
-        "topk": 1,
-        "num_reserved_tokens": 5,
-        "kv_lookahead": 1,
-        "extends": True,
-    }
-    member = make_member(0, dp_size=1)
-    member.description.speculation.CopyFrom(pb.Speculation(**{**defaults, **fields}))
-    return member
+    return make_member(0, dp_size=1, speculation=pb.Speculation(**{**DRAFTS, **fields}))
 
 
 def test_a_group_without_a_draft_model_has_no_speculation() -> None:
@@ -139,15 +124,7 @@ def test_a_group_without_a_draft_model_has_no_speculation() -> None:
 
 def test_a_group_drafts_as_its_executors_say() -> None:
     info = describe_group([drafting_member()], epoch=1, model_name="moe")
-    assert info.shape.speculation == SpeculationShape(
-        algorithm="eagle",
-        num_draft_tokens=4,
-        num_draft_steps=3,
-        topk=1,
-        num_reserved_tokens=5,
-        kv_lookahead=1,
-        extends=True,
-    )
+    assert info.shape.speculation == SpeculationShape(**DRAFTS)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,22 @@ Stopping = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 Gone = error_of(grpc.StatusCode.UNAVAILABLE, "")  # of a call that reaches nobody
 
 
+def description(
+    dp_rank: int, dp_size: int, attn_tp_rank: int = 0, attn_tp_size: int = 1, **fields: Any
+) -> pb.DescribeResponse:
+    """Returns what an executor of this place says of itself, unless told otherwise."""
+    coordinates = pb.Coordinates(
+        dp_rank=dp_rank, dp_size=dp_size, attn_tp_rank=attn_tp_rank, attn_tp_size=attn_tp_size
+    )
+    defaults = {
+        "model": pb.ModelInfo(vocab_size=50, max_model_len=48, block_size=4),
+        "num_kv_blocks": 40,
+        "num_rows": 8,
+        "budget": pb.TokenBudget(max_num_batched_tokens=32, max_num_seqs=8, max_num_logits=16),
+    }
+    return pb.DescribeResponse(coordinates=coordinates, **{**defaults, **fields})
+
+
 class Peer:
     """An executor behind a real port: keeps the bytes of its steps, and answers when it may.
 
@@ -75,18 +91,8 @@ class Peer:
         async with abort_on_error(context):
             await self.on_describe()
         (dp_rank, attn_tp_rank), (dp_size, attn_tp_size) = self.place, self._sizes
-        return pb.DescribeResponse(
-            instance_id=self.instance_id,
-            coordinates=pb.Coordinates(
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                attn_tp_rank=attn_tp_rank,
-                attn_tp_size=attn_tp_size,
-            ),
-            model=pb.ModelInfo(vocab_size=50, max_model_len=48, block_size=4),
-            num_kv_blocks=40,
-            num_rows=8,
-            budget=pb.TokenBudget(max_num_batched_tokens=32, max_num_seqs=8, max_num_logits=16),
+        return description(
+            dp_rank, dp_size, attn_tp_rank, attn_tp_size, instance_id=self.instance_id
         )
 
     async def prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import structlog
 
-from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.serving.v1 import serving_pb2
 from protos.telemetry.metrics import Family, Histogram, serve_metrics
 from router import app
 from router.api.generate import GenerationServicer
@@ -23,22 +23,29 @@ from router.errors import InvalidRequest, QueueFull
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.telemetry.prometheus import collector, families, take_snapshot
-from tests.router.support.fake_engines import FakeEngines, serve
+from tests.router.support.calls import connected, failure
+from tests.router.support.fake_engines import FakeEngines
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.running_engines import complete, drive_group, running
 from tests.router.support.stepper import make_shape, speculation
-from tests.support.scraping import scrape
+from tests.support.scraping import Samples, scrape
+
+
+async def samples_of(engines: Engines) -> Samples:
+    port = serve_metrics("127.0.0.1:0", collector(engines, "1.2"))
+    try:
+        return await scrape(f"127.0.0.1:{port.number}")
+    finally:
+        await asyncio.to_thread(port.close)
 
 
 async def test_a_scrape_says_what_happened():
     async with running() as engines:
-        port = serve_metrics("127.0.0.1:0", collector(engines, "1.2"))
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
         first = await complete(engines, "a", prompt, max_tokens=6)
         again = await complete(engines, "b", prompt, max_tokens=6)
         engines.measures.refused[QueueFull.reason] += 2
-        samples = await scrape(f"127.0.0.1:{port.number}")
-        await asyncio.to_thread(port.close)
+        samples = await samples_of(engines)
 
     rank = str(first.sequences[0].dp_rank)
     assert samples["lockstep_router_info"] == {("fake", "1.2"): 1}
@@ -71,11 +78,9 @@ async def test_a_scrape_says_what_happened():
 
 async def test_a_scrape_says_what_came_of_drafts():
     async with running(sizes={"speculation": speculation()}, acceptance=1.0) as engines:
-        port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
-        before = await scrape(f"127.0.0.1:{port.number}")
+        before = await samples_of(engines)
         await complete(engines, "a", [1, 2, 3], max_tokens=9)
-        samples = await scrape(f"127.0.0.1:{port.number}")
-        await asyncio.to_thread(port.close)
+        samples = await samples_of(engines)
 
     # One token of the prompt, then four twice: three drafts in each are right.
     assert samples["lockstep_router_speculative_steps_total"]["0",] == 2
@@ -106,9 +111,7 @@ async def test_a_router_without_a_group_answers_too():
         WaitingQueue(max_sequences=4, max_tokens=100),
         pipeline_depth=1,
     )
-    port = serve_metrics("127.0.0.1:0", collector(engines, "1"))
-    samples = await scrape(f"127.0.0.1:{port.number}")
-    await asyncio.to_thread(port.close)
+    samples = await samples_of(engines)
 
     assert samples["lockstep_router_ready"][()] == 0
     assert samples["lockstep_router_group_ready"] == {("0",): 0}
@@ -178,11 +181,9 @@ def test_an_address_that_is_taken_is_named():
 
 async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
     engines = FakeEngines(max_listeners=1)
-    async with serve(engines) as target, grpc.aio.insecure_channel(target) as channel:
-        stub = serving_pb2_grpc.GenerationServiceStub(channel)
+    async with connected(engines) as stub:
         no_prompt = serving_pb2.GenerateRequest()
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Generate(no_prompt).read()
+        await failure(stub.Generate(no_prompt))
         assert engines.measures.refused["INVALID_REQUEST"] == 1
 
         stream = stub.GenerateMany()
@@ -190,8 +191,7 @@ async def test_refusals_are_counted_by_reason_whichever_way_a_request_came():
         assert (await stream.read()).errors[0].reason == "INVALID_REQUEST"
         assert engines.measures.refused["INVALID_REQUEST"] == 2
 
-        with pytest.raises(grpc.aio.AioRpcError):  # the stream has the only listener
-            await stub.Generate(no_prompt).read()
+        await failure(stub.Generate(no_prompt))  # the stream has the only listener
         assert engines.measures.refused["QUEUE_FULL"] == 1
         stream.cancel()
     assert +engines.measures.ended == {}
@@ -210,7 +210,6 @@ async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: 
     async with grpc.aio.insecure_channel(address) as channel:
         method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
         for data, metadata in ((b"", []), (b"\xff", [right])):
-            with pytest.raises(grpc.aio.AioRpcError):
-                await method(data, metadata=metadata).read()
+            await failure(method(data, metadata=metadata))
     await server.stop(None)
     assert +engines.measures.refused == {"UNAUTHENTICATED": 1, "MALFORMED_MESSAGE": 1}

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
 
+from router.engine.engines import Engines
 from router.errors import ShuttingDown
 from router.requests.request import Request
 from router.telemetry.request_log import RequestLog
@@ -50,16 +51,20 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
     assert 0 <= times[0] < times[1] < times[2]
 
 
+async def end_early(engines: Engines, name: str, end: Callable[[Request], object]) -> None:
+    completing = asyncio.create_task(complete(engines, name, [1, 2, 3], max_tokens=25))
+    while (request := engines.find(name)) is None:
+        await asyncio.sleep(0)
+    end(request)
+    await completing
+
+
 @info
 async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
         async with running(dp_size=1, observers=[log]) as engines:
             await complete(engines, "well", [1, 2, 3], max_tokens=5)
-            cancelling = asyncio.create_task(complete(engines, "ill", [1, 2, 3], max_tokens=25))
-            while engines.find("ill") is None:
-                await asyncio.sleep(0)
-            engines.cancel(engines.find("ill"))  # type: ignore[arg-type]
-            await cancelling
+            await end_early(engines, "ill", engines.cancel)
     assert [line for line in lines if "request_id" in line] == []
 
 
@@ -67,11 +72,7 @@ async def test_what_a_caller_ended_is_not_written_unless_asked_for(level: None, 
 async def test_what_this_router_gave_up_is_always_written(level: None, log: RequestLog):
     with structlog.testing.capture_logs() as lines:
         async with running(dp_size=1, observers=[log]) as engines:
-            waiting = asyncio.create_task(complete(engines, "cut", [1, 2, 3], max_tokens=25))
-            while engines.find("cut") is None:
-                await asyncio.sleep(0)
-            engines.cancel_all()
-            await waiting
+            await end_early(engines, "cut", lambda request: engines.cancel_all())
     [line] = [line for line in lines if line.get("request_id") == "cut"]
     assert (line["event"], line["log_level"]) == ("request_given_up", "info")
     assert line["sequences"][0]["outcome"] == ShuttingDown.reason

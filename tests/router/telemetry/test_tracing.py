@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from router.api.generate import GenerationServicer
 from router.telemetry.tracing import CarrierInterceptor, Tracing, start_tracing
+from tests.router.support.calls import failure
 from tests.router.support.fake_engines import generation, listening
 from tests.router.support.running_engines import complete, running
 
@@ -116,18 +117,12 @@ async def test_a_request_that_fails_says_how(traced: Traced):
     call = traced.stub.Generate(message("one", max_tokens=40))
     await call.read()
     await traced.stub.Cancel(serving_pb2.CancelRequest(request_id="one"))
-    with pytest.raises(grpc.aio.AioRpcError):
-        await _read_to_the_end(call)
+    await failure(call)
     [span] = traced.take_spans().values()
 
     assert span.status.status_code.name == "ERROR"
     assert span.attributes["error.type"] == "CANCELLED"
     assert span.attributes["gen_ai.response.finish_reasons"] == ("error",)
-
-
-async def _read_to_the_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
 
 
 async def test_continuations_share_a_span_and_have_their_own_events(traced: Traced):
