@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import Linear
 from executor.model.layers.operators import (
     FlashInferOperators,
     Operators,
@@ -23,7 +22,7 @@ from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_torch import TorchMoERunner
+from tests.executor.support.experts import one_by_one
 from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
@@ -173,21 +172,6 @@ def experts_of(dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:
     return w13.bfloat16().float(), w2.bfloat16().float()
 
 
-def one_by_one(weights: tuple[torch.Tensor, torch.Tensor]) -> TorchMoERunner:
-    """Returns the authority."""
-    stacks: list[list[Linear]] = []
-    for stack in weights:
-        linears = [
-            Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
-            for weight in stack
-        ]
-        for linear, weight in zip(linears, stack, strict=True):
-            linear.weight.copy_(weight)
-        stacks.append(linears)
-    w13, w2 = stacks
-    return TorchMoERunner(w13, w2)
-
-
 def grouped(machine: Machine, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:
     activation = torch_operators(dims, machine.device, torch.bfloat16).silu_and_mul
     return GroupedMMRunner(w13, w2, activation)
@@ -238,7 +222,7 @@ def test_experts_equal_the_authority(
     else:
         build = fused if kind == "fused" else cutedsl
         runner = build(request.getfixturevalue("ops"), dims, *on_device)
-    expected_of = one_by_one(weights)
+    authority = one_by_one(*weights)
     for num_rows in ROWS:
         dispatched = routed(dims, num_rows, *ROUTINGS[routing](dims.experts))
         y = runner.run(
@@ -252,5 +236,5 @@ def test_experts_equal_the_authority(
             )
         )
         assert y.dtype == torch.bfloat16
-        error = largest_error(y, expected_of.run(dispatched))
+        error = largest_error(y, authority.run(dispatched))
         assert error <= EXPERTS_OFF, f"{num_rows} rows: one is off by {error:.4f} of its length"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from google.protobuf.duration_pb2 import Duration
 from rich.console import Console
 
 from deploy.local.ports import held_port
@@ -19,6 +18,7 @@ from router.api.generate import GenerationServicer
 from router.client import Client
 from router.top import Frame
 from tests.router.support.fake_engines import FakeEngines, generation, listening
+from tests.router.support.statuses import FORMING, rank, ready
 
 PROBLEM = (
     "Describe of executor 10.0.0.7:50061 failed: UNAVAILABLE: failed to connect to all addresses; "
@@ -26,24 +26,7 @@ PROBLEM = (
 )
 
 
-def rank(number: int, step_ns: int = 4_100_000, **fields: Any) -> pb.RankStatus:
-    blocks = {"num_used_blocks": 30, "num_cached_blocks": 20, "num_free_blocks": 50}
-    counts = {"num_running": 8, "last_step_tokens": 8, "num_preemptions": 3, **blocks}
-    times = {"last_step_time": Duration(nanos=step_ns), "prefix_hit_rate": 0.25}
-    return pb.RankStatus(dp_rank=number, **{**counts, **times, **fields})
-
-
-def ready(*ranks: pb.RankStatus, **fields: Any) -> pb.GroupStatus:
-    graphs = [
-        pb.GraphCount(runner="decode", size=8, num_steps=70),
-        pb.GraphCount(runner="decode", size=16, num_steps=30),
-        pb.GraphCount(runner="eager", miss="idle_rank", num_steps=5),
-    ]
-    return pb.GroupStatus(state=READY, ranks=ranks, **{"epoch": 2, "graphs": graphs, **fields})
-
-
-READY = pb.GROUP_STATE_READY
-FORMING = pb.GroupStatus(group=1, state=pb.GROUP_STATE_FORMING, problem=PROBLEM)
+UNFORMED = pb.GroupStatus(group=1, state=FORMING, problem=PROBLEM)
 
 
 def render(*groups: pb.GroupStatus, width: int = 100, before: Frame | None = None) -> str:
@@ -84,7 +67,7 @@ def test_used_and_cached_blocks_share_a_bar():
 
 def test_says_what_keeps_a_group_from_forming_in_full_on_any_terminal():
     for width in (40, 80, 200):
-        lines = render(ready(rank(0)), FORMING, width=width).splitlines()
+        lines = render(ready(rank(0)), UNFORMED, width=width).splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith("group 1 FORMING"))
         told = " ".join(" ".join(lines[start + 1 :]).split())
         assert told.replace(" ", "").startswith(PROBLEM.replace(" ", ""))
@@ -120,10 +103,10 @@ def test_rates_take_two_frames_of_one_epoch():
     "groups",
     [
         [],
-        [FORMING],
+        [UNFORMED],
         [ready()],
         [ready(rank(0, last_step_tokens=0, num_used_blocks=0, step_ns=0))],
-        [ready(*[rank(number, last_step_tokens=number * 900) for number in range(16)]), FORMING],
+        [ready(*[rank(number, last_step_tokens=number * 900) for number in range(16)]), UNFORMED],
         [ready(rank(0, num_free_blocks=0, num_used_blocks=0, num_cached_blocks=0))],
     ],
 )
@@ -154,7 +137,7 @@ def test_a_problem_cannot_drive_the_terminal():
 
 
 async def test_prints_one_picture_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
-    servicer = servicer_of(ready(rank(0)), FORMING)
+    servicer = servicer_of(ready(rank(0)), UNFORMED)
     async with listening(generation(servicer)) as target:
         await top.watch(Client(target), target, 1.0, top.new_console(once=False))
     printed = capsys.readouterr().out

@@ -29,7 +29,7 @@ from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.timing import in_turns
 from tests.executor.support.ranks.ranks import HOST, run_ranks
-from tests.executor.support.steps import row_starts, sequences, step
+from tests.executor.support.steps import decodes_part, prompts_part, step
 from tests.support.paths import DEMO_MODEL
 
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
@@ -68,20 +68,10 @@ def decode(rank: int, port: int, batch_size: int, num_steps: int) -> dict[str, l
 
 
 def prompts(rank: int, batch_size: int) -> pb.StepRequest:
-    rows = range(batch_size)
-    part = pb.RankStep(
-        dp_rank=rank,
-        forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=rows),
-        sequences=sequences(
-            rows=rows,
-            num_tokens=[PROMPT_LEN] * batch_size,
-            num_computed_tokens=[0] * batch_size,
-            token_ids=[3 + i % 200 for i in range(PROMPT_LEN * batch_size)],
-            num_new_blocks=[1] * batch_size,
-            new_block_ids=[1 + row for row in rows],
-        ),
-    )
+    lens = [PROMPT_LEN] * batch_size
+    token_ids = [3 + i % 200 for i in range(PROMPT_LEN * batch_size)]
+    blocks = ([1] * batch_size, range(1, 1 + batch_size))
+    part = prompts_part(range(batch_size), lens, token_ids, *blocks, dp_rank=rank)
     counts = [PROMPT_LEN * batch_size] * 2
     return step(1, part, num_tokens=counts, num_logits=[batch_size] * 2)
 
@@ -92,15 +82,12 @@ def decodes(rank: int, batch_size: int, number: int) -> pb.StepRequest:
     num_blocks = computed // BLOCK_SIZE
     is_new = computed % BLOCK_SIZE == 0
     rows = range(batch_size)
-    part = pb.RankStep(
+    part = decodes_part(
+        rows,
+        [computed] * batch_size,
         dp_rank=rank,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(
-            rows=rows,
-            num_computed_tokens=[computed] * batch_size,
-            num_new_blocks=[1] * batch_size if is_new else [],
-            new_block_ids=[1 + num_blocks * batch_size + row for row in rows] if is_new else [],
-        ),
+        num_new_blocks=[1] * batch_size if is_new else [],
+        new_block_ids=[1 + num_blocks * batch_size + row for row in rows] if is_new else [],
     )
     return step(2 + number, part, num_tokens=[batch_size] * 2)
 

@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
+from executor.model.moe.runner_torch import SmallExpertsRunner, are_small
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns
+from tests.executor.support.experts import one_by_one
 
 CPU = torch.device("cpu")
 ROWS = (1, 8, 32, 128, 512)
@@ -101,17 +102,6 @@ class All:
         return self._runner.run_all(dispatched)
 
 
-def _linear(weight: torch.Tensor) -> Linear:
-    linear = Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
-    linear.weight.copy_(weight)
-    linear.finish()
-    return linear
-
-
-def packed(w13: torch.Tensor, w2: torch.Tensor, workers: WorkerPool) -> TorchMoERunner:
-    return TorchMoERunner([_linear(w) for w in w13], [_linear(w) for w in w2], workers)
-
-
 def grouped(w13: torch.Tensor, w2: torch.Tensor) -> GroupedMMRunner:
     def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -178,7 +168,7 @@ def measure(
         w13, w2 = (w13 * shape.hidden**-0.5).to(dtype), (w2 * shape.expert_size**-0.5).to(dtype)
         together = All(w13, w2)
         made: dict[str, MoERunner] = {
-            "packed": packed(w13, w2, workers),
+            "packed": one_by_one(w13, w2, workers),
             "all": together,
             "grouped": grouped(w13, w2),
             "padded": Padded(w13, w2),

@@ -38,7 +38,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.timing import median_ratio
-from tests.executor.support.steps import row_starts, sequences
+from tests.executor.support.steps import decodes_part, prompts_part, step
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
 DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
@@ -107,28 +107,11 @@ class Cell:
         # A plain row has to hold just what its tokens need.
         held = [self._blocks_per_row if self._width else -(-n // BLOCK_SIZE) for n in lens]
         ids = [1 + row * self._blocks_per_row + i for row in rows for i in range(held[row])]
-        part = pb.RankStep(
-            forward_mode=pb.FORWARD_MODE_EXTEND,
-            starts=row_starts(rows=rows),
-            sequences=sequences(
-                rows=rows,
-                num_tokens=lens,
-                num_computed_tokens=[0] * self._count,
-                token_ids=[token for prompt in prompts for token in prompt],
-                num_new_blocks=held,
-                new_block_ids=ids,
-            ),
+        part = prompts_part(
+            rows, lens, [token for prompt in prompts for token in prompt], held, ids
         )
-        agreement = pb.StepAgreement(
-            global_num_tokens=[sum(lens)],
-            global_num_tokens_for_logprob=[self._count],
-            has_extend=True,
-            padding_mode=pb.DP_PADDING_MODE_MAX_LEN,
-        )
-        if self._extends:
-            agreement.global_num_tokens_for_draft.append(sum(lens) + self._count)
-            agreement.global_num_sampled.append(self._count)
-        self._execute(agreement, part)
+        request = step(0, part, num_tokens=[sum(lens)], num_logits=[self._count])
+        self._execute(request, num_draft_rows=sum(lens) + self._count)
         self._num_tokens = np.array(lens) + 1
         self._has_ended[:] = False
 
@@ -136,25 +119,20 @@ class Cell:
         """Runs a step of all rows."""
         rows, computed = range(self._count), self._num_tokens - 1
         width = self._width or 1
-        columns = sequences(rows=rows, num_computed_tokens=computed.tolist())
+        blocks = {}
         if not self._width:
             is_new = computed % BLOCK_SIZE == 0
             firsts = 1 + np.arange(self._count) * self._blocks_per_row
             ids = (firsts + computed // BLOCK_SIZE)[is_new]
-            columns.num_new_blocks = is_new.astype("<i4").tobytes()
-            columns.new_block_ids = ids.astype("<i4").tobytes()
-        agreement = pb.StepAgreement(
-            global_num_tokens=[self._count * width],
-            global_num_tokens_for_logprob=[self._count * width],
-            padding_mode=pb.DP_PADDING_MODE_MAX_LEN,
-            num_draft_tokens=self._width,
+            blocks = {"num_new_blocks": is_new, "new_block_ids": ids}
+        request = step(
+            0,
+            decodes_part(rows, computed, **blocks),
+            num_tokens=[self._count * width],
             graph_size=self._count if self._has_graph else None,
         )
-        if self._extends and not self._width:
-            agreement.global_num_tokens_for_draft.append(self._count)
-            agreement.global_num_sampled.append(self._count)
-        part = pb.RankStep(forward_mode=pb.FORWARD_MODE_DECODE, sequences=columns)
-        result = self._execute(agreement, part)
+        request.agreement.num_draft_tokens = self._width
+        result = self._execute(request, num_draft_rows=self._count)
         tokens = np.frombuffer(result.next_token_ids, "<i4")
         counts = np.ones(self._count, dtype=np.int64)
         if self._width:
@@ -167,9 +145,12 @@ class Cell:
                 self.offered += 1
         self._num_tokens += counts
 
-    def _execute(self, agreement: pb.StepAgreement, part: pb.RankStep) -> pb.RankResult:
+    def _execute(self, request: pb.StepRequest, num_draft_rows: int) -> pb.RankResult:
         self._step_id += 1
-        request = pb.StepRequest(epoch=1, step_id=self._step_id, agreement=agreement, ranks=[part])
+        request.step_id = self._step_id
+        if self._extends and not request.agreement.num_draft_tokens:
+            request.agreement.global_num_tokens_for_draft.append(num_draft_rows)
+            request.agreement.global_num_sampled.append(self._count)
         start = time.thread_time_ns()
         response = self._worker.execute(request)
         answered = time.thread_time_ns()

@@ -34,7 +34,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns, median_ratio
 from tests.executor.support.kv import batch_of
-from tests.executor.support.steps import row_starts, sequences, step
+from tests.executor.support.steps import decodes_part, prompts_part, step
 
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 64
@@ -90,31 +90,15 @@ def requests(size: int, temperature: float) -> Iterator[pb.StepRequest]:
     """Yields a step that starts every row, then decode steps in which 1 row in 16 gets a block."""
     free = iter(np.random.default_rng(0).permutation(size * BLOCKS_PER_ROW) + 1)
     lens = 1 + np.arange(size) % BLOCK_SIZE
-    part = pb.RankStep(
-        forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=range(size), temperature=[temperature] * size),
-        sequences=sequences(
-            rows=range(size),
-            num_tokens=lens,
-            num_computed_tokens=[0] * size,
-            token_ids=[1] * int(lens.sum()),
-            num_new_blocks=[1] * size,
-            new_block_ids=[next(free) for _ in range(size)],
-        ),
-    )
+    rows, ones, blocks = range(size), [1] * size, [next(free) for _ in range(size)]
+    prompts = [1] * int(lens.sum())
+    part = prompts_part(rows, lens, prompts, ones, blocks, temperature=[temperature] * size)
     yield step(1, part, num_tokens=[int(lens.sum())], num_logits=[size])
     for step_id in range(2, NUM_EXECUTED + 2):
         new = (lens % BLOCK_SIZE == 0).astype(np.int64)
-        part = pb.RankStep(
-            forward_mode=pb.FORWARD_MODE_DECODE,
-            sequences=sequences(
-                rows=range(size),
-                num_computed_tokens=lens,
-                token_ids=[-1] * size,
-                num_new_blocks=new,
-                new_block_ids=[next(free) for _ in range(int(new.sum()))],
-            ),
-        )
+        blocks = [next(free) for _ in range(int(new.sum()))]
+        columns = {"token_ids": [-1] * size, "num_new_blocks": new, "new_block_ids": blocks}
+        part = decodes_part(rows, lens, **columns)
         yield step(step_id, part, num_tokens=[size])
         lens = lens + 1
 

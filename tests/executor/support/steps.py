@@ -98,22 +98,50 @@ def each_bad(cases: Sequence[BadStep]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("spoil", "field", "problem"), cases, ids=ids)
 
 
+def prompts_part(
+    rows: Sequence[int],
+    num_tokens: Sequence[int],
+    token_ids: Sequence[int],
+    num_blocks: Sequence[int],
+    block_ids: Sequence[int],
+    dp_rank: int = 0,
+    **starts: Any,
+) -> pb.RankStep:
+    """Returns a part that starts rows and runs their whole prompts, one behind the other."""
+    return pb.RankStep(
+        dp_rank=dp_rank,
+        forward_mode=pb.FORWARD_MODE_EXTEND,
+        starts=row_starts(rows=rows, **starts),
+        sequences=sequences(
+            rows=rows,
+            num_tokens=num_tokens,
+            num_computed_tokens=[0] * len(rows),
+            token_ids=token_ids,
+            num_new_blocks=num_blocks,
+            new_block_ids=block_ids,
+        ),
+    )
+
+
 def prompt_part(
     row: int, prompt: Sequence[int], block_ids: Sequence[int], dp_rank: int = 0, **starts: Any
 ) -> pb.RankStep:
     """Returns a part that starts one row and runs its whole prompt."""
+    blocks = ([len(block_ids)], block_ids)
+    return prompts_part([row], [len(prompt)], prompt, *blocks, dp_rank, **starts)
+
+
+def decodes_part(
+    rows: Sequence[int],
+    num_computed: Sequence[int],
+    dp_rank: int = 0,
+    **columns: Sequence[float],
+) -> pb.RankStep:
+    """Returns a part that runs one token of each row."""
     return pb.RankStep(
         dp_rank=dp_rank,
-        forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=[row], **starts),
-        sequences=sequences(
-            rows=[row],
-            num_tokens=[len(prompt)],
-            num_computed_tokens=[0],
-            token_ids=prompt,
-            num_new_blocks=[len(block_ids)],
-            new_block_ids=block_ids,
-        ),
+        forward_mode=pb.FORWARD_MODE_DECODE,
+        sequences=sequences(rows=rows, num_computed_tokens=num_computed, **columns),
     )
 
 
@@ -121,17 +149,8 @@ def decode_part(
     row: int, num_computed: int, token: int = -1, block_ids: Sequence[int] = (), dp_rank: int = 0
 ) -> pb.RankStep:
     """Returns a part that runs one token of one row."""
-    return pb.RankStep(
-        dp_rank=dp_rank,
-        forward_mode=pb.FORWARD_MODE_DECODE,
-        sequences=sequences(
-            rows=[row],
-            num_computed_tokens=[num_computed],
-            token_ids=[token],
-            num_new_blocks=[len(block_ids)],
-            new_block_ids=block_ids,
-        ),
-    )
+    blocks = {"num_new_blocks": [len(block_ids)], "new_block_ids": block_ids}
+    return decodes_part([row], [num_computed], dp_rank, token_ids=[token], **blocks)
 
 
 def idle_part(dp_rank: int = 0) -> pb.RankStep:

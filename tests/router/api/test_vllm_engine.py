@@ -23,6 +23,7 @@ from tests.repo.source import ROOT, imports_of, modules_of
 from tests.router.support.calls import PROMPT, failure
 from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.requests import scored
+from tests.router.support.statuses import FORMING, rank, ready
 from tests.router.support.vllm_calls import answers, connected, generate, generating
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
@@ -247,11 +248,7 @@ async def test_a_reset_ends_the_request_without_abort(stream: bool):
 async def test_health_is_what_the_router_says_of_itself():
     engines, is_ready = FakeEngines(), False
     async with connected(engines, is_ready=lambda: is_ready) as stub:
-        engines.groups = [
-            serving_pb2.GroupStatus(
-                group=0, state=serving_pb2.GROUP_STATE_FORMING, problem="nobody is there"
-            )
-        ]
+        engines.groups = [serving_pb2.GroupStatus(state=FORMING, problem="nobody is there")]
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "nobody is there")
         engines.groups = []
@@ -279,30 +276,15 @@ async def test_the_model_is_described_once_it_is_known():
 
 
 GROUPS = [
-    serving_pb2.GroupStatus(
-        group=0,
-        state=serving_pb2.GROUP_STATE_READY,
+    ready(
+        rank(0, num_running=5, num_cached_blocks=10, num_free_blocks=60, prefix_hit_rate=0.5),
+        rank(1, num_running=1, num_used_blocks=0, num_cached_blocks=0, num_free_blocks=100),
         num_waiting=3,
         num_waiting_tokens=1001,
         block_size=16,
         max_num_seqs=64,
-        ranks=(
-            serving_pb2.RankStatus(
-                dp_rank=0,
-                num_running=5,
-                num_used_blocks=30,
-                num_cached_blocks=10,
-                num_free_blocks=60,
-                prefix_hit_rate=0.5,
-            ),
-            serving_pb2.RankStatus(
-                dp_rank=1, num_running=1, num_used_blocks=0, num_free_blocks=100
-            ),
-        ),
     ),
-    serving_pb2.GroupStatus(
-        group=1, state=serving_pb2.GROUP_STATE_FORMING, num_waiting=2, num_waiting_tokens=40
-    ),
+    serving_pb2.GroupStatus(group=1, state=FORMING, num_waiting=2, num_waiting_tokens=40),
 ]
 
 

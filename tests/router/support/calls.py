@@ -10,7 +10,7 @@ import pytest
 from protos.executor.sampling_fields import INT32, SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
-from router.api.text.tokenizer import Tokenizer
+from router.api.text import Tokenizer
 from tests.router.support.fake_engines import FakeEngines, serve
 
 PROMPT = [5, 6, 7]
