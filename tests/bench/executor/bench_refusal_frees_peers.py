@@ -38,7 +38,8 @@ from router.executors.group import ExecutorGroup
 from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.bench.support.routing import group_of, scheduler_of
+from tests.bench.support.routing import scheduler_of
+from tests.router.support.peers import group_of
 from tests.support.paths import DEMO_MODEL
 
 HOST = "127.0.0.1"

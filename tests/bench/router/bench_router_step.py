@@ -37,11 +37,9 @@ from protos.serving.v1 import serving_pb2
 from router.executors.step_codec import decode_result, encode_step, ran_as_sent
 from router.requests.request import (
     Listeners,
-    OutputOptions,
     Request,
     SamplingParams,
     Sequence,
-    StopConditions,
 )
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.counters import EpochStats, StepTimes
@@ -54,6 +52,7 @@ from router.scheduling.step import (
     StepPlan,
 )
 from tests.bench.support.options import parse_options
+from tests.router.support.requests import make_request
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -177,15 +176,15 @@ class Bench:
 
     def _make_request(self, num_output_tokens: int) -> Request:
         self._num_requests += 1
-        return Request(
-            request_id=str(self._num_requests),
-            prompt=self.rng.integers(1, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32),
-            sampling=SamplingParams({"temperature": 0.7}, seed=self._num_requests),
-            stop=StopConditions(max_tokens=num_output_tokens, stop_token_ids=(0,)),
-            output=OutputOptions(),
-            listener=self.listener,
-            arrival_time=0.0,
-            tag=self._num_requests,
+        number = self._num_requests
+        return make_request(
+            self.rng.integers(1, VOCAB_SIZE, PROMPT_LEN, dtype=np.int32),
+            self.listener,
+            num_output_tokens,
+            request_id=str(number),
+            sampling=SamplingParams({"temperature": 0.7}, seed=number),
+            stop_token_ids=(0,),
+            tag=number,
             is_columnar=True,
         )
 

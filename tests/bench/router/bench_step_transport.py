@@ -28,7 +28,8 @@ from router.requests.request import Listener
 from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.bench.support.routing import group_of, running_engines, scheduler_of, simulated_executor
+from tests.bench.support.routing import running_engines, scheduler_of, simulated_executor
+from tests.router.support.peers import group_of
 from tests.router.support.requests import make_request
 
 STEP_MS = (2.0, 5.0, 10.0)

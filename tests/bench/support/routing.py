@@ -3,18 +3,17 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
 
 from router.engine.engines import Engines
-from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup, GroupSettings
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler, SchedulerSettings
 from router.scheduling.step import GroupShape
+from tests.router.support.peers import group_of
 from tests.router.support.requests import make_request
 from tests.router.support.running_engines import drive_group, stepping
 
@@ -42,12 +41,6 @@ async def simulated_executor(
     options = (f"--step-ms={step_ms}", f"--rows={num_rows}")
     async with python_module("tests.bench.support.simulated_executor", *options) as lines:
         yield (await lines.readline()).decode().strip(), lines
-
-
-def group_of(addresses: Sequence[str]) -> ExecutorGroup:
-    """Returns a group whose executors are never overdue."""
-    settings = GroupSettings(step_timeout_s=120, min_step_deadline_s=120)
-    return ExecutorGroup(find_addresses(addresses), settings)
 
 
 def scheduler_of(shape: GroupShape, max_tokens: int, num_requests: int) -> Scheduler:

@@ -2,8 +2,7 @@
 
 import torch
 
-from executor.model.layers.linear import Linear
-from executor.model.layers.workers import WorkerPool
+from executor.model.layers.linear import Linear, WorkerPool
 from executor.model.moe.runner_torch import TorchMoERunner
 
 

@@ -20,20 +20,25 @@ READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
 
 
 @asynccontextmanager
-async def connected(health: Health) -> AsyncIterator[Client]:
-    async with serve(FakeEngines(), health=health) as target, Client(target) as client:
-        yield client
+async def connected(health: Health) -> AsyncIterator[tuple[Client, Any]]:
+    """Yields a client, and a stub of the service as such."""
+    async with (
+        serve(FakeEngines(), health=health) as target,
+        Client(target) as client,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
+        yield client, health_pb2_grpc.HealthStub(channel)
 
 
 async def test_a_new_router_is_alive_but_not_ready():
-    async with connected(Health()) as client:
+    async with connected(Health()) as (client, _):
         assert await client.health("liveness")
         assert [await client.health(name) for name in READY_NAMES] == [False] * 3
 
 
 async def test_ready_comes_and_goes_while_liveness_stays():
     health = Health()
-    async with connected(health) as client:
+    async with connected(health) as (client, _):
         for is_ready in (True, False, True):
             health.set_ready(is_ready)
             assert [await client.health(name) for name in READY_NAMES] == [is_ready] * 3
@@ -41,20 +46,11 @@ async def test_ready_comes_and_goes_while_liveness_stays():
 
 
 async def test_a_service_that_nobody_knows_is_not_found():
-    async with connected(Health()) as client:
+    async with connected(Health()) as (client, _):
         with pytest.raises(Rejected) as caught:
             await client.health("lunch")
         assert "'lunch' is not known here; known are '', 'liveness'" in str(caught.value)
         assert caught.value.code is grpc.StatusCode.NOT_FOUND
-
-
-@asynccontextmanager
-async def probed(health: Health) -> AsyncIterator[Any]:
-    async with (
-        serve(FakeEngines(), health=health) as target,
-        grpc.aio.insecure_channel(target) as channel,
-    ):
-        yield health_pb2_grpc.HealthStub(channel)
 
 
 def asked_for(name: str) -> health_pb2.HealthCheckRequest:
@@ -63,7 +59,7 @@ def asked_for(name: str) -> health_pb2.HealthCheckRequest:
 
 async def test_who_watches_is_told_of_each_change():
     health = Health()
-    async with probed(health) as stub:
+    async with connected(health) as (_, stub):
         watch = stub.Watch(asked_for("readiness"))
         assert (await watch.read()).status == Status.NOT_SERVING
         health.set_ready(True)
@@ -76,7 +72,7 @@ async def test_who_watches_is_told_of_each_change():
 
 async def test_a_watch_of_an_unknown_service_says_so_and_goes_on():
     health = Health()
-    async with probed(health) as stub:
+    async with connected(health) as (_, stub):
         watch = stub.Watch(asked_for("lunch"))
         assert (await watch.read()).status == Status.SERVICE_UNKNOWN
         health.set_ready(True)
@@ -86,7 +82,7 @@ async def test_a_watch_of_an_unknown_service_says_so_and_goes_on():
 
 
 async def test_all_names_are_listed_with_their_status():
-    async with probed(Health()) as stub:
+    async with connected(Health()) as (_, stub):
         statuses = (await stub.List(health_pb2.HealthListRequest())).statuses
         assert {name: status.status for name, status in statuses.items()} == {
             "liveness": Status.SERVING,

@@ -24,7 +24,7 @@ from tests.router.support.calls import PROMPT, failure
 from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.requests import scored
 from tests.router.support.statuses import FORMING, rank, ready
-from tests.router.support.vllm_calls import answers, connected, generate, generating
+from tests.router.support.vllm_calls import answers, calling, connected, generate, generating
 
 MESSAGE_FILES = {"vllm_engine.py", "vllm_messages.py"}
 
@@ -150,18 +150,14 @@ async def test_what_stopped_it_is_told_but_for_the_models_own_end(tokenizer: Tok
 
 
 async def test_abort_ends_the_request_and_its_stream_well():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(n=2))
-        request = await engines.arrivals.get()
-        first, second = request.sequences
+    async with calling(n=2) as (engines, stub, call, [first, second]):
         engines.give(first, [10])
         await call.read()
         engines.finish(second)
         assert (await call.read()).complete.index == 1
         await stub.Abort(pb.AbortRequest(request_ids=["nobody", "mine"]))
 
-        assert not request.is_live  # before anybody has read anything
+        assert not first.request.is_live  # before anybody has read anything
         [complete] = await answers(call)
         assert (complete.index, complete.finish_reason) == (0, "abort")
         assert (complete.prompt_tokens, complete.completion_tokens) == (3, 1)
@@ -169,15 +165,11 @@ async def test_abort_ends_the_request_and_its_stream_well():
 
 
 async def test_abort_without_a_stream_returns_the_tokens_so_far():
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(stream=False))
+    async with calling(stream=False) as (engines, stub, call, [mine]):
         other = stub.Generate(generate(request_id="other"))
-        mine, others = [await engines.arrivals.get() for _ in range(2)]
-        if mine.request_id != "mine":
-            mine, others = others, mine
-        engines.give(mine.sequences[0], [10, 11])
-        while mine.sequences[0].num_taken < len(PROMPT) + 2:
+        others = await engines.arrivals.get()
+        engines.give(mine, [10, 11])
+        while mine.num_taken < len(PROMPT) + 2:
             await stub.HealthCheck(pb.HealthCheckRequest())  # lets the server get at it
         await stub.Abort(pb.AbortRequest(request_ids=["mine"]))
         [complete] = await answers(call)
@@ -191,10 +183,7 @@ async def test_abort_of_the_empty_id_ends_none_of_those_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.0)
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate(request_id=""))
-        [sequence] = (await engines.arrivals.get()).sequences
+    async with calling(request_id="") as (engines, stub, call, [sequence]):
         await stub.Abort(pb.AbortRequest())
         await stub.Abort(pb.AbortRequest(request_ids=[""]))
         for _ in range(10):
@@ -218,10 +207,7 @@ async def test_a_client_that_does_not_read_cannot_keep_an_aborted_call(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(vllm_engine, "ABORT_GRACE_S", 0.05)
-    engines = FakeEngines()
-    async with connected(engines) as stub:
-        call = stub.Generate(generate())
-        [sequence] = (await engines.arrivals.get()).sequences
+    async with calling() as (engines, stub, call, [sequence]):
         for _ in range(6):  # more than the connection takes that nobody reads from
             engines.give(sequence, [1 << 20] * (1 << 20))
             for _ in range(50):
@@ -278,7 +264,7 @@ async def test_the_model_is_described_once_it_is_known():
 GROUPS = [
     ready(
         rank(0, num_running=5, num_cached_blocks=10, num_free_blocks=60, prefix_hit_rate=0.5),
-        rank(1, num_running=1, num_used_blocks=0, num_cached_blocks=0, num_free_blocks=100),
+        rank(1, num_running=1, num_used_blocks=0, num_cached_blocks=0, prefix_hit_rate=0.0),
         num_waiting=3,
         num_waiting_tokens=1001,
         block_size=16,
@@ -289,11 +275,8 @@ GROUPS = [
 
 
 async def test_the_server_is_one_rank_to_gateways_since_it_balances_its_own():
-    engines = FakeEngines()
-    engines.groups = GROUPS
-    async with connected(engines) as stub:
-        call = stub.Generate(generate())
-        await engines.arrivals.get()
+    async with calling() as (engines, stub, call, _):
+        engines.groups = GROUPS
         info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         call.cancel()
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -13,13 +12,11 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
 from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
-from router.executors.discovery import find_addresses
-from router.executors.group import ExecutorGroup, GroupSettings
+from router.executors.group import GroupSettings
 from router.executors.step_stream import MIN_STEPS
-from tests.router.conftest import LONG_S
+from tests.router.support.fake_engines import listening
 from tests.router.support.peers import (
     FORM_TIMEOUT_S,
-    NEVER_LATE,
     Gone,
     JoinFailed,
     Peer,
@@ -27,6 +24,7 @@ from tests.router.support.peers import (
     StepFailed,
     Stopping,
     formed_group,
+    group_of,
     nothing,
     plan_step,
     run_group,
@@ -94,9 +92,8 @@ async def test_the_loss_of_a_peer_that_answers_no_tokens_ends_the_epoch_for_all(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition():
-            await asyncio.sleep(0)
+    while not condition():
+        await asyncio.sleep(0)
 
 
 async def until_streams_are(peers: Peers, count: int) -> None:
@@ -127,7 +124,7 @@ async def test_who_left_is_asked_when_the_first_stream_to_end_does_not_say(
         peers[1, 0].on_describe = says(Stopping("it was told to stop"))
         peers[heard_first, 0].die(last_word)
         with pytest.raises(ExecutorLeft, match=r"dp_rank 1.*told to stop"):
-            await asyncio.wait_for(group.lost(), LONG_S)
+            await group.lost()
 
 
 async def test_who_does_not_answer_is_named_though_another_one_says_that_its_step_failed() -> None:
@@ -136,7 +133,7 @@ async def test_who_does_not_answer_is_named_though_another_one_says_that_its_ste
         peers[0, 0].die(STEP_FAILED)
         expected = r"dp_rank 1, attn_tp_rank 0\): UNAVAILABLE; .*dp_rank 0.*left the group"
         with pytest.raises(ExecutorLost, match=expected):
-            await asyncio.wait_for(group.lost(), LONG_S)
+            await group.lost()
 
 
 async def test_a_step_that_failed_on_one_executor_ends_the_epoch_for_all() -> None:
@@ -144,7 +141,7 @@ async def test_a_step_that_failed_on_one_executor_ends_the_epoch_for_all() -> No
         await until_streams_are(peers, 1)
         peers[1, 0].die(StepFailed("out of memory"))
         with pytest.raises(ReasonUnknown, match=r"dp_rank 1.*out of memory"):
-            await asyncio.wait_for(group.lost(), LONG_S)
+            await group.lost()
         await until_streams_are(peers, 0)
 
 
@@ -159,7 +156,7 @@ async def test_the_others_streams_end_before_anybody_is_asked_why_the_first_did(
         peers[1, 0].on_describe = answer_once_free
         peers[1, 0].die(STEP_FAILED)
         with pytest.raises(ReasonUnknown):
-            await asyncio.wait_for(group.lost(), LONG_S)
+            await group.lost()
 
 
 async def test_an_answer_that_is_overdue_while_the_reason_is_asked_for_is_not_the_reason(
@@ -388,25 +385,13 @@ async def test_when_one_executor_cannot_join_the_others_are_freed_and_the_next_e
 
 async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -> None:
     """The stream ends with its process, and no step travels outside of it."""
-    servers = []
-
-    async def serve(peer: Peer, port: int) -> int:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers((peer.handlers(),))
-        port = server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
-        servers.append(server)
-        return port
-
     old, new = (Peer(0, 0, 1, 1) for _ in range(2))
     with held_port() as port:
-        port = await serve(old, port)
-        group = ExecutorGroup(find_addresses([f"127.0.0.1:{port}"]), NEVER_LATE)
-        try:
+        group = group_of([f"127.0.0.1:{port}"])
+        async with listening(old.add_to, port=port):
             await group.form()
             await run_step(group, 1)
-            await servers.pop().stop(None)
-            await serve(new, port)
+        async with listening(new.add_to, port=port):
             with pytest.raises(ExecutorLost):
                 await group.lost()
             with pytest.raises(ExecutorLost):
@@ -414,6 +399,4 @@ async def test_another_process_at_the_same_address_gets_no_step_of_the_epoch() -
             await group.form()
             assert new.steps == []
             assert (old.joined, new.joined) == ([1], [2])
-        finally:
             await group.close()
-            await servers.pop().stop(None)

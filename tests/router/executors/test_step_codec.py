@@ -10,14 +10,7 @@ from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
 from router.executors.step_codec import decode_result, difference, encode_starts, encode_step
-from router.requests.request import (
-    Listeners,
-    OutputOptions,
-    Request,
-    SamplingParams,
-    Sequence,
-    StopConditions,
-)
+from router.requests.request import Listeners, OutputOptions, SamplingParams, Sequence
 from router.scheduling.step import (
     Agreement,
     BatchMode,
@@ -27,6 +20,7 @@ from router.scheduling.step import (
     Scoring,
     StepPlan,
 )
+from tests.router.support.requests import make_request
 
 READER = Listeners(max_listeners=1).open()
 DTYPES = {"samples": "u1", "scores_output": "u1", "seed": "<u8", "biases": "<f4"}
@@ -36,22 +30,10 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def make_sequence(
-    sampling: SamplingParams | None = None,
-    output: OutputOptions | None = None,
-    stop: StopConditions | None = None,
-    prompt: tuple[int, ...] = (1, 2, 3),
-) -> Sequence:
-    request = Request(
-        request_id="r",
-        prompt=ints(*prompt),
-        sampling=sampling or SamplingParams(),
-        stop=stop or StopConditions(max_tokens=5),
-        output=output or OutputOptions(),
-        listener=READER,
-        arrival_time=0.0,
-    )
-    return request.sequences[0]
+def make_sequence(sampling: SamplingParams | None = None, **fields: Any) -> Sequence:
+    return make_request(
+        [1, 2, 3], READER, 5, sampling=sampling or SamplingParams(), **fields
+    ).sequences[0]
 
 
 def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
@@ -144,11 +126,6 @@ def test_a_step_that_is_not_says_what_the_draft_model_runs() -> None:
         assert list(request.agreement.global_num_sampled) == [2, 0]
 
 
-def test_no_graph_is_not_graph_size_zero() -> None:
-    [request] = encode(DECODE)
-    assert not request.agreement.HasField("graph_size")
-
-
 def test_an_idle_rank_gets_no_columns() -> None:
     [request] = encode(IDLE)
     [part] = request.ranks
@@ -215,10 +192,8 @@ DEFAULTS = make_sequence()
         ),
         (  # stop tokens are suppressed until the shortest output
             [
-                make_sequence(
-                    stop=StopConditions(max_tokens=9, min_tokens=4, stop_token_ids=(7, 8))
-                ),
-                make_sequence(stop=StopConditions(max_tokens=9, stop_token_ids=(7, 8))),
+                make_sequence(min_tokens=4, stop_token_ids=(7, 8)),
+                make_sequence(stop_token_ids=(7, 8)),
             ],
             {
                 "suppressed_until": [3 + 4, 0],
@@ -274,23 +249,15 @@ def test_an_answer_is_read_back() -> None:
     assert len(result.logprobs) == len(result.top_ids) == len(result.top_logprobs) == 0
 
 
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 2, 3)])
-def test_too_few_or_too_many_tokens_lose_the_executor(tokens: tuple[int, ...]) -> None:
-    with pytest.raises(ExecutorLost, match=f"answered {len(tokens)} tokens for 2 sequences"):
-        decode_result(answer(next_token_ids=ints(*tokens).tobytes()), DECODE, rank=1)
-
-
-def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
-    chunk = RankBatch(
-        BatchMode.EXTEND, ints(0, 1), ints(0, 0), ints(1, 2), samples=np.array([0, 1], np.uint8)
-    )
-    assert (
-        len(decode_result(answer(next_token_ids=ints(4).tobytes()), chunk, 1).next_token_ids) == 1
-    )
-    with pytest.raises(ExecutorLost):
-        decode_result(answer(next_token_ids=ints(4, 5).tobytes()), chunk, 1)
-
-
+# Of two chunks, the last of its prompt samples: its `num_tokens` is what it runs, not what it gains.
+CHUNKS = RankBatch(
+    BatchMode.EXTEND,
+    ints(7, 9),
+    ints(0, 0),
+    ints(1, 2, 3, 4),
+    num_tokens=ints(2, 2),
+    samples=np.array([0, 1], np.uint8),
+)
 DRAFTING = RankBatch(BatchMode.DECODE, ints(3, 5), ints(17, 3), num_tokens=ints(4, 2))
 
 
@@ -326,6 +293,9 @@ def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
         (DRAFTING, gained(4, 3, 2), "4 tokens for 2 .*, whose num_next_tokens add up to 5"),
         (DRAFTING, gained(3, 3), "4 bytes of num_next_tokens for 2 .* which take 8"),
         (DRAFTING, gained(5), "answered 5 tokens for 2 sequences that sample$"),
+        *((DECODE, gained(n), f"answered {n} tokens for 2 sequences") for n in (0, 1, 3)),
+        (CHUNKS, gained(2), "answered 2 tokens for 1 sequences"),
+        (CHUNKS, gained(2, 2), "2 tokens for row 9, which gains 1 in this step"),
     ],
 )
 def test_gains_that_were_not_planned_lose_the_executor(
@@ -333,20 +303,6 @@ def test_gains_that_were_not_planned_lose_the_executor(
 ) -> None:
     with pytest.raises(ExecutorLost, match=message):
         decode_result(response, batch, rank=1)
-
-
-def test_a_last_chunk_gains_one_token() -> None:
-    """Its `num_tokens` is what it runs, not what it may gain."""
-    chunks = RankBatch(
-        BatchMode.EXTEND,
-        ints(7, 9),
-        ints(0, 0),
-        ints(1, 2, 3, 4),
-        num_tokens=ints(2, 2),
-        samples=np.array([0, 1], np.uint8),
-    )
-    with pytest.raises(ExecutorLost, match="2 tokens for row 9, which gains 1 in this step"):
-        decode_result(gained(2, 2), chunks, rank=1)
 
 
 def test_an_answer_for_another_rank_loses_the_executor() -> None:

@@ -7,6 +7,7 @@ from tests.router.support.stepper import (
     PROMPT,
     assert_right,
     draft_stepper,
+    finish,
     limits,
     output_of,
     right_output,
@@ -58,9 +59,7 @@ def test_short_of_blocks_a_row_drafts_less_and_nobody_loses_a_place() -> None:
     assert limits(plan) == [2, 2]  # up to the end of the blocks that they have
     assert world.table.num_blocks[:2].tolist() == [2, 2]
     assert sum(world.scheduler.num_preemptions) == 0
-    world.run(depth=2)
-    assert_right(*requests)
-    world.check_idle()
+    finish(world, *requests)
 
 
 def test_only_a_missing_block_for_a_first_token_preempts() -> None:
@@ -80,9 +79,8 @@ def test_the_last_blocks_are_left_for_the_next_tokens_of_all() -> None:
     world.step()  # 2 blocks each, and 4 are left
     world.plan()
     assert world.table.num_blocks[:8].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
-    world.run(depth=2)
+    finish(world, first, second)
     assert sum(world.scheduler.num_preemptions) == 0
-    assert_right(first, second)
 
 
 def test_what_a_stop_left_behind_is_never_found_in_the_prefix_cache() -> None:

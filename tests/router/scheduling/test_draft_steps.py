@@ -16,6 +16,7 @@ from tests.router.support.stepper import (
     assert_right,
     draft_stepper,
     drafting,
+    finish,
     limits,
     right_output,
     speculation,
@@ -118,8 +119,7 @@ def test_rows_that_need_more_than_a_length_gain_one_token_beside_those_that_draf
     plan = world.step()
     assert plan.agreement.num_draft_tokens == 4
     assert limits(plan) == [1, 4]
-    world.run()
-    assert_right(careful, free)
+    finish(world, careful, free)
     if careful.output.logprobs:
         scores = careful.sequences[0].logprobs
         assert [score.token_id for score in scores] == right_output(careful)[0]
@@ -130,8 +130,7 @@ def test_scores_go_to_their_tokens_behind_a_run_of_another_row() -> None:
     world = draft_stepper()
     free = world.submit(PROMPT, 20)
     careful = world.submit([7, 8], 9, output=OutputOptions(logprobs=True))
-    world.run(depth=2)
-    assert_right(free, careful)
+    finish(world, free, careful)
     assert [score.token_id for score in careful.sequences[0].logprobs] == right_output(careful)[0]
 
 
@@ -153,8 +152,7 @@ def test_a_row_is_planned_from_its_upper_bound_and_what_it_did_not_gain_is_taken
     world.commit()
     world.check()
     assert world.table.num_computed[0] == 3 + 2
-    world.run(depth=2)
-    assert_right(request)
+    finish(world, request)
 
 
 def test_the_limit_falls_to_what_is_left_and_a_row_at_its_bound_waits() -> None:
@@ -167,9 +165,7 @@ def test_the_limit_falls_to_what_is_left_and_a_row_at_its_bound_waits() -> None:
     plan = world.plan()
     assert plan is not None
     assert limits(plan) == [3]
-    world.run(depth=2)
-    assert_right(request)
-    world.check_idle()
+    finish(world, request)
 
 
 def test_a_last_token_alone_is_not_worth_a_draft() -> None:
@@ -230,10 +226,11 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
 
 # ---- whether drafts pay
 
+LONG = {"max_model_len": 1000, "num_blocks": 300}
+
 
 def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
-    sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = draft_stepper(0.0, drafting(min_tokens=1.5), **sizes)
+    world = draft_stepper(0.0, drafting(min_tokens=1.5), **LONG)
     request = world.submit(PROMPT, 990)
     runs = [(key, len(list(run))) for key, run in itertools.groupby(widths(world.run()))]
     assert runs[:5] == [(0, 1), (4, PROBE_STEPS), (0, PAUSE_STEPS), (4, PROBE_STEPS), (0, 445)]
@@ -241,8 +238,7 @@ def test_a_group_whose_drafts_fail_runs_plain_steps_and_tries_again() -> None:
 
 
 def test_a_group_whose_drafts_are_accepted_goes_on_drafting() -> None:
-    sizes = {"max_model_len": 1000, "num_blocks": 300}
-    world = draft_stepper(1.0, drafting(min_tokens=1.5), **sizes)
+    world = draft_stepper(1.0, drafting(min_tokens=1.5), **LONG)
     world.submit(PROMPT, 990)
     assert set(widths(world.run())[1:-1]) == {4}
 
@@ -305,6 +301,4 @@ def test_nothing_breaks_between_any_two_calls(seed: int) -> None:
         elif world.in_flight:
             world.commit()
         world.check()
-    world.run(depth)
-    assert_right(*requests)
-    world.check_idle()
+    finish(world, *requests, depth=depth)

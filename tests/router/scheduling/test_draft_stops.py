@@ -13,6 +13,7 @@ from tests.router.support.stepper import (
     PROMPT,
     assert_right,
     draft_stepper,
+    finish,
     limits,
     output_of,
     right_output,
@@ -53,8 +54,7 @@ def test_below_its_least_length_a_sequence_gains_one_token_at_a_time() -> None:
     other = world.submit([5, 5], 30)
     world.step()
     assert [limits(world.step()) for _ in range(3)] == [[1, 4], [1, 4], [4, 4]]
-    world.run()
-    assert_right(request, other)
+    finish(world, request, other)
 
 
 @pytest.mark.parametrize("min_tokens", [3, 4, 5])
@@ -119,6 +119,4 @@ def test_a_cancelled_sequence_gets_nothing_of_a_run_that_comes_later() -> None:
     assert len(output_of(request)[0]) == 1
     world.commit()
     assert len(output_of(request)[0]) == 1
-    world.run(depth=2)
-    assert_right(other)
-    world.check_idle()
+    finish(world, other)

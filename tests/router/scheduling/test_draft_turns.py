@@ -13,6 +13,7 @@ from tests.router.support.stepper import (
     assert_right,
     draft_stepper,
     drafting,
+    finish,
     limits,
     speculation,
 )
@@ -54,8 +55,7 @@ def test_where_prompts_never_cease_every_so_many_steps_one_drafts(between: int) 
     world.step()
     plans = list(under_prompts(world, 12))
     assert kinds(plans) == (("P" * between + "D") * 12)[:12]
-    world.run(depth=2)
-    assert_right(*requests)
+    finish(world, *requests)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -125,8 +125,7 @@ def test_no_turn_is_taken_for_rows_that_take_no_drafts() -> None:
     careful = [world.submit([number, 9], 200, sampling=penalty) for number in range(1, 9)]
     world.step()
     assert kinds(list(under_prompts(world, 6))) == "P" * 6
-    world.run()
-    assert_right(*careful)
+    finish(world, *careful)
 
 
 def test_no_turn_is_taken_for_last_tokens() -> None:
@@ -152,8 +151,7 @@ def test_no_turn_counts_on_a_sequence_that_has_just_lost_its_place() -> None:
     prompts = [world.submit([30 + number] * 3, 2, priority=9) for number in range(2)]
     assert kinds([world.step()]) == "P"
     assert sum(world.scheduler.num_preemptions) == 1
-    world.run(depth=2)
-    assert_right(*decodes, *prompts)
+    finish(world, *decodes, *prompts)
 
 
 def test_while_drafts_do_not_pay_prompts_run_and_the_pause_ends_all_the_same() -> None:
@@ -206,12 +204,10 @@ def blocks_of(world: Stepper, requests: list[Request]) -> list[int]:
     return [-1 if s.table is None else int(world.table.num_blocks[s.row]) for s in sequences]
 
 
-def finish(world: Stepper, requests: list[Request]) -> None:
+def finish_unharmed(world: Stepper, requests: list[Request]) -> None:
     """Runs what is left, and checks that nobody has paid for drafts."""
-    world.run(depth=2)
+    finish(world, *requests)
     assert sum(world.scheduler.num_preemptions) == 0
-    assert_right(*requests)
-    world.check_idle()
 
 
 NUM_SPARE = NUM_DECODES + 1  # one for each that is bound
@@ -246,7 +242,7 @@ def test_drafts_get_blocks_that_nobody_else_needs(
     assert limits(world.step()) == [4] * num_decodes
     assert blocks_of(world, requests) == [held] * num_decodes + later_held
     assert kinds([world.step()]) == "P"
-    finish(world, requests)
+    finish_unharmed(world, requests)
 
 
 def test_no_turn_is_taken_where_most_rows_lack_the_blocks_for_it() -> None:
@@ -255,4 +251,4 @@ def test_no_turn_is_taken_where_most_rows_lack_the_blocks_for_it() -> None:
     world, requests = short_of_blocks(num_blocks - 1, 6, 12)
     assert kinds([world.step()]) == "P"
     assert blocks_of(world, requests) == [2] * NUM_DECODES + [3]
-    finish(world, requests)
+    finish_unharmed(world, requests)

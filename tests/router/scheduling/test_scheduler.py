@@ -12,7 +12,14 @@ from router.requests.request import FinishReason, OutputOptions, Request
 from router.scheduling.scheduler import fill_level, pick_rank
 from router.scheduling.step import PaddingMode
 from tests.router.support.fake_rank import EOS, expected_output
-from tests.router.support.stepper import Stepper, assert_right, make_shape, output_of, token_counts
+from tests.router.support.stepper import (
+    Stepper,
+    assert_right,
+    finish,
+    make_shape,
+    output_of,
+    token_counts,
+)
 
 # ---- prompts
 
@@ -118,8 +125,7 @@ def test_a_repeated_prompt_is_computed_from_where_it_differs() -> None:
     assert plan.batches[0].num_computed_tokens.tolist() == [8]
     assert again.sequences[0].progress.num_cached_tokens == 8
     world.commit()
-    world.run()
-    assert_right(again)
+    finish(world, again)
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_all_the_same() -> None:
@@ -130,8 +136,7 @@ def test_the_last_token_of_a_cached_prompt_is_computed_all_the_same() -> None:
     world.run()
     again = world.submit(prompt)
     assert token_counts(world.step()) == (4,)
-    world.run()
-    assert_right(again)
+    finish(world, again)
 
 
 def test_the_next_turn_of_a_chat_finds_the_answer_of_the_one_before() -> None:
@@ -165,9 +170,7 @@ def test_continuations_share_the_blocks_of_their_prompt() -> None:
     assert world.scheduler.caches[0].pool.num_used == 4 + 3
     world.check()
     world.commit()
-    world.run()
-    assert_right(request)
-    world.check_idle()
+    finish(world, request)
 
 
 def test_prompt_logprobs_are_computed_past_the_prefix_cache() -> None:
@@ -355,8 +358,7 @@ def test_a_group_that_is_lost_leaves_its_sequences_waiting_with_their_tokens() -
     after = Stepper(make_shape())
     for sequence in sequences:
         after.admission.push(sequence)
-    after.run(depth=2)
-    assert_right(*requests)
+    finish(after, *requests)
 
 
 # ---- everything at once

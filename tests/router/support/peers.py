@@ -1,7 +1,7 @@
 """Executors behind real ports that answer as a test says, and the client that drives them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from protos.transport.errors import RpcError, abort_on_error
 from router.executors.discovery import find_addresses
 from router.executors.group import ExecutorGroup, GroupSettings
 from router.scheduling.step import InFlight
+from tests.router.support.fake_engines import listening
 from tests.router.support.stepper import Stepper, make_shape
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
@@ -143,8 +144,8 @@ class Peer:
                 )
             )
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """The service. Steps come as bytes, so that a test sees what travelled."""
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service. Steps come as bytes, so that a test sees what travelled."""
         unary = {"Describe": self.describe, "Prepare": self.prepare, "Join": self.join}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
@@ -157,7 +158,8 @@ class Peer:
         handlers["Step"] = grpc.stream_stream_rpc_method_handler(
             self.step, response_serializer=pb.StepResponse.SerializeToString
         )
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        service = grpc.method_handlers_generic_handler(SERVICE, handlers)
+        server.add_generic_rpc_handlers((service,))
 
 
 async def nothing() -> None:
@@ -165,6 +167,10 @@ async def nothing() -> None:
 
 
 Peers = dict[tuple[int, int], Peer]
+
+
+def group_of(addresses: Sequence[str], settings: GroupSettings = NEVER_LATE) -> ExecutorGroup:
+    return ExecutorGroup(find_addresses(addresses), settings)
 
 
 @asynccontextmanager
@@ -176,12 +182,8 @@ async def run_group(
     async with AsyncExitStack() as stack:
         for place in np.ndindex(dp_size, attn_tp_size):
             peers[place] = Peer(*place, dp_size, attn_tp_size)
-            server = grpc.aio.server()
-            server.add_generic_rpc_handlers((peers[place].handlers(),))
-            addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-            await server.start()
-            stack.push_async_callback(server.stop, None)
-        group = ExecutorGroup(find_addresses(addresses[::-1]), settings)
+            addresses.append(await stack.enter_async_context(listening(peers[place].add_to)))
+        group = group_of(addresses[::-1], settings)
         stack.push_async_callback(group.close)
         yield group, peers
 

@@ -209,6 +209,13 @@ def assert_right(*requests: Request) -> None:
         assert output_of(request) == right_output(request)
 
 
+def finish(world: Stepper, *requests: Request, depth: int = 2) -> None:
+    """Runs what is left: each request ends with the tokens that it must give, and leaves nothing."""
+    world.run(depth)
+    assert_right(*requests)
+    world.check_idle()
+
+
 def token_counts(plan: StepPlan) -> tuple[int, ...]:
     return plan.agreement.global_num_tokens
 

@@ -41,14 +41,22 @@ async def connected(
 
 
 @asynccontextmanager
-async def generating(
+async def calling(
     tokenizer: Tokenizer | None = None, **fields: Any
-) -> AsyncIterator[tuple[FakeEngines, Any, list[Sequence]]]:
-    """Runs a Generate call whose request has arrived; `fields` are those of `generate`."""
+) -> AsyncIterator[tuple[FakeEngines, Any, Any, list[Sequence]]]:
+    """Yields a stub, and a Generate call whose request has arrived; `fields` are of `generate`."""
     engines = FakeEngines()
     async with connected(engines, tokenizer) as stub:
         call = stub.Generate(generate(**fields))
-        yield engines, call, (await engines.arrivals.get()).sequences
+        yield engines, stub, call, (await engines.arrivals.get()).sequences
+
+
+@asynccontextmanager
+async def generating(
+    tokenizer: Tokenizer | None = None, **fields: Any
+) -> AsyncIterator[tuple[FakeEngines, Any, list[Sequence]]]:
+    async with calling(tokenizer, **fields) as (engines, _, call, sequences):
+        yield engines, call, sequences
 
 
 def generate(*, stream: bool = True, request_id: str = "mine", **params: Any) -> Any:
