@@ -123,7 +123,9 @@ def measure_registry(machine: Machine) -> list[Table]:
         for size in LARGE.decode:
             for real in sorted({size, max(1, size - 3)}):
                 batch = decodes(case, real)
-                fill = _fills(registry, batch, real, size)
+                sequences = {"raw_bs": real, "padded_bs": size}
+                tokens = {"raw_num_tokens": real, "padded_num_tokens": size}
+                fill = partial(registry.fill_from, batch, **sequences, **tokens)
                 fill()
                 host_s, done_s = host_seconds(machine, fill), seconds(machine, fill)
                 rows[f"{real}/{size}"] = (f"{host_s * 1e6:.1f}", f"{done_s * 1e6:.1f}")
@@ -224,15 +226,6 @@ def _both(machine: Machine, eager: Any, captured: Any, batch: Any) -> tuple[floa
     layout = replace(batch.layout, graph_size=None)
     eager_s = seconds(machine, partial(eager.run, replace(batch, layout=layout)))
     return eager_s, seconds(machine, partial(captured.run, batch))
-
-
-def _fills(registry: Any, batch: Any, real: int, size: int) -> Callable[[], None]:
-    def fill() -> None:
-        registry.fill_from(
-            batch, raw_bs=real, padded_bs=size, raw_num_tokens=real, padded_num_tokens=size
-        )
-
-    return fill
 
 
 def _ms(value: float) -> str:

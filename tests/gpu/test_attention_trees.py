@@ -10,8 +10,7 @@ from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
-from tests.gpu.support.attention import ATOL, LONG, RTOL, SIZES, Twins, batch_of
-from tests.gpu.support.cases import CPU, torch_attention
+from tests.gpu.support.attention import LONG, SIZES, Twins, batch_of
 from tests.gpu.support.machine import Machine
 from tests.gpu.support.shapes import VERIFY_WIDTH
 
@@ -65,15 +64,9 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
     attention.init_cuda_graph_state([size], width, has_tree=True)
     masks = torch.zeros(size, width, width, dtype=torch.bool, device=machine.device)
     slots = torch.zeros(size * width, dtype=torch.int64, device=machine.device)
-    shape = (size * width, config.num_attention_heads + 2 * config.num_key_value_heads)
-    heads = torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=machine.device)
-    splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
-    out = torch.zeros(
-        size * width,
-        config.num_attention_heads * config.head_dim,
-        dtype=torch.bfloat16,
-        device=machine.device,
-    )
+    heads = torch.zeros_like(twins.heads(size * width), device=machine.device)
+    out_size = (size * width, config.num_attention_heads * config.head_dim)
+    out = torch.zeros(out_size, dtype=torch.bfloat16, device=machine.device)
 
     def plan(batch: ForwardBatch) -> None:
         layout = DpLayout.single(size * width, size * width)
@@ -82,29 +75,20 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
 
     def run() -> None:
         attention.init_forward_metadata_in_graph()
-        q, k, v = torch.split_with_sizes(heads, splits, dim=1)
-        out.copy_(attention.forward(q, k, v, 0))
+        out.copy_(attention.forward(*twins.split(heads), 0))
 
     backend = machine.new_backend()
     plan(batch_of(twins.ours, [(0, width)] * size, None))
     with torch.inference_mode(), backend.session(label="verify", num_captures=1):
         backend.warm_up(run)
         backend.capture(ShapeKey(size), run)
-    authority = torch_attention(twins.exact_config, twins.theirs, SIZES)
     for seed in range(3):
-        mix = random_mix(size, width, seed)
+        mix, drawn = random_mix(size, width, seed), twins.heads(size * width, seed)
         batch = batch_of(twins.ours, mix, None)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(*shape, config.head_dim, generator=generator).bfloat16()
         tree = random_masks(size, width, width, seed)
         slots.copy_(batch.out_cache_loc)
         heads.copy_(drawn)
         plan(batch)
         masks.copy_(tree)
         backend.replay(ShapeKey(size))
-        exact = batch_of(twins.theirs, mix, None)
-        exact.tree_mask = tree
-        q, k, v = torch.split_with_sizes(drawn.float(), splits, dim=1)
-        authority.init_forward_metadata_out_graph(exact, twins.theirs)
-        theirs = authority.forward(q, k, v, 0)
-        torch.testing.assert_close(out.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
+        twins.check_result(out, mix, drawn, tree)

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2
@@ -52,6 +54,26 @@ def descriptors(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.File
     return descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
 
 
+# Fields of a descriptor whose entries are declarations, by their numbers in descriptor.proto.
+DECLARING: dict[type, dict[int, str]] = {
+    descriptor_pb2.FileDescriptorProto: {4: "message_type", 5: "enum_type", 6: "service"},
+    descriptor_pb2.DescriptorProto: {2: "field", 3: "nested_type", 4: "enum_type"},
+    descriptor_pb2.EnumDescriptorProto: {2: "value"},
+    descriptor_pb2.ServiceDescriptorProto: {2: "method"},
+}
+
+
+def declarations(owner: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yields the path and the name of all that a descriptor declares."""
+    for number, field in DECLARING.get(type(owner), {}).items():
+        for index, entry in enumerate(getattr(owner, field)):
+            path = (*place, number, index)
+            if field == "nested_type" and entry.options.map_entry:
+                continue
+            yield path, f"{owner.name}.{entry.name}" if place else entry.name
+            yield from declarations(entry, path)
+
+
 def uncommented(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
     """Names of what the file declares without a comment."""
     commented = {
@@ -59,34 +81,7 @@ def uncommented(file: descriptor_pb2.FileDescriptorProto) -> list[str]:
         for location in file.source_code_info.location
         if location.leading_comments.strip() or location.trailing_comments.strip()
     }
-    # Numbers are those of descriptor.proto: file.message_type is 4, message.field is 2, ...
-    declared: dict[tuple[int, ...], str] = {}
-
-    def add_message(path: tuple[int, ...], message: descriptor_pb2.DescriptorProto) -> None:
-        if message.options.map_entry:
-            return
-        declared[path] = message.name
-        for i, field in enumerate(message.field):
-            declared[*path, 2, i] = f"{message.name}.{field.name}"
-        for i, nested in enumerate(message.nested_type):
-            add_message((*path, 3, i), nested)
-        for i, enum in enumerate(message.enum_type):
-            add_enum((*path, 4, i), enum)
-
-    def add_enum(path: tuple[int, ...], enum: descriptor_pb2.EnumDescriptorProto) -> None:
-        declared[path] = enum.name
-        for i, value in enumerate(enum.value):
-            declared[*path, 2, i] = value.name
-
-    for i, message in enumerate(file.message_type):
-        add_message((4, i), message)
-    for i, enum in enumerate(file.enum_type):
-        add_enum((5, i), enum)
-    for i, service in enumerate(file.service):
-        declared[6, i] = service.name
-        for j, method in enumerate(service.method):
-            declared[6, i, 2, j] = f"{service.name}.{method.name}"
-    return [name for path, name in declared.items() if path not in commented]
+    return [name for path, name in declarations(file) if path not in commented]
 
 
 def test_everything_in_a_contract_has_a_comment(

@@ -23,12 +23,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from executor.batch.kv_pool import KVPool, KVShape
+from executor.batch.kv_pool import KVShape
 from executor.model.layers import attention_torch
 from executor.model.layers.attention_torch import TorchAttention
 from tests.bench.support.options import parse_options
 from tests.bench.support.timing import in_turns
-from tests.executor.support.kv import batch_of
+from tests.executor.support.kv import batch_of, full_pool
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 4, 2, 128, 16, 4  # deploy/demo_model
 SHORTEST, LONGEST = 20, 500
@@ -58,17 +58,8 @@ class Case:
             block_size=BLOCK_SIZE,
             dtype=dtype,
         )
-        columns = -(-LONGEST // BLOCK_SIZE)
-        self.pool = KVPool(
-            shape,
-            num_blocks=1 + num_sequences * columns,
-            num_rows=num_sequences,
-            max_blocks_per_row=64,
-        )
+        self.pool = full_pool(shape, num_sequences, LONGEST)
         rows = np.arange(num_sequences)
-        counts = -(-lens // BLOCK_SIZE)
-        blocks = np.random.default_rng(1).permutation(np.arange(1, self.pool.num_blocks))
-        self.pool.append_blocks(rows, 0 * rows, counts, blocks[: counts.sum()])
         for cache in (*self.pool.key_cache, *self.pool.value_cache):
             cache.normal_()
         new_lens = np.full(num_sequences, width)

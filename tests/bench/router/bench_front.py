@@ -137,11 +137,14 @@ def make_message(number: int, num_tokens: int) -> pb.GenerateRequest:
     )
 
 
+def open_channels(address: str) -> list[grpc.aio.Channel]:
+    """Returns channels with a connection of its own each."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return [grpc.aio.insecure_channel(address, options) for _ in range(NUM_CHANNELS)]
+
+
 async def run_client(address: str, method: str, num_streams: int, num_tokens: int) -> None:
-    channels = [
-        grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        for _ in range(NUM_CHANNELS)
-    ]
+    channels = open_channels(address)
     stubs = [GenerationServiceStub(channel) for channel in channels]
     counts = Counts()
     messages = [make_message(number, num_tokens) for number in range(num_streams)]

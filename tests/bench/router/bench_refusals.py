@@ -40,7 +40,14 @@ from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
 from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
 from router.engine.engines import Engines
-from tests.bench.router.bench_front import MAX_MODEL_LEN, PROMPT_LEN, make_message, timer_engines
+from tests.bench.router.bench_front import (
+    MAX_MODEL_LEN,
+    NUM_CHANNELS,
+    PROMPT_LEN,
+    make_message,
+    open_channels,
+    timer_engines,
+)
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.routing import python_module
@@ -50,7 +57,6 @@ from tests.router.support.running_engines import stepping
 STEP_S = 0.02
 TURN_S = 2.0
 SAMPLE_S = 0.05
-NUM_CHANNELS = 4
 REQUIRED_SHARE = 0.9
 GENERATE_MANY = GENERATE + "Many"
 # Method, requests in one call, and the reason with which they are refused.
@@ -182,11 +188,7 @@ async def _collect(lines: asyncio.StreamReader, samples: list[Sample]) -> None:
 async def read_streams(address: str, num_streams: int) -> None:
     """Prints a line when every stream has a token, then how many there are, over and over."""
     counts = [0] * num_streams
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [
-        with_token(grpc.aio.insecure_channel(address, options), lambda: TOKEN)
-        for _ in range(NUM_CHANNELS)
-    ]
+    channels = [with_token(channel, lambda: TOKEN) for channel in open_channels(address)]
     stubs = [GenerationServiceStub(channel) for channel in channels]
 
     async def read(number: int) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.build.plan import plan_budget
 from executor.build.runners import build_runners
@@ -36,7 +35,7 @@ from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import DecodeRunner, RunnerSelection
-from tests.executor.support.kv import batch_of
+from tests.executor.support.kv import batch_of, full_pool
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
 BLOCK_SIZE = 4
@@ -110,16 +109,8 @@ class RunnerCase:
         if aux_layers is not None:
             feature_size = config.hidden_size * max(num_aux, 1)
             features = torch.zeros(MAX_TOKENS, feature_size, dtype=config.dtype)
-        blocks_per_row = MAX_LEN // BLOCK_SIZE
-        self.pool = KVPool(
-            config.kv_shape(BLOCK_SIZE, config.dtype, topology),
-            num_blocks=1 + NUM_ROWS * blocks_per_row,
-            num_rows=NUM_ROWS,
-            max_blocks_per_row=blocks_per_row,
-        )
-        shuffled = np.random.default_rng(0).permutation(np.arange(1, self.pool.num_blocks))
-        rows = range(NUM_ROWS)
-        self.pool.append_blocks(rows, [0] * NUM_ROWS, [blocks_per_row] * NUM_ROWS, shuffled)
+        shape = config.kv_shape(BLOCK_SIZE, config.dtype, topology)
+        self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.settings = ExecutorConfig(
             model=path,
             dp_rank=topology.dp_rank,

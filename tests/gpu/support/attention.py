@@ -64,11 +64,10 @@ class Twins:
             has_keys: Whether the pass stores keys and values.
         """
         authority = torch_attention(self.exact_config, self.theirs, SIZES)
-        heads = self._heads(sum(count for _, count in mix))
+        heads = self.heads(sum(count for _, count in mix))
         what = (mix, heads, graph_size, tree_mask, has_keys)
         ours = self._planned(attention, self.ours, *what)()
-        theirs = self._planned(authority, self.theirs, *what)()
-        torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
+        assert_close(ours, self._planned(authority, self.theirs, *what)())
         for caches in ("key_cache", "value_cache"):
             [stored], [right] = getattr(self.ours, caches), getattr(self.theirs, caches)
             assert torch.equal(stored.to(CPU, torch.float32), right), caches
@@ -86,17 +85,33 @@ class Twins:
         runs, expected = [], []
         for place, attention in enumerate(attentions):
             mix = mix_of(place)
-            what = (mix, self._heads(len(mix) + place)[place:], len(mix), None, False)
+            what = (mix, self.heads(len(mix) + place)[place:], len(mix), None, False)
             runs.append(self._planned(attention, self.ours, *what))
             expected.append(self._planned(authority, self.theirs, *what)())
         for ours, theirs in zip([run() for run in runs], expected, strict=True):
-            torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
+            assert_close(ours, theirs)
 
-    def _heads(self, num_rows: int) -> torch.Tensor:
+    def check_result(
+        self,
+        ours: torch.Tensor,
+        mix: list[tuple[int, int]],
+        heads: torch.Tensor,
+        tree: torch.Tensor,
+    ) -> None:
+        """Compares what was computed of such heads under tree masks, bool [B, Q, W] on the CPU."""
+        authority = torch_attention(self.exact_config, self.theirs, SIZES)
+        assert_close(ours, self._planned(authority, self.theirs, mix, heads, None, tree, True)())
+
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns queries, keys and values."""
+        splits = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
+        return torch.split_with_sizes(heads, splits, dim=1)
+
+    def heads(self, num_rows: int, seed: int = 0) -> torch.Tensor:
         """Returns queries, keys and values side by side, as the projection leaves them."""
         config = self.config
         size = (num_rows, config.num_attention_heads + 2 * config.num_key_value_heads)
-        generator = torch.Generator().manual_seed(num_rows)
+        generator = torch.Generator().manual_seed(num_rows + seed)
         return torch.randn(*size, config.head_dim, generator=generator).bfloat16()
 
     def _planned(
@@ -110,11 +125,9 @@ class Twins:
         has_keys: bool,
     ) -> Callable[[], torch.Tensor]:
         """Plans a batch, and returns what attends."""
-        config = self.config
         batch = batch_of(pool, mix, graph_size)
         batch.tree_mask = None if tree_mask is None else tree_mask.to(pool.device)
-        splits = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
-        q, k, v = torch.split_with_sizes(heads.to(pool.device, pool.shape.dtype), splits, dim=1)
+        q, k, v = self.split(heads.to(pool.device, pool.shape.dtype))
         attention.init_forward_metadata_out_graph(batch, pool)
 
         def attend() -> torch.Tensor:
@@ -122,6 +135,10 @@ class Twins:
             return attention.forward(q, *((k, v) if has_keys else (None, None)), 0)
 
         return attend
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.to(CPU, torch.float32), theirs, atol=ATOL, rtol=RTOL)
 
 
 def batch_of(pool: KVPool, mix: list[tuple[int, int]], graph_size: int | None) -> ForwardBatch:

@@ -75,16 +75,9 @@ async def test_a_stream_of_several_continuations_names_each():
         engines.finish(first)
         messages = [(type(m).__name__, m.index) for m in await answers(call)]
 
-        assert sorted(messages) == [
-            ("GenerateComplete", 0),
-            ("GenerateComplete", 1),
-            ("GenerateStreamChunk", 0),
-            ("GenerateStreamChunk", 1),
-        ]
         for index in (0, 1):
-            assert messages.index(("GenerateStreamChunk", index)) < messages.index(
-                ("GenerateComplete", index)
-            )
+            kinds = [kind for kind, of in messages if of == index]
+            assert kinds == ["GenerateStreamChunk", "GenerateComplete"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -136,31 +136,26 @@ async def test_what_cannot_be_done_is_refused_by_name(message: Any):
         assert engines.arrivals.empty()
 
 
+def tokens(*token_ids: int, **fields: Any) -> Any:
+    return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=token_ids), **fields)
+
+
+SCORED = pb.SamplingParams(prompt_logprobs=0)
+
+
 @pytest.mark.parametrize(
     ("message", "reason", "field"),
     [
         (pb.GenerateRequest(), "INVALID_REQUEST", "input"),
         (pb.GenerateRequest(text="hi"), "INVALID_REQUEST", "text"),  # there is no tokenizer
         (
-            pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(prompt_logprobs=0)),
+            pb.GenerateRequest(text="hi", sampling_params=SCORED),
             "INVALID_REQUEST",
             "sampling_params.prompt_logprobs",
         ),
-        (
-            pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1, 1000])),
-            "INVALID_REQUEST",
-            "tokenized.input_ids[1]",
-        ),
-        (
-            pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1] * 100)),
-            "PROMPT_TOO_LONG",
-            "tokenized.input_ids",
-        ),
-        (
-            pb.GenerateRequest(request_id="x" * 129, tokenized=pb.TokenizedInput(input_ids=PROMPT)),
-            "INVALID_REQUEST",
-            "request_id",
-        ),
+        (tokens(1, 1000), "INVALID_REQUEST", "tokenized.input_ids[1]"),
+        (tokens(*[1] * 100), "PROMPT_TOO_LONG", "tokenized.input_ids"),
+        (tokens(1, request_id="x" * 129), "INVALID_REQUEST", "request_id"),
     ],
 )
 async def test_a_prompt_that_cannot_be_run_is_refused(message: Any, reason: str, field: str):

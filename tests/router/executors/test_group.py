@@ -209,15 +209,6 @@ async def test_executors_that_ran_another_step_than_they_were_sent_are_named(wha
         await until_streams_are(peers, 0)
 
 
-async def test_all_streams_end_at_the_first_loss_so_that_every_peer_is_free() -> None:
-    async with formed_group(2, 2) as (group, peers):
-        await until_streams_are(peers, 1)
-        peers[1, 0].die()
-        await until_streams_are(peers, 0)
-        with pytest.raises(ExecutorLost, match="its attention failed"):
-            await group.lost()
-
-
 async def test_all_streams_end_when_an_answer_is_overdue() -> None:
     async with formed_group(2, settings=HURRIED) as (group, peers):
         peers[1, 0].may_answer.clear()

@@ -217,14 +217,6 @@ def test_a_stop_token_ends_a_sequence_and_is_named(
     assert output_of(request) == [tokens[:5]]
 
 
-def test_no_stop_token_ends_a_sequence_before_min_tokens() -> None:
-    world = Stepper(make_shape())
-    stops = tuple(expected_output([1, 2, 3], 10, ())[:3])
-    request = world.submit([1, 2, 3], max_tokens=3, min_tokens=3, stop_token_ids=stops)
-    world.run()
-    assert len(output_of(request)[0]) == 3
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 9])
 def test_no_step_is_spent_past_the_length_limit(depth: int, max_tokens: int) -> None:
@@ -234,15 +226,6 @@ def test_no_step_is_spent_past_the_length_limit(depth: int, max_tokens: int) -> 
     assert len(plans) == max_tokens
     assert request.sequences[0].finish_reason is FinishReason.LENGTH
     assert_right(request)
-
-
-def test_a_sequence_may_fill_the_context_to_the_last_token() -> None:
-    world = Stepper(make_shape())
-    request = world.submit(list(range(1, 41)), max_tokens=8)
-    world.run(depth=2)
-    assert request.sequences[0].num_tokens == 48
-    assert_right(request)
-    world.check_idle()
 
 
 def test_the_token_of_a_step_sent_before_a_stop_was_seen_is_dropped() -> None:

@@ -112,14 +112,14 @@ class FakeRank:
     def run(self, batch: RankBatch, agreement: Agreement) -> RankResult:
         shape, width = self.shape, agreement.num_draft_tokens
         num_seqs = len(batch.rows)
-        num_tokens = np.ones(num_seqs, np.int32) if batch.num_tokens is None else batch.num_tokens
-        num_new = (
-            np.zeros(num_seqs, np.int32) if batch.num_new_blocks is None else batch.num_new_blocks
-        )
+
+        def column(given: np.ndarray | None, default: int) -> np.ndarray:
+            return np.full(num_seqs, default) if given is None else given
+
+        num_tokens, num_new = column(batch.num_tokens, 1), column(batch.num_new_blocks, 0)
+        samples, num_scored = column(batch.samples, 1), column(batch.num_scored, 0)
         num_all = int(num_tokens.sum())
         known_ids = np.full(num_all, -1) if batch.token_ids is None else batch.token_ids
-        samples = np.ones(num_seqs, np.uint8) if batch.samples is None else batch.samples
-        num_scored = np.zeros(num_seqs, np.int32) if batch.num_scored is None else batch.num_scored
         assert len(set(batch.rows.tolist())) == num_seqs <= shape.rows_per_rank
         assert num_all == len(known_ids)
         if not width:
