@@ -143,10 +143,9 @@ class ExecutorGroup:
         self._last_answer_time = perf_counter()
         self.deadline.add(agreement, self._last_answer_time - begun)
         self._check_answers(responses, step)
-        firsts = slice(None, None, self._num_peers)
         return tuple(
-            _decode(member, response, step.plan)
-            for member, response in zip(self._members[firsts], responses[firsts], strict=True)
+            self._decode(response, step.plan, rank)
+            for rank, response in enumerate(responses[:: self._num_peers])
         )
 
     def _check_answers(self, responses: Sequence[pb.StepResponse], step: InFlight) -> None:
@@ -169,6 +168,15 @@ class ExecutorGroup:
                 if (what := difference(response, step.requests[member.dp_rank]))
             )
             raise ExecutorLost(f"step {step.step_id} was not run as it was sent: {problem}")
+
+    def _decode(self, response: pb.StepResponse, plan: StepPlan, rank: int) -> RankResult:
+        try:
+            return decode_result(response, plan.batches[rank], rank)
+        except ValueError as error:  # of bytes that are no whole number of entries
+            raise ExecutorLost(
+                f"{self._members[rank * self._num_peers]} answered step {response.step_id} with a "
+                f"column that cannot be read: {error}"
+            ) from error
 
     async def _responses(self, step_id: int, begun: float, limit_s: float) -> list[pb.StepResponse]:
         """Returns every member's next answer.
@@ -340,15 +348,6 @@ def _describe_late(
     others = [member for member in late if member not in silent]
     waiting = f"; {_names(others)} waited for it" if others else ""
     return f"{_names(silent)} {missing}, nor any other call{waiting}"
-
-
-def _decode(member: Member, response: pb.StepResponse, plan: StepPlan) -> RankResult:
-    try:
-        return decode_result(response, plan.batches[member.dp_rank], member.dp_rank)
-    except ValueError as error:  # of bytes that are no whole number of entries
-        raise ExecutorLost(
-            f"{member} answered step {response.step_id} with a column that cannot be read: {error}"
-        ) from error
 
 
 def _names(members: Sequence[Member]) -> str:
