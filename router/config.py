@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from protos.settings import ON_OFF, Rule, at_least, setting
 from protos.transport.port import ServiceConfig
 from router.engine.engine import EngineSettings
-from router.executors.credentials import ExecutorSecurity
 from router.executors.discovery import check_group
 from router.executors.group import GroupSettings
+from router.executors.security import ExecutorSecurity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Credentials towards executors: settings of a router, and the channels that they open."""
+"""Security of the way to executors: settings of a router, and the channels that they open."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

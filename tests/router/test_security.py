@@ -6,7 +6,7 @@ import pytest
 
 from protos.transport.credentials import TlsFiles
 from router.client import Client
-from router.executors.credentials import ExecutorSecurity
+from router.executors.security import ExecutorSecurity
 from tests.support.certificates import Authority
 from tests.support.echo_server import (
     NOT_CONNECTED,
