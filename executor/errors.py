@@ -41,6 +41,7 @@ class PeerLost(RuntimeError):
 class NotLoaded(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "NOT_LOADED"
+    retry_delay_s = 1.0
 
 
 class ShuttingDown(RpcError):

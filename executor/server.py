@@ -486,7 +486,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         if self._is_stopping:
             raise ShuttingDown("this executor was told to stop")
         if self._worker is None:
-            raise NotLoaded("the model is still loading", retry_delay_s=1.0)
+            raise NotLoaded("the model is still loading")
         return self._worker
 
     def _publish_readiness(self) -> None:

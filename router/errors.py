@@ -88,6 +88,7 @@ class RequestExists(RpcError):
 class QueueFull(RpcError):
     code = StatusCode.RESOURCE_EXHAUSTED
     reason = "QUEUE_FULL"
+    retry_delay_s = 1.0
 
 
 class DeadlineExceeded(RpcError):
@@ -103,6 +104,7 @@ class Cancelled(RpcError):
 class NotReady(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "NOT_READY"
+    retry_delay_s = 1.0
 
 
 class ShuttingDown(RpcError):

@@ -36,18 +36,20 @@ class RpcError(Exception):
         code: gRPC status code.
         reason: UPPER_SNAKE_CASE constant that callers may match on; never reworded.
         field: Path of the request's field at fault, if one is.
-        retry_delay_s: When to try again, if that can help.
+        retry_delay_s: When to try again, if that can help; a class may have a default.
     """
 
     code: ClassVar[grpc.StatusCode]
     reason: ClassVar[str]
+    retry_delay_s: float | None = None
 
     def __init__(
         self, message: str, *, field: str | None = None, retry_delay_s: float | None = None
     ) -> None:
         super().__init__(_shorten(message))
         self.field = field
-        self.retry_delay_s = retry_delay_s
+        if retry_delay_s is not None:
+            self.retry_delay_s = retry_delay_s
 
     @property
     def trailing_metadata(self) -> Any:

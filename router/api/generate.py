@@ -21,7 +21,6 @@ Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
 
-RETRY_DELAY_S = 1.0  # for a call that found no free listener
 SERVER_OPTIONS = [
     # Calls that no handler runs yet. Past gRPC's own 1,000 it drops some of them at random, with
     # CANCELLED and no reason; how much may wait is the engines' to say, with QUEUE_FULL.
@@ -145,8 +144,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
             if not listeners.num_free:
                 raise QueueFull(
                     "as many calls are open as this router takes: try again, or send many "
-                    "requests on one GenerateMany stream",
-                    retry_delay_s=RETRY_DELAY_S,
+                    "requests on one GenerateMany stream"
                 )
         listener = listeners.open()
         try:

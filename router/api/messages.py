@@ -41,7 +41,6 @@ MAX_STOP_STRING_LEN = 256
 MAX_TOP_LOGPROBS = 20
 MAX_CHARS_PER_TOKEN = 64  # on average: a text of more cannot fit, and is not encoded to see
 MIN_TEMPERATURE = 1e-5  # dividing logits by less overflows float32; below it is greedy anyway
-NOT_READY_DELAY_S = 1.0
 SHORT_TEXT_LEN = 512  # characters; handing it to a thread would take longer than encoding it
 
 _NO_TOKENIZER = "this router has no tokenizer"
@@ -57,9 +56,7 @@ _FINISH_REASONS = {
 def served(model: ServedModel | None) -> ServedModel:
     """Returns the model if it is known yet, as no group can have formed while it is not."""
     if model is None:
-        raise NotReady(
-            "no group of executors has formed yet: try again", retry_delay_s=NOT_READY_DELAY_S
-        )
+        raise NotReady("no group of executors has formed yet: try again")
     return model
 
 

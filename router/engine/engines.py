@@ -120,9 +120,9 @@ class Engines:
         if self.is_shutting_down:
             raise ShuttingDown("this router is shutting down: send the request to another one")
         if self.model is None:
-            raise NotReady("no group of executors has formed yet: try again", retry_delay_s=1.0)
+            raise NotReady("no group of executors has formed yet: try again")
         if not any(engine.has_room for engine in self._engines):
-            raise QueueFull("too much waits already: try again in a second", retry_delay_s=1.0)
+            raise QueueFull("too much waits already: try again in a second")
 
     def submit(self, request: Request) -> None:
         """Gives a request to the group that has least to do.

@@ -26,7 +26,6 @@ from router.errors import QueueFull
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
-RETRY_DELAY_S = 1.0
 
 PARTS = 8  # that suspects of one kind are tried in
 PROOF_TOKENS = 4  # a step of prompts, and decodes: whichever of them might be fatal
@@ -103,15 +102,13 @@ class WaitingQueue:
         if len(self) + num_new > self._max_sequences:
             raise QueueFull(
                 f"{len(self)} sequences wait and {num_new} more would exceed "
-                f"max_waiting_sequences={self._max_sequences}: try again in a second",
-                retry_delay_s=RETRY_DELAY_S,
+                f"max_waiting_sequences={self._max_sequences}: try again in a second"
             )
         num_tokens = len(request.prompt) * num_new
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
             raise QueueFull(
                 f"{self.num_tokens} prompt tokens wait and {num_tokens} more would exceed "
-                f"max_waiting_tokens={self._max_tokens}: try again in a second",
-                retry_delay_s=RETRY_DELAY_S,
+                f"max_waiting_tokens={self._max_tokens}: try again in a second"
             )
         head_start_s = request.priority * self._priority_step_s
         request.priority_key = (request.arrival_time - head_start_s, next(_ARRIVALS))
