@@ -127,16 +127,9 @@ def find_addresses(addresses: Sequence[str], resolve: Resolve = resolve_hosts) -
         addresses: One --group.
         resolve: Returns the hosts of a name.
     """
-    if not addresses[0].startswith(DNS):
-        fixed = tuple(addresses)
+    group = DnsGroup.parse(addresses[0]) if addresses[0].startswith(DNS) else None
 
-        async def find() -> Sequence[str]:
-            return fixed
-
-    else:
-        group = DnsGroup.parse(addresses[0])
-
-        async def find() -> Sequence[str]:
-            return group.addresses(await resolve(group.name))
+    async def find() -> Sequence[str]:
+        return addresses if group is None else group.addresses(await resolve(group.name))
 
     return find

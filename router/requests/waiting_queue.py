@@ -20,7 +20,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import chain, count
-from typing import Protocol
 
 from router.errors import QueueFull
 from router.requests.request import Request, Sequence, Suspicion
@@ -35,24 +34,6 @@ PROOF_GROWTH = 4  # for each further one
 MAX_PROOF_TOKENS = 1024
 
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
-
-
-class SequenceQueue(Protocol):
-    """What the scheduler sees of the sequences that wait."""
-
-    def __len__(self) -> int: ...
-
-    def peek(self) -> Sequence | None:
-        """Returns the next sequence, if any may begin."""
-        ...
-
-    def pop(self) -> Sequence:
-        """Takes out the sequence that `peek` has just returned."""
-        ...
-
-    def push(self, sequence: Sequence) -> None:
-        """Queues a sequence that has lost its place on a rank."""
-        ...
 
 
 class WaitingQueue:
@@ -261,6 +242,10 @@ class Quarantine:
                 sequence.suspicion.num_losses_alone = 0
             sequence.num_clearings = 0
         self._suspects.sort(key=_trial_order)
+
+
+SequenceQueue = WaitingQueue | Quarantine
+"""What the scheduler takes waiting sequences from, and gives preempted ones back to."""
 
 
 def note_loss(sequences: Collection[Sequence], *, is_alone: bool) -> list[Sequence]:
