@@ -135,6 +135,15 @@ class Client:
         if self._opener.has_changed():
             self._connect()
 
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Renews the channels before a call, and gives its failure a type."""
+        self._renew()
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise failure_of_call(error) from error
+
     async def __aexit__(self, *_: object) -> None:
         for channel in self._channels:
             await channel.close()
@@ -152,17 +161,16 @@ class Client:
             CallFailed: The request failed.
         """
         timeout_s = options.get("timeout_s")
-        self._renew()
-        call = self._stub.Generate(
-            to_request(prompt, options),
-            timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S,
-        )
-        try:
-            with _typed_failures():
+        request = to_request(prompt, options)
+        with self._calling():
+            call = self._stub.Generate(
+                request, timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
+            )
+            try:
                 async for message in call:
                     yield to_delta(message)
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
 
     async def complete(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns one whole continuation. Cancelling the task cancels the request.
@@ -196,8 +204,7 @@ class Client:
         Raises:
             Rejected: No live request has this id.
         """
-        self._renew()
-        with _typed_failures():
+        with self._calling():
             await self._operator_stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))
 
     async def get_model(self) -> serving_pb2.GetModelResponse:
@@ -206,14 +213,12 @@ class Client:
         Raises:
             Unavailable: No group of executors has formed yet.
         """
-        self._renew()
-        with _typed_failures():
+        with self._calling():
             return await self._stub.GetModel(serving_pb2.GetModelRequest())
 
     async def get_status(self) -> list[serving_pb2.GroupStatus]:
         """Returns what every group is doing, by number."""
-        self._renew()
-        with _typed_failures():
+        with self._calling():
             response = await self._operator_stub.GetStatus(serving_pb2.GetStatusRequest())
         return list(response.groups)
 
@@ -226,19 +231,10 @@ class Client:
         Raises:
             Rejected: It is not one that the router knows.
         """
-        self._renew()
-        with _typed_failures():
+        with self._calling():
             request = health_pb2.HealthCheckRequest(service=service)
             response: health_pb2.HealthCheckResponse = await self._health.Check(request)
         return response.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@contextmanager
-def _typed_failures() -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise failure_of_call(error) from error
 
 
 def channel_opener(
