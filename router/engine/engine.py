@@ -88,6 +88,7 @@ class Engine:
 
     Attributes:
         on_change: Called when the group has formed or is lost; `Engines.drive` sets it.
+        waiting: Its waiting queue, behind the quarantine.
         lost_time: On the event loop's clock, since when it has not been ready.
         measures: What its epochs amounted to, so far.
     """
@@ -107,7 +108,7 @@ class Engine:
         self.is_ready = False
         self._executors = executors
         self.on_change: Callable[[], None] = lambda: None
-        self._waiting = Quarantine(waiting)
+        self.waiting = Quarantine(waiting)
         self._listeners = listeners
         self._settings = settings
         self._on_end = on_end
@@ -135,7 +136,7 @@ class Engine:
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
         while True:
-            self._waiting.clear_proven()
+            self.waiting.clear_proven()
             while len(self._in_flight) < self._settings.pipeline_depth:
                 begun = perf_counter()
                 plan = scheduler.schedule()
@@ -157,11 +158,6 @@ class Engine:
 
     # ---- what others ask of it, between two awaits of the loop
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a small request would be taken."""
-        return self._waiting.has_room
-
     def submit(self, request: Request) -> None:
         """Queues a request.
 
@@ -169,30 +165,30 @@ class Engine:
             QueueFull: There is no room.
         """
         self._expect_progress()
-        self._waiting.submit(request)
+        self.waiting.submit(request)
         for sequence in request.sequences:
             sequence.group = self.group
         self._has_work.set()
 
     def waiting_requests(self) -> list[Request]:
         """Returns the requests that wait; while the group is down, all of its live ones."""
-        return list(dict.fromkeys(sequence.request for sequence in self._waiting))
+        return list(dict.fromkeys(sequence.request for sequence in self.waiting))
 
     def hand_over(self, request: Request, other: "Engine") -> None:
         """Queues a waiting request at another group, where its order of arrival holds."""
         other._expect_progress()
         for sequence in request.sequences:
             if not sequence.is_ended:
-                self._waiting.discard(sequence)
+                self.waiting.discard(sequence)
                 sequence.block_hashes.clear()  # the other's blocks may be of another size
                 sequence.group = other.group
-                other._waiting.push(sequence)
+                other.waiting.push(sequence)
         other._has_work.set()
 
     def fail(self, sequence: Sequence, error: RpcError) -> None:
         """Ends a live sequence of this group with an error."""
         if sequence.table is None:
-            self._waiting.discard(sequence)
+            self.waiting.discard(sequence)
             sequence.error = error
             self._on_end(sequence)
         else:
@@ -223,7 +219,7 @@ class Engine:
 
     @property
     def _has_sequences(self) -> bool:
-        return bool(self._in_flight or len(self._waiting) or self.num_running)
+        return bool(self._in_flight or len(self.waiting) or self.num_running)
 
     def _expect_progress(self) -> None:
         """Starts the clock if there was nothing to do. Call it before work is added."""
@@ -231,22 +227,18 @@ class Engine:
             self._progress_time = self._clock()
 
     @property
-    def num_waiting_tokens(self) -> int:
-        return self._waiting.num_tokens
-
-    @property
     def num_running(self) -> int:
-        if self._scheduler is None or self._info is None:
+        if self._scheduler is None:
             return 0
         table = self._scheduler.table
-        return sum(table.num_bound(rank) for rank in range(self._info.shape.dp_size))
+        return sum(map(table.num_bound, range(table.dp_size)))
 
     def status(self) -> pb.GroupStatus:
         """Returns the group's part of GetStatus' answer."""
         status = epoch_status(self._stats, self._info, self._scheduler, self._clock())
         status.group, status.problem = self.group, self._problem
         status.state = pb.GROUP_STATE_READY if self.is_ready else pb.GROUP_STATE_FORMING
-        status.num_waiting, status.num_waiting_tokens = len(self._waiting), self._waiting.num_tokens
+        status.num_waiting, status.num_waiting_tokens = len(self.waiting), self.waiting.num_tokens
         return status
 
     # ---- epochs
@@ -256,7 +248,7 @@ class Engine:
         self._check_model(info.model)
         scheduler = Scheduler(
             info.shape,
-            self._waiting,
+            self.waiting,
             self._listeners,
             self._settings,
             clock=self._clock,
@@ -318,8 +310,8 @@ class Engine:
             guilty = [] if has_left else note_loss(lost, is_alone=is_alone)
             scheduler.abandon()
             if not has_left:
-                self._waiting.clear_bystanders(lost)
-            self._waiting.set_max_running()
+                self.waiting.clear_bystanders(lost)
+            self.waiting.set_max_running()
             for sequence in guilty:
                 self._fail_request(sequence.request)
         if was_ready:

@@ -121,7 +121,7 @@ class Engines:
             raise ShuttingDown("this router is shutting down: send the request to another one")
         if self.model is None:
             raise NotReady("no group of executors has formed yet: try again")
-        if not any(engine.has_room for engine in self._engines):
+        if not any(engine.waiting.has_room for engine in self._engines):
             raise QueueFull("too much waits already: try again in a second")
 
     def submit(self, request: Request) -> None:
@@ -152,8 +152,8 @@ class Engines:
             key=lambda e: (
                 not self._fits(e, request),
                 not e.is_ready,
-                not e.has_room,
-                e.num_waiting_tokens,
+                not e.waiting.has_room,
+                e.waiting.num_tokens,
                 e.num_running,
                 e.group,
             ),
@@ -212,11 +212,7 @@ class Engines:
         parts = [engine.take_columns(listener) for engine in self._engines]
         if len(parts) == 1:
             return parts[0]
-        return Columns(
-            np.concatenate([part.tags for part in parts]),
-            np.concatenate([part.num_tokens for part in parts]),
-            np.concatenate([part.token_ids for part in parts]),
-        )
+        return Columns(*map(np.concatenate, zip(*parts, strict=True)))
 
     def status(self) -> list[pb.GroupStatus]:
         return [engine.status() for engine in self._engines]

@@ -300,7 +300,7 @@ class World:
         assert self.engines.listeners.num_free == MAX_READERS
         for group in self.groups:
             assert len(group.admission) == group.admission.num_tokens == 0
-            assert group.engine.num_waiting_tokens == 0
+            assert group.engine.waiting.num_tokens == 0
             scheduler = group.engine._scheduler
             if scheduler is None:  # forming again
                 continue
