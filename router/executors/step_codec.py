@@ -11,7 +11,7 @@ from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from router.errors import ExecutorLost
-from router.requests.request import Int32Array, Request
+from router.requests.request import Int32Array
 from router.scheduling.step import (
     NO_FLOATS,
     NO_INTS,
@@ -104,8 +104,9 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
     columns.scores_output = _column([r.output.logprobs for r in requests], np.uint8)
     columns.num_top_logprobs = _column([r.output.top_logprobs for r in requests], np.int32)
     if any(request.stop.min_tokens for request in requests):
-        columns.suppressed_until = _column([_suppressed_until(r) for r in requests], np.int32)
-        ids = [_suppressed_ids(request) for request in requests]
+        ends = [len(r.prompt) + r.stop.min_tokens if r.stop.min_tokens else 0 for r in requests]
+        columns.suppressed_until = _column(ends, np.int32)
+        ids = [r.stop.stop_token_ids if r.stop.min_tokens else () for r in requests]
         columns.num_suppressed_ids, columns.suppressed_ids = _ragged(ids)
     if any(params.logit_bias for params in sampling):
         ids = [tuple(token_id for token_id, _ in params.logit_bias) for params in sampling]
@@ -113,17 +114,9 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
         biases = [bias for params in sampling for _, bias in params.logit_bias]
         columns.biases = _bytes(biases, np.float32)
     if any(params.has_output_penalty for params in sampling):
-        columns.num_prompt_ids, columns.prompt_ids = _ragged(
-            [_penalised_prompt(r) for r in requests]
-        )
+        prompts = [r.prompt.tolist() if r.sampling.has_prompt_penalty else [] for r in requests]
+        columns.num_prompt_ids, columns.prompt_ids = _ragged(prompts)
         columns.num_output_ids, columns.output_ids = _ragged([_penalised_output(s) for s in starts])
-
-
-def _penalised_prompt(request: Request) -> Sequence[int]:
-    if not request.sampling.has_prompt_penalty:
-        return ()
-    prompt: list[int] = request.prompt.tolist()
-    return prompt
 
 
 def _penalised_output(start: RowStart) -> Sequence[int]:
@@ -132,14 +125,6 @@ def _penalised_output(start: RowStart) -> Sequence[int]:
         return ()
     output: list[int] = sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()
     return output
-
-
-def _suppressed_until(request: Request) -> int:
-    return len(request.prompt) + request.stop.min_tokens if request.stop.min_tokens else 0
-
-
-def _suppressed_ids(request: Request) -> tuple[int, ...]:
-    return request.stop.stop_token_ids if request.stop.min_tokens else ()
 
 
 def _ragged(parts: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
