@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from protos.settings import ON_OFF, Rule, at_least, setting
 from protos.transport.port import ServiceConfig
 from router.engine.engine import EngineSettings
-from router.executors.discovery import check_group
+from router.executors.discovery import check_addresses
 from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity
 
@@ -63,7 +63,7 @@ class RouterConfig(EngineSettings, GroupSettings, ExecutorSecurity, ServiceConfi
         super().__post_init__()
         addresses = [address for group in self.groups for address in group]
         for group in self.groups:
-            check_group(group)
+            check_addresses(group)
         for address in addresses:
             if addresses.count(address) > 1:
                 raise ValueError(f"group: {address} is given twice; an executor is in one group")

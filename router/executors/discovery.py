@@ -101,7 +101,7 @@ async def resolve_hosts(name: str) -> tuple[str, ...]:
     return tuple(sorted(hosts))
 
 
-def check_group(addresses: Sequence[str]) -> None:
+def check_addresses(addresses: Sequence[str]) -> None:
     """Checks one --group: addresses, or only one DNS form.
 
     Raises:
