@@ -8,7 +8,8 @@ this one is back; `commit` takes the tokens. A row of the table goes this way:
        └──────once no step in flight runs it
 
 The SequenceTable knows each sequence, its rank's PrefixCache each block, and only the engine's task
-touches either.
+touches either. `RankLoads` picks the rank of a waiting sequence, and `fill_level` says how far prompts
+fill a step.
 """
 
 from collections.abc import Callable
