@@ -2,10 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from router.api.messages import read_request
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest, PromptTooLong
 from router.requests.request import (
-    Int32Array,
     Listeners,
     OutputOptions,
     Request,
@@ -29,8 +28,6 @@ from tests.router.support.calls import PROMPT, SAMPLING, prompt
 
 MODEL = replace(fake_engines.MODEL, vocab_size=256, max_model_len=32)
 INVALID, NOT_FOUND = StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND
-
-Change = Callable[[pb.GenerateRequest], object]
 
 
 @pytest.fixture
@@ -150,22 +147,16 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     """Of 64 MiB of text, the tokens would take gigabytes."""
-    encoded: list[int] = []
-
-    def encode(text: str) -> Int32Array:
-        encoded.append(len(text))
-        return np.ones(1, dtype=np.int32)
-
+    encode = Mock(return_value=np.ones(1, dtype=np.int32))
     monkeypatch.setattr(tokenizer, "encode", encode)
     most = 64 * MODEL.max_prompt_tokens
     await read(pb.GenerateRequest(text="x" * most), tokenizer)
-    with pytest.raises(
-        PromptTooLong, match=f"has {most + 1} characters.* and {most} char"
-    ) as error:
+    told = f"has {most + 1} characters.* and {most} char"
+    with pytest.raises(PromptTooLong, match=told) as error:
         await read(pb.GenerateRequest(text="x" * (most + 1)), tokenizer)
 
     assert (error.value.reason, error.value.field) == ("PROMPT_TOO_LONG", "text")
-    assert encoded == [most]
+    encode.assert_called_once_with("x" * most)
 
 
 async def test_the_longest_prompt_leaves_room_for_one_token():
