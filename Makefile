@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python deploy/local/install.py
 PROTOS := $(wildcard protos/*/v1/*.proto)
-PYTEST := $(BIN)/python -m pytest -p no:cacheprovider
+# One thread for each process: more would wait for each other, as there is one for each core.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
 # make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
@@ -21,7 +22,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test quick fix sim check bench gpu protos venv clean
+.PHONY: help demo serve test tests quick fix sim check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -45,9 +46,14 @@ demo: $(RUN)
 serve: $(RUN)
 	@$(BIN)/python -m deploy.local.serve $(TOPOLOGY) $(ARGS)
 
-# A process for each core takes whole files of tests, the longest first. What starts nothing is quick.
-test: check
-	$(PYTEST) -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+# The checks run beside the tests. Processes take whole files of tests, the longest first; there are
+# half as many again as cores, since tests that start others mostly wait. What starts nothing is quick.
+test: $(DEV)
+	@$(MAKE) --no-print-directory -j2 check tests
+
+tests: $(DEV)
+	$(PYTEST) -n $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 )) --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 quick: check
 	$(PYTEST) -n auto --dist loadfile -q -m "not slow" $(QUICK_TESTS) $(ARGS)
