@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,6 +35,7 @@ from tests.deploy.rendering import (
     render,
     render_folder,
 )
+from tests.support.certificates import Authority
 from tests.support.scraping import scrape_text
 
 pytestmark = pytest.mark.skipif(
@@ -190,32 +190,28 @@ async def answer_right(address: str, seed: int) -> None:
 async def test_the_demo_answers_right_also_after_a_pod_came_back_elsewhere(
     tmp_path: Path,
 ) -> None:
-    async with running(render("cpu-demo"), tmp_path) as cluster:
-        await use_and_replace(cluster)
-        exit_codes = await cluster.stop()
+    async with running(render("cpu-demo"), tmp_path) as pods:
+        router, address = pods.pod("lockstep-router-0"), router_address(pods)
+        for pod in pods.cluster.pods:
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                await pods.probe(pod, probe)
+        await answer_right(address, SEED)
+        for pod in pods.cluster.pods:
+            assert "# HELP lockstep_" in await metrics(pod)
+        for scaled in of_kind(render("gpu-node"), "ScaledObject"):
+            for trigger in scaled["spec"]["triggers"]:
+                [metric] = re.findall(r"lockstep_\w+", trigger["metadata"]["query"])
+                assert f"# TYPE {metric} gauge" in await metrics(router)
+
+        before = pods.pod("lockstep-executor-1").ip
+        await pods.replace("lockstep-executor-1")
+        after = pods.pod("lockstep-executor-1")
+        assert after.ip != before
+        await pods.probe(after, "readinessProbe")
+        await pods.probe(router, "readinessProbe")
+        await answer_right(address, SEED)
+        exit_codes = await pods.stop()
     assert exit_codes == dict.fromkeys(exit_codes, 0)
-
-
-async def use_and_replace(running: LoopbackCluster) -> None:
-    router, address = running.pod("lockstep-router-0"), router_address(running)
-    for pod in running.cluster.pods:
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            await running.probe(pod, probe)
-    await answer_right(address, SEED)
-    for pod in running.cluster.pods:
-        assert "# HELP lockstep_" in await metrics(pod)
-    for scaled in of_kind(render("gpu-node"), "ScaledObject"):
-        for trigger in scaled["spec"]["triggers"]:
-            [metric] = re.findall(r"lockstep_\w+", trigger["metadata"]["query"])
-            assert f"# TYPE {metric} gauge" in await metrics(router)
-
-    before = running.pod("lockstep-executor-1").ip
-    await running.replace("lockstep-executor-1")
-    after = running.pod("lockstep-executor-1")
-    assert after.ip != before
-    await running.probe(after, "readinessProbe")
-    await running.probe(router, "readinessProbe")
-    await answer_right(address, SEED)
 
 
 async def test_certificates_between_router_and_executors_take_two_secrets(tmp_path: Path) -> None:
@@ -225,7 +221,7 @@ async def test_certificates_between_router_and_executors_take_two_secrets(tmp_pa
         "components": [os.path.relpath(component, tmp_path)],
     }
     (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
-    await asyncio.to_thread(make_secrets, tmp_path / "secrets")
+    make_secrets(tmp_path / "secrets")
 
     async with running(render_folder(tmp_path), tmp_path) as cluster:
         router = cluster.pod("lockstep-router-0")
@@ -238,21 +234,12 @@ async def test_certificates_between_router_and_executors_take_two_secrets(tmp_pa
 
 def make_secrets(folder: Path) -> None:
     """Writes what cert-manager would put into the Secrets of router and executors."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl here, to make certificates with")
-
-    def run(*arguments: str | Path) -> None:
-        subprocess.run([openssl, *arguments], check=True, capture_output=True, cwd=folder)
-
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    folder.mkdir()
-    run("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=test")
+    authority = Authority(folder)
     for name in ("lockstep-router", "lockstep-executor"):
+        files = authority.issue(name, name)
         secret = folder / f"{name}-tls"
         secret.mkdir()
-        run("req", *new_key, "-keyout", secret / "tls.key", "-out", "csr", "-subj", f"/CN={name}")
-        (folder / "names").write_text(f"subjectAltName=DNS:{name}")
-        ca = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
-        run("x509", "-req", "-in", "csr", *ca, "-extfile", "names", "-out", secret / "tls.crt")
-        shutil.copy(folder / "ca.crt", secret / "ca.crt")
+        for source, target in zip(
+            (files.cert, files.key, files.ca), ("tls.crt", "tls.key", "ca.crt"), strict=True
+        ):
+            shutil.copy(str(source), secret / target)
