@@ -40,7 +40,7 @@ from tests.together.speculative_cell import (
 
 NUM_DRAWS = 20_000
 SIGNIFICANCE = 0.01
-NUM_ROWS = 500
+NUM_ROWS = 1000
 
 
 def sampled(asks: list[Ask], first_seed: int) -> list[Ask]:
