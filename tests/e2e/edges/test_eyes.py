@@ -64,8 +64,7 @@ async def test_both_services_tell_the_same_story(watched: Watched):
     async with stack.client() as client:
         answers = [client.complete(f"\n{n}+25=", max_tokens=16) for n in range(17, 25)]
         finishes = [answer.finish for answer in await asyncio.gather(*answers)]
-        async with asyncio.timeout(120):
-            await idle_group(client)  # the last step's blocks are held until it is back
+        await idle_group(client)  # the last step's blocks are held until it is back
     router = await scraped(stack.router)
     executors = [await scraped(executor) for executor in stack.executors]
 
@@ -103,7 +102,7 @@ async def test_the_trace_of_a_caller_reaches_the_collector(watched: Watched):
         async for _ in call:
             pass
     while True:
-        span = await asyncio.wait_for(watched.collector.spans.get(), 120)
+        span = await watched.collector.spans.get()
         if span.trace_id.hex() == TRACE_ID:
             break
     assert [event.name for event in span.events] == ["queue", "prefill", "decode"]

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from deploy.local.ports import held_port
 from deploy.local.processes import Process
 from router.client import Client
 from tests.e2e.support.logs import scraped
+from tests.e2e.support.stacks import is_paused_at_work, resume
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("smg") is None,
@@ -41,18 +42,23 @@ class Gateway:
 
     async def ask(self, path: str, **fields: Any) -> dict[str, Any]:
         """Returns the answer to a request that wants no stream."""
-        status, answer = await asyncio.to_thread(self._post, path, fields)
+        status, answer = await self._call(path, fields)
         assert status == 200, answer
-        return answer
+        return json.loads(answer)
 
     async def refusal(self, path: str, **fields: Any) -> tuple[int, str]:
-        status, answer = await asyncio.to_thread(self._post, path, fields)
-        return status, answer["error"]["message"]
+        status, answer = await self._call(path, fields)
+        return status, json.loads(answer)["error"]["message"]
 
     async def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
         """Returns all events of a stream, its usage in the last."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        return await asyncio.to_thread(self._read_stream, path, fields | options)
+        _, answer = await self._call(path, fields | options)
+        *events, done = [
+            line.removeprefix("data: ") for line in answer.split("\n\n") if line.strip()
+        ]
+        assert done == "[DONE]", done
+        return [json.loads(event) for event in events]
 
     async def events(self, path: str, is_streamed: bool, **fields: Any) -> list[dict[str, Any]]:
         """Returns what comes of a request: all events of a stream, or the one answer."""
@@ -77,23 +83,15 @@ class Gateway:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
-    def _post(self, path: str, fields: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        connection = self.connect(path, fields)
-        try:
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
+    async def _call(self, path: str, fields: dict[str, Any]) -> tuple[int, str]:
+        """Returns the status and the whole body of the response."""
 
-    def _read_stream(self, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
-        connection = self.connect(path, fields)
-        try:
-            lines = connection.getresponse().read().decode().split("\n\n")
-        finally:
-            connection.close()
-        *events, done = [line.removeprefix("data: ") for line in lines if line.strip()]
-        assert done == "[DONE]", done
-        return [json.loads(event) for event in events]
+        def call() -> tuple[int, str]:
+            with closing(self.connect(path, fields)) as connection:
+                response = connection.getresponse()
+                return response.status, response.read().decode()
+
+        return await asyncio.to_thread(call)
 
 
 @asynccontextmanager
@@ -258,15 +256,14 @@ async def test_a_client_that_goes_away_frees_the_blocks_of_all_its_choices(
     stack: LocalStack, gateway: Gateway, client: Client, path: str, n: int, is_streamed: bool
 ):
     """smg tells the router by Abort if the answer was a stream, else by a reset of the call."""
-    await leave_in_the_middle(stack, gateway, path, is_streamed, n=n)
+    await leave_in_the_middle(stack, gateway, client, path, is_streamed, n=n)
 
-    async with asyncio.timeout(120):
-        group = await idle_group(client)
+    group = await idle_group(client)
     assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
 
 
 async def leave_in_the_middle(
-    stack: LocalStack, gateway: Gateway, path: str, is_streamed: bool, *, n: int
+    stack: LocalStack, gateway: Gateway, client: Client, path: str, is_streamed: bool, *, n: int
 ) -> None:
     """Asks for endless answers, goes away when there are some tokens, and waits until that is known.
 
@@ -274,19 +271,16 @@ async def leave_in_the_middle(
     from the next tokens that it sends.
     """
     num_cancelled = await num_sequences_cancelled(stack)
-    async with stack.client() as client:
+    connection = await start_endless(client, gateway, path, is_streamed, n=n)
+    while not await is_paused_at_work(stack, client):
+        connection.close()
         connection = await start_endless(client, gateway, path, is_streamed, n=n)
-        while not await is_paused_in_the_middle(stack, client):
-            connection.close()
-            connection = await start_endless(client, gateway, path, is_streamed, n=n)
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-    for executor in stack.executors:
-        executor.resume()
-    async with asyncio.timeout(120):
-        while await num_sequences_cancelled(stack) < num_cancelled + n:
-            await asyncio.sleep(0.01)
+    resume(stack)
+    while await num_sequences_cancelled(stack) < num_cancelled + n:
+        await asyncio.sleep(0.01)
 
 
 async def start_endless(
@@ -299,22 +293,9 @@ async def start_endless(
     connection = await asyncio.to_thread(gateway.connect, path, fields)
     if is_streamed:
         await asyncio.to_thread(_read_lines, connection)
-    async with asyncio.timeout(120):
-        while await tokens_run(client) == num_tokens:
-            await asyncio.sleep(0.001)
+    while await tokens_run(client) == num_tokens:
+        await asyncio.sleep(0.001)
     return connection
-
-
-async def is_paused_in_the_middle(stack: LocalStack, client: Client) -> bool:
-    """Pauses the executors. Lets them go on, and returns False, if nothing runs any more."""
-    for executor in stack.executors:
-        executor.pause()
-    [group] = await client.get_status()
-    if any(rank.num_running for rank in group.ranks):
-        return True
-    for executor in stack.executors:
-        executor.resume()
-    return False
 
 
 async def num_sequences_cancelled(stack: LocalStack) -> float:

@@ -27,7 +27,7 @@ from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, Unavailable
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import logged, records
-from tests.e2e.support.stacks import group_with_problem, served
+from tests.e2e.support.stacks import group_with_problem, paused, served
 from tests.e2e.support.streams import long_streams
 
 PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
@@ -141,7 +141,6 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
     seconds = str(STEP_TIMEOUT_S)
     overdue = ("--step-timeout-s", seconds, "--min-step-deadline-s", seconds)
     async with (
-        asyncio.timeout(240),
         served(tmp_path, router_args=overdue) as (stack, client),
         watched(stack, "readiness") as watch,
         long_streams(*on_both_ranks(client)),
@@ -165,7 +164,7 @@ async def test_a_stopped_executor_turns_readiness_red_and_is_named(tmp_path: Pat
 
 async def test_an_executor_that_is_told_to_stop_says_so_and_nothing_is_lost(tmp_path: Path):
     async with served(tmp_path) as (stack, client):
-        async with asyncio.timeout(240), long_streams(*on_both_ranks(client)):
+        async with long_streams(*on_both_ranks(client)):
             exit_code = await stack.replace_executor(1)
         assert exit_code == 0
         await logged(stack.router, "group_ready", 2)
@@ -184,15 +183,10 @@ async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_
             begun.set()
 
     stopping = ("--shutdown-delay-s", "600", "--shutdown-grace-s", "600")
-    async with (
-        asyncio.timeout(240),
-        served(tmp_path, router_args=(*PATIENT, *stopping)) as (stack, client),
-    ):
+    async with served(tmp_path, router_args=(*PATIENT, *stopping)) as (stack, client):
         streaming = asyncio.create_task(stream(client))
         await begun.wait()
-        for executor in stack.executors:
-            executor.pause()  # so that the stream cannot end by itself
-        try:
+        with paused(stack):  # so that the stream cannot end by itself
             os.kill(stack.router.pid, signal.SIGTERM)
             await stack.router.event("draining")
             assert not streaming.done()
@@ -200,9 +194,6 @@ async def test_a_second_signal_ends_a_router_at_once_with_the_tokens_so_far(tmp_
             with pytest.raises(Unavailable) as caught:
                 await streaming
             assert await stack.router.exited() == 0
-        finally:
-            for executor in stack.executors:
-                executor.resume()
         assert caught.value.reason == "SHUTTING_DOWN"
         [drained] = records(stack.router.log_path, "drained")
         assert (drained["cut_requests"], drained["cut_calls"]) == (1, 0)

@@ -39,7 +39,7 @@ async def poisoned(
     stack = PoisonedStack(
         executor_args=(*EXECUTOR_ARGS, *executor_args), router_args=router_args, log_dir=log_dir
     )
-    async with stack, stack.client() as client, asyncio.timeout(400), supervised(stack):
+    async with stack, stack.client() as client, supervised(stack):
         yield stack, client
 
 

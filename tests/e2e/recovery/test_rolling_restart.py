@@ -19,6 +19,7 @@ from protos.serving.v1 import serving_pb2_grpc
 from router.client import Client, Many
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
 from tests.e2e.support.envoy import envoy_before
+from tests.e2e.support.stacks import is_paused_at_work, resume
 
 NUM_ROUTERS = 2
 NUM_CALLERS = 2  # of each kind
@@ -150,18 +151,13 @@ async def test_a_rolling_restart_loses_no_request(tmp_path: Path):
 
 async def restart_at_work(stack: LocalStack) -> None:
     """Restarts a router that has requests, which its executor ends no sooner than it is told to."""
-    [executor], router = stack.executors, stack.router
+    router = stack.router
     async with stack.client() as client:
-        while True:
-            executor.pause()
-            [group] = await client.get_status()
-            if any(rank.num_running for rank in group.ranks):
-                break
-            executor.resume()
+        while not await is_paused_at_work(stack, client):
             await asyncio.sleep(0.05)
     restarting = asyncio.create_task(stack.restart_router(RESTART_S))
     draining = await router.event("draining")
-    executor.resume()
+    resume(stack)
     assert draining["live_requests"] > 0, "it was not at work"
     assert await restarting == 0, "it did not end well"
 

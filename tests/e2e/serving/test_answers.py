@@ -67,8 +67,7 @@ async def test_streams_end_right_while_others_are_cancelled_and_leave_no_block_b
         ]
 
     assert all(outcome.result() for outcome in outcomes)
-    async with asyncio.timeout(120):
-        group = await idle_group(client)
+    group = await idle_group(client)
     assert [rank.num_used_blocks for rank in group.ranks] == [0, 0]
     assert group.num_waiting == 0
 

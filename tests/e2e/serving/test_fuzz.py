@@ -90,9 +90,8 @@ class Held:
 
 async def check_held(before: Held, process: Process, max_growth_bytes: int) -> None:
     """Connections that this side has left may still be open for a moment."""
-    async with asyncio.timeout(120):
-        while (after := Held(process)).num_files > before.num_files + 4:
-            await asyncio.sleep(0.05)
+    while (after := Held(process)).num_files > before.num_files + 4:
+        await asyncio.sleep(0.05)
     assert after.num_bytes - before.num_bytes < max_growth_bytes
 
 
@@ -175,13 +174,11 @@ async def test_no_public_request_breaks_a_router_or_stays_in_it(tmp_path: Path):
         answers += await asyncio.to_thread(make_calls, stack.address, calls[first:])
         await talk_nonsense(stack.address, rng)
 
-        async with asyncio.timeout(120):
-            group = await idle_group(client)
+        group = await idle_group(client)
         assert (group.num_waiting, group.num_waiting_tokens) == (0, 0)
         assert group.epoch == 1  # no executor was lost on the way
-        async with asyncio.timeout(120):
-            while (numbers := await scraped(stack.router))["lockstep_router_open_calls"][()]:
-                await asyncio.sleep(0.05)
+        while (numbers := await scraped(stack.router))["lockstep_router_open_calls"][()]:
+            await asyncio.sleep(0.05)
         assert numbers["lockstep_router_live_requests"][()] == 0
         await check_held(router_before, stack.router, MAX_ROUTER_GROWTH_BYTES)
         await check_held(executor_before, executor, MAX_EXECUTOR_GROWTH_BYTES)

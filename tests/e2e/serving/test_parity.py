@@ -18,6 +18,7 @@ import torch
 from deploy.local.launch import LocalStack
 from router.client import Client, Completion
 from tests.e2e.conftest import PATIENT
+from tests.e2e.support.stacks import paused
 from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
 
 TOLERANCE = 1e-4
@@ -132,16 +133,10 @@ async def complete_together(
 
     A step that was on its way by then may run, and takes a few of them.
     """
-    for executor in stack.executors:
-        executor.pause()
-    try:
+    with paused(stack):
         asked = [asyncio.create_task(complete(client, prompt)) for prompt in prompts]
-        async with asyncio.timeout(120):
-            while await num_there(client) < len(prompts):
-                await asyncio.sleep(0.01)
-    finally:
-        for executor in stack.executors:
-            executor.resume()
+        while await num_there(client) < len(prompts):
+            await asyncio.sleep(0.01)
     return await asyncio.gather(*asked)
 
 

@@ -5,7 +5,7 @@ A stack without drafts answers first, in float32. Every draft model must give th
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,19 +26,27 @@ TREE = ("--draft-topk", "2", "--num-draft-tokens", "8")
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a stack answered: to problems with long answers at once, to mixed ones, and on and on."""
+    """What a stack answered: to problems with long answers at once, to mixed ones, and on and on.
+
+    Attributes:
+        tokens_per_step: With drafts, of the long answers.
+    """
 
     long: list[list[int]]
     mixed: list[list[int]]
     endless: list[int]
+    tokens_per_step: float = field(compare=False)
 
 
 async def ask_everything(client: Client) -> Told:
     turn = await take_turn(client, draw_problems(SEED))
+    [group] = await client.get_status()
     async with client.many() as many:
         requests = draw_requests(SEED, NUM_REQUESTS)
         answers = await asyncio.gather(*(ask(many, request) for request in requests))
-    return Told(turn.answers, [a.token_ids for a in answers], await long_stream(client))
+    endless = await long_stream(client)
+    mixed = [answer.token_ids for answer in answers]
+    return Told(turn.answers, mixed, endless, group.speculation.tokens_per_step)
 
 
 def drafting(name: str, *more: str) -> Sequence[str]:
@@ -56,11 +64,9 @@ async def test_two_ranks_that_draft_answer_as_one_that_does_not_in_fewer_steps(
     name: str, plain: Told, tmp_path: Path
 ):
     async with served(tmp_path, executor_args=drafting(name)) as (_, client):
-        turn = await take_turn(client, draw_problems(SEED))
-        [group] = await client.get_status()
-        assert turn.answers == plain.long
-        assert group.speculation.tokens_per_step >= LEAST_TOKENS_PER_STEP
-        assert await ask_everything(client) == plain
+        told = await ask_everything(client)
+        assert told == plain
+        assert told.tokens_per_step >= LEAST_TOKENS_PER_STEP
         runners = {count.runner for count in (await idle_group(client)).graphs}
         assert "verify" in runners
 

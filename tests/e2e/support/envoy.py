@@ -58,7 +58,7 @@ def address_of(address: str) -> object:
 
 
 async def until_ready(address: str, process: Process) -> None:
-    async with Client(address) as client, asyncio.timeout(120):
+    async with Client(address) as client:
         while True:
             assert not process.has_ended, process.log_tail
             try:

@@ -8,8 +8,6 @@ from typing import Any
 from deploy.local.processes import Process
 from tests.support.scraping import Samples, scrape
 
-WAIT_S = 120.0
-
 
 def records(path: Path, event: str) -> list[dict[str, Any]]:
     """Returns the records of an event that a log has so far, without what gRPC writes there."""
@@ -24,10 +22,9 @@ async def logged(process: Process, event: str, count: int = 1) -> list[dict[str,
     A process's answer may be here before the line that it wrote before it: another thread copies
     its lines into the log.
     """
-    async with asyncio.timeout(WAIT_S):
-        while len(found := records(process.log_path, event)) < count:
-            assert not process.has_ended, process.log_tail
-            await asyncio.sleep(0.02)
+    while len(found := records(process.log_path, event)) < count:
+        assert not process.has_ended, process.log_tail
+        await asyncio.sleep(0.02)
     return found
 
 

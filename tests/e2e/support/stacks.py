@@ -1,8 +1,8 @@
 """Stacks of the demo model that a test has to itself."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,36 @@ async def supervised(stack: LocalStack) -> AsyncIterator[None]:
         supervising.cancel()
         with suppress(asyncio.CancelledError):
             await supervising
+
+
+def pause(stack: LocalStack) -> None:
+    for executor in stack.executors:
+        executor.pause()
+
+
+def resume(stack: LocalStack) -> None:
+    for executor in stack.executors:
+        executor.resume()
+
+
+@contextmanager
+def paused(stack: LocalStack) -> Iterator[None]:
+    """Executors stand still until the end of the block."""
+    pause(stack)
+    try:
+        yield
+    finally:
+        resume(stack)
+
+
+async def is_paused_at_work(stack: LocalStack, client: Client) -> bool:
+    """Pauses the executors. Lets them go on, and returns False, if nothing runs."""
+    pause(stack)
+    [group] = await client.get_status()
+    if any(rank.num_running for rank in group.ranks):
+        return True
+    resume(stack)
+    return False
 
 
 async def group_with_problem(client: Client, word: str) -> GroupStatus:
