@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from executor.budget.capture_sizes import GraphSizes
 from executor.build.executor import build_worker
 from executor.build.plan import plan_graph_sizes
 from executor.config import ExecutorConfig
@@ -25,42 +24,22 @@ def config(model: Path, **settings: Any) -> ExecutorConfig:
     return ExecutorConfig(model=model, **(sizes | settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, GraphSizes((1, 2, 4, 8), (*range(4, 33, 4), 48, 64))),
-        ({"decode_graphs": "off", "prefill_graphs": "off"}, GraphSizes()),
-        (
-            {"decode_graph_sizes": (6, 2), "prefill_graph_sizes": (64, 10)},
-            GraphSizes((2, 6), (10, 64)),
-        ),
-    ],
-)
-def test_sizes_are_the_default_ones_or_those_listed(
-    tiny_checkpoint: Path, settings: dict[str, Any], expected: GraphSizes
-):
-    assert plan_graph_sizes(config(tiny_checkpoint, **settings), max_model_len=512) == expected
-
-
-def test_no_prefill_size_is_above_what_all_rows_hold(tiny_checkpoint: Path):
-    sizes = plan_graph_sizes(config(tiny_checkpoint, max_num_seqs=2), max_model_len=9)
-    assert sizes.extend == (4, 8, 12, 16, 18)
-
-
-def test_a_listed_size_that_no_step_reaches_is_refused(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, max_num_seqs=2, prefill_graph_sizes=(16, 64))
-    with pytest.raises(ValueError, match=r"has 64: 2 sequences of 9 tokens make 18 at most"):
-        plan_graph_sizes(settings, max_model_len=9)
-
-
-def test_describe_carries_the_very_list(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, prefill_graphs="piecewise")
+def test_describe_says_what_the_executor_can_hold_and_has_captured(tiny_checkpoint: Path):
+    settings = config(tiny_checkpoint, max_model_len=100, prefill_graphs="piecewise")
     _, description = build_worker(settings)
-    sizes = plan_graph_sizes(settings, max_model_len=512)
+    sizes = plan_graph_sizes(settings, max_model_len=100)
     described = description.graph_sizes
     assert (tuple(described.decode), tuple(described.extend)) == (sizes.decode, sizes.extend)
     assert described.extend_runner == "prefill_piecewise"
-    assert description.agreement["decode_graph_sizes"] == "[1, 2, 4, 8]"
+    assert description.num_kv_blocks == 64
+    assert description.num_rows == description.budget.max_num_seqs == 8
+    assert description.model.architecture == "Qwen3MoeForCausalLM"
+    assert description.model.max_model_len == 100
+    assert list(description.model.eos_token_ids) == [2]
+    agreement = description.agreement
+    assert agreement["model_fingerprint"] == description.model.fingerprint
+    assert agreement["max_num_batched_tokens"] == "64"
+    assert agreement["decode_graph_sizes"] == "[1, 2, 4, 8]"
 
 
 @pytest.mark.parametrize("prefill_graphs", ["breakable", "piecewise"])

@@ -11,56 +11,52 @@ from executor.build.devices import Cpu, open_device
 from executor.config import ExecutorConfig
 
 
-def config(model: Path, **settings: Any) -> ExecutorConfig:
-    return ExecutorConfig(model=model, **settings)
+def opened(model: Path, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    return open_device(ExecutorConfig(model=model, **settings), dtype)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert isinstance(open_device(config(tiny_checkpoint), torch.bfloat16), Cpu)
+    assert isinstance(opened(tiny_checkpoint), Cpu)
     with pytest.raises(ValueError, match="device=cuda: PyTorch finds no CUDA device here; or set"):
-        open_device(config(tiny_checkpoint, device="cuda"), torch.bfloat16)
+        opened(tiny_checkpoint, device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype", "problem"),
-    [({}, torch.float32, "dtype=float32, but the kernels for experts take bfloat16")],
-)
 def test_what_a_gpu_cannot_do_runs_on_the_cpu_unless_cuda_was_asked_for(
-    tiny_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    dtype: torch.dtype,
-    problem: str,
+    tiny_checkpoint: Path, two_gpus: None
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert isinstance(open_device(config(tiny_checkpoint, **settings), dtype), Cpu)
+    assert isinstance(opened(tiny_checkpoint, torch.float32), Cpu)
+    problem = "dtype=float32, but the kernels for experts take bfloat16"
     with pytest.raises(ValueError, match=problem):
-        open_device(config(tiny_checkpoint, device="cuda", **settings), dtype)
+        opened(tiny_checkpoint, torch.float32, device="cuda")
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_its_number(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_a_gpu_that_is_not_there_is_refused_by_its_number(tiny_checkpoint: Path, two_gpus: None):
     with pytest.raises(ValueError, match=r"device=cuda:2: .* 2 CUDA devices here: .* cuda:1; or"):
-        open_device(config(tiny_checkpoint, device="cuda:2"), torch.bfloat16)
+        opened(tiny_checkpoint, device="cuda:2")
 
 
 @pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
 def test_executors_of_one_machine_each_run_on_the_gpu_that_their_settings_name(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str, number: int
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    two_gpus: None,
+    device: str,
+    number: int,
 ):
     made_current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     monkeypatch.setattr(devices, "CudaDevice", lambda device: device)
     monkeypatch.setattr(devices, "CaptureResources", lambda device: device)
     monkeypatch.setattr(devices, "_flashinfer", lambda config: None)
-    opened = open_device(config(tiny_checkpoint, device=device, attn_tp_size=2), torch.bfloat16)
-    assert [opened.torch_device] == made_current == [torch.device("cuda", number)]
+    found = opened(tiny_checkpoint, device=device, attn_tp_size=2)
+    assert [found.torch_device] == made_current == [torch.device("cuda", number)]

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.batch.kv_pool import KVPool
-from executor.batch.read_step import PARAMETERS, RowStarts
 from executor.build import executor as build
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker
@@ -24,6 +23,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
 from executor.model.sampling.sampler import Sampler
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
+from tests.executor.support.sampling import starts
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
 
@@ -39,26 +39,20 @@ SETTINGS: dict[str, Any] = {
     "decode_graph_sizes": (2, 4),
     "prefill_graphs": "off",
 }
+DRAWN = {"draft_sampling": "rejection"}
+ONE_DRAFT = {"draft_model": DRAFTS / "mtp", "num_draft_steps": 1}
+NO_GRAPHS = {"decode_graphs": "off", "decode_graph_sizes": None}
 WAYS: dict[str, dict[str, Any]] = {
     "eagle": {"draft_model": DRAFTS / "eagle"},
-    "eagle drawn": {"draft_model": DRAFTS / "eagle", "draft_sampling": "rejection"},
+    "eagle drawn": {"draft_model": DRAFTS / "eagle", **DRAWN},
     "eagle tree": {"draft_model": DRAFTS / "eagle", "draft_topk": 3, "num_draft_tokens": 9},
-    "one draft": {"draft_model": DRAFTS / "mtp", "num_draft_steps": 1},
-    "one drawn": {
-        "draft_model": DRAFTS / "mtp",
-        "num_draft_steps": 1,
-        "draft_sampling": "rejection",
-    },
+    "one draft": ONE_DRAFT,
+    "one drawn": ONE_DRAFT | DRAWN,
     "layers": {"draft_model": DRAFTS / "mtp3"},
-    "layers drawn": {"draft_model": DRAFTS / "mtp3", "draft_sampling": "rejection"},
+    "layers drawn": {"draft_model": DRAFTS / "mtp3", **DRAWN},
     "frozen KV": {"draft_model": DRAFTS / "frozen_kv", "draft_topk": 2, "num_draft_tokens": 6},
-    "frozen KV drawn": {"draft_model": DRAFTS / "frozen_kv", "draft_sampling": "rejection"},
-    "without graphs": {
-        "draft_model": DRAFTS / "eagle",
-        "draft_sampling": "rejection",
-        "decode_graphs": "off",
-        "decode_graph_sizes": None,
-    },
+    "frozen KV drawn": {"draft_model": DRAFTS / "frozen_kv", **DRAWN},
+    "without graphs": {"draft_model": DRAFTS / "eagle", **DRAWN, **NO_GRAPHS},
 }
 
 
@@ -124,9 +118,9 @@ def test_the_table_has_the_bytes_of_all_that_is_made_between_the_models_and_the_
     assert told["sampling state of each row"] == sum(
         value.nbytes for value in vars(worker._sampler).values() if isinstance(value, torch.Tensor)
     )
-    seen = ["max_num_seqs", "largest decode graph", "hidden states of"]
-    lines = [line for line in description.budget.lines if line.what in HELD]
-    assert all(line.bound.startswith(tuple(seen)) for line in lines), lines
+    seen = ("max_num_seqs", "largest decode graph", "hidden states of")
+    bounds = [line.bound for line in description.budget.lines if line.what in HELD]
+    assert all(bound.startswith(seen) for bound in bounds), bounds
 
 
 class CpuWithFlashInfer(Cpu):
@@ -143,17 +137,22 @@ class CpuWithFlashInfer(Cpu):
     attention_lines: Any = Cuda.attention_lines
 
 
+@pytest.fixture
+def device(library: CpuFlashInfer, monkeypatch: pytest.MonkeyPatch) -> CpuWithFlashInfer:
+    device = CpuWithFlashInfer()
+    monkeypatch.setattr(build, "open_device", lambda *_: device)
+    return device
+
+
 @pytest.mark.parametrize(
     ("name", "num_attentions"),
     # The target's, a draft-extend's, and one for each draft but the first.
     [("eagle tree", 4), ("eagle drawn", 4), ("layers", 2), ("frozen KV", 2)],
 )
 def test_all_attention_of_a_worker_shares_a_workspace_which_the_table_has(
-    name: str, num_attentions: int, library: CpuFlashInfer, monkeypatch: pytest.MonkeyPatch
+    name: str, num_attentions: int, library: CpuFlashInfer, device: CpuWithFlashInfer
 ) -> None:
     """A workspace of its own for each took 128 MiB as often, and no line of the table said so."""
-    device = CpuWithFlashInfer()
-    monkeypatch.setattr(build, "open_device", lambda *_: device)
     with capture_logs() as events:
         _, description = build_worker(ExecutorConfig(**(SETTINGS | WAYS[name])))
     eager = [wrapper for wrapper in library.wrappers if not wrapper.is_graph]
@@ -168,41 +167,17 @@ def test_all_attention_of_a_worker_shares_a_workspace_which_the_table_has(
     assert f" {len(library.wrappers)} " in lines[1].what
     logged = [event for event in events if event["event"] == "token_budget"]
     assert [event["what"] for event in logged][-3:] == [line.what for line in lines]
-    assert [(line.what, line.bytes) for line in description.budget.lines] == [
-        (event["what"], event["bytes"]) for event in logged
-    ]
-
-
-def sampling_starts(num_rows: int) -> RowStarts:
-    """Returns rows of which each goes through every filter."""
-    none = np.zeros(0, dtype=np.int64)
-    zeros = np.zeros(num_rows, dtype=np.int64)
-    parameters = np.zeros(num_rows, PARAMETERS)
-    given = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
-    for name, value in {**given, "repetition_penalty": 1}.items():
-        parameters[name] = value
-    return RowStarts(
-        rows=np.arange(num_rows),
-        parameters=parameters,
-        scores_output=zeros.astype(np.bool_),
-        num_top_logprobs=zeros,
-        suppressed_until=zeros,
-        num_suppressed_ids=zeros,
-        suppressed_ids=none,
-        num_biases=zeros,
-        bias_ids=none,
-        biases=none.astype(np.float32),
-        num_prompt_ids=zeros,
-        prompt_ids=none,
-        num_output_ids=zeros,
-        output_ids=none,
-    )
+    for line, event in zip(description.budget.lines, logged, strict=True):
+        assert (line.what, line.bound) == (event["what"], event["bound"])
+        assert (line.tokens, line.bytes) == (event["tokens"], event["bytes"])
 
 
 def test_the_work_on_verified_probabilities_is_counted() -> None:
     num_rows, vocab_size = 8, 4000
     sampler = Sampler(num_rows, vocab_size, "cpu")
-    sampler.start(sampling_starts(num_rows))
+    of_each = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}  # every filter runs
+    columns = {name: [value] * num_rows for name, value in of_each.items()}
+    sampler.start(starts(vocab_size, num_rows, rows=range(num_rows), **columns))
     rows, logits = np.arange(num_rows), torch.randn(num_rows, vocab_size)
     with torch.inference_mode(), PeakMemory() as memory:
         p = sampler.probabilities(logits, rows, rows + 5, torch.from_numpy(rows))
@@ -239,11 +214,9 @@ def test_without_memory_for_two_blocks_the_start_ends(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("moe_runner", ["cutlass", "cutedsl"])
 def test_the_table_has_the_scratch_of_experts_and_the_workspace_of_the_all_to_all(
-    moe_runner: str, library: CpuFlashInfer, monkeypatch: pytest.MonkeyPatch
+    moe_runner: str, device: CpuWithFlashInfer
 ) -> None:
     """It had rows of hidden states where CuTe-DSL has padded rows of F, and nothing of CUTLASS'."""
-    device = CpuWithFlashInfer()
-    monkeypatch.setattr(build, "open_device", lambda *_: device)
     settings = {"dp_size": 2, "moe_a2a": "flashinfer", "moe_runner": moe_runner}
     device._config = ExecutorConfig(**(SETTINGS | settings))
     _worker, description = build_worker(device._config)

@@ -30,43 +30,67 @@ def part_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def model(tiny_checkpoint: Path) -> ModelConfig:
+    return ModelConfig.from_dir(tiny_checkpoint)
+
+
 # Graph sizes
 
-
-def test_sizes_are_multiples_of_what_gathers_rows(tiny_checkpoint: Path):
-    """Whole dense MLPs under attention TP 8 crashed at a size that does not divide by 8."""
-    settings = config(tiny_checkpoint, attn_tp_size=8, moe_dense_tp_size=1)
-    sizes = plan_graph_sizes(settings, max_model_len=512)
-    assert sizes.decode == (8,)
-    assert sizes.extend == (*range(8, 33, 8), *range(48, 97, 16), 104)
+UP_TO_32 = (*range(4, 33, 4),)
 
 
-def test_dp_ranks_alone_need_no_alignment(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, dp_size=8)
-    assert plan_graph_sizes(settings, max_model_len=512).decode == (1, 2, 4)
+@pytest.mark.parametrize(
+    ("settings", "max_model_len", "expected"),
+    [
+        ({}, 512, GraphSizes((1, 2, 4), (*UP_TO_32, *range(48, 97, 16), 100))),
+        ({"max_num_seqs": 8, "dp_size": 8, "prefill_graphs": "off"}, 512, GraphSizes((1, 2, 4, 8))),
+        ({"decode_graphs": "off", "prefill_graphs": "off"}, 512, GraphSizes()),
+        (
+            {"decode_graph_sizes": (3, 2), "prefill_graph_sizes": (64, 10)},
+            512,
+            GraphSizes((2, 3), (10, 64)),
+        ),
+        # Whole dense MLPs under attention TP 8 crashed at a size that does not divide by 8.
+        (
+            {"attn_tp_size": 8, "moe_dense_tp_size": 1},
+            512,
+            GraphSizes((8,), (*range(8, 33, 8), *range(48, 97, 16), 104)),
+        ),
+        # The largest step, rounded up, may be listed.
+        (
+            {"attn_tp_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 33}
+            | {"decode_graph_sizes": (2,), "prefill_graph_sizes": (34,)},
+            512,
+            GraphSizes((2,), (34,)),
+        ),
+        # No prefill size is above what all rows hold, or that rounded up.
+        ({"max_num_seqs": 2}, 9, GraphSizes((1, 2), (4, 8, 12, 16, 18))),
+        ({"attn_tp_size": 8, "max_num_seqs": 2}, 9, GraphSizes((8,), (8, 16))),
+    ],
+)
+def test_graph_sizes_are_the_default_ones_or_those_listed_as_far_as_steps_reach(
+    tiny_checkpoint: Path, settings: dict[str, Any], max_model_len: int, expected: GraphSizes
+):
+    found = plan_graph_sizes(config(tiny_checkpoint, **settings), max_model_len=max_model_len)
+    assert found == expected
 
 
-def test_listed_sizes_that_are_no_multiples_are_an_error_if_none_is(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, attn_tp_size=8, decode_graph_sizes=(2, 4))
-    with pytest.raises(ValueError, match="no capture size is a multiple of 8"):
-        plan_graph_sizes(settings, max_model_len=512)
-
-
-def test_a_listed_size_may_be_the_largest_step_rounded_up(tiny_checkpoint: Path):
-    settings = config(
-        tiny_checkpoint,
-        attn_tp_size=2,
-        max_num_seqs=1,
-        max_num_batched_tokens=33,
-        decode_graph_sizes=(2,),
-        prefill_graph_sizes=(34,),
-    )
-    assert plan_graph_sizes(settings, max_model_len=512) == GraphSizes((2,), (34,))
-
-
-def test_no_prefill_size_is_aligned_to_more_than_all_rows_hold(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, attn_tp_size=8, max_num_seqs=2)
-    assert plan_graph_sizes(settings, max_model_len=9).extend == (8, 16)
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"attn_tp_size": 8, "decode_graph_sizes": (2, 4)}, "no capture size is a multiple of 8"),
+        (
+            {"max_num_seqs": 2, "prefill_graph_sizes": (16, 64)},
+            "has 64: 2 sequences of 9 tokens make 18 at most",
+        ),
+    ],
+)
+def test_listed_sizes_that_nothing_can_use_are_refused(
+    tiny_checkpoint: Path, settings: dict[str, Any], problem: str
+):
+    with pytest.raises(ValueError, match=problem):
+        plan_graph_sizes(config(tiny_checkpoint, **settings), max_model_len=9)
 
 
 # What a model's sizes allow
@@ -89,9 +113,8 @@ def test_no_prefill_size_is_aligned_to_more_than_all_rows_hold(tiny_checkpoint: 
     ],
 )
 def test_a_group_that_a_model_does_not_divide_among_is_named_with_what_fits(
-    tiny_checkpoint: Path, settings: dict[str, Any], problem: str
+    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any], problem: str
 ):
-    model = ModelConfig.from_dir(tiny_checkpoint)
     with pytest.raises(ValueError, match=problem):
         check_model_fits(config(tiny_checkpoint, **settings), model)
 
@@ -108,19 +131,18 @@ def test_a_group_that_a_model_does_not_divide_among_is_named_with_what_fits(
     ],
 )
 def test_a_group_that_a_model_divides_among_is_taken(
-    tiny_checkpoint: Path, settings: dict[str, Any]
+    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any]
 ):
-    check_model_fits(config(tiny_checkpoint, **settings), ModelConfig.from_dir(tiny_checkpoint))
+    check_model_fits(config(tiny_checkpoint, **settings), model)
 
 
 def test_dense_mlps_are_split_where_there_are_some_unless_told_otherwise(
-    part_dense: Path, tiny_checkpoint: Path
+    part_dense: Path, tiny_checkpoint: Path, model: ModelConfig
 ):
-    model = ModelConfig.from_dir(part_dense)
-    assert splits_dense(config(part_dense), model)
-    assert not splits_dense(config(part_dense, moe_dense_tp_size=1), model)
-    all_experts = ModelConfig.from_dir(tiny_checkpoint)
-    assert not splits_dense(config(tiny_checkpoint), all_experts)
+    has_dense = ModelConfig.from_dir(part_dense)
+    assert splits_dense(config(part_dense), has_dense)
+    assert not splits_dense(config(part_dense, moe_dense_tp_size=1), has_dense)
+    assert not splits_dense(config(tiny_checkpoint), model)
 
 
 def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
@@ -132,21 +154,22 @@ def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
     check_model_fits(config(part_dense, **settings, moe_dense_tp_size=1), model)
 
 
-def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path):
-    model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts=0, intermediate_size=64)
-    check_model_fits(config(tiny_checkpoint, dp_size=2), model)
+def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path, model: ModelConfig):
+    dense = replace(model, num_experts=0, intermediate_size=64)
+    check_model_fits(config(tiny_checkpoint, dp_size=2), dense)
     with pytest.raises(ValueError, match="moe_a2a=torch: the model has no experts; set moe_a2a=n"):
-        check_model_fits(config(tiny_checkpoint, dp_size=2, moe_a2a="torch"), model)
+        check_model_fits(config(tiny_checkpoint, dp_size=2, moe_a2a="torch"), dense)
 
 
 # The budget
 
 
-def test_the_budget_follows_from_settings_model_and_graphs(tiny_checkpoint: Path):
+def test_the_budget_follows_from_settings_model_and_graphs(
+    tiny_checkpoint: Path, model: ModelConfig
+):
     settings = config(
         tiny_checkpoint, dp_size=2, attn_tp_size=4, moe_a2a="torch", max_dispatch_tokens_per_rank=50
     )
-    model = ModelConfig.from_dir(tiny_checkpoint)
     graph_sizes = plan_graph_sizes(settings, max_model_len=512)
     budget = plan_budget(settings, model, torch.bfloat16, graph_sizes)
     assert (budget.decode_graph_size, budget.extend_graph_size) == (4, 100)
@@ -156,46 +179,52 @@ def test_the_budget_follows_from_settings_model_and_graphs(tiny_checkpoint: Path
     assert budget.a2a_dispatch_bytes_per_token == 2 * 48 + 8 * 3
     assert budget.max_num_logits == 4 + 256
 
-
-def test_without_graphs_the_budget_is_the_step_alone(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, decode_graphs="off", prefill_graphs="off")
-    model = ModelConfig.from_dir(tiny_checkpoint)
-    graph_sizes = plan_graph_sizes(settings, max_model_len=512)
-    budget = plan_budget(settings, model, torch.float32, graph_sizes)
+    budget = plan_budget(settings, model, torch.float32, NO_GRAPHS)
     assert (budget.decode_graph_tokens, budget.extend_graph_size) == (0, 0)
     assert (budget.max_tokens_per_rank, budget.itemsize) == (100, 4)
 
 
-@pytest.mark.parametrize(("extend", "needed"), [("all-gather", 4), ("all-to-all", 100)])
-def test_a_dispatch_cap_below_what_a_step_brings_stops_the_start(
-    tiny_checkpoint: Path, extend: str, needed: int
+OF_TWO = {"dp_size": 2, "moe_a2a": "flashinfer"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "top_k", "problem"),
+    [
+        (
+            OF_TWO | {"moe_a2a_extend": "all-gather", "max_dispatch_tokens_per_rank": 3},
+            2,
+            r"=3, .* 4 .* raise .* to 4",
+        ),
+        (
+            OF_TWO | {"moe_a2a_extend": "all-to-all", "max_dispatch_tokens_per_rank": 99},
+            2,
+            r"=99, .* 100 .* raise .* to 100",
+        ),
+        (OF_TWO, 3, r"num_experts_per_tok=3: .* for 2 and 4"),
+    ],
+)
+def test_an_all_to_all_that_a_step_or_a_model_does_not_fit_stops_the_start(
+    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any], top_k: int, problem: str
 ):
-    settings = config(
-        tiny_checkpoint,
-        dp_size=2,
-        moe_a2a="flashinfer",
-        moe_a2a_extend=extend,
-        max_dispatch_tokens_per_rank=needed - 1,
-    )
-    model = replace(ModelConfig.from_dir(tiny_checkpoint), num_experts_per_tok=2)
-    with pytest.raises(ValueError, match=rf"={needed - 1}, .* {needed} .* raise .* to {needed}"):
-        plan_budget(settings, model, torch.float32, NO_GRAPHS)
+    model = replace(model, num_experts_per_tok=top_k)
+    with pytest.raises(ValueError, match=problem):
+        plan_budget(config(tiny_checkpoint, **settings), model, torch.float32, NO_GRAPHS)
 
 
 @pytest.mark.parametrize("moe_a2a", ["none", "torch"])
-def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(tiny_checkpoint: Path, moe_a2a: str):
+def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
+    tiny_checkpoint: Path, model: ModelConfig, moe_a2a: str
+):
     settings = config(tiny_checkpoint, dp_size=2, moe_a2a=moe_a2a, max_dispatch_tokens_per_rank=1)
-    model = ModelConfig.from_dir(tiny_checkpoint)
     plan_budget(settings, model, torch.float32, NO_GRAPHS)
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 30])
 def test_the_budget_has_a_sequences_drafts_wherever_it_may_decode(
-    tiny_checkpoint: Path, max_num_seqs: int
+    tiny_checkpoint: Path, model: ModelConfig, max_num_seqs: int
 ):
     """With 8 sequences and 8 batched tokens, a speculative step of 16 did not fit its buffers."""
     settings = config(tiny_checkpoint, max_num_seqs=max_num_seqs, max_num_batched_tokens=30)
-    model = ModelConfig.from_dir(tiny_checkpoint)
     for algorithm, width in (("eagle", 4), ("multi_layer_eagle", 6), ("frozen_kv_mtp", 4)):
         plan = SpeculationPlan(algorithm=algorithm, num_draft_steps=3)
         budget = plan_budget(settings, model, torch.float32, NO_GRAPHS, plan)
@@ -203,10 +232,3 @@ def test_the_budget_has_a_sequences_drafts_wherever_it_may_decode(
         assert budget.max_step_tokens == max(30, max_num_seqs * width)
         assert budget.max_decode_tokens_per_rank == max_num_seqs * width
         assert budget.max_logits_rows >= max_num_seqs * width
-
-
-def test_a_number_of_experts_without_a_kernel_stops_the_start(tiny_checkpoint: Path):
-    settings = config(tiny_checkpoint, dp_size=2, moe_a2a="flashinfer")
-    model = ModelConfig.from_dir(tiny_checkpoint)
-    with pytest.raises(ValueError, match=r"num_experts_per_tok=3: .* for 2 and 4"):
-        plan_budget(settings, model, torch.float32, NO_GRAPHS)

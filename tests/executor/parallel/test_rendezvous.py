@@ -3,13 +3,11 @@
 import gc
 import os
 import socket
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from executor.__main__ import _keep_in
-from executor.config import ExecutorConfig
 from executor.parallel.rendezvous import open_store
 from tests.support.listening import listening_at
 
@@ -74,23 +72,3 @@ def test_nccl_stays_on_this_machine_where_all_peers_do(
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
     _keep_in(peer_host)
     assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
-
-
-@pytest.mark.parametrize(
-    ("listen", "advertised_host", "expected"),
-    [
-        ("127.0.0.1:1", None, None),
-        ("10.0.0.7:1", None, None),
-        ("10.0.0.7:1", "executor-0.test", None),
-        ("0.0.0.0:1", "10.0.0.7", "0.0.0.0"),
-        ("[::]:1", "executor-0.test", "::"),
-        ("0.0.0.0:1", None, None),
-    ],
-)
-def test_every_address_is_open_only_where_the_port_for_the_router_is(
-    tiny_checkpoint: Path, listen: str, advertised_host: str | None, expected: str | None
-) -> None:
-    config = ExecutorConfig(
-        model=tiny_checkpoint, listen=listen, advertised_host=advertised_host, plaintext="on"
-    )
-    assert config.bind_host == expected

@@ -1,11 +1,26 @@
-"""Columns of sampling parameters, as samplers of a fixed shape take them."""
+"""Sampling parameters as a step brings them, and as samplers of a fixed shape take them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from executor.batch.read_step import RowStarts, read_starts
+from executor.budget.token_budget import TokenBudget
+from executor.parallel.layout import Topology
+from tests.executor.support.steps import limits_of, row_starts
+
 Way = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
+def starts(vocab_size: int = 20, num_rows: int = 4096, **columns: Any) -> RowStarts:
+    """Returns the rows that begin in a step with these columns, of so many rows in all."""
+    budget = TokenBudget(
+        max_num_batched_tokens=num_rows, max_num_seqs=num_rows, max_num_logits=num_rows
+    )
+    limits = limits_of(budget, topology=Topology(), vocab_size=vocab_size)
+    return read_starts(row_starts(**columns), limits)
 
 
 def parameters(rows: Sequence[Way], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

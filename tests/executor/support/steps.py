@@ -6,6 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.batch.read_step import RowProgress, StepLimits, read_step
+from executor.budget.capture_sizes import GraphSizes
+from executor.budget.token_budget import TokenBudget
+from executor.errors import InvalidStep
+from executor.parallel.layout import Topology
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SEED
 from protos.executor.v1 import executor_pb2 as pb
 
@@ -15,6 +20,31 @@ DTYPES: Mapping[str, Any] = {
     "biases": "<f4",
 }
 Change = Callable[[pb.StepRequest], object]
+
+
+def limits_of(budget: TokenBudget, **changes: Any) -> StepLimits:
+    """Returns what a small executor reads steps with: DP rank 1 of 2 unless told otherwise."""
+    limits: dict[str, Any] = {
+        "topology": Topology(dp_rank=1, dp_size=2),
+        "num_kv_blocks": 64,
+        "block_size": 4,
+        "vocab_size": 100,
+        "max_model_len": 40,
+        "graph_sizes": GraphSizes(decode=(1, 2, 4), extend=(4, 8, 16)),
+    }
+    return StepLimits(budget=budget, **(limits | changes))
+
+
+def refusal(
+    request: pb.StepRequest, limits: StepLimits, progress: Callable[[], RowProgress]
+) -> InvalidStep:
+    """Asserts that a step is refused and changes nothing. Returns the error."""
+    rows, expected = progress(), progress()
+    with pytest.raises(InvalidStep) as caught:
+        read_step(request, limits, rows)
+    for name in ("is_live", "has_sampled", "num_blocks", "num_tokens"):
+        assert (getattr(rows, name) == getattr(expected, name)).all(), name
+    return caught.value
 
 
 def row_starts(**columns: Sequence[float]) -> pb.RowStarts:

@@ -15,30 +15,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from executor.batch.read_step import RowStarts, StepLimits, read_starts
-from executor.budget.token_budget import TokenBudget
 from executor.model.sampling.fixed_shape import TorchFilters
 from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
-from executor.parallel.layout import Topology
 from tests.executor.support.chi_square import p_value
-from tests.executor.support.steps import row_starts
+from tests.executor.support.sampling import starts
 
 VOCAB_SIZE = 20
-
-
-def starts(vocab_size: int = VOCAB_SIZE, num_rows: int = 4096, **columns: Any) -> RowStarts:
-    limits = StepLimits(
-        topology=Topology(),
-        budget=TokenBudget(
-            max_num_batched_tokens=num_rows, max_num_seqs=num_rows, max_num_logits=num_rows
-        ),
-        num_kv_blocks=2,
-        block_size=4,
-        vocab_size=vocab_size,
-        max_model_len=8,
-    )
-    return read_starts(row_starts(**columns), limits)
 
 
 def sample_one(
