@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
@@ -199,21 +198,6 @@ def test_a_small_first_step_does_not_size_what_a_large_one_needs(tiny_checkpoint
         tokens.append(tokens_of(worker.execute(prompts_step(lengths, block_size=64))))
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 8
-
-
-def test_the_table_is_logged_at_start_and_in_describe(tiny_checkpoint: Path):
-    with capture_logs() as events:
-        _, description = build_worker(
-            ExecutorConfig(model=tiny_checkpoint, num_kv_blocks=33, max_num_batched_tokens=4000)
-        )
-    logged = [event for event in events if event["event"] == "token_budget"]
-    described = description.budget.lines
-    assert [(line.what, line.bound, line.tokens, line.bytes) for line in described] == [
-        (event["what"], event["bound"], event["tokens"], event["bytes"]) for event in logged
-    ]
-    first = logged[0]
-    assert (first["bound"], first["tokens"]) == ("max_num_batched_tokens", 4000)
-    assert first["bytes"] == 4000 * 48 * 4
 
 
 # Another value of each setting in which members may not differ.

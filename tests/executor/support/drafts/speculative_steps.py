@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from executor.batch.read_step import RowProgress, StepLimits
-from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
-from executor.parallel.layout import Topology
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.steps import row_starts, sequences, step
+from tests.executor.support.steps import limits_of, row_starts, sequences, step
 
 NUM_ROWS = 6
 CHAIN = SpeculationPlan(algorithm="eagle", num_draft_steps=3)
@@ -23,16 +21,8 @@ FROZEN = SpeculationPlan(algorithm="frozen_kv_mtp", num_draft_steps=3)
 def limits(plan: SpeculationPlan | None, **budget: Any) -> StepLimits:
     sizes = {"max_num_batched_tokens": 64, "max_num_seqs": NUM_ROWS, "max_num_logits": 24, **budget}
     width = 1 if plan is None else plan.num_rows_per_sequence
-    return StepLimits(
-        topology=Topology(dp_rank=1, dp_size=2),
-        budget=TokenBudget(dp_size=2, num_tokens_per_bs=width, **sizes),
-        num_kv_blocks=64,
-        block_size=4,
-        vocab_size=100,
-        max_model_len=40,
-        graph_sizes=GraphSizes(decode=(1, 2, 4), extend=(8, 16)),
-        speculation=plan,
-    )
+    budget = TokenBudget(dp_size=2, num_tokens_per_bs=width, **sizes)
+    return limits_of(budget, speculation=plan)
 
 
 def progress(num_tokens: dict[int, int], num_blocks: dict[int, int]) -> RowProgress:
