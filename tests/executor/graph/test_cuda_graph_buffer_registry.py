@@ -142,7 +142,7 @@ def test_a_field_that_appears_or_goes_between_fills_of_a_size_is_noticed():
             assert [content(registry, name)[:2] for name in ("a", "b")] == expected
 
 
-def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
+def test_a_source_fn_is_called_once_a_fill_and_skips_the_slot_where_it_has_no_tensor():
     calls: list[int] = []
 
     def source(batch: Any, context: FillContext) -> torch.Tensor | None:
@@ -155,9 +155,10 @@ def test_a_source_fn_is_called_once_a_fill_whatever_else_the_batch_has():
         (numbers(2), numbers(4)),
         (None, numbers(3, first=7)),
         (numbers(2), None),
+        (numbers(2), [1, 2]),  # no tensor
     ):
         fill(registry, SimpleNamespace(a=a, other=other), 2, 4)
-    assert len(calls) == 4
+    assert len(calls) == 5
     assert content(registry, "b")[:4] == [7, 8, 9, 4]
 
 

@@ -219,5 +219,8 @@ def test_buffers_made_in_inference_mode_can_be_filled_outside_of_it():
         other = full_decode_registry(share_pool=True)
         fill(other, full_batch(3), 3, 4)
     fill(registry, full_batch(3), 3, 4)
-    fill(other, full_batch(3), 3, 4)
-    assert content(other, "seq_lens")[:4] == [1, 2, 3, 1]
+    fill(other, full_batch(3, first=5), 3, 4)
+    assert content(other, "seq_lens")[:4] == [5, 6, 7, 1]
+    with torch.inference_mode():
+        fill(registry, full_batch(3, first=8), 3, 4)
+    assert content(registry, "seq_lens")[:4] == [8, 9, 10, 1]

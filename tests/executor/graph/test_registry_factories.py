@@ -26,22 +26,17 @@ from tests.executor.graph.registry_cases import (
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_runners_of_one_size_share_storage_whoever_comes_first(order: tuple[int, int]):
+    sizes: dict[str, Any] = {"device": "cpu", "max_bs": 8, "cache_loc_dtype": INT64}
     builders = [
         lambda: decode_registry(share_pool=True),
-        lambda: build_eager_registry(
-            device="cpu", max_bs=8, max_num_token=32, cache_loc_dtype=INT64
-        ),
+        lambda: build_eager_registry(max_num_token=32, **sizes),
     ]
     built = {i: builders[i]() for i in order}
-    decode, eager = built[0], built[1]
-
-    def is_shared(name: str) -> bool:
-        return (
-            decode.get_slot(name).slice_for(1, 1).data_ptr()
-            == eager.get_slot(name).slice_for(1, 1).data_ptr()
-        )
-
-    shared = {name for name in eager.slot_names() if is_shared(name)}
+    decode, eager = (
+        {name: built[i].get_slot(name).allocated().data_ptr() for name in built[1].slot_names()}
+        for i in range(2)
+    )
+    shared = {name for name in eager if decode[name] == eager[name]}
     assert shared == {"req_pool_indices", "seq_lens", "seq_lens_cpu"}  # 8 sequences each
 
 
@@ -172,12 +167,9 @@ def test_a_factory_that_forgot_to_zero_an_index_does_not_start(
 @pytest.mark.parametrize("build", [full_decode_registry, prefill_registry])
 def test_only_the_host_mirror_is_on_the_host(build: Any):
     registry = build(device="meta")
-    on_host = {
-        name
-        for name in registry.slot_names()
-        if registry.get_slot(name).allocated().device.type == "cpu"
-    }
-    assert on_host == {"seq_lens_cpu"}.intersection(registry.slot_names())
+    for name in registry.slot_names():
+        is_on_host = registry.get_slot(name).allocated().device.type == "cpu"
+        assert is_on_host == (name == "seq_lens_cpu"), name
 
 
 @pytest.mark.parametrize("value", [0, 1, 7])

@@ -63,14 +63,6 @@ def test_a_source_fn_replaces_the_attribute_and_fills_as_many_rows_as_it_gives()
     assert content(registry, "x") == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("result", [None, [1, 2]])
-def test_a_source_fn_without_a_tensor_skips_the_slot(result: Any):
-    registry = make_registry(bs_slot("x", source_fn=lambda batch, context: result))
-    registry.get_slot("x").slice_for(8, 0).fill_(7)
-    fill(registry, SimpleNamespace(x=numbers(2)), 2, 4)
-    assert content(registry, "x") == [7] * 8
-
-
 def test_a_computed_slot_ignores_the_batchs_attribute():
     registry = make_registry(bs_slot("x", copy_from_fb=False, padding_policy=P.ZERO))
     registry.get_slot("x").slice_for(8, 0).fill_(7)

@@ -19,7 +19,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec
 from unittest.mock import patch
 
@@ -35,15 +35,9 @@ P = ParamSpec("P")
 
 _NUM_WARM_UPS = 2
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_EMPTY = (
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-)
-_LEAVES_CONTENT = {f"aten::{name}" for name in _EMPTY}
+_EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided")
+_NEW_EMPTY = ("new_empty", "new_empty_strided")
+_LEAVES_CONTENT = {f"aten::{name}" for name in (*_EMPTY, *_NEW_EMPTY)}
 _TO_HOST = {getattr(torch.Tensor, x) for x in ("__array__", "cpu", "item", "numpy", "tolist")}
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
 
@@ -53,42 +47,10 @@ class CannotBeCaptured(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Operator:
-    """One noted call.
-
-    Attributes:
-        made: The results that lie in memory of their own: place among all results, and tensor.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-
-    def replay(self) -> None:
-        results = tree_leaves(self.function(*self.args, **self.kwargs))
-        for place, captured in self.made:
-            captured.copy_(results[place])
-
-
-@dataclass(slots=True)
-class _Region:
-    """One eager region, and where the operators after it read its result."""
-
-    function: Callable[..., torch.Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    room: torch.Tensor
-
-    def replay(self) -> None:
-        copy_result(self.function(*self.args, **self.kwargs), self.room)
-
-
-@dataclass(slots=True)
 class Recording:
     """What one capture did, in order, and one tensor in each piece of memory that it made."""
 
-    steps: list[_Operator | _Region] = field(default_factory=list)
+    steps: list[Callable[[], object]] = field(default_factory=list)
     memory: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def poison(self) -> None:
@@ -96,8 +58,8 @@ class Recording:
             _poison(x)
 
     def replay(self) -> None:
-        for step in self.steps:
-            step.replay()
+        for run_again in self.steps:
+            run_again()
 
 
 class RecordingBackend:
@@ -254,10 +216,10 @@ class Recorder(TorchDispatchMode):
                 return result
         _refuse_what_depends_on_values(function, args)
         self._refuse_foreign(function, (args, kwargs))
-        operator = _Operator(function, *_frozen(args, kwargs))
+        frozen = _frozen(args, kwargs)
         read = {_memory_of(x) for x in _tensors((args, kwargs))}
         result = function(*args, **kwargs)
-        self._note(operator, result, read)
+        self._note(function, frozen, result, read)
         return result
 
     def note_kernel(
@@ -266,22 +228,24 @@ class Recorder(TorchDispatchMode):
         """Calls it without looking inside, and notes the call."""
         self._refuse_foreign(function, (args, kwargs))
         with self.paused():
-            operator = _Operator(function, *_frozen(args, kwargs))
+            frozen_args, frozen_kwargs = _frozen(args, kwargs)
             function(*args, **kwargs)
-        self._recording.steps.append(operator)
+        self._recording.steps.append(partial(function, *frozen_args, **frozen_kwargs))
 
     def break_for(
         self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
         """Calls an eager region, and returns the room for its result."""
         with self.paused():
-            frozen = _frozen(args, kwargs)
+            frozen_args, frozen_kwargs = _frozen(args, kwargs)
             result = function(*args, **kwargs)
             room = torch.empty_like(result)
             room.copy_(result)
-            region = _Region(function, *frozen, room.detach())
-        self._recording.memory[_memory_of(region.room)] = region.room
-        self._recording.steps.append(region)
+            kept = room.detach()
+        self._recording.memory[_memory_of(kept)] = kept
+        self._recording.steps.append(
+            lambda: copy_result(function(*frozen_args, **frozen_kwargs), kept)
+        )
         return room
 
     @contextmanager
@@ -292,9 +256,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self.is_paused = False
 
-    def _note(self, operator: _Operator, result: Any, read: set[int | None]) -> None:
-        function: Any = operator.function
+    def _note(
+        self, function: Any, arguments: tuple[Any, Any], result: Any, read: set[int | None]
+    ) -> None:
         name = function._schema.name
+        made: list[tuple[int, torch.Tensor]] = []  # results in memory of their own, by place
         for place, x in enumerate(tree_leaves(result)):
             if isinstance(x, torch.Tensor) and (memory := _memory_of(x)) not in read:
                 if memory is None:
@@ -302,12 +268,12 @@ class Recorder(TorchDispatchMode):
                 if memory in self._older:
                     continue
                 captured = x.detach()
-                operator.made.append((place, captured))
+                made.append((place, captured))
                 self._recording.memory.setdefault(memory, captured)
         if name in _LEAVES_CONTENT or torch.Tag.inplace_view in function.tags:
             return
-        if operator.made or function._schema.is_mutable:
-            self._recording.steps.append(operator)
+        if made or function._schema.is_mutable:
+            self._recording.steps.append(partial(_repeat, function, *arguments, made))
 
     def _refuse_foreign(self, function: Any, arguments: Any) -> None:
         """Refuses tensors of the host, and those that no noted operator has made."""
@@ -350,6 +316,14 @@ class _HostAccess(TorchFunctionMode):
                     f"tensor before the capture"
                 )
         return function(*args, **(kwargs or {}))
+
+
+def _repeat(
+    function: Any, args: Any, kwargs: Any, made: Sequence[tuple[int, torch.Tensor]]
+) -> None:
+    results = tree_leaves(function(*args, **kwargs))
+    for place, captured in made:
+        captured.copy_(results[place])
 
 
 def _refuse_what_depends_on_values(function: Any, args: tuple[Any, ...]) -> None:
