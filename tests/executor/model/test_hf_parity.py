@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.parallel.layout import DpPaddingMode
 from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
-from tests.executor.support.ranks.ranks import run_ranks
-from tests.executor.support.ranks.two_ranks import decode_on_two_ranks
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
 TOLERANCE = 1e-4
@@ -69,18 +66,6 @@ def test_64_greedy_tokens_of_a_ragged_batch_equal_those_of_generate(checkpoint: 
     assert greedy(Rank(path), prompts, 64) == {
         row: greedy_reference(model, ids, 64) for row, ids in prompts.items()
     }
-
-
-@pytest.mark.parametrize("shape", ["plain", "sparse_step"])
-def test_two_ranks_with_unequal_and_idle_steps_equal_generate(shape: str, tmp_path: Path):
-    model = save_qwen3_moe(tmp_path, shape)
-    prompts = [[prompt(11, 6), prompt(2, 7)], [prompt(33, 8)]]
-    modes = [DpPaddingMode.MAX_LEN, DpPaddingMode.SUM_LEN]
-    results = run_ranks(decode_on_two_ranks, 2, tmp_path, prompts, 64)
-    for rank_prompts, per_mode in zip(prompts, results, strict=True):
-        expected = [greedy_reference(model, ids, 64) for ids in rank_prompts]
-        for mode in modes:
-            assert per_mode[mode.name] == expected, mode
 
 
 def greedy(rank: Rank, prompts: dict[int, list[int]], num_tokens: int) -> dict[int, list[int]]:

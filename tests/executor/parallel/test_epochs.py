@@ -1,6 +1,5 @@
 """If this fails, an executor waits for a member that will never come while its router begins anew."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +12,7 @@ from executor.build import executor as build
 from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
 from executor.parallel.epochs import JoinAttempt
-from executor.parallel.layout import Topology
-from executor.parallel.process_groups import EpochGroups, join_group
-from executor.parallel.rendezvous import open_store
 from tests.executor.support.fake_worker import HeldGroups
-from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
 from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
 
 STORE = f"{HOST}:1"
@@ -34,14 +29,6 @@ def groups() -> Iterator[HeldGroups]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor() as pool:
         yield pool
-
-
-def test_what_forms_is_returned_and_stays_open(groups: HeldGroups):
-    groups.may_form.set()
-    attempt = JoinAttempt(1)
-    assert attempt.form(groups.form, STORE) is groups
-    attempt.check()
-    assert not groups.is_closed.is_set()
 
 
 def test_the_groups_are_formed_at_the_address_that_prepare_gave():
@@ -111,30 +98,6 @@ def test_groups_that_form_as_the_attempt_is_called_off_are_either_returned_or_cl
             assert groups.num_closed == 1
         with pytest.raises(JoinFailed, match="over"):
             attempt.check()
-
-
-# Real groups
-
-
-def test_an_executor_whose_peer_never_came_joins_the_next_epoch_beside_the_old_one(
-    pool: ThreadPoolExecutor,
-):
-    old, new = open_store(HOST, timeout_s=TIMEOUT_S), open_store(HOST, timeout_s=TIMEOUT_S)
-    attempt, has_begun = JoinAttempt(1), threading.Event()
-
-    def form(epoch: int, host: str, port: int) -> EpochGroups:
-        has_begun.set()
-        place = Topology(dp_size=2)
-        return join_group(host, port, epoch=epoch, topology=place, bind_host=HOST)
-
-    joining = pool.submit(attempt.form, form, f"{HOST}:{old.port}")
-    assert has_begun.wait(TIMEOUT_S)
-    attempt.call_off("epoch 2 has begun")
-    with pytest.raises(JoinFailed, match="epoch 2 has begun"):
-        joining.result(TIMEOUT_S)
-    seen = on_every_rank(new.port, 2, topologies(2, 1), lambda place, groups: groups.epoch)
-    assert seen == [2, 2]
-    del old  # ends what was left behind
 
 
 def test_groups_between_gpus_form_on_the_gpu_of_the_executor(

@@ -45,6 +45,13 @@ def pair(cleanup: ExitStack) -> Pair:
     return connect
 
 
+def collected(pair: Pair, count: int = 1) -> tuple[Connections, list[tuple[socket.socket, ...]]]:
+    """Returns what has collected some new connections, and both ends of each."""
+    connections = Connections()
+    with connections.collect(), socket.create_server((HOST, 0)) as own:
+        return connections, [pair(own) for _ in range(count)]
+
+
 def is_open(connection: socket.socket, peer: socket.socket) -> bool:
     """Whether what the peer sends arrives."""
     try:
@@ -55,10 +62,8 @@ def is_open(connection: socket.socket, peer: socket.socket) -> bool:
 
 
 def test_connections_that_were_collected_end_and_others_go_on(listener: socket.socket, pair: Pair):
-    connections = Connections()
     older = pair(listener)
-    with connections.collect(), socket.create_server((HOST, 0)) as own:
-        ours = pair(own)
+    connections, [ours] = collected(pair)
     newer = pair(listener)
     connections.shut_down()
     assert not is_open(*ours)
@@ -78,12 +83,10 @@ def test_who_calls_a_server_that_was_there_before_is_not_cut_off(
 def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(
     listener: socket.socket, pair: Pair
 ):
-    connections = Connections()
-    with connections.collect(), socket.create_server((HOST, 0)) as own:
-        caller, accepted = pair(own)
+    connections, [ends] = collected(pair)
     later = pair(listener)
-    for collected, other in zip((caller, accepted), later, strict=True):
-        os.dup2(other.fileno(), collected.fileno())  # as if it had been closed and handed out again
+    for end, other in zip(ends, later, strict=True):
+        os.dup2(other.fileno(), end.fileno())  # as if it had been closed and handed out again
     connections.shut_down()
     assert is_open(*later)
 
@@ -122,9 +125,7 @@ def test_a_descriptor_that_is_a_file_by_now_is_not_kept_open(tmp_path: Path):
 
 def test_several_threads_may_end_the_same_connections_at_once(pair: Pair):
     """A group is closed by the thread whose step failed, and by the one that was told to leave."""
-    connections = Connections()
-    with connections.collect(), socket.create_server((HOST, 0)) as own:
-        pairs = [pair(own) for _ in range(20)]
+    connections, pairs = collected(pair, 20)
     with ThreadPoolExecutor() as threads:
         for ended in [threads.submit(connections.shut_down) for _ in range(8)]:
             ended.result()
@@ -142,8 +143,7 @@ def test_what_listens_goes_on_listening(pair: Pair):
 
 def num_collected(rank: int, port: int, world_size: int) -> int:
     """Returns how many connections of its own an executor has found; all look before any leaves."""
-    place = Topology(dp_rank=rank, dp_size=world_size)
-    groups = join(port, place)
+    groups = join(port, Topology(dp_rank=rank, dp_size=world_size))
     found = len(groups.host._connections._by_name)
     groups.host.all_reduce(torch.zeros(1))
     return found

@@ -141,11 +141,6 @@ def test_a_rank_without_peers_has_all_rows_to_itself():
 def test_a_layout_that_cannot_be_is_refused_with_the_values_at_fault(
     arguments: dict[str, object], problem: str
 ):
-    fields = {
-        "global_num_tokens_cpu": (5, 2),
-        "padding_mode": DpPaddingMode.MAX_LEN,
-        "dp_rank": 0,
-        **arguments,
-    }
+    fitting = {"global_num_tokens_cpu": (5, 2), "padding_mode": DpPaddingMode.MAX_LEN, "dp_rank": 0}
     with pytest.raises(ValueError, match=problem):
-        DpLayout(**fields)  # type: ignore[arg-type]
+        DpLayout(**(fitting | arguments))  # type: ignore[arg-type]

@@ -88,5 +88,7 @@ class Rank:
         return dict(zip(rows, torch.split_with_sizes(logits, counts), strict=True))
 
 
-def layout_of(counts: Sequence[int], padding_mode: DpPaddingMode, dp_rank: int) -> DpLayout:
-    return DpLayout(tuple(counts), padding_mode, dp_rank)
+def layout_of(counts: Sequence[int], padding_mode: DpPaddingMode, topology: Topology) -> DpLayout:
+    """Returns the layout of an executor's eager step in which DP ranks have so many tokens."""
+    place = (topology.attn_tp_rank, topology.attn_tp_size)
+    return DpLayout(tuple(counts), padding_mode, topology.dp_rank, None, False, *place)

@@ -12,11 +12,11 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.ranks.ranks import HOST, join, topology_of
-from tests.executor.support.serving import Rank
+from tests.executor.support.serving import Rank, layout_of
 
 MAX_ROWS = 64
 
@@ -118,13 +118,8 @@ def _serve(
     attn_tp_communicator.join(groups)
     logits: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for step in steps:
-        layout = DpLayout(
-            tuple(sum(map(len, tokens.values())) for tokens in step),
-            case.padding_mode,
-            topology.dp_rank,
-            attn_tp_rank=topology.attn_tp_rank,
-            attn_tp_size=topology.attn_tp_size,
-        )
+        counts = [sum(map(len, tokens.values())) for tokens in step]
+        layout = layout_of(counts, case.padding_mode, topology)
         for row, of_row in served.step(step[topology.dp_rank], layout).items():
             logits[row].append(of_row.clone())
     return {row: torch.cat(parts).numpy() for row, parts in logits.items()}
@@ -135,18 +130,22 @@ class Answered:
     """What a worker did with some steps.
 
     Attributes:
-        responses: Serialized, one per step.
+        responses: One per step.
         last_tokens: What it remembers of every row, after each step.
         output_counts: What it has counted in the end, of each row and token, for penalties.
     """
 
-    responses: list[bytes]
+    responses: list[pb.StepResponse]
     last_tokens: list[list[int]]
     output_counts: list[list[int]]
 
 
 def answer_steps(
-    rank: int, port: int, path: Path, settings: Mapping[str, Any], requests: Sequence[bytes]
+    rank: int,
+    port: int,
+    path: Path,
+    settings: Mapping[str, Any],
+    requests: Sequence[pb.StepRequest],
 ) -> dict[str, Answered]:
     """Runs steps on a worker that shares a DP rank with another, as the executor builds it.
 
@@ -155,7 +154,7 @@ def answer_steps(
         port: Of the ranks' store.
         path: Checkpoint.
         settings: Of ``ExecutorConfig``.
-        requests: Serialized steps, of epoch 1.
+        requests: Steps.
 
     Returns:
         What it answered, and what it answered in a second run in which rank 1 sees other logits.
@@ -170,12 +169,11 @@ def answer_steps(
         worker.join(epoch, f"{HOST}:{port}")
         worker._sampler.last_tokens.zero_()
         answered[name] = Answered([], [], [])
-        for data in requests:
-            request = pb.StepRequest.FromString(data)
+        for request in requests:
             request.epoch = epoch
             response = worker.execute(request)
             response.epoch, response.forward_ns = 1, 0
-            answered[name].responses.append(response.SerializeToString())
+            answered[name].responses.append(response)
             answered[name].last_tokens.append(worker._sampler.last_tokens.tolist())
         answered[name].output_counts.extend(worker._sampler._output_counts.tolist())
         worker.leave()

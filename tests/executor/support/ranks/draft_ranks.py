@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from executor.model.families.config import ModelConfig
-from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
+from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
 from tests.executor.support.ranks.attention_tp_ranks import MAX_ROWS, communicators
 from tests.executor.support.ranks.ranks import join, topology_of
+from tests.executor.support.serving import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,7 @@ def run_passes(
     served: DraftRank, topology: Topology, mode: DpPaddingMode, drafting: Drafting
 ) -> Answer:
     """Returns what one executor's share of the passes yields."""
-
-    def layout(counts: Sequence[int]) -> DpLayout:
-        place = (topology.attn_tp_rank, topology.attn_tp_size)
-        return DpLayout(tuple(counts), mode, topology.dp_rank, None, False, *place)
-
+    layout = partial(layout_of, padding_mode=mode, topology=topology)
     own, prompts = topology.dp_rank, drafting.prompts
     served.target.step(prompts[own], layout([sum(map(len, x.values())) for x in prompts]))
     answer: Answer = []
