@@ -1,9 +1,9 @@
 """Executor metrics: where its time goes is the first question when a group is slow."""
 
 import itertools
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from executor.build.executor import build_worker
 from executor.metrics import PHASES, Measures, Numbers, collector
 from executor.worker import Worker
 from protos.telemetry.metrics import Histogram
-from tests.executor.support.servers import Client, config_of, reason_of, serving
+from tests.executor.support.servers import config_of, reason_of, serving
 from tests.executor.support.steps import decode_part, prompt_part, step
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
@@ -65,20 +65,13 @@ def test_a_step_that_is_refused_is_not_counted_as_run(worker: Worker, measures: 
     assert measures.scheduled_tokens == 0
 
 
-@pytest.fixture
-async def server(
+async def test_a_server_counts_joins_waits_and_refusals_by_reason(
     tiny_checkpoint: Path, measures: Measures
-) -> AsyncIterator[tuple[Client, Measures]]:
+):
     config = config_of(tiny_checkpoint, 0, 1)
     async with serving(lambda: build_worker(config, measures), measures=measures) as (_, client):
-        yield client, measures
-
-
-async def test_a_server_counts_joins_waits_and_refusals_by_reason(server: tuple[Client, Measures]):
-    client, measures = server
-    await client.join(1)
-    assert [response.step_id async for response in client.steps(1)] == [1]
-    assert await reason_of(client.steps(3)) == "STEP_OUT_OF_ORDER"
+        assert await client.joins_and_runs(1)
+        assert await reason_of(client.steps(3)) == "STEP_OUT_OF_ORDER"
 
     assert measures.joins == {"joined": 1, "failed": 0}
     assert measures.steps == {("idle", False): 1}
@@ -87,14 +80,17 @@ async def test_a_server_counts_joins_waits_and_refusals_by_reason(server: tuple[
 
 
 def test_what_prometheus_gets_is_what_was_counted():
+    def series_of(*numbers: Any) -> dict[str, Any]:
+        return {
+            family.name: dict(family.series) for family in collector(lambda: Numbers(*numbers))()
+        }
+
     measures = Measures()
     measures.begin_step()
     measures.end_phase("fill")
     measures.end_step("decode", num_tokens=3, num_rows=4, is_replay=True)
     measures.failures["STEP_FAILED"] += 2
-    collect = collector(lambda: Numbers(measures, 2, 1, 64, 7, {"allocated": 5}))
-    series = {family.name: dict(family.series) for family in collect()}
-
+    series = series_of(measures, 2, 1, 64, 7, {"allocated": 5})
     assert series["lockstep_executor_info"] == {("2", "1"): 1.0}
     assert series["lockstep_executor_epoch"] == {(): 7}
     assert series["lockstep_executor_ready"] == {(): 1.0}
@@ -110,9 +106,6 @@ def test_what_prometheus_gets_is_what_was_counted():
     assert isinstance(histogram, Histogram)
     assert sum(histogram.counts) == 1
 
-
-def test_an_executor_that_is_in_no_epoch_says_so():
-    collect = collector(lambda: Numbers(Measures(), 0, 0, 0, None, {}))
-    series = {family.name: dict(family.series) for family in collect()}
-    assert series["lockstep_executor_epoch"] == {(): 0}
-    assert series["lockstep_executor_ready"] == {(): 0.0}
+    in_no_epoch = series_of(Measures(), 0, 0, 0, None, {})
+    assert in_no_epoch["lockstep_executor_epoch"] == {(): 0}
+    assert in_no_epoch["lockstep_executor_ready"] == {(): 0.0}

@@ -49,8 +49,34 @@ def reference(tiny_checkpoint: Path) -> Any:
     return transformers.Qwen3MoeForCausalLM.from_pretrained(tiny_checkpoint).eval()
 
 
+@pytest.fixture
+def apart(worker: Worker) -> Worker:
+    """A worker whose host and device share no memory, as on CUDA, with a table on each side."""
+    pool = worker._kv_pool
+    pool.block_table = pool.block_table_cpu.clone()
+    return Worker(
+        limits=worker._limits,
+        kv_pool=pool,
+        sampler=worker._sampler,
+        runner=worker._runner,
+        members=[],
+        form_group=None,
+        device=worker._device,
+        copier=SeparateMemory(),
+    )
+
+
+@pytest.fixture(params=["shared memory", "memory of its own"])
+def either(request: pytest.FixtureRequest, worker: Worker) -> Worker:
+    """A worker whose host and device share memory, and one whose do not."""
+    if request.param == "shared memory":
+        return worker
+    apart: Worker = request.getfixturevalue("apart")
+    return apart
+
+
 def generate(
-    worker: Worker, row: int, prompt: list[int], count: int, *, feed_back: bool, **starts: Any
+    worker: Worker, row: int, prompt: list[int], count: int, feed_back: bool = False, **starts: Any
 ) -> list[int]:
     """Returns ``count`` tokens; each is fed back by its value or as -1."""
     blocks = iter(range(1 + 12 * row, 13 + 12 * row))
@@ -76,8 +102,8 @@ def test_a_token_that_the_router_does_not_know_yet_equals_its_value(
     worker: Worker, starts: dict[str, Any]
 ):
     known = generate(worker, 0, PROMPT, 12, feed_back=True, **starts)
-    assert generate(worker, 0, PROMPT, 12, feed_back=False, **starts) == known
-    assert generate(worker, 3, PROMPT, 12, feed_back=False, **starts) == known
+    assert generate(worker, 0, PROMPT, 12, **starts) == known
+    assert generate(worker, 3, PROMPT, 12, **starts) == known
 
 
 def test_a_preempted_sequence_samples_on_as_before(worker: Worker):
@@ -89,24 +115,14 @@ def test_a_preempted_sequence_samples_on_as_before(worker: Worker):
         "num_prompt_ids": [len(PROMPT)],
         "prompt_ids": PROMPT,
     }
-    whole = generate(worker, 0, PROMPT, 12, feed_back=False, **starts)
-    resumed = generate(
-        worker,
-        2,
-        PROMPT + whole[:5],
-        7,
-        feed_back=False,
-        num_output_ids=[5],
-        output_ids=whole[:5],
-        **starts,
-    )
-    assert resumed == whole[5:]
+    whole = generate(worker, 0, PROMPT, 12, **starts)
+    starts |= {"num_output_ids": [5], "output_ids": whole[:5]}
+    assert generate(worker, 2, PROMPT + whole[:5], 7, **starts) == whole[5:]
 
 
-def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(worker: Worker):
-    expected = generate(worker, 0, PROMPT, 3, feed_back=False)
-    worker.join(2, "")
-    worker.execute(step(1, prompt_part(1, PROMPT, [40, 41, 42]), num_tokens=[9], num_logits=[1]))
+def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(either: Worker):
+    expected = generate(either, 0, PROMPT, 3)
+    either.execute(step(1, prompt_part(1, PROMPT, [40, 41, 42]), num_tokens=[9], num_logits=[1]))
     first = pb.RankStep(
         forward_mode=pb.FORWARD_MODE_EXTEND,
         starts=row_starts(rows=[0]),
@@ -131,28 +147,17 @@ def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(worker: Worker):
             new_block_ids=[3],
         ),
     )
-    assert tokens_of(worker.execute(step(2, first, num_tokens=[6], num_logits=[1]))) == [
-        expected[1]
-    ]
-    assert tokens_of(worker.execute(step(3, second, num_tokens=[5], num_logits=[2]))) == [
-        expected[0],
-        expected[2],
-    ]
+    tokens = tokens_of(either.execute(step(2, first, num_tokens=[6], num_logits=[1])))
+    tokens += tokens_of(either.execute(step(3, second, num_tokens=[5], num_logits=[2])))
+    assert tokens == [expected[1], expected[0], expected[2]]
 
 
-def test_scores_are_those_of_the_model_before_penalties(worker: Worker, reference: Any):
-    part = prompt_part(
-        0,
-        PROMPT,
-        [1, 2, 3],
-        scores_output=[1],
-        num_top_logprobs=[2],
-        temperature=[0.3],
-        presence_penalty=[2.0],
-    )
+def test_scores_are_those_of_the_model_before_penalties(either: Worker, reference: Any):
+    scored = {"scores_output": [1], "num_top_logprobs": [2]}
+    part = prompt_part(0, PROMPT, [1, 2, 3], **scored, temperature=[0.3], presence_penalty=[2.0])
     part.sequences.MergeFrom(sequences(num_scored=[8], scored_ids=PROMPT[1:]))
 
-    response = worker.execute(step(1, part, num_tokens=[9], num_logits=[9]))
+    response = either.execute(step(1, part, num_tokens=[9], num_logits=[9]))
 
     expected = reference_logits(reference, PROMPT).log_softmax(-1)
     [token] = tokens_of(response)
@@ -193,8 +198,8 @@ def test_a_step_without_a_sampling_sequence_gives_no_tokens(worker: Worker):
 
 def test_a_refused_step_leaves_no_trace(worker: Worker):
     """The refused step would start a row, write blocks and sample, had it been run."""
-    expected = generate(worker, 0, PROMPT, 6, feed_back=False)
-    generate(worker, 0, PROMPT, 3, feed_back=False)
+    expected = generate(worker, 0, PROMPT, 6)
+    generate(worker, 0, PROMPT, 3)
     caches = [cache.clone() for cache in worker._kv_pool.key_cache]
     bad = prompt_part(0, [1, 2, 3, 4, 5], [1, 2], temperature=[2.0])
     bad.sequences.MergeFrom(sequences(num_scored=[1], scored_ids=[10_000]))
@@ -212,29 +217,6 @@ def test_a_refused_step_leaves_no_trace(worker: Worker):
     assert [token for [token] in tokens] == expected[3:]
 
 
-@pytest.fixture
-def apart(worker: Worker) -> Worker:
-    """A worker whose host and device share no memory, as on CUDA, with a table on each side."""
-    pool = worker._kv_pool
-    pool.block_table = pool.block_table_cpu.clone()
-    return Worker(
-        limits=worker._limits,
-        kv_pool=pool,
-        sampler=worker._sampler,
-        runner=worker._runner,
-        members=[],
-        form_group=None,
-        device=worker._device,
-        copier=SeparateMemory(),
-    )
-
-
-def num_copies(worker: Worker) -> int:
-    copier = worker._stager._staging._copier
-    assert isinstance(copier, SeparateMemory)
-    return copier.num_copies
-
-
 @pytest.mark.parametrize(
     "starts",
     [
@@ -250,37 +232,9 @@ def test_memory_of_its_own_gives_a_device_the_same_tokens(
     """Whatever a step changes must have travelled: nothing may rest on shared memory."""
     shared = make_worker(tiny_checkpoint)
     for row in (2, 0, 2):
-        expected = generate(shared, row, PROMPT, 12, feed_back=False, **starts)
-        assert generate(apart, row, PROMPT, 12, feed_back=False, **starts) == expected
+        expected = generate(shared, row, PROMPT, 12, **starts)
+        assert generate(apart, row, PROMPT, 12, **starts) == expected
         assert torch.equal(apart._kv_pool.block_table, apart._kv_pool.block_table_cpu)
-
-
-def test_a_mixed_step_gives_a_device_with_its_own_memory_the_same_tokens(
-    tiny_checkpoint: Path, apart: Worker
-):
-    """A chunk that does not sample, a decode that does, a prompt that is scored."""
-    part = pb.RankStep(
-        forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=[3, 2], temperature=[0, 1], seed=[0, 5]),
-        sequences=sequences(
-            rows=[3, 0, 2],
-            num_tokens=[4, 1, 5],
-            num_computed_tokens=[0, 9, 0],
-            token_ids=[*PROMPT[:4], -1, *PROMPT[:5]],
-            num_new_blocks=[1, 0, 2],
-            new_block_ids=[50, 51, 52],
-            samples=[0, 1, 1],
-            num_scored=[0, 0, 2],
-            scored_ids=PROMPT[1:3],
-        ),
-    )
-    results = []
-    for worker in (make_worker(tiny_checkpoint), apart):
-        generate(worker, 0, PROMPT, 1, feed_back=False)
-        response = worker.execute(step(2, part, num_tokens=[10], num_logits=[4]))
-        results.append((tokens_of(response), floats_of(response.ranks[0].logprobs)))
-    assert results[0] == results[1]
-    assert len(results[0][0]) == len(results[0][1]) == 2
 
 
 @pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
@@ -296,11 +250,12 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
     monkeypatch.setattr("executor.model.sampling.sampler.to_device", refuse)
     for module in ("worker", "batch.staging"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
+    copier: Any = apart._stager._staging._copier
     for length in range(3, 12):
-        before = num_copies(apart)
+        before = copier.num_copies
         new = [2 + length // 4] if length % 4 == 0 else []
         apart.execute(step(2, decode_part(0, length, -1, new), num_tokens=[1]))
-        assert num_copies(apart) - before == 2
+        assert copier.num_copies - before == 2
 
 
 def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker):
@@ -314,7 +269,7 @@ def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker
 
 
 def test_a_row_that_starts_again_has_no_last_token(worker: Worker):
-    generate(worker, 0, PROMPT, 2, feed_back=False)
+    generate(worker, 0, PROMPT, 2)
     chunk = prompt_part(0, PROMPT[:4], [1])
     chunk.sequences.samples = b"\0"
     worker.execute(step(3, chunk, num_tokens=[4], num_logits=[0]))
@@ -323,19 +278,7 @@ def test_a_row_that_starts_again_has_no_last_token(worker: Worker):
 
 
 def test_a_join_forgets_all_rows(worker: Worker):
-    generate(worker, 0, PROMPT, 2, feed_back=False)
+    generate(worker, 0, PROMPT, 2)
     worker.join(2, "")
     with pytest.raises(InvalidStep, match="row 0 runs without having started"):
         worker.execute(step(1, decode_part(0, 10), num_tokens=[1]))
-
-
-def test_describe_says_what_the_executor_can_hold(tiny_checkpoint: Path):
-    config = ExecutorConfig(model=tiny_checkpoint, max_model_len=100, num_kv_blocks=33)
-    _, description = build_worker(config)
-    assert description.num_kv_blocks == 33
-    assert description.num_rows == description.budget.max_num_seqs == 64
-    assert description.model.architecture == "Qwen3MoeForCausalLM"
-    assert description.model.max_model_len == 100
-    assert list(description.model.eos_token_ids) == [2]
-    assert description.agreement["model_fingerprint"] == description.model.fingerprint
-    assert description.agreement["max_num_batched_tokens"] == "2048"

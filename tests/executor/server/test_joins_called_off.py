@@ -131,10 +131,10 @@ async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
     waiting = asyncio.ensure_future(error_of(client.executor.Join(pb.JoinRequest(epoch=1))))
     await asyncio.to_thread(has_joined.wait)
     num_leaves = worker.num_leaves
-    end = client.executor.Prepare(pb.PrepareRequest(epoch=2))
-    if way == "stop":
-        end = worker.servicer.stop()
-    ending = asyncio.ensure_future(end)
+    if way == "prepare":
+        ending = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=2)))
+    else:
+        ending = asyncio.ensure_future(worker.servicer.stop())
     await until(lambda: worker.num_leaves == num_leaves + 1)
     may_return.set()
     assert (await ended(waiting))[0] == "JOIN_FAILED"
@@ -243,14 +243,6 @@ def test_a_worker_that_has_left_its_group_runs_no_step(alone: Any, monkeypatch: 
     assert not alone._rows.is_live.any()
 
 
-async def joining_alone(client: Client, servicer: Any, epoch: int, address: str) -> Any:
-    """Returns a Join that has begun on this executor and on no other."""
-    call = client.executor.Join(pb.JoinRequest(epoch=epoch, store_address=address))
-    waiting = asyncio.ensure_future(error_of(call))
-    await until(lambda: servicer._joining is not None)
-    return waiting
-
-
 @pytest.mark.parametrize("comes", [0, 1])
 async def test_an_executor_whose_peer_never_comes_is_in_the_next_epoch(
     tiny_checkpoint: Path, comes: int
@@ -266,9 +258,9 @@ async def test_an_executor_whose_peer_never_comes_is_in_the_next_epoch(
     ):
         clients, servicers = [to_first, to_second], [first, second]
         old_store = open_store(HOST)
-        waiting = await joining_alone(
-            clients[comes], servicers[comes], 1, f"{HOST}:{old_store.port}"
-        )
+        to_join = pb.JoinRequest(epoch=1, store_address=f"{HOST}:{old_store.port}")
+        waiting = asyncio.ensure_future(error_of(clients[comes].executor.Join(to_join)))
+        await until(lambda: servicers[comes]._joining is not None)
         await form_group(clients, 2)
         assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
         for servicer in servicers:

@@ -38,29 +38,22 @@ def servicer() -> Any:
     return Servicer()
 
 
-async def test_it_waits_for_the_step_in_flight(servicer: Any):
-    server = Server()
-    stopping = asyncio.create_task(_stop(servicer, server, 600.0, asyncio.Event()))
-    await asyncio.sleep(0)
-    assert not server.has_stopped
-    servicer.step_ended.set()
-    await asyncio.wait_for(stopping, TEST_TIMEOUT_S)
-    assert servicer.has_left
-    assert server.has_stopped
-
-
-@pytest.mark.parametrize("timeout_s", [600.0, 0.01])
-async def test_a_second_signal_ends_the_wait_and_so_does_the_end_of_its_time(
-    servicer: Any, timeout_s: float
+@pytest.mark.parametrize("end", ["step", "second signal", "time"])
+async def test_it_waits_for_the_step_in_flight_unless_a_second_signal_or_its_time_ends_the_wait(
+    servicer: Any, end: str
 ):
     server, at_once = Server(), asyncio.Event()
+    timeout_s = 0.01 if end == "time" else 600.0
     stopping = asyncio.create_task(_stop(servicer, server, timeout_s, at_once))
     await asyncio.sleep(0)
-    if timeout_s == 600.0:
+    assert not server.has_stopped
+    if end == "step":
+        servicer.step_ended.set()
+    elif end == "second signal":
         at_once.set()
     await asyncio.wait_for(stopping, TEST_TIMEOUT_S)
     assert server.has_stopped
-    assert not servicer.has_left
+    assert servicer.has_left == (end == "step")
 
 
 @pytest.mark.parametrize("way", ["in time", "second signal"])
