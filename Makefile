@@ -1,6 +1,6 @@
-# `make help` lists the targets; ARGS="..." passes flags on to what they run, and DP, TP, EP and
-# A2A say what demo and serve start. The virtual environment is made on first use, in .venv, and
-# brought up to date when pyproject.toml or constraints.txt changed.
+# `make help` lists the targets; ARGS="..." passes flags on to what they run, and DP, TP, EP, A2A
+# and DRAFTS say what demo and serve start. The virtual environment is made on first use, in .venv,
+# and brought up to date when pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
 VENV := .venv

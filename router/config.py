@@ -104,5 +104,5 @@ def _check_otlp_endpoint(endpoint: str) -> None:
     if find_spec("opentelemetry") is None:
         raise ValueError(
             f"otlp_endpoint={endpoint}: OpenTelemetry is not installed; install it with "
-            f"pip install 'lockstep[tracing]', or set no endpoint"
+            f"pip install '.[tracing]', or set no endpoint"
         )

@@ -4,7 +4,7 @@ What a span tells (when the request waited, was prefilled and decoded) is noted 
 request costs nothing here. The trace that a caller began is continued: its `traceparent` comes
 with the call's metadata, and holds for every request of a GenerateMany stream.
 
-Needs the packages of `pip install 'lockstep[tracing]'`: import this file only where traces are
+Needs the packages of `pip install '.[tracing]'`: import this file only where traces are
 wanted.
 """
 
