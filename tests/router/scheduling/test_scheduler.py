@@ -372,6 +372,7 @@ def test_invariants_hold_after_every_call(seed: int) -> None:
                         max_tokens=rng.randint(1, 16),
                         n=rng.choice([1, 1, 2]),
                         priority=rng.choice([0, 0, 1]),
+                        min_tokens=rng.choice([0, 4]),
                         stop_token_ids=rng.choice([(), (EOS,), (EOS, 3, 5, 7, 11, 13)]),
                         output=OutputOptions(
                             logprobs=rng.random() < 0.3, prompt_logprobs=rng.random() < 0.3
