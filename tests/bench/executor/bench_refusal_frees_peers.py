@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from executor.build.executor import build_worker
-from executor.config import ExecutorConfig
 from executor.parallel.rendezvous import open_store
 from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
@@ -39,6 +38,7 @@ from router.scheduling.step import InFlight
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.routing import scheduler_of
+from tests.executor.support.servers import config_of
 from tests.router.support.peers import group_of
 from tests.support.paths import DEMO_MODEL
 
@@ -57,18 +57,8 @@ def run_executor(rank: int, dp_size: int, pipe: Connection) -> None:
     events: Events = []
 
     def build() -> Any:
-        worker, description = build_worker(
-            ExecutorConfig(
-                model=DEMO_MODEL,
-                dp_rank=rank,
-                dp_size=dp_size,
-                block_size=16,
-                max_num_seqs=4,
-                num_kv_blocks=64,
-                num_threads=1,
-                listen=f"{HOST}:0",
-            )
-        )
+        config = config_of(DEMO_MODEL, rank, dp_size, block_size=16, num_threads=1)
+        worker, description = build_worker(config)
         noted: Any = worker
         noted.execute = partial(note_failure, events, worker.execute)
         noted.leave = partial(note_leave, events, worker.leave)

@@ -110,6 +110,7 @@ def config_of(
     path: Path, rank: int, dp_size: int, attn_tp_size: int = 1, **settings: Any
 ) -> ExecutorConfig:
     """Returns the settings of the executor of a world rank."""
+    sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 64}
     return ExecutorConfig(
         model=path,
         listen=f"{HOST}:0",
@@ -117,11 +118,7 @@ def config_of(
         dp_size=dp_size,
         attn_tp_rank=rank % attn_tp_size,
         attn_tp_size=attn_tp_size,
-        block_size=4,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        num_kv_blocks=64,
-        **settings,
+        **{**sizes, **settings},
     )
 
 
