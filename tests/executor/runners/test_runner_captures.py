@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.model.families.config import ModelConfig
@@ -58,8 +59,8 @@ def log() -> list[str]:
 
 @pytest.fixture(scope="module")
 def case(tiny_checkpoint: Path, log: list[str]) -> RunnerCase:
-    def logging_attention(config: ModelConfig) -> Any:
-        return noting(torch_attention(config), log, OF_ATTENTION)
+    def logging_attention(config: ModelConfig, pool: KVPool) -> Any:
+        return noting(torch_attention(config, pool), log, OF_ATTENTION)
 
     return RunnerCase(tiny_checkpoint, logging_attention, is_capturable=True)
 
@@ -75,25 +76,19 @@ def build(
     return runner
 
 
+def warmed(size: int) -> list[str]:
+    two_runs = ("warm up", "plan in graph", "plan in graph")
+    return [f"plan {size} rows", *two_runs, "restore", f"capture size {size}"]
+
+
 def whole(size: int) -> list[str]:
     """Captures a pass, of which planning on the device is a part."""
-    return [
-        f"plan {size} rows",
-        *("warm up", "plan in graph", "plan in graph"),
-        "restore",
-        *(f"capture size {size}", "plan in graph"),
-    ]
+    return [*warmed(size), "plan in graph"]
 
 
 def in_pieces(size: int) -> list[str]:
     """Captures the pieces between four attention calls; attention and its plan stay outside."""
-    return [
-        f"plan {size} rows",
-        *("warm up", "plan in graph", "plan in graph"),
-        "restore",
-        f"capture size {size}",
-        *(f"capture size {size}, piece {piece}" for piece in (1, 2, 3)),
-    ]
+    return [*warmed(size), *(f"capture size {size}, piece {piece}" for piece in (1, 2, 3))]
 
 
 DISCARD, DECODE, PREFILL = "discard", "session decode", "session prefill"

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
+from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
+from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import plan_budget
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
@@ -22,7 +24,6 @@ from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
-    build_decode_registry,
 )
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
@@ -34,7 +35,8 @@ from executor.model.moe.layer import Dispatched
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
-from executor.runners.target import DecodeRunner, RunnerSelection
+from executor.runners.target import RunnerSelection
+from executor.speculative.tree import ancestors
 from tests.executor.support.kv import batch_of, full_pool
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
@@ -53,10 +55,10 @@ class HasGraphs(Protocol):
 
 
 R = TypeVar("R", bound=HasGraphs)
-NewAttention = Callable[[ModelConfig], Attention]
+NewAttention = Callable[[ModelConfig, KVPool], Attention]
 
 
-def torch_attention(config: ModelConfig) -> TorchAttention:
+def torch_attention(config: ModelConfig, pool: KVPool) -> TorchAttention:
     return TorchAttention(
         config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype=config.dtype
     )
@@ -67,7 +69,8 @@ class RunnerCase:
 
     Args:
         path: Checkpoint.
-        new_attention: Makes the attention backend, given a model with this executor's heads.
+        new_attention: Makes the attention backend, given a model with this executor's heads and the
+            KV pool.
         is_capturable: Whether layers do device work alone, as on CUDA.
         topology: This executor's place in its group. In one of several, ``members`` must join a
             group before the first run.
@@ -127,16 +130,15 @@ class RunnerCase:
         self.aux_layers = aux_layers or ()
         self.model = model
         self.model_config = config
+        own = replace(
+            config,
+            num_attention_heads=len(self.heads.q_heads),
+            num_key_value_heads=len(self.heads.kv_heads),
+        )
         self.forward_pass = ForwardPass(
             stages=model.stages,
             compute_logits=model.compute_logits,
-            attention=new_attention(
-                replace(
-                    config,
-                    num_attention_heads=len(self.heads.q_heads),
-                    num_key_value_heads=len(self.heads.kv_heads),
-                )
-            ),
+            attention=new_attention(own, self.pool),
             kv_pool=self.pool,
             num_heads=len(self.heads.q_heads),
             hidden_size=config.hidden_size,
@@ -146,11 +148,7 @@ class RunnerCase:
             require_mlp_tp_gather=topology.dp_size > 1,
             features=features,
         )
-        torch.manual_seed(1)
-        for cache in self.caches:
-            size = (len(cache), config.num_key_value_heads, config.head_dim)
-            at = self.heads.kv_heads
-            cache.copy_(torch.randn(size, dtype=config.dtype)[:, at.start : at.stop])
+        fill_heads(self.pool, config, topology, seed=1)
 
     @property
     def caches(self) -> list[torch.Tensor]:
@@ -161,11 +159,14 @@ class RunnerCase:
         sizes: GraphSizes,
         new_backend: Callable[[], RunnerBackend] = EagerBackend,
         prefill_graphs: str = "breakable",
+        speculation: SpeculationPlan | None = None,
     ) -> RunnerSelection:
         """Returns the executor's own runners, which have captured nothing yet."""
         settings = replace(self.settings, prefill_graphs=prefill_graphs)
         budget = plan_budget(settings, self.model_config, self.forward_pass.dtype, sizes)
-        return build_runners(settings, budget, self.forward_pass, sizes, new_backend)
+        return build_runners(
+            settings, budget, self.forward_pass, sizes, new_backend, speculation=speculation
+        )
 
     def decode(self, backend: RunnerBackend, width: int = 1, *, has_tree: bool = False) -> Runner:
         """Returns a runner of decodes that has captured.
@@ -175,24 +176,15 @@ class RunnerCase:
             width: Tokens of each sequence.
             has_tree: Whether they are a tree of drafts.
         """
-        runner = self.build(GraphSizes(decode=DECODE_SIZES), lambda: backend)
-        if width == 1:
-            return captured(runner)
-        registry = build_decode_registry(
-            device="cpu",
-            max_bs=DECODE_SIZES[-1],
-            max_num_token=DECODE_SIZES[-1] * width,
-            seq_len_fill_value=width,
-            cache_loc_dtype=torch.int64,
-            enable_num_token_non_padded=True,
-            register_global_num_tokens=False,
-            num_tree_nodes=width if has_tree else 0,
-        )
-        return captured(
-            DecodeRunner(
-                self.forward_pass, registry, backend, DECODE_SIZES, num_tokens_per_bs=width
+        plan = None
+        if width > 1:
+            steps, topk = (2, 2) if has_tree else (width - 1, 1)
+            plan = SpeculationPlan(
+                algorithm="eagle", num_draft_steps=steps, topk=topk, num_draft_tokens=width
             )
-        )
+        sizes = GraphSizes(decode=DECODE_SIZES)
+        runner = self.build(sizes, lambda: backend, speculation=plan)
+        return captured(runner if plan is None else runner._verify)
 
     def prefill(self, prefill_graphs: str, backend: RunnerBackend) -> Runner:
         """Returns a runner of extends that has captured."""
@@ -261,6 +253,23 @@ class RunnerCase:
             num_seqs = int(rng.integers(smaller + 1, size + 1))
         return self.batch(rng, [width] * num_seqs, size * width, has_extend=False)
 
+    def tree_batch(
+        self, rng: np.random.Generator, size: int, *, num_seqs: int | None = None, width: int = 4
+    ) -> ForwardBatch:
+        """Returns random trees of drafts behind random prefixes, for a graph of ``size``."""
+        batch = self.decode_batch(rng, size, num_seqs=num_seqs, width=width)
+        count = batch.batch_size
+        parents = rng.integers(0, np.arange(1, width), (count, width - 1))
+        sees = ancestors(torch.from_numpy(parents), width)
+        roots = batch.positions.view(count, width)[:, :1]
+        return replace(
+            batch,
+            positions=(roots + sees.sum(dim=2) - 1).flatten(),
+            tree_mask=sees,
+            extend_prefix_lens_cpu=batch.seq_lens_cpu.numpy() - width,
+            extend_seq_lens_cpu=np.full(count, width),
+        )
+
     def prefill_batch(self, rng: np.random.Generator, size: int) -> ForwardBatch:
         """Returns a batch that a prefill graph of ``size`` runs: chunks, with decodes between."""
         total = int(rng.integers(size // 2 + 1, size + 1))
@@ -286,6 +295,15 @@ class RunnerCase:
             logits = runner.run(batch).clone()
         left = [] if features is None else [features[: len(batch.input_ids)].clone()]
         return [logits, *after, *left]
+
+
+def fill_heads(pool: KVPool, config: ModelConfig, topology: Topology, *, seed: int) -> None:
+    """Fills a pool with its executor's heads of random keys and values, the same on each of a group."""
+    torch.manual_seed(seed)
+    heads = config.attention_share(topology).kv_heads
+    for cache in (*pool.key_cache, *pool.value_cache):
+        size = (len(cache), config.num_key_value_heads, config.head_dim)
+        cache.copy_(torch.randn(size, dtype=cache.dtype)[:, heads.start : heads.stop])
 
 
 @contextmanager

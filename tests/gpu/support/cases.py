@@ -362,5 +362,5 @@ def assert_alike(got: Result, expected: Result, limit: float, what: str = "") ->
 
 
 def lazily(new: Callable[..., Any], **options: Any) -> NewAttention:
-    """Adapts an attention backend that is made from the model's sizes alone."""
-    return lambda config, pool, sizes: new(config, **options)
+    """Adapts an attention backend that is made without the sizes of a case."""
+    return lambda config, pool, sizes: new(config, pool, **options)

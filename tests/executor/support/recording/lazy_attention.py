@@ -36,7 +36,7 @@ class LazyAttention:
         self._upgraded: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, *, restores: bool = True) -> "LazyAttention":
+    def of(cls, config: ModelConfig, pool: KVPool, *, restores: bool = True) -> "LazyAttention":
         return cls(config.num_attention_heads, config.num_key_value_heads, restores=restores)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:

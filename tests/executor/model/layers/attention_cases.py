@@ -1,0 +1,162 @@
+"""Sequences over a KV pool, the backends that attend to them, and plain attention beside them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from executor.batch.kv_pool import KVPool, KVShape
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.parallel.layout import DpLayout
+from tests.executor.support.flashinfer.attention import flashinfer_attention
+from tests.executor.support.kv import batch_of, out_cache_loc
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+Mix = Sequence[tuple[int, int]]  # of each sequence, keys before the pass and new tokens in it
+MIXES: dict[str, Mix] = {
+    "one decode": [(17, 1)],
+    "first tokens": [(0, 1), (0, 1)],
+    "block edges": [(3, 1), (4, 1), (7, 1), (8, 1), (47, 1)],
+    "ragged decodes": [(0, 1), (3, 1), (150, 1), (4, 1), (63, 1), (64, 1)],
+    "ragged decodes in one group": [(29, 1), (1, 1), (14, 1), (0, 1), (7, 1), (8, 1)],
+    "one prompt": [(0, 9)],
+    "prompts": [(0, 5), (0, 2), (0, 12)],
+    "chunks": [(4, 5), (13, 7), (0, 3)],
+    "mixed": [(30, 1), (0, 6), (2, 1), (9, 4), (90, 1)],
+    "more queries than a tile": [(7, 600), (5, 1), (0, 530)],
+    "more keys than the workspace holds for all": [(4000, 1), (3000, 1), (2500, 3), (9, 1)],
+}
+
+
+class Case:
+    """Sequences with keys and values of their own in layer 1; other slots of the pool hold garbage.
+
+    Queries, keys and values of the pass are strided as a model's are.
+
+    Args:
+        mix: The sequences.
+        dtype: Of everything.
+        num_heads: Query heads.
+        garbage: The value of what is nobody's.
+        spare_blocks: Blocks of the pool that belong to none of them.
+        layout: Of the pass; that of an executor without peers and graphs if None.
+    """
+
+    def __init__(
+        self,
+        mix: Mix,
+        dtype: torch.dtype = torch.float32,
+        *,
+        num_heads: int = HEADS,
+        garbage: float = torch.nan,
+        spare_blocks: int = 2,
+        layout: DpLayout | None = None,
+    ) -> None:
+        self.dtype, self.num_heads = dtype, num_heads
+        prefixes, self.counts = [p for p, _ in mix], [n for _, n in mix]
+        self.num_keys = [p + n for p, n in mix]
+        blocks = [-(-n // BLOCK_SIZE) for n in self.num_keys]
+        self.rows = list(range(len(mix), 0, -1))
+        self.pool = KVPool(
+            KVShape(
+                num_layers=2,
+                num_kv_heads=KV_HEADS,
+                head_dim=HEAD_DIM,
+                block_size=BLOCK_SIZE,
+                dtype=dtype,
+            ),
+            num_blocks=1 + sum(blocks) + spare_blocks,
+            num_rows=len(mix) + 1,
+            max_blocks_per_row=max([MAX_LEN // BLOCK_SIZE, *blocks]) + 1,
+        )
+        shuffled = np.random.default_rng(0).permutation(sum(blocks)) + 1
+        self.pool.append_blocks(self.rows, [0] * len(mix), blocks, shuffled)
+        for cache in self.caches:
+            cache.fill_(garbage)
+        generator = torch.Generator().manual_seed(len(mix) * 100 + sum(self.counts))
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator).to(dtype)
+
+        heads = random(sum(self.counts), num_heads + 2 * KV_HEADS, HEAD_DIM)
+        self.q, self.k, self.v = heads.split((num_heads, KV_HEADS, KV_HEADS), dim=1)
+        self.keys, self.values = [], []
+        for row, prefix, k, v in zip(
+            self.rows, prefixes, self.k.split(self.counts), self.v.split(self.counts), strict=True
+        ):
+            before = random(2, prefix, KV_HEADS, HEAD_DIM)
+            at = out_cache_loc(self.pool, [row], [0], [prefix])
+            self.pool.key_cache[1][at], self.pool.value_cache[1][at] = before
+            self.keys.append(torch.cat((before[0], k)))
+            self.values.append(torch.cat((before[1], v)))
+        self.batch = batch_of(self.pool, self.rows, prefixes, self.counts, layout=layout)
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [*self.pool.key_cache, *self.pool.value_cache]
+
+    def attention(self, backend: str = "torch", num_workers: int = 1) -> Attention:
+        if backend == "flashinfer":
+            return self.flashinfer()
+        return TorchAttention(
+            self.num_heads, KV_HEADS, HEAD_DIM, dtype=self.dtype, num_workers=num_workers
+        )
+
+    def flashinfer(self, workspace: AttentionWorkspace | None = None) -> FlashInferAttention:
+        """Returns the backend for passes of up to 64 more rows than this one."""
+        return flashinfer_attention(
+            self.num_heads, self.pool, workspace=workspace, max_num_tokens=len(self.q) + 64
+        )
+
+    def run(self, attention: Attention, *, stores: bool = True) -> torch.Tensor:
+        """Plans, and attends in layer 1. Keys and values are not handed over if it stores none."""
+        attention.init_forward_metadata_out_graph(self.batch, self.pool)
+        attention.init_forward_metadata_in_graph()
+        k, v = (self.k, self.v) if stores else (None, None)
+        return attention.forward(self.q, k, v, 1)
+
+    def expected(self, seen: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Plain softmax attention of each query over the keys [Q, n] that it sees, in float32.
+
+        Without ``seen`` it sees those up to its own.
+        """
+        outs = []
+        for i, queries in enumerate(self.q.float().split(self.counts)):
+            k, v = (
+                x[i].float().repeat_interleave(self.num_heads // KV_HEADS, dim=1)
+                for x in (self.keys, self.values)
+            )
+            count = self.counts[i]
+            shown = (
+                torch.ones(count, len(k)).bool().tril(len(k) - count) if seen is None else seen[i]
+            )
+            for query, mine in zip(queries, shown, strict=True):
+                scores = torch.einsum("hd,shd->hs", query, k[mine]) * HEAD_DIM**-0.5
+                outs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[mine]).flatten())
+        return torch.stack(outs)
+
+    def check(self, out: torch.Tensor, seen: Sequence[torch.Tensor] | None = None) -> None:
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(out.float(), self.expected(seen), atol=tolerance, rtol=tolerance)
+
+    def check_stored(self) -> None:
+        """Every key and value lies where the block table says, the pass's own ones included."""
+        for row, keys, values in zip(self.rows, self.keys, self.values, strict=True):
+            at = out_cache_loc(self.pool, [row], [0], [len(keys)])
+            assert torch.equal(self.pool.key_cache[1][at], keys)
+            assert torch.equal(self.pool.value_cache[1][at], values)
+
+    def pad(self, num_rows: int, value: float) -> None:
+        """Adds rows behind the sequences' own, which write to the scratch block."""
+        zeros = torch.zeros(num_rows, dtype=torch.int64)
+        self.batch.input_ids = torch.cat((self.batch.input_ids, zeros))
+        self.batch.out_cache_loc = torch.cat((self.batch.out_cache_loc, zeros))
+        self.q, self.k, self.v = (
+            torch.cat((x, torch.full((num_rows, *x.shape[1:]), value)))
+            for x in (self.q, self.k, self.v)
+        )

@@ -1,0 +1,27 @@
+"""FlashInfer's attention over a KV pool, with a workspace as small as the stand-in's."""
+
+from collections.abc import Sequence
+
+from executor.batch.kv_pool import KVPool
+from executor.build.devices import AttentionGraphs
+from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_workspace import AttentionWorkspace
+from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE
+
+
+def flashinfer_attention(
+    num_heads: int,
+    pool: KVPool,
+    graphs: Sequence[AttentionGraphs] = (),
+    *,
+    workspace: AttentionWorkspace | None = None,
+    max_num_tokens: int = 64,
+) -> FlashInferAttention:
+    """Returns the backend, ready for graphs; its workspace is its own if None."""
+    ops = FlashInferOps(enable_pdl=True)
+    workspace = workspace or AttentionWorkspace(pool.device, WORKSPACE[0])
+    attention = FlashInferAttention(ops, pool, num_heads, workspace, max_num_tokens=max_num_tokens)
+    for sizes, width, has_tree in graphs:
+        attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
+    return attention
