@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
 from executor.graph.cuda_graph_buffer_registry import build_decode_registry
@@ -16,14 +15,11 @@ from executor.runners.dummy_batches import dummy_extend
 from executor.runners.target import DecodeRunner, RunnerSelection
 from executor.speculative.tree import ancestors
 from tests.executor.support.kv import out_cache_loc
-from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
-    DECODE_SIZES,
     DTYPES,
     MAX_LEN,
     NUM_ROWS,
     RunnerCase,
-    assert_same,
     registry_of,
 )
 
@@ -37,52 +33,13 @@ def case(request: pytest.FixtureRequest, targets: dict[str, Path]) -> RunnerCase
     return RunnerCase(targets[request.param])
 
 
-def tree_batch(
-    case: RunnerCase, rng: np.random.Generator, size: int, num_seqs: int
-) -> ForwardBatch:
-    """Returns random trees of drafts behind random prefixes, for a graph of ``size``."""
-    batch = case.decode_batch(rng, size, num_seqs=num_seqs, width=NUM_NODES)
-    parents = rng.integers(0, np.arange(1, NUM_NODES), (num_seqs, NUM_NODES - 1))
-    sees = ancestors(torch.from_numpy(parents), NUM_NODES)
-    roots = batch.positions.view(num_seqs, NUM_NODES)[:, :1]
-    return replace(
-        batch,
-        positions=(roots + sees.sum(dim=2) - 1).flatten(),
-        tree_mask=sees,
-        extend_prefix_lens_cpu=batch.seq_lens_cpu.numpy() - NUM_NODES,
-        extend_seq_lens_cpu=np.full(num_seqs, NUM_NODES),
-    )
-
-
-def test_a_replay_of_trees_equals_eager_with_poisoned_tails_too(case: RunnerCase):
-    rng = np.random.default_rng(0)
-    runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
-    batches = [
-        tree_batch(case, rng, size, n) for size in DECODE_SIZES for n in {0, 1, size // 2, size}
-    ]
-    expected = [case.run_eagerly(batch) for batch in batches]
-    for _ in range(2):
-        for batch, eagerly in zip(batches, expected, strict=True):
-            assert_same(case.run(runner, batch), eagerly)
-        registry_of(runner).poison_tails()
-
-
-def test_a_recorded_replay_of_trees_equals_eager(targets: dict[str, Path]):
-    case = RunnerCase(targets["float32"], is_capturable=True)
-    rng = np.random.default_rng(0)
-    runner = case.decode(RecordingBackend(), NUM_NODES, has_tree=True)
-    for size in DECODE_SIZES * 2:
-        batch = tree_batch(case, rng, size, int(rng.integers(0, size + 1)))
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
 def test_padded_nodes_see_something(case: RunnerCase):
     """With no key at all, kernels may divide by zero, and the scratch block would hold NaN."""
     rng = np.random.default_rng(0)
     runner = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
     tree_mask = registry_of(runner).get_slot("tree_mask").allocated()
     tree_mask.fill_(False)
-    batch = tree_batch(case, rng, 8, 3)
+    batch = case.tree_batch(rng, 8, num_seqs=3)
     case.run(runner, batch)
     assert batch.tree_mask is not None
     assert torch.equal(tree_mask[:3], batch.tree_mask)
@@ -92,7 +49,7 @@ def test_padded_nodes_see_something(case: RunnerCase):
 def test_a_tree_answers_as_each_of_its_paths_does(case: RunnerCase):
     """Two drafts side by side, one of which goes on: against plain chains."""
     rng = np.random.default_rng(0)
-    batch = tree_batch(case, rng, 1, 1)
+    batch = case.tree_batch(rng, 1, num_seqs=1)
     sees = ancestors(torch.tensor([[0, 0, 1]]), 2)
     root = batch.positions[:1]
     tree = replace(batch, tree_mask=sees, positions=(root + sees.sum(dim=2) - 1).flatten())
@@ -130,7 +87,7 @@ def test_drafts_are_verified_by_the_graph_that_the_layout_names_and_else_eagerly
     eager = case.build(GraphSizes())._eager
     verify: Any = case.decode(EagerBackend(), NUM_NODES, has_tree=True)
     runner = RunnerSelection(eager, verify=verify)
-    batch = tree_batch(case, np.random.default_rng(0), 4, 3)
+    batch = case.tree_batch(np.random.default_rng(0), 4, num_seqs=3)
     expected = case.run_eagerly(batch)[0]
     in_graph = batch.layout
     with torch.inference_mode():

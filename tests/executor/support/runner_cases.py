@@ -191,23 +191,6 @@ class RunnerCase:
         sizes = GraphSizes(extend=PREFILL_SIZES)
         return captured(self.build(sizes, lambda: backend, prefill_graphs))
 
-    def watch_experts(self, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-        """Returns a list that gets the expert ids [R, K] of each layer of each pass from now on.
-
-        A recorded pass adds them once, at its capture; each replay puts its own there.
-        """
-        seen: list[torch.Tensor] = []
-        runner = type(self.model.layers[0].mlp.experts.runner)
-        run = runner.run
-
-        def watched(self: Any, dispatched: Dispatched) -> torch.Tensor:
-            seen.append(dispatched.topk_ids_RK.clone())
-            result: torch.Tensor = run(self, dispatched)
-            return result
-
-        monkeypatch.setattr(runner, "run", watched)
-        return seen
-
     def batch(
         self,
         rng: np.random.Generator,
@@ -295,6 +278,24 @@ class RunnerCase:
             logits = runner.run(batch).clone()
         left = [] if features is None else [features[: len(batch.input_ids)].clone()]
         return [logits, *after, *left]
+
+
+def watch_experts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Returns a list that gets the expert ids [R, K] of each layer of each pass from now on.
+
+    A recorded pass adds them once, at its capture; each replay puts its own there.
+    """
+    seen: list[torch.Tensor] = []
+    runner = type(model.layers[0].mlp.experts.runner)
+    run = runner.run
+
+    def watched(self: Any, dispatched: Dispatched) -> torch.Tensor:
+        seen.append(dispatched.topk_ids_RK.clone())
+        result: torch.Tensor = run(self, dispatched)
+        return result
+
+    monkeypatch.setattr(runner, "run", watched)
+    return seen
 
 
 def fill_heads(pool: KVPool, config: ModelConfig, topology: Topology, *, seed: int) -> None:

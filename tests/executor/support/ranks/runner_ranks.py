@@ -19,6 +19,7 @@ from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
 
 GRAPH_SIZES = GraphSizes((2, 4), (4, 8))
+RANKS_AUX_LAYERS = (0, 2, 1)  # of those whose graphs are recorded, which so leave features
 COUNTS = ("num_token_non_padded", "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu")
 
 
@@ -84,7 +85,8 @@ def replay_on_ranks(
     epochs = count()
     # What is called shows nothing by kind of prefill that a rank alone does not show.
     for is_recorded, kinds in ((False, PREFILL_GRAPHS[:1]), (True, PREFILL_GRAPHS)):
-        case = RunnerCase(path, is_capturable=is_recorded, topology=topology)
+        aux_layers = RANKS_AUX_LAYERS if is_recorded else None
+        case = RunnerCase(path, is_capturable=is_recorded, topology=topology, aux_layers=aux_layers)
         for prefill_graphs in kinds:
             new_backend = RecordingBackend if is_recorded else EagerBackend
             backends: list[Any] = [new_backend(), new_backend()]
@@ -149,10 +151,8 @@ class RecordedGroup:
     def __init__(self, group: RankGroup, backends: Sequence[RecordingBackend]) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        self.all_gather = self._as_kernel(group.all_gather, backends)
-        self.all_reduce = self._as_kernel(group.all_reduce, backends)
-        self.all_to_all = self._as_kernel(group.all_to_all, backends)
-        self.reduce_scatter = self._as_kernel(group.reduce_scatter, backends)
+        for name in ("all_gather", "all_reduce", "all_to_all", "reduce_scatter"):
+            setattr(self, name, self._as_kernel(getattr(group, name), backends))
         self._group = group
         self._is_closed = False
 
