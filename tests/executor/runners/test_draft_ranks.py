@@ -9,12 +9,11 @@ import pytest
 
 from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
-from tests.executor.support.drafts.drafting import DraftRank
+from tests.executor.support.drafts.drafting import DraftRank, entries_of
 from tests.executor.support.ranks.draft_ranks import (
     Answer,
     Drafting,
     draft_on_ranks,
-    entries_of,
     run_passes,
 )
 from tests.executor.support.ranks.ranks import run_ranks

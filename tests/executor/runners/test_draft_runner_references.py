@@ -5,7 +5,7 @@ Every draft is worked out once more, from the text's first token on, one path at
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -97,10 +97,7 @@ def extend_batch(
 
 def extend_all(case: DraftCase, topk: int, texts: Any, draws: Draws | None = None) -> Extended:
     """Runs draft-extend over whole texts."""
-    way = Way("extend", case.way.draft, topk, case.way.is_drawn)
-    before, case.way = case.way, way
-    runner = case.build()
-    case.way = before
+    runner = case.build(way=Way("extend", case.way.draft, topk, case.way.is_drawn))
     spans = [(0, length) for length in LENGTHS]
     with torch.inference_mode():
         extended: Extended = runner.extend(
@@ -124,8 +121,8 @@ def after_texts(case: DraftCase, draws: Draws | None = None, **fields: Any) -> D
 
 def after(extended: Extended) -> dict[str, Any]:
     """Returns what a draft runner goes on from behind a draft-extend."""
-    names = ("input_ids", "scores", "hidden_states")
-    values = (extended.tokens.flatten(), extended.scores, extended.hidden)
+    names = ("input_ids", "scores", "hidden_states", "probs")
+    values = (extended.tokens.flatten(), extended.scores, extended.hidden, extended.probs)
     return dict(zip(names, values, strict=True))
 
 
@@ -140,10 +137,39 @@ def last_of(texts: Sequence[tuple[list[int], torch.Tensor]]) -> dict[str, Any]:
     }
 
 
-def drafted(case: DraftCase, batch: DraftBatch) -> Drafts:
+class Drafted(NamedTuple):
+    """What a case drafts behind the texts.
+
+    Attributes:
+        extended: What the draft-extend gave, for a draft with keys of its own.
+        drafts: What followed it.
+        expands: What comes after each text's path of drafts.
+    """
+
+    case: DraftCase
+    extended: Extended | None
+    drafts: Drafts
+    expands: list[Expand]
+
+
+def draft_after(
+    target: Path, folder: Path, texts: Any, way: Way, draws: Draws | None = None
+) -> Drafted:
+    case, expected = new_case(target, folder, way)
+    extended = None
+    if way.runner == "frozen_kv":
+        fields = last_of(texts)
+        expands = [
+            frozen_expand(expected, case, row, length, ids[-1], given[-1])
+            for row, length, (ids, given) in zip(ROWS, LENGTHS, texts, strict=True)
+        ]
+    else:
+        extended = extend_all(case, way.topk, texts, draws)
+        fields = after(extended)
+        expands = [eagle_expand(expected, ids, given) for ids, given in texts]
+    batch = after_texts(case, draws=draws, **fields)
     with torch.inference_mode():
-        drafts: Drafts = case.build().draft(batch)
-    return drafts
+        return Drafted(case, extended, case.build().draft(batch), expands)
 
 
 def paths_of(drafts: Drafts, sequence: int) -> list[Path_]:
@@ -211,41 +237,26 @@ def ids_of(case: DraftCase) -> list[int]:
 TREES = [(1, 0), (2, 0), (2, 11), (4, 0), (4, 37)]
 
 
-@pytest.mark.parametrize("draft", ["eagle", "moe"])
+@pytest.mark.parametrize("draft", ["eagle", "moe", "frozen_kv"])
 @pytest.mark.parametrize(("topk", "num_draft_tokens"), TREES)
 def test_drafts_are_the_likeliest_of_whole_texts(
     target: Path, tmp_path: Path, texts: Any, draft: str, topk: int, num_draft_tokens: int
 ):
-    way = Way("draft", draft, topk, num_draft_tokens=num_draft_tokens)
-    case, expected = new_case(target, tmp_path, way)
-    extended = extend_all(case, topk, texts)
-    drafts = drafted(case, after_texts(case, **after(extended)))
-    for sequence, (ids, given) in enumerate(texts):
-        expand = eagle_expand(expected, ids, given)
-        values, places = expand(()).topk(topk)
-        assert extended.tokens[sequence].tolist() == [ids_of(case)[i] for i in places.tolist()]
-        torch.testing.assert_close(
-            extended.scores[sequence], values, rtol=TOLERANCE, atol=TOLERANCE
-        )
+    """Or those that the target's keys allow."""
+    kind = "frozen_kv" if draft == "frozen_kv" else "draft"
+    way = Way(kind, draft, topk, num_draft_tokens=num_draft_tokens)
+    case, extended, drafts, expands = draft_after(target, tmp_path, texts, way)
+    for sequence, expand in enumerate(expands):
+        if extended is not None:
+            values, places = expand(()).topk(topk)
+            assert extended.tokens[sequence].tolist() == [ids_of(case)[i] for i in places.tolist()]
+            torch.testing.assert_close(
+                extended.scores[sequence], values, rtol=TOLERANCE, atol=TOLERANCE
+            )
         found = paths_of(drafts, sequence)
-        count = case.way.plan.num_draft_tokens - 1
+        count = way.plan.num_draft_tokens - 1
         assert set(found) == best_paths(expand, ids_of(case), topk, count)
         assert len(set(found)) == len(found) == count
-
-
-@pytest.mark.parametrize(("topk", "num_draft_tokens"), TREES)
-def test_frozen_drafts_are_the_likeliest_that_the_targets_keys_allow(
-    target: Path, tmp_path: Path, texts: Any, topk: int, num_draft_tokens: int
-):
-    way = Way("frozen_kv", "frozen_kv", topk, num_draft_tokens=num_draft_tokens)
-    case, expected = new_case(target, tmp_path, way)
-    drafts = drafted(case, after_texts(case, **last_of(texts)))
-    count = case.way.plan.num_draft_tokens - 1
-    for sequence, (row, length) in enumerate(zip(ROWS, LENGTHS, strict=True)):
-        ids, given = texts[sequence]
-        expand = frozen_expand(expected, case, row, length, ids[-1], given[-1])
-        found = paths_of(drafts, sequence)
-        assert set(found) == best_paths(expand, ids_of(case), topk, count)
 
 
 @pytest.mark.parametrize("kind", ["draft", "frozen_kv"])
@@ -254,21 +265,8 @@ def test_drawn_drafts_are_drawn_from_the_distribution_that_comes_with_them(
 ):
     """With the uniform samples of their own position and stream; the likeliest at temperature 0."""
     way = Way(kind, "eagle" if kind == "draft" else kind, is_drawn=True)
-    case, expected = new_case(target, tmp_path, way)
-    seeds, positions = torch.tensor([11, 12]), torch.tensor(LENGTHS)
-    draws = Draws(torch.tensor(TEMPERATURES), seeds, positions)
-    if kind == "draft":
-        extended = extend_all(case, 1, texts, draws)
-        fields = after(extended) | {"probs": extended.probs}
-        expands = [eagle_expand(expected, ids, given) for ids, given in texts]
-    else:
-        fields = last_of(texts)
-        places = zip(ROWS, LENGTHS, texts, strict=True)
-        expands = [
-            frozen_expand(expected, case, row, length, ids[-1], given[-1])
-            for row, length, (ids, given) in places
-        ]
-    drafts = drafted(case, after_texts(case, draws=draws, **fields))
+    draws = Draws(torch.tensor(TEMPERATURES), torch.tensor([11, 12]), torch.tensor(LENGTHS))
+    case, _, drafts, expands = draft_after(target, tmp_path, texts, way, draws)
     assert_drawn(drafts, expands, ids_of(case), draws)
 
 

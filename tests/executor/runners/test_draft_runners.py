@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from executor.batch.kv_pool import KVPool
 from executor.budget.speculation import SpeculationPlan
 from executor.graph.backend import EagerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
@@ -76,24 +78,22 @@ def new_case(folders: dict[str, Path]) -> NewCase:
 Made = tuple[DraftCase, Any]  # and a runner that has captured
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
-def called(request: pytest.FixtureRequest, new_case: NewCase) -> Made:
-    case = new_case(request.param)
+@pytest.fixture(
+    scope="module",
+    params=product(WAYS, (EagerBackend, RecordingBackend)),
+    ids=lambda made: f"{made[0]}-{made[1].__name__}",
+)
+def made(request: pytest.FixtureRequest, new_case: NewCase) -> Made:
+    way, new_backend = request.param
+    case = new_case(way, is_capturable=new_backend is RecordingBackend)
     with fresh_input_buffer_pool():
-        return case, captured(case.build(SIZES, EagerBackend))
+        return case, captured(case.build(SIZES, new_backend))
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
-def recorded(request: pytest.FixtureRequest, new_case: NewCase) -> Made:
-    case = new_case(request.param, is_capturable=True)
-    with fresh_input_buffer_pool():
-        return case, captured(case.build(SIZES, RecordingBackend))
-
-
-def test_a_replay_equals_eager_with_poisoned_tails_too(called: Made):
+def test_a_replay_equals_eager_with_poisoned_tails_too(made: Made):
     """And poison does not reach the scratch block: where a sequence has no block yet, its attention
     reads there, and no mask hides NaN."""
-    case, runner = called
+    case, runner = made
     rng = np.random.default_rng(0)
     batches = [case.batch(rng, n, size) for size in SIZES for n in {1, size // 2 + 1, size}]
     expected = [case.run_eagerly(batch) for batch in batches]
@@ -119,14 +119,6 @@ def test_a_replay_in_bfloat16_equals_eager(new_case: NewCase, way: Way):
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-def test_a_recorded_replay_equals_eager_for_batches_it_was_not_captured_with(recorded: Made):
-    case, runner = recorded
-    rng = np.random.default_rng(1)
-    for size in SIZES * 2:
-        batch = case.batch(rng, int(rng.integers(size // 2 + 1, size + 1)), size)
-        assert_same(case.run(runner, batch), case.run_eagerly(batch))
-
-
 INDICES = [
     (Way("draft", "eagle", 2), "positions out_cache_loc req_pool_indices input_ids"),
     (Way("multi_layer", "multi_layer"), "input_ids out_cache_loc starts lasts"),
@@ -148,10 +140,10 @@ def test_an_index_that_kept_its_padding_would_be_noticed(new_case: NewCase, way:
         assert_same(case.run(runner, batch), case.run_eagerly(batch))
 
 
-def test_an_idle_rank_replays_and_drafts_nothing(recorded: Made):
-    case, recorder = recorded
+def test_an_idle_rank_replays_and_drafts_nothing(made: Made):
+    case, replayer = made
     idle = case.batch(np.random.default_rng(0), 0, 4)
-    for runner in (recorder, case.build()):
+    for runner in (replayer, case.build()):
         given = idle if runner.graphs.sizes else eager(idle)
         results = case.run(runner, given)
         caches = [cache[BLOCK_SIZE:] for cache in case.caches]
@@ -161,9 +153,9 @@ def test_an_idle_rank_replays_and_drafts_nothing(recorded: Made):
         assert_same(results[len(drafts) :], caches)
 
 
-def test_a_replay_writes_to_none_of_its_inputs(recorded: Made):
+def test_a_replay_writes_to_none_of_its_inputs(made: Made):
     """So a warm-up, or a replay once more, does the same again."""
-    case, runner = recorded
+    case, runner = made
     batch = case.batch(np.random.default_rng(3), 3, 4)
     expected = case.run(runner, batch)
     registry = registry_of(runner, case.way)
@@ -194,8 +186,8 @@ def test_metadata_that_a_warm_up_upgraded_is_put_back_before_a_capture(
 ):
     """Else every replay attends as the batch did that it was captured with."""
 
-    def lazy(case: DraftCase) -> LazyAttention:
-        return LazyAttention(case.num_heads, case.pool.shape.num_kv_heads)
+    def lazy(num_heads: int, pool: KVPool, graphs: Any) -> LazyAttention:
+        return LazyAttention(num_heads, pool.shape.num_kv_heads)
 
     paths = folders["float32"], folders[way.draft]
     case = DraftCase(*paths, way, is_capturable=True, new_attention=lazy)
@@ -206,8 +198,8 @@ def test_metadata_that_a_warm_up_upgraded_is_put_back_before_a_capture(
         assert_close(case.run(runner, batch), case.run_eagerly(batch), 1e-4)
 
 
-def test_what_a_later_step_needs_outlives_the_next_replay(recorded: Made):
-    case, runner = recorded
+def test_what_a_later_step_needs_outlives_the_next_replay(made: Made):
+    case, runner = made
     if not case.way.is_extend:
         return  # drafts are read before the next replay
     rng = np.random.default_rng(4)

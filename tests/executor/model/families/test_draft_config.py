@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
 from executor.model.families.config import ModelConfig
 from executor.model.families.draft_config import DraftConfig
@@ -84,15 +85,15 @@ def test_what_is_kept_of_a_draft_is_its_own_heads_share(
     tmp_path: Path, target: ModelConfig, kind: str, num_layers: int
 ):
     config = read(tmp_path, target, kind)
-    shapes = [
-        config.kv_shape(4, torch.bfloat16, Topology(attn_tp_size=size, attn_tp_rank=size - 1))
-        for size in (1, 2)
-    ]
-    assert shapes[0] is not None
-    assert shapes[1] is not None
-    assert [shape.num_kv_heads for shape in shapes if shape] == [2, 1]
-    assert (shapes[0].num_layers, shapes[0].head_dim) == (num_layers, 8)
-    assert (shapes[0].block_size, shapes[0].dtype) == (4, torch.bfloat16)
+    for size, num_kv_heads in ((1, 2), (2, 1)):
+        topology = Topology(attn_tp_size=size, attn_tp_rank=size - 1)
+        assert config.kv_shape(4, torch.bfloat16, topology) == KVShape(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=8,
+            block_size=4,
+            dtype=torch.bfloat16,
+        )
 
 
 def test_a_frozen_kv_draft_keeps_nothing(tmp_path: Path, target: ModelConfig):

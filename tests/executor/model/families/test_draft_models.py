@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from executor.errors import CheckpointError
 from executor.model.families.kernels import stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe.layer import Dispatched
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import (
     DRAFT_VOCAB,
@@ -24,17 +23,20 @@ from tests.executor.support.drafts.draft_checkpoints import (
     save_draft,
 )
 from tests.executor.support.drafts.draft_references import DraftReference, reference
-from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries
+from tests.executor.support.drafts.drafting import Drafted, DraftRank, Entries, entries_of
 from tests.executor.support.kv import out_cache_loc
+from tests.executor.support.runner_cases import watch_experts
 from tests.executor.support.serving import Rank
 
 DEMO = Path(__file__).parents[4] / "deploy"
 DEMO_DRAFTS = ("eagle", "mtp", "mtp3", "frozen_kv")
-OWN_KV = [kind for kind in KINDS if kind != "frozen_kv"]
 TOLERANCE = 1e-5  # of the largest value
 
 # Chunks of two rows in the order in which they run: prompts, then single tokens, then several.
 CHUNKS = [{0: 7}, {0: 4, 2: 5}, {2: 1, 0: 1}, {0: 1, 2: 1}, {2: 4, 0: 4}]
+
+
+Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(vocab_size: int, hidden_size: int) -> Entries:
-    generator = torch.Generator().manual_seed(3)
     lengths = {row: sum(chunk.get(row, 0) for chunk in CHUNKS) for row in (0, 2)}
-    return {
-        row: (
-            torch.randint(0, vocab_size, (length,), generator=generator).tolist(),
-            torch.randn(length, hidden_size, generator=generator),
-        )
-        for row, length in lengths.items()
-    }
+    return entries_of(3, lengths, vocab_size, hidden_size)
 
 
 def draft_in_chunks(rank: DraftRank, entries: Entries, layer: int = 0) -> Drafted:
@@ -80,10 +75,13 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert (ours - theirs).abs().max().item() < TOLERANCE * scale
 
 
-def assert_drafts_like(rank: DraftRank, expected: DraftReference) -> None:
-    """Every layer, in chunks and single tokens, over a cache of its own."""
+def assert_drafts_like(rank: DraftRank, expected: DraftReference, offset: int = 1) -> None:
+    """Every layer, in chunks and single tokens, over a cache of its own; one token if it has none."""
     config = rank.config
     entries = texts(config.layers.vocab_size, config.layers.hidden_size)
+    if config.algorithm == "frozen_kv_mtp":
+        assert_frozen_drafts_like(rank, expected, entries, offset)
+        return
     for layer in range(rank.model.num_layers):
         drafted = draft_in_chunks(rank, entries, layer)
         for row, (ids, given) in entries.items():
@@ -92,12 +90,14 @@ def assert_drafts_like(rank: DraftRank, expected: DraftReference) -> None:
             assert_close(logits, expected.logits(expected.hidden(ids, given, layer), layer))
 
 
-@pytest.mark.parametrize("kind", OWN_KV)
+@pytest.mark.parametrize(
+    ("kind", "offset"), [*((kind, 1) for kind in KINDS), ("frozen_kv", 0), ("frozen_kv", 2)]
+)
 def test_a_draft_of_a_published_layout_equals_its_reference(
-    target: Path, tmp_path: Path, kind: str
+    target: Path, tmp_path: Path, kind: str, offset: int
 ):
     save_draft(tmp_path, kind)
-    assert_drafts_like(DraftRank(target, tmp_path), reference(target, tmp_path))
+    assert_drafts_like(DraftRank(target, tmp_path), reference(target, tmp_path), offset)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "nextn_three_layers", "frozen_kv"])
@@ -106,17 +106,10 @@ def test_a_draft_on_the_operators_of_cuda_equals_its_reference(
 ):
     """Which overwrite what they are given."""
     save_draft(tmp_path, kind)
-    rank = DraftRank(
-        target,
-        tmp_path,
-        new_kernels=partial(
-            stacked_kernels, dtype=torch.float32, device=torch.device("cpu"), ops=ops
-        ),
-    )
-    if kind == "frozen_kv":
-        assert_frozen_drafts_like(rank, reference(target, tmp_path), offset=1)
-    else:
-        assert_drafts_like(rank, reference(target, tmp_path))
+    cpu = torch.device("cpu")
+    kernels = partial(stacked_kernels, dtype=torch.float32, device=cpu, ops=ops)
+    rank = DraftRank(target, tmp_path, new_kernels=kernels)
+    assert_drafts_like(rank, reference(target, tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["nextn_three_layers", "qwen3_next_names"])
@@ -131,17 +124,10 @@ def test_a_draft_in_the_targets_own_folder_equals_its_reference(
     assert torch.equal(rank.target.step(tokens)[1], alone.step(tokens)[1])
 
 
-@pytest.mark.parametrize("offset", [0, 2])
-def test_a_frozen_kv_draft_attends_to_all_keys_of_the_target(
-    target: Path, tmp_path: Path, offset: int
-):
-    save_draft(tmp_path, "frozen_kv")
-    assert_frozen_drafts_like(DraftRank(target, tmp_path), reference(target, tmp_path), offset)
-
-
-def assert_frozen_drafts_like(rank: DraftRank, expected: DraftReference, offset: int) -> None:
-    vocab_size = rank.config.layers.vocab_size
-    entries = texts(vocab_size, rank.config.layers.hidden_size)
+def assert_frozen_drafts_like(
+    rank: DraftRank, expected: DraftReference, entries: Entries, offset: int
+) -> None:
+    """The draft attends to all keys of the target, and keeps none."""
     for chunk in ({0: 9}, {2: 5, 0: 1}):
         rank.target.step({row: entries[row][0][:count] for row, count in chunk.items()})
     before = [cache.clone() for cache in (*rank.pool.key_cache, *rank.pool.value_cache)]
@@ -169,10 +155,7 @@ def test_the_demo_drafts_equal_their_references(tmp_path: Path, name: str):
     target = _in_float32(tmp_path / "target", DEMO / "demo_model")
     draft = _in_float32(tmp_path / "draft", DEMO / "demo_drafts" / name)
     rank, expected = DraftRank(target, draft), reference(target, draft)
-    if name == "frozen_kv":
-        assert_frozen_drafts_like(rank, expected, offset=1)
-    else:
-        assert_drafts_like(rank, expected)
+    assert_drafts_like(rank, expected)
     assert rank.model.num_layers == (3 if name == "mtp3" else 1)
 
 
@@ -190,16 +173,7 @@ def test_padded_rows_of_a_draft_reach_no_expert(
 ):
     save_draft(tmp_path, "glm_names")
     rank = DraftRank(target, tmp_path)
-    model: Any = rank.model
-    runner = type(model.layers[0].mlp.experts.runner)
-    seen: list[torch.Tensor] = []
-    run = runner.run
-
-    def watched(self: Any, dispatched: Dispatched) -> Any:
-        seen.append(dispatched.topk_ids_RK.clone())
-        return run(self, dispatched)
-
-    monkeypatch.setattr(runner, "run", watched)
+    seen = watch_experts(rank.model, monkeypatch)
     rank.step({0: ([5, 9, 4, 7, 8], torch.randn(5, HIDDEN))}, num_real=2)
     [ids] = seen
     assert (ids == NUM_EXPERTS).all(dim=1).tolist() == [False, False, True, True, True]
@@ -218,20 +192,17 @@ def test_features_are_projected_by_eagle_alone(target: Path, tmp_path: Path, kin
         assert torch.equal(rank.model.project(features), features)
 
 
-def test_the_ids_of_a_small_vocabulary_are_those_that_t2d_names(target: Path, tmp_path: Path):
-    tensors = save_draft(tmp_path, "eagle3")
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3_whole_vocab", "glm_names", "frozen_kv"])
+def test_the_ids_of_a_small_vocabulary_are_those_that_t2d_names(
+    target: Path, tmp_path: Path, kind: str
+):
+    """A whole vocabulary needs no other ids."""
+    tensors = save_draft(tmp_path, kind)
     draft = DraftRank(target, tmp_path).model
-    assert draft.target_ids is not None
-    assert draft.target_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()
-    assert draft.vocab_size == DRAFT_VOCAB
-
-
-@pytest.mark.parametrize("kind", ["eagle3_whole_vocab", "glm_names", "frozen_kv"])
-def test_a_whole_vocabulary_needs_no_other_ids(target: Path, tmp_path: Path, kind: str):
-    save_draft(tmp_path, kind)
-    draft = DraftRank(target, tmp_path).model
-    assert draft.target_ids is None
-    assert draft.vocab_size == VOCAB
+    assert draft.vocab_size == (DRAFT_VOCAB if "t2d" in tensors else VOCAB)
+    assert (draft.target_ids is None) is ("t2d" not in tensors)
+    if draft.target_ids is not None:
+        assert draft.target_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()
 
 
 def test_d2t_of_a_whole_vocabulary_is_read_where_it_is(target: Path, tmp_path: Path):
@@ -242,9 +213,6 @@ def test_d2t_of_a_whole_vocabulary_is_read_where_it_is(target: Path, tmp_path: P
     assert draft.target_ids.tolist() == list(range(VOCAB))
 
 
-Change = Callable[[dict[str, torch.Tensor]], Any]
-
-
 def _drop(name: str) -> Change:
     return lambda tensors: tensors.pop(name)
 
@@ -253,9 +221,19 @@ def _put(name: str, *shape: int) -> Change:
     return lambda tensors: tensors.update({name: torch.zeros(shape)})
 
 
+def _lead_two_to_one(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+def _lead_outside(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["d2t"] += VOCAB - DRAFT_VOCAB + 1
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "problem"),
     [
+        ("eagle3", _lead_two_to_one, "several of the draft's tokens to one"),
+        ("eagle3", _lead_outside, "d2t leads to token ids .* the target has 0 to 95"),
         ("eagle3", _drop("fc.weight"), r"lacks fc\.weight"),
         ("eagle3", _drop("d2t"), "lacks d2t"),
         ("eagle3", _drop("lm_head.weight"), r"lacks lm_head\.weight"),
@@ -301,20 +279,4 @@ def test_tensors_that_do_not_fit_are_named(
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=problem):
-        DraftRank(target, tmp_path)
-
-
-def test_d2t_that_leads_two_tokens_to_one_is_refused(target: Path, tmp_path: Path):
-    tensors = save_draft(tmp_path, "eagle3")
-    tensors["d2t"][1] = tensors["d2t"][0] - 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="several of the draft's tokens to one"):
-        DraftRank(target, tmp_path)
-
-
-def test_d2t_of_another_vocabulary_is_refused(target: Path, tmp_path: Path):
-    tensors = save_draft(tmp_path, "eagle3")
-    tensors["d2t"] += VOCAB - DRAFT_VOCAB + 1
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"d2t leads to token ids .* the target has 0 to 95"):
         DraftRank(target, tmp_path)

@@ -5,32 +5,38 @@ Imports no Transformers: the processes of a group start here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
+from executor.batch.kv_pool import KVPool
+from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
-from executor.build.runners import row_counts
+from executor.build import drafts
+from executor.build.devices import AttentionGraphs
 from executor.graph.backend import RunnerBackend
-from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry, build_draft_registry
-from executor.graph.slots import draft_extend_slots, eagle_draft_slots, frozen_kv_slots
+from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.families.draft import load_draft_model
 from executor.model.families.draft_config import DraftConfig
 from executor.model.families.kernels import stacked_kernels
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from executor.runners.eagle_draft import EagleDraftRunner
-from executor.runners.eagle_draft_extend import EagleDraftExtendRunner, MultiLayerDraftExtendRunner
-from executor.runners.forward_pass import ForwardPass, RunnerGraphs
-from executor.runners.frozen_kv_mtp import FrozenKvMtpRunner
+from executor.runners.forward_pass import RunnerGraphs
 from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.kv import batch_of, out_cache_loc
-from tests.executor.support.runner_cases import BLOCK_SIZE, MAX_LEN, NUM_ROWS, RunnerCase, put_back
+from tests.executor.support.runner_cases import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    NUM_ROWS,
+    RunnerCase,
+    fill_heads,
+    put_back,
+)
 
 NUM_STEPS = 3
 FILE_OF = {  # the draft checkpoint (draft_checkpoints.py) that each runner is tested with
@@ -118,6 +124,9 @@ WAYS = [
 ]
 
 
+NewAttention = Callable[[int, KVPool, list[AttentionGraphs]], Attention]
+
+
 class DraftCase:
     """A target, its draft and their KV pools, in which every row owns its blocks.
 
@@ -127,7 +136,8 @@ class DraftCase:
         way: What to run.
         is_capturable: Whether layers do device work alone, as on CUDA; attention does not.
         topology: This executor's place in its group.
-        new_attention: Makes an attention of the runners with graphs, given this case.
+        new_attention: Makes an attention of runners with graphs, given query heads, the draft's KV
+            pool and the graphs that call it; the CPU's if None.
     """
 
     def __init__(
@@ -138,13 +148,13 @@ class DraftCase:
         *,
         is_capturable: bool = False,
         topology: Topology | None = None,
-        new_attention: "Callable[[DraftCase], Attention] | None" = None,
+        new_attention: NewAttention | None = None,
     ) -> None:
         self.way = way
         self.is_capturable = is_capturable
         self.topology = topology or Topology()
         self.target = RunnerCase(target, is_capturable=is_capturable, topology=topology)
-        config = DraftConfig.from_dir(draft, self.target.model_config)
+        self.config = config = DraftConfig.from_dir(draft, self.target.model_config)
         self.dtype = self.target.model_config.dtype
         kernels = None
         if is_capturable:
@@ -153,107 +163,61 @@ class DraftCase:
         self.model: Any = load_draft_model(draft, config, self.target.model, kernels=kernels)
         shape = config.kv_shape(BLOCK_SIZE, self.dtype, self.topology)
         self.pool = self.target.pool if shape is None else self.target.pool.sibling(shape)
-        heads = config.layers.attention_share(self.topology)
-        torch.manual_seed(2)
         if shape is not None:
-            for cache in self.caches:
-                size = (len(cache), config.layers.num_key_value_heads, config.layers.head_dim)
-                of_all = torch.randn(size, dtype=self.dtype)
-                cache.copy_(of_all[:, heads.kv_heads.start : heads.kv_heads.stop])
-        self.num_heads = len(heads.q_heads)
-        self._new_torch_attention = partial(
-            TorchAttention,
-            self.num_heads,
-            len(heads.kv_heads),
-            config.layers.head_dim,
-            dtype=self.dtype,
-        )
+            fill_heads(self.pool, config.layers, self.topology, seed=2)
         self._new_attention = new_attention
         self.layouts: list[DpLayout] = []  # of every pass that began
+        stages = self.model.stages
+
+        def noted(batch: ForwardBatch, layer: int = 0) -> Any:
+            self.layouts.append(batch.layout)
+            return stages(batch, layer)
+
+        self.model.stages = noted
 
     @property
     def caches(self) -> list[torch.Tensor]:
         return [*self.pool.key_cache, *self.pool.value_cache]
 
-    def new_passes(self, *, has_graphs: bool = False) -> list[ForwardPass]:
-        """Returns the passes that the runner is made of."""
-
-        def new_attention() -> Attention:
-            if has_graphs and self._new_attention is not None:
-                return self._new_attention(self)
-            return self._new_torch_attention()
-
-        count = NUM_STEPS - 1 if self.way.runner == "draft" else 1
-        if self.way.runner != "multi_layer":
-            return [self._new_pass(0, new_attention()) for _ in range(count)]
-        attention = new_attention()
-        return [self._new_pass(layer, attention) for layer in range(NUM_STEPS)]
-
-    def _new_pass(self, layer: int, attention: Attention) -> ForwardPass:
-        def stages(batch: ForwardBatch) -> Any:
-            self.layouts.append(batch.layout)
-            return self.model.stages(batch, layer)
-
-        return ForwardPass(
-            stages=stages,
-            compute_logits=partial(self.model.compute_logits, layer=layer),
-            attention=attention,
-            kv_pool=self.pool,
-            num_heads=0,
-            hidden_size=self.model.hidden_size,
-            vocab_size=self.model.vocab_size,
-            dtype=self.dtype,
-            topology=self.topology,
-            require_mlp_tp_gather=self.topology.dp_size > 1,
-            max_len=MAX_LEN,
-        )
-
     def build(
-        self, sizes: Sequence[int] = (), new_backend: Callable[[], RunnerBackend] | None = None
+        self,
+        sizes: Sequence[int] = (),
+        new_backend: Callable[[], RunnerBackend] | None = None,
+        way: Way | None = None,
     ) -> Any:
-        """Returns a runner of the case's own, which has captured nothing yet.
+        """Returns the executor's own runner of a way, the case's if None. It has captured nothing.
 
         With graphs it takes a backend for each of ``way.widths``.
         """
-        way, plan = self.way, self.way.plan
-        passes = self.new_passes(has_graphs=new_backend is not None)
-        common: dict[str, Any] = {
-            "target_ids": self.model.target_ids,
-            "is_drawn": way.is_drawn,
-            "graphs": None,
+        way, config = way or self.way, self.config
+        blueprint: Any = SimpleNamespace(
+            config=self.target.settings,
+            dtype=self.dtype,
+            graph_sizes=GraphSizes(decode=tuple(sizes)),
+            budget=None,
+            max_model_len=MAX_LEN,
+        )
+        device: Any = SimpleNamespace(attention=self._attention, new_backend=new_backend)
+        target_pass = self.target.forward_pass
+        builder = drafts._Builder(
+            blueprint, config, way.plan, device, self.model, target_pass, way.is_drawn
+        )
+        if way.runner == "frozen_kv":
+            return builder._frozen_kv()
+        builders = {
+            "draft": builder._eagle_draft,
+            "extend": builder._eagle_extend,
+            "multi_layer": builder._multi_layer,
         }
-        if new_backend is not None:
-            graphs = {}
-            for width in way.widths:
-                registry = build_draft_registry(
-                    self._slots(width),
-                    device="cpu",
-                    max_bs=sizes[-1],
-                    width=width,
-                    **row_counts(passes[0]),
-                )
-                graphs[width] = RunnerGraphs(registry, new_backend(), sizes)
-            common["graphs"] = graphs if way.is_extend else graphs[way.width]
-        if way.runner == "draft":
-            return EagleDraftRunner(passes, plan, **common)
-        if way.runner == "frozen_kv":
-            return FrozenKvMtpRunner(passes[0], plan, **common)
-        if way.runner == "extend":
-            return EagleDraftExtendRunner(passes[0], way.topk, **common)
-        return MultiLayerDraftExtendRunner(passes, **common)
+        return builders[way.runner](self.pool)
 
-    def _slots(self, width: int) -> list[Any]:
-        way = self.way
-        sizes: dict[str, Any] = {"hidden_size": self.model.hidden_size, "dtype": self.dtype}
-        if way.runner == "draft":
-            drawn = self.model.vocab_size if way.is_drawn else 0
-            return eagle_draft_slots(
-                num_steps=NUM_STEPS, topk=way.topk, drawn_vocab_size=drawn, **sizes
-            )
-        if way.runner == "frozen_kv":
-            return frozen_kv_slots(num_steps=NUM_STEPS, is_drawn=way.is_drawn, **sizes)
-        layers = NUM_STEPS if way.runner == "multi_layer" else 1
-        return draft_extend_slots(width=width, num_layers=layers, is_drawn=way.is_drawn, **sizes)
+    def _attention(
+        self, num_heads: int, pool: KVPool, graphs: list[AttentionGraphs], budget: None
+    ) -> Attention:
+        if self._new_attention is not None and graphs[0].sizes:
+            return self._new_attention(num_heads, pool, graphs)
+        shape = pool.shape
+        return TorchAttention(num_heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
 
     # ---- batches
 

@@ -87,21 +87,20 @@ class DraftReference:
         return enorm, hnorm, proj, norm, prefix
 
     def _eagle(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        x = torch.cat(
-            (
-                self._norm(embedded, "midlayer.input_layernorm"),
-                self._norm(hidden, "midlayer.hidden_norm"),
-            ),
-            dim=-1,
-        )
+        x = self._normed(embedded, hidden, "midlayer.input_layernorm", "midlayer.hidden_norm")
         x = hidden + self._attention(x, "midlayer.self_attn.", range(len(x)), None)
         return x + self._mlp(self._norm(x, "midlayer.post_attention_layernorm"), "midlayer.mlp.")
 
     def _combine(
         self, embedded: torch.Tensor, hidden: torch.Tensor, names: Sequence[str]
     ) -> torch.Tensor:
-        both = torch.cat((self._norm(embedded, names[0]), self._norm(hidden, names[1])), dim=-1)
+        both = self._normed(embedded, hidden, names[0], names[1])
         return both @ self.tensors[f"{names[2]}.weight"].T
+
+    def _normed(self, embedded: torch.Tensor, hidden: torch.Tensor, *norms: str) -> torch.Tensor:
+        return torch.cat(
+            [self._norm(x, n) for x, n in zip((embedded, hidden), norms, strict=True)], dim=-1
+        )
 
     def _decoder(
         self,

@@ -121,5 +121,17 @@ class DraftRank:
         return dict(zip(entries, both, strict=True))
 
 
+def entries_of(seed: int, counts: Mapping[int, int], vocab_size: int, hidden_size: int) -> Entries:
+    """Returns random entries of some rows."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        row: (
+            torch.randint(0, vocab_size, (count,), generator=generator).tolist(),
+            torch.randn(count, hidden_size, generator=generator),
+        )
+        for row, count in counts.items()
+    }
+
+
 def _ids(entries: Entries) -> torch.Tensor:
     return torch.tensor([i for ids, _ in entries.values() for i in ids], dtype=torch.int64)

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from executor.model.families.config import ModelConfig
 from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
@@ -93,15 +91,3 @@ def run_passes(
             drafted = [served.step(entries[own], layer, given) for layer in layers]
         answer += [{row: [x.numpy() for x in both] for row, both in d.items()} for d in drafted]
     return answer
-
-
-def entries_of(seed: int, counts: Mapping[int, int], vocab_size: int, hidden_size: int) -> Entries:
-    """Returns random entries of some rows."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        row: (
-            torch.randint(0, vocab_size, (count,), generator=generator).tolist(),
-            torch.randn(count, hidden_size, generator=generator),
-        )
-        for row, count in counts.items()
-    }
