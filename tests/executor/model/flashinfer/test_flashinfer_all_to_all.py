@@ -1,6 +1,6 @@
 """If this fails, a GPU executor sends rows to wrong experts, or crashes where FlashInfer checks not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from executor.budget.token_budget import A2A_TOP_KS
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.parallel.layout import DpLayout, DpPaddingMode
+from executor.parallel.layout import DpLayout
 from tests.executor.model.moe.dispatch_cases import (
     DTYPES,
     EXPERTS,
@@ -58,12 +58,14 @@ class Ranks:
 
     def run(self, rows: Sequence[Rows], layouts: Sequence[DpLayout]) -> list[torch.Tensor]:
         """Returns each rank's results."""
+        each = zip(rows, layouts, strict=True)
+        return run_threads([partial(self._run, rank, *own) for rank, own in enumerate(each)])
 
-        def call(rank: int) -> Callable[[], torch.Tensor]:
-            return lambda: self._run(rank, rows[rank], layouts[rank])
-
-        results: list[torch.Tensor] = run_threads([call(rank) for rank in range(len(rows))])
-        return results
+    def check(self, rows: Sequence[Rows], counts: Sequence[int]) -> None:
+        """Compares each rank's results with those of all experts on one rank."""
+        rtol, atol = (0.02, 0.5) if self.sizes.dtype == torch.bfloat16 else (1e-5, 1e-4)
+        for got, sent in zip(self.run(rows, layouts_of(counts)), rows, strict=True):
+            torch.testing.assert_close(got.float(), dense(sent, self.sizes), rtol=rtol, atol=atol)
 
     def _run(self, rank: int, rows: Rows, layout: DpLayout) -> torch.Tensor:
         dispatcher = self.dispatchers[rank]
@@ -72,27 +74,6 @@ class Ranks:
         if self.in_place and dispatched.out_RD is not None:
             y = dispatched.out_RD.copy_(y)
         return dispatcher.combine(y, dispatched)
-
-
-COUNTS = {
-    "some": (3, 5, 2),
-    "one idle": (4, 0, 7),
-    "one alone": (0, 0, 1),
-    "as many as fit": (9, 9, 9),
-}
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("counts", COUNTS)
-def test_results_equal_those_of_all_experts_on_one_rank(
-    library: CpuFlashInfer, counts: str, in_place: bool
-) -> None:
-    ranks = Ranks(fitting(), in_place=in_place)
-    for seed in range(3):  # the second and third find what the first left in the workspace
-        rows = [random_rows(count, SIZES, seed * 3 + i) for i, count in enumerate(COUNTS[counts])]
-        results = ranks.run(rows, layouts_of(COUNTS[counts]))
-        for got, sent in zip(results, rows, strict=True):
-            torch.testing.assert_close(got, dense(sent, SIZES))
 
 
 @pytest.mark.parametrize(
@@ -110,10 +91,7 @@ def test_all_sizes_agree_with_one_rank(library: CpuFlashInfer, changes: dict[str
     sizes = fitting(**changes)
     ranks = Ranks(sizes)
     counts = [(7 * rank + 1) % (sizes.max_num_tokens + 1) for rank in range(sizes.ep_size)]
-    rows = [random_rows(count, sizes, i) for i, count in enumerate(counts)]
-    rtol, atol = (0.02, 0.5) if sizes.dtype == torch.bfloat16 else (1e-5, 1e-4)
-    for got, sent in zip(ranks.run(rows, layouts_of(counts)), rows, strict=True):
-        torch.testing.assert_close(got.float(), dense(sent, sizes), rtol=rtol, atol=atol)
+    ranks.check([random_rows(count, sizes, i) for i, count in enumerate(counts)], counts)
 
 
 def test_steps_of_all_sizes_follow_one_another(library: CpuFlashInfer) -> None:
@@ -121,8 +99,7 @@ def test_steps_of_all_sizes_follow_one_another(library: CpuFlashInfer) -> None:
     ranks = Ranks(fitting())
     for seed, counts in enumerate([(1, 1, 1), (9, 2, 9), (0, 1, 0), (2, 9, 3), (1, 0, 0)]):
         rows = [random_rows(count, SIZES, 10 * seed + i) for i, count in enumerate(counts)]
-        for got, sent in zip(ranks.run(rows, layouts_of(counts)), rows, strict=True):
-            torch.testing.assert_close(got, dense(sent, SIZES))
+        ranks.check(rows, counts)
     combines = [kwargs for name, kwargs in library.calls if name == "moe_a2a_combine"]
     assert len({kwargs["combine_payload_offset"] for kwargs in combines}) == 1
 
@@ -143,22 +120,6 @@ def test_rows_of_a_graph_that_are_padding_stay_and_run_no_expert(library: CpuFla
     for kwargs in sent_by(library):
         routes = kwargs["token_selected_experts"][counts[kwargs["ep_rank"]] :]
         assert (routes == kwargs["ep_rank"] * 4).all(), "padding goes to its own rank"
-
-
-def test_the_rest_of_an_uneven_shard_is_padding_too(library: CpuFlashInfer) -> None:
-    """Five rows over two executors that share attention: the second has one that is no token."""
-    ranks = Ranks(fitting(ep_size=2))
-    layouts = [
-        DpLayout((5,), DpPaddingMode.MAX_LEN, 0, attn_tp_rank=rank, attn_tp_size=2)
-        for rank in range(2)
-    ]
-    rows = [random_rows(3, SIZES, seed) for seed in range(2)]
-    before = rows[1][1].clone()
-    results = ranks.run(rows, layouts)
-    torch.testing.assert_close(results[0], dense(rows[0], SIZES))
-    torch.testing.assert_close(results[1][:2], dense(rows[1], SIZES)[:2])
-    assert not results[1][2].any()
-    assert torch.equal(rows[1][1], before), "the caller's ids are the caller's"
 
 
 def test_steps_without_any_row_call_nothing(library: CpuFlashInfer) -> None:
@@ -213,26 +174,25 @@ def test_rows_may_be_strided(library: CpuFlashInfer) -> None:
     ]
     assert not strided[0][0].is_contiguous()
     assert not strided[0][1].is_contiguous()
-    for got, sent in zip(ranks.run(strided, layouts_of((3, 3, 3))), rows, strict=True):
-        torch.testing.assert_close(got, dense(sent, SIZES))
+    ranks.check(strided, (3, 3, 3))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("arrangement", [(2, 1), (1, 2), (4, 1), (2, 2)])
 def test_it_does_what_every_dispatcher_must(
-    library: CpuFlashInfer, arrangement: tuple[int, int], dtype: torch.dtype
+    library: CpuFlashInfer, arrangement: tuple[int, int], dtype: torch.dtype, in_place: bool
 ) -> None:
     world_size = arrangement[0] * arrangement[1]
-    ranks = Ranks(
-        fitting(
-            ep_size=world_size,
-            num_experts=EXPERTS,
-            top_k=TOP_K,
-            hidden_size=HIDDEN,
-            dtype=dtype,
-            max_num_tokens=MAX_SHARD_ROWS,
-        )
+    sizes = fitting(
+        ep_size=world_size,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        dtype=dtype,
+        max_num_tokens=MAX_SHARD_ROWS,
     )
+    ranks = Ranks(sizes, in_place=in_place)
     for case in cases(*arrangement):
         for poison in POISONS:
             calls = [
@@ -247,25 +207,19 @@ def test_it_does_what_every_dispatcher_must(
 # What the library does not check.
 
 
-def test_more_rows_than_the_step_has_are_refused(library: CpuFlashInfer) -> None:
-    [first, *_] = Ranks(fitting()).kernels
+def test_rows_that_the_step_or_the_budget_has_no_room_for_are_refused(
+    library: CpuFlashInfer,
+) -> None:
+    ranks = Ranks(fitting())
     x, ids, weights = random_rows(5, SIZES, 0)
     with pytest.raises(AssertionError, match="5 rows, runtime_max_tokens_per_rank=4, max_num_toke"):
-        first.dispatch(x, ids, weights, routes_TK=ids, capacity=4)
-
-
-def test_steps_beyond_the_budget_are_refused(library: CpuFlashInfer) -> None:
-    ranks = Ranks(fitting())
-    layout = layouts_of((1, 10, 1))[0]
-    message = "1 rows, runtime_max_tokens_per_rank=10, max_num_tokens=9"
-    with pytest.raises(AssertionError, match=message):
-        ranks.dispatchers[0].dispatch(*random_rows(1, SIZES, 0), layout)
-
-
-def test_rows_and_layout_must_agree(library: CpuFlashInfer) -> None:
-    ranks = Ranks(fitting())
-    with pytest.raises(AssertionError, match="2 rows, 3 in the layout"):
-        ranks.dispatchers[0].dispatch(*random_rows(2, SIZES, 0), layouts_of((3, 3, 3))[0])
+        ranks.kernels[0].dispatch(x, ids, weights, routes_TK=ids, capacity=4)
+    for num_rows, counts, problem in (
+        (1, (1, 10, 1), "1 rows, runtime_max_tokens_per_rank=10, max_num_tokens=9"),
+        (2, (3, 3, 3), "2 rows, 3 in the layout"),
+    ):
+        with pytest.raises(AssertionError, match=problem):
+            ranks.dispatchers[0].dispatch(*random_rows(num_rows, SIZES, 0), layouts_of(counts)[0])
 
 
 def test_dispatch_and_combine_take_turns(library: CpuFlashInfer) -> None:

@@ -21,8 +21,7 @@ from executor.model.flashinfer.all_to_all import AllToAll
 from executor.model.flashinfer.bootstrap import GroupCommunicator, MnnvlWorkspace
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.dispatch_flashinfer import FlashInferDispatcher
-from executor.parallel.layout import Topology
-from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.process_groups import EpochGroups
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.executor.support.flashinfer.cpu_mnnvl import PAGE, FileMemory, shared_through_files
 from tests.executor.support.flashinfer.expert_rows import (
@@ -32,7 +31,7 @@ from tests.executor.support.flashinfer.expert_rows import (
     layouts_of,
     random_rows,
 )
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S, run_ranks
+from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
@@ -44,14 +43,7 @@ pytestmark = [
 
 @contextmanager
 def joined(port: int, epoch: int, rank: int, world_size: int) -> Iterator[EpochGroups]:
-    groups = join_group(
-        HOST,
-        port,
-        epoch=epoch,
-        topology=Topology(dp_rank=rank, dp_size=world_size),
-        bind_host=HOST,
-        timeout_s=TIMEOUT_S,
-    )
+    groups = join(port, topology_of(rank, world_size, 1), epoch)
     yield groups
     groups.close()
 

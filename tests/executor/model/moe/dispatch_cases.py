@@ -8,15 +8,15 @@ experts on one machine.
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from executor.model.moe.layer import Dispatched, Dispatcher
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology, share_of
+from tests.executor.model.moe.moe_cases import run_pairs
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 8, 8, 2
 MAX_SHARD_ROWS = 16  # rows of an executor in any case; buffers are made for as many
@@ -121,7 +121,6 @@ def sliced_cases(dp_size: int, attn_tp_size: int) -> list[Case]:
 def _all_cases(dp_size: int, attn_tp_size: int) -> Iterator[Case]:
     most = MAX_SHARD_ROWS * attn_tp_size
     uneven = (5, 3, 0, 8)[:dp_size]
-    graph = 8
     counts_of = {
         "none": (0,) * dp_size,
         "one token": (0,) * (dp_size - 1) + (1,),
@@ -129,25 +128,23 @@ def _all_cases(dp_size: int, attn_tp_size: int) -> Iterator[Case]:
         "one rank has all": (0,) * (dp_size - 1) + (9,),
         "largest": (most,) * dp_size,
     }
+    new = partial(Case, attn_tp_size=attn_tp_size)
     for counts in counts_of.values():
-        yield Case(counts=counts, attn_tp_size=attn_tp_size)
-        yield Case(counts=counts, attn_tp_size=attn_tp_size, mode=SUM_LEN, has_extend=True)
-    yield Case(counts=uneven, attn_tp_size=attn_tp_size, mode=SUM_LEN)
+        yield new(counts=counts)
+        yield new(counts=counts, mode=SUM_LEN, has_extend=True)
+    yield new(counts=uneven, mode=SUM_LEN)
     for routing in ("one expert", "last executor", "nowhere"):
-        yield Case(counts=counts_of["largest"], attn_tp_size=attn_tp_size, routing=routing)
+        yield new(counts=counts_of["largest"], routing=routing)
     for counts in (uneven, (0,) * dp_size):
         for is_replay in (False, True):
-            yield Case(
-                counts=counts, attn_tp_size=attn_tp_size, graph_size=graph, is_replay=is_replay
-            )
+            yield new(counts=counts, graph_size=8, is_replay=is_replay)
     generator = torch.Generator().manual_seed(dp_size * 10 + attn_tp_size)
     for seed in range(6):
         drawn = torch.randint(0, most + 1, (dp_size,), generator=generator)
         kept = torch.rand(dp_size, generator=generator) < 0.7
-        yield Case(
+        yield new(
             counts=tuple((drawn * kept).tolist()),
             mode=(MAX_LEN, SUM_LEN)[seed % 2],
-            attn_tp_size=attn_tp_size,
             has_extend=seed % 3 == 0,
             seed=seed,
         )
@@ -155,7 +152,7 @@ def _all_cases(dp_size: int, attn_tp_size: int) -> Iterator[Case]:
     for ep_size in (size for size in (1, 2) if size < world_size):
         for counts in (uneven, counts_of["largest"]):
             for mode in DpPaddingMode:
-                yield Case(counts=counts, mode=mode, attn_tp_size=attn_tp_size, ep_size=ep_size)
+                yield new(counts=counts, mode=mode, ep_size=ep_size)
 
 
 def run_case(
@@ -188,9 +185,9 @@ def run_case(
     ids_TK[: len(real)] = ids_AK[own]
     weights_TK = torch.full((num_rows, TOP_K), poison)
     weights_TK[: len(real)] = weights_AK[own]
-    dispatched = dispatcher.dispatch(
-        x_TD.to(device), ids_TK.to(device), weights_TK.to(device), layout
-    )
+    sent = [x.to(device) for x in (x_TD, ids_TK.clone(), weights_TK)]
+    dispatched = dispatcher.dispatch(*sent, layout)
+    assert torch.equal(sent[1].cpu(), ids_TK), "the caller's ids are the caller's"
     arrived = list(_arrived(dispatched, case.topology(world_rank)))
     y_RD = _run_experts(dispatched, case.topology(world_rank))
     y_TD = dispatcher.combine(y_RD, dispatched)
@@ -229,21 +226,14 @@ def wrong_arrivals(case: Case, observed: Sequence[Observed]) -> str | None:
 
 
 def dense(case: Case, dtype: torch.dtype) -> torch.Tensor:
-    """Every token through its experts, one pair at a time, in float64, [A, HIDDEN]."""
+    """Every token through its experts, in float64, [A, HIDDEN]."""
     return _dense(case.counts, case.routing, case.seed, dtype)
 
 
 @cache
 def _dense(counts: tuple[int, ...], routing: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
     x_AD, ids_AK, weights_AK = _draw(counts, routing, seed)
-    w13, w2 = _weights()
-    y = torch.zeros(x_AD.shape, dtype=torch.float64)
-    for row, x in enumerate(x_AD.to(dtype).double()):
-        for expert, weight in zip(ids_AK[row].tolist(), weights_AK[row].tolist(), strict=True):
-            if expert < EXPERTS:
-                gate, up = w13[expert] @ x
-                y[row] += weight * (w2[expert] @ (F.silu(gate) * up))
-    return y
+    return run_pairs(x_AD.to(dtype), ids_AK, weights_AK, *_weights())
 
 
 def _tokens(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -285,15 +275,14 @@ def _run_experts(dispatched: Dispatched, topology: Topology) -> torch.Tensor:
     share = share_of("F", INTERMEDIATE, topology.moe_tp_rank, topology.moe_tp_size)
     cut = slice(share.start, share.stop)
     w13, w2 = _weights()
-    x_RD, ids_RK = dispatched.x_RD.cpu().double(), dispatched.topk_ids_RK.cpu()
-    y_RD = torch.zeros(x_RD.shape, dtype=torch.float64)
-    row_P, k_P = (ids_RK < len(local)).nonzero(as_tuple=True)
-    expert_P = ids_RK[row_P, k_P].long() + local.start
-    hidden_P2F = torch.einsum("pcfd,pd->pcf", w13[expert_P][:, :, cut], x_RD[row_P])
-    hidden_PF = F.silu(hidden_P2F[:, 0]) * hidden_P2F[:, 1]
-    y_PD = torch.einsum("pdf,pf->pd", w2[expert_P][:, :, cut], hidden_PF)
-    weight_P1 = dispatched.topk_weights_RK.cpu()[row_P, k_P].double().unsqueeze(1)
-    y_RD.index_add_(0, row_P, weight_P1 * y_PD)
+    start, stop = local.start, local.stop
+    y_RD = run_pairs(
+        dispatched.x_RD.cpu(),
+        dispatched.topk_ids_RK.cpu(),
+        dispatched.topk_weights_RK.cpu(),
+        w13[start:stop, :, cut],
+        w2[start:stop, :, cut],
+    )
     y_RD = y_RD.to(dispatched.x_RD.dtype).to(dispatched.x_RD.device)
     return y_RD if dispatched.out_RD is None else dispatched.out_RD.copy_(y_RD)
 

@@ -135,23 +135,38 @@ def new_runner(kind: Kind, tensors: Tensors, ops: FlashInferOps | None) -> MoERu
     return layer.runner
 
 
+def stack(tensors: Tensors, *names: str) -> torch.Tensor:
+    """Returns weights of all experts, those of the same expert below one another."""
+    return torch.stack(
+        [
+            torch.cat([tensors[f"{PREFIX}{expert}.{name}_proj.weight"] for name in names])
+            for expert in range(len(tensors) // 3)
+        ]
+    )
+
+
+def run_pairs(
+    x_RD: torch.Tensor,
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+    w13_E2FD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """Every pair of a row and an expert by itself, in float64. Ids from E on are elsewhere."""
+    y_RD = torch.zeros(x_RD.shape, dtype=torch.float64)
+    row_P, k_P = (ids_RK < len(w2_EDF)).nonzero(as_tuple=True)
+    expert_P = ids_RK[row_P, k_P].long()
+    hidden_P2F = torch.einsum("pcfd,pd->pcf", w13_E2FD.double()[expert_P], x_RD.double()[row_P])
+    hidden_PF = F.silu(hidden_P2F[:, 0]) * hidden_P2F[:, 1]
+    y_PD = torch.einsum("pdf,pf->pd", w2_EDF.double()[expert_P], hidden_PF)
+    return y_RD.index_add_(0, row_P, weights_RK[row_P, k_P].double().unsqueeze(1) * y_PD)
+
+
 def authority(tensors: Tensors, dispatched: Dispatched) -> torch.Tensor:
-    """Every pair of a row and an expert by itself, in float64."""
-    num_experts = len(tensors) // 3
-    y = torch.zeros(dispatched.x_RD.shape, dtype=torch.float64)
-    for row, x in enumerate(dispatched.x_RD.double()):
-        for expert, weight in zip(
-            dispatched.topk_ids_RK[row].tolist(),
-            dispatched.topk_weights_RK[row].tolist(),
-            strict=True,
-        ):
-            if expert < num_experts:
-                gate, up, down = (
-                    tensors[f"{PREFIX}{expert}.{name}_proj.weight"].double()
-                    for name in ("gate", "up", "down")
-                )
-                y[row] += weight * (down @ (F.silu(gate @ x) * (up @ x)))
-    return y
+    """Rows through all experts of a checkpoint, in float64."""
+    x, ids, weights = dispatched.x_RD, dispatched.topk_ids_RK, dispatched.topk_weights_RK
+    w13 = stack(tensors, "gate", "up").unflatten(1, (2, FF))
+    return run_pairs(x, ids, weights, w13, stack(tensors, "down"))
 
 
 def assert_right(y: torch.Tensor, tensors: Tensors, dispatched: Dispatched) -> None:

@@ -14,7 +14,7 @@ from executor.model.moe.dispatch_all_to_all import TorchAllToAllDispatcher, sum_
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from executor.parallel.process_groups import EpochGroups, join_group
+from executor.parallel.process_groups import EpochGroups
 from tests.executor.model.moe.dispatch_cases import (
     DTYPES,
     EXPERTS,
@@ -30,7 +30,7 @@ from tests.executor.model.moe.dispatch_cases import (
     wrong,
     wrong_arrivals,
 )
-from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.ranks.ranks import join, run_ranks
 from tests.support.paths import DEMO_MODEL
 
 # What moe_a2a and moe_a2a_extend say.
@@ -105,9 +105,7 @@ class Executor:
     def _groups_of(self, topology: Topology) -> EpochGroups:
         sizes = (topology.dp_size, topology.attn_tp_size)
         if sizes not in self._groups:
-            self._groups[sizes] = join_group(
-                HOST, self._port, epoch=len(self._groups), topology=topology, bind_host=HOST
-            )
+            self._groups[sizes] = join(self._port, topology, len(self._groups))
         return self._groups[sizes]
 
 
@@ -216,21 +214,18 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.ones(count, HIDDEN), ids, torch.ones(count, TOP_K)
 
 
-def test_a_second_dispatch_before_the_combine_is_refused():
+def test_dispatch_and_combine_take_turns():
     dispatcher, _ = alone()
-    dispatched = dispatcher.dispatch(*rows(3), DpLayout.single(3))
-    with pytest.raises(AssertionError, match="dispatch called twice without combine"):
-        dispatcher.dispatch(*rows(3), DpLayout.single(3))
-    dispatcher.combine(dispatched.x_RD, dispatched)
-    dispatcher.dispatch(*rows(3), DpLayout.single(3))
-
-
-def test_a_combine_without_dispatch_is_refused():
-    dispatcher, _ = alone()
-    dispatched = dispatcher.dispatch(*rows(3), DpLayout.single(3))
-    dispatcher.combine(dispatched.x_RD, dispatched)
-    with pytest.raises(AssertionError, match="combine called without dispatch"):
+    for count in (3, 2):
+        dispatched = dispatcher.dispatch(*rows(count), DpLayout.single(count))
+        with pytest.raises(AssertionError, match="dispatch called twice without combine"):
+            dispatcher.dispatch(*rows(count), DpLayout.single(count))
         dispatcher.combine(dispatched.x_RD, dispatched)
+        with pytest.raises(AssertionError, match="combine called without dispatch"):
+            dispatcher.combine(dispatched.x_RD, dispatched)
+    dispatched = dispatcher.dispatch(*rows(3), DpLayout.single(3))
+    with pytest.raises(AssertionError, match="2 rows of results for 3 received"):
+        dispatcher.combine(dispatched.x_RD[:2], dispatched)
 
 
 def test_a_dispatch_that_a_failed_step_left_open_ends_with_its_group():
@@ -243,29 +238,21 @@ def test_a_dispatch_that_a_failed_step_left_open_ends_with_its_group():
     assert dispatcher.combine(dispatched.x_RD, dispatched).eq(1).all()
 
 
-@pytest.mark.parametrize("sent", [2, 4])
-def test_rows_that_the_layout_does_not_count_are_refused(sent: int):
+@pytest.mark.parametrize(
+    ("sent", "counts", "problem"),
+    [
+        (2, (3,), "2 rows, 3 in the layout"),
+        (4, (3,), "4 rows, 3 in the layout"),
+        (1, (1, MAX_SHARD_ROWS + 1), "2 ranks in the layout"),
+        (MAX_SHARD_ROWS + 1, (MAX_SHARD_ROWS + 1,), f"buffers were made for {MAX_SHARD_ROWS}"),
+    ],
+)
+def test_rows_that_do_not_fit_the_layout_or_the_buffers_are_refused(
+    sent: int, counts: tuple[int, ...], problem: str
+):
     dispatcher, _ = alone()
-    with pytest.raises(AssertionError, match=f"{sent} rows, 3 in the layout"):
-        dispatcher.dispatch(*rows(sent), DpLayout.single(3))
-
-
-def test_a_pass_over_the_buffers_is_refused_though_this_rank_has_few_rows():
-    dispatcher, _ = alone()
-    counts = (1, MAX_SHARD_ROWS + 1)
-    layout = DpLayout(counts, DpPaddingMode.SUM_LEN, 0)
-    with pytest.raises(AssertionError, match="2 ranks in the layout"):
-        dispatcher.dispatch(*rows(1), layout)
-    over = DpLayout.single(MAX_SHARD_ROWS + 1)
-    with pytest.raises(AssertionError, match=f"the buffers were made for {MAX_SHARD_ROWS}"):
-        dispatcher.dispatch(*rows(MAX_SHARD_ROWS + 1), over)
-
-
-def test_results_of_other_rows_than_were_received_are_refused():
-    dispatcher, _ = alone()
-    dispatched = dispatcher.dispatch(*rows(3), DpLayout.single(3))
-    with pytest.raises(AssertionError, match="2 rows of results for 3 received"):
-        dispatcher.combine(dispatched.x_RD[:2], dispatched)
+    with pytest.raises(AssertionError, match=problem):
+        dispatcher.dispatch(*rows(sent), DpLayout(counts, DpPaddingMode.SUM_LEN, 0))
 
 
 def test_results_of_several_ranks_are_summed_before_they_are_rounded():

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from executor.graph.backend import ShapeKey
+from executor.model.families.kernels import cpu_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.layers.linear import Linear
 from executor.model.moe import runner_grouped
 from executor.model.moe.layer import topk_softmax
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner
+from executor.model.moe.runner_torch import SmallExpertsRunner
 from executor.model.weights import load_weights
 from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
@@ -35,8 +36,8 @@ from tests.executor.model.moe.moe_cases import (
     TOLERANCES,
     TOP_K,
     D,
+    Kind,
     L,
-    Tensors,
     assert_right,
     authority,
     checkpoint,
@@ -119,13 +120,20 @@ def test_results_go_where_the_dispatcher_has_a_place_for_them(
     assert place[num_rows:].isnan().all(), "written past its rows"
 
 
-@pytest.mark.parametrize("problem", ["is for other rows", "is not dense"])
+TOO_MANY, TOO_FEW = r"41 rows; the \w+ is for 40", rf"2 experts; the \w+ is for {TOP_K}"
+
+
+@pytest.mark.parametrize("problem", ["is for other rows", "is not dense", TOO_MANY, TOO_FEW])
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.takes_place])
-def test_a_place_that_does_not_fit_is_refused(name: str, problem: str, ops_of: Any) -> None:
+def test_rows_and_places_that_do_not_fit_are_refused(name: str, problem: str, ops_of: Any) -> None:
     runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
-    dispatched = routed(4, 0, L, torch.bfloat16)
+    num_rows = MAX_ROWS + 1 if problem == TOO_MANY else 4
+    dispatched = routed(num_rows, 0, L, torch.bfloat16)
     place = torch.zeros(5, D + 8, dtype=torch.bfloat16)
-    dispatched.out_RD = place[:5, :D].clone() if "other" in problem else place[:4, :D]
+    if problem == TOO_FEW:
+        dispatched.topk_ids_RK = dispatched.topk_ids_RK[:, :2]
+    elif problem != TOO_MANY:
+        dispatched.out_RD = place[:5, :D].clone() if "other" in problem else place[:4, :D]
     with pytest.raises(AssertionError, match=problem):
         runner.run(dispatched)
 
@@ -226,29 +234,17 @@ def test_what_a_grouped_product_leaves_in_unused_rows_reaches_nobody(
 # On the CPU.
 
 
-def linears(tensors: Tensors) -> tuple[list[Linear], list[Linear]]:
-    def linear(weight: torch.Tensor) -> Linear:
-        made = Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype, device=CPU)
-        made.finish(weight)
-        return made
-
-    def of(expert: int, name: str) -> torch.Tensor:
-        return tensors[f"{PREFIX}{expert}.{name}_proj.weight"]
-
-    experts = range(NUM_EXPERTS)
-    w13 = [linear(torch.cat((of(expert, "gate"), of(expert, "up")))) for expert in experts]
-    return w13, [linear(of(expert, "down")) for expert in experts]
-
-
 @pytest.mark.parametrize("num_workers", [2, 3, NUM_EXPERTS + 2])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_workers_change_no_bit(case: str, dtype: torch.dtype, num_workers: int) -> None:
-    dispatched, layer = CASES[case](dtype), linears(checkpoint(dtype))
-    workers = WorkerPool(num_workers)
-    with workers.sharing(num_rows=33):
-        shared = TorchMoERunner(*layer, workers).run(dispatched)
-    assert torch.equal(shared, TorchMoERunner(*layer).run(dispatched))
+    dispatched, results = CASES[case](dtype), []
+    for size in (1, num_workers):
+        kernels = cpu_kernels(config(dtype), dtype=dtype, num_workers=size)
+        runner = new_runner(Kind(lambda *_, made=kernels: made), checkpoint(dtype), None)
+        with kernels.workers.sharing(num_rows=33):
+            results.append(runner.run(dispatched))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(
@@ -293,22 +289,6 @@ def test_widths_that_a_grouped_product_cannot_take_are_refused() -> None:
     w13, w2 = torch.zeros(2, 8, 20).bfloat16(), torch.zeros(2, 20, 4).bfloat16()
     with pytest.raises(ValueError, match=r"D=20 in torch.bfloat16: .* multiple of 16 bytes"):
         GroupedMMRunner(w13, w2, lambda x: x)
-
-
-@pytest.mark.parametrize("name", ["cutlass", "cutedsl"])
-def test_more_rows_than_the_budget_has_are_refused(name: str, ops_of: Any) -> None:
-    runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
-    with pytest.raises(AssertionError, match=r"41 rows; the \w+ is for 40"):
-        runner.run(routed(MAX_ROWS + 1, 0, L, torch.bfloat16))
-
-
-@pytest.mark.parametrize("name", ["cutlass", "cutedsl"])
-def test_another_number_of_experts_per_row_is_refused(name: str, ops_of: Any) -> None:
-    runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
-    dispatched = routed(2, 0, L, torch.bfloat16)
-    dispatched.topk_ids_RK = dispatched.topk_ids_RK[:, :2]
-    with pytest.raises(AssertionError, match=rf"2 experts; the \w+ is for {TOP_K}"):
-        runner.run(dispatched)
 
 
 # Routing.

@@ -25,34 +25,22 @@ from tests.executor.model.moe.moe_cases import (
     CPU,
     FF,
     NUM_EXPERTS,
-    PREFIX,
     TOP_K,
     D,
     L,
-    Tensors,
     assert_right,
     authority,
     checkpoint,
     config,
     fill,
     routed,
+    stack,
 )
-from tests.executor.support.flashinfer.cpu_cutedsl import constant, functions, signature
+from tests.executor.support.flashinfer.cpu_cutedsl import constant, functions
 from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
     reference,
 )
-
-
-def stack(tensors: Tensors, *names: str) -> torch.Tensor:
-    """Returns weights of all experts, those of the same expert below one another."""
-    return torch.stack(
-        [
-            torch.cat([tensors[f"{PREFIX}{expert}.{name}_proj.weight"] for name in names])
-            for expert in range(NUM_EXPERTS)
-        ]
-    )
-
 
 # CUTLASS.
 
@@ -89,14 +77,8 @@ def test_memory_between_the_products_is_what_the_library_asks_for(real: Any) -> 
     theirs = functions(real, "moe_utils.py", "get_max_num_tiles", "get_max_num_permuted_tokens")[1]
     rng = random.Random(0)
     for _ in range(500):
-        num_rows, top_k, num_local = (
-            rng.randrange(5000),
-            rng.randrange(1, 10),
-            rng.randrange(1, 300),
-        )
-        assert cutedsl.scratch_rows(num_rows, top_k, num_local) == theirs(
-            num_rows, top_k, num_local, cutedsl._TILE_ROWS
-        )
+        sizes = (rng.randrange(5000), rng.randrange(1, 10), rng.randrange(1, 300))
+        assert cutedsl.scratch_rows(*sizes) == theirs(*sizes, cutedsl._TILE_ROWS)
 
 
 def test_memory_for_the_largest_pass_is_enough_for_every_pass() -> None:
@@ -107,15 +89,6 @@ def test_memory_for_the_largest_pass_is_enough_for_every_pass() -> None:
 
 def test_the_tactic_is_the_librarys_own(real: Any) -> None:
     assert constant(real, "sm90_tuner.py", "DEFAULT_SM90_MOE_TACTIC") == cutedsl._TACTIC
-
-
-def test_signatures_are_read_from_the_source(real: Any) -> None:
-    run = signature(real, "sm90_fused_moe.py", "CuteDslBf16MoEWrapper.run")
-    assert list(inspect.signature(run).parameters)[:3] == ["self", "x", "token_selected_experts"]
-    made = signature(real, "sm90_fused_moe.py", "CuteDslBf16MoEWrapper.__init__")
-    assert "max_num_tokens" not in inspect.signature(made).parameters
-    with pytest.raises(TypeError, match="tactics"):
-        inspect.signature(run).bind_partial(x=1, tactics=2)
 
 
 def test_a_small_first_batch_does_not_size_the_wrapper(

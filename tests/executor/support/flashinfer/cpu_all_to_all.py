@@ -36,16 +36,9 @@ def stand_in(real: Any, bound: Callable[..., Callable[..., Any]]) -> SimpleNames
         real: That module.
         bound: Wraps a function in a check of its arguments, given name, original and function.
     """
-    functions = {
-        "moe_a2a_initialize": initialize,
-        "moe_a2a_dispatch": dispatch,
-        "moe_a2a_sanitize_expert_ids": sanitize_expert_ids,
-        "moe_a2a_combine": combine,
-        "moe_a2a_get_workspace_size_per_rank": get_workspace_size_per_rank,
-    }
-    wrapped = {
-        name: bound(name, getattr(real, name), function) for name, function in functions.items()
-    }
+    functions = (initialize, dispatch, sanitize_expert_ids, combine, get_workspace_size_per_rank)
+    names = {f"moe_a2a_{function.__name__}": function for function in functions}
+    wrapped = {name: bound(name, getattr(real, name), own) for name, own in names.items()}
     # The library's own: it slices tensors wherever they are.
     name = "moe_a2a_wrap_payload_tensor_in_workspace"
     wrapped[name] = bound(name, getattr(real, name), getattr(real, name))

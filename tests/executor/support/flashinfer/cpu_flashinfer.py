@@ -47,12 +47,16 @@ class CpuFlashInfer:
 
     Attributes:
         calls: Each call so far: its name and its keyword arguments.
+        bound: Names of all functions whose calls are bound.
+        misspelled: One of them, whose calls get their first keyword with an e too many.
         wrappers: Attention wrappers, in the order in which they were made.
         launch: Goes around what would be a kernel, for a backend that records.
     """
 
     def __init__(self, real: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.bound: set[str] = set()
+        self.misspelled = ""
         self.wrappers: list[_Wrapper] = []
         self.launch: Callable[[Callable[..., None]], Callable[..., None]] = lambda kernel: kernel
         self.ActivationType = real.ActivationType
@@ -63,25 +67,14 @@ class CpuFlashInfer:
             _apply_rope_with_cos_sin_cache_inplace,
             _append_paged_kv_cache,
         ):
-            name = function.__name__.removeprefix("_")
-            setattr(self, name, self._bound(name, getattr(real, name), self._kernel(function)))
+            self._replace(self, real, self._kernel(function))
         for function in (_top_k_renorm_probs, _top_p_renorm_probs):
-            name = function.__name__.removeprefix("_")
-            setattr(self, name, self._bound(name, getattr(real, name), function))
-        moe = real.fused_moe
+            self._replace(self, real, function)
         self.fused_moe = SimpleNamespace(
-            cutlass_fused_moe=self._bound(
-                "cutlass_fused_moe", moe.cutlass_fused_moe, self._kernel(_cutlass_fused_moe)
-            ),
-            cutlass_fused_moe_workspace_size=self._bound(
-                "cutlass_fused_moe_workspace_size",
-                moe.cutlass_fused_moe_workspace_size,
-                lambda **sizes: sizes["max_num_tokens"] * sizes["top_k"],
-            ),
-            CuteDslBf16MoEWrapper=cpu_wrapper(
-                real, self._bound, lambda kernel: self.launch(kernel)
-            ),
+            CuteDslBf16MoEWrapper=cpu_wrapper(real, self._bound, lambda kernel: self.launch(kernel))
         )
+        self._replace(self.fused_moe, real.fused_moe, self._kernel(_cutlass_fused_moe))
+        self._replace(self.fused_moe, real.fused_moe, _cutlass_fused_moe_workspace_size)
         self.comm = cpu_all_to_all.stand_in(import_module("flashinfer.comm"), self._bound)
         self.BatchDecodeWithPagedKVCacheWrapper = self._wrapper(
             real.BatchDecodeWithPagedKVCacheWrapper, _DecodeWrapper, plan="_plan_impl"
@@ -111,19 +104,28 @@ class CpuFlashInfer:
         is_method: bool = False,
     ) -> Callable[..., Any]:
         signature = inspect.signature(real)
+        self.bound.add(name)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             own, rest = (args[:1], args[1:]) if is_method else ((), args)
             assert not rest, f"{name}: arguments go by keyword"
+            if name == self.misspelled:
+                keyword = next(iter(kwargs))
+                kwargs[f"{keyword}e"] = kwargs.pop(keyword)
             signature.bind(*own, **kwargs)
             self.calls.append((name, kwargs))
             return function(*args, **kwargs)
 
         return call
 
+    def _replace(self, ours: Any, real: Any, function: Callable[..., Any]) -> None:
+        """Puts a function in the place of the library's of that name."""
+        name = function.__name__.removeprefix("_")
+        setattr(ours, name, self._bound(name, getattr(real, name), function))
+
     def _kernel(self, function: Callable[..., None]) -> Callable[..., None]:
-        return lambda **kwargs: self.launch(function)(**kwargs)
+        return wraps(function)(lambda **kwargs: self.launch(function)(**kwargs))
 
     def _wrapper(self, real: Any, ours: type["_Wrapper"], plan: str) -> type["_Wrapper"]:
         short = ours.__name__.removeprefix("_").removesuffix("Wrapper").lower()
@@ -213,12 +215,7 @@ def _top_k_renorm_probs(
     assert probs.dtype == torch.float32
     assert probs.is_contiguous()
     assert top_k.dtype == torch.int32
-    rows = []
-    for row, k in zip(probs, top_k.tolist(), strict=True):
-        least = row.topk(k).values[-1]
-        rows.append(torch.where(row >= least, row, 0))
-    kept = torch.stack(rows)
-    return kept / kept.sum(dim=-1, keepdim=True)
+    return _renormed(probs, [row.topk(k).values[-1] for row, k in zip(probs, top_k, strict=True)])
 
 
 def _top_p_renorm_probs(
@@ -226,15 +223,17 @@ def _top_p_renorm_probs(
 ) -> torch.Tensor:
     assert probs.dtype == top_p.dtype == torch.float32
     assert probs.is_contiguous()
-    rows = []
+    leasts = []
     for row, p in zip(probs, top_p.tolist(), strict=True):
-        total, least = 0.0, 0.0
-        for value in row.sort(descending=True).values.tolist():
-            if total >= p:
-                break
-            total, least = total + value, value
-        rows.append(torch.where(row >= least, row, 0))
-    kept = torch.stack(rows)
+        values = row.sort(descending=True).values
+        before = values.double().cumsum(0) - values
+        leasts.append(values[before < p][-1])
+    return _renormed(probs, leasts)
+
+
+def _renormed(probs: torch.Tensor, leasts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns what is as likely as the least that each row keeps, scaled to sum to 1."""
+    kept = torch.where(probs >= torch.stack(leasts).unsqueeze(1), probs, 0)
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
@@ -266,6 +265,10 @@ def _cutlass_fused_moe(
                 up, gate = (fc1_expert_weights[local] @ input[row]).chunk(2)
                 y = fc2_expert_weights[local] @ (F.silu(gate) * up)
                 output[row] += token_final_scales[row, k].to(y.dtype) * y
+
+
+def _cutlass_fused_moe_workspace_size(*, max_num_tokens: int, top_k: int, **_: Any) -> int:
+    return max_num_tokens * top_k
 
 
 class _Wrapper:
