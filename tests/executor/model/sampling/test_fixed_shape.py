@@ -14,9 +14,7 @@ from executor.model.sampling.fixed_shape import (
     sample_rows,
 )
 from executor.model.sampling.logits import draw, draw_likeliest, temper, uniform_samples
-from tests.executor.support.flashinfer.cpu_flashinfer import (
-    reference,
-)
+from tests.executor.support.flashinfer.cpu_flashinfer import reference
 from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.sampling import parameters
 
@@ -36,9 +34,10 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def flashinfer_filters(ops: FlashInferOps) -> Filters:
-    return FlashInferFilters(ops)
+@pytest.fixture(params=[TorchFilters, FlashInferFilters])
+def filters(request: pytest.FixtureRequest, ops: FlashInferOps) -> Filters:
+    made: Filters = TorchFilters() if request.param is TorchFilters else FlashInferFilters(ops)
+    return made
 
 
 def random_logits(num_rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -100,18 +99,14 @@ def test_a_rows_token_depends_on_no_other_row_and_not_on_its_place() -> None:
     assert torch.equal(tokens, together[order])
 
 
-def test_both_filters_sample_alike(flashinfer_filters: Filters) -> None:
+def test_both_filters_sample_alike(ops: FlashInferOps) -> None:
     rows = ROWS * 30
     logits, uniform = random_logits(len(rows)), sweep(len(rows)).flip(0).contiguous()
     ours = sample_rows(logits, parameters(rows), uniform, TorchFilters())
-    assert torch.equal(sample_rows(logits, parameters(rows), uniform, flashinfer_filters), ours)
+    assert torch.equal(sample_rows(logits, parameters(rows), uniform, FlashInferFilters(ops)), ours)
 
 
-@pytest.mark.parametrize("use_flashinfer", [False, True])
-def test_tokens_as_likely_as_the_last_one_kept_stay_too(
-    use_flashinfer: bool, flashinfer_filters: Filters
-) -> None:
-    filters = flashinfer_filters if use_flashinfer else TorchFilters()
+def test_tokens_as_likely_as_the_last_one_kept_stay_too(filters: Filters) -> None:
     probs = torch.tensor([[0.3, 0.2, 0.1, 0.2, 0.2]])
     kept = filters.top_k(probs, torch.tensor([2], dtype=torch.int32))
     assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
@@ -120,9 +115,7 @@ def test_tokens_as_likely_as_the_last_one_kept_stay_too(
     assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
 
 
-@pytest.mark.parametrize("use_flashinfer", [False, True])
-def test_top_p_of_one_keeps_every_token(use_flashinfer: bool, flashinfer_filters: Filters) -> None:
-    filters = flashinfer_filters if use_flashinfer else TorchFilters()
+def test_top_p_of_one_keeps_every_token(filters: Filters) -> None:
     probs = torch.softmax(random_logits(3, vocab=4000) * 2, dim=-1)
     assert torch.equal(filters.top_p(probs, torch.ones(3)), probs)
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -15,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from executor.batch.read_step import RowStarts
 from executor.model.sampling.fixed_shape import TorchFilters
 from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
@@ -22,18 +22,73 @@ from tests.executor.support.chi_square import p_value
 from tests.executor.support.sampling import starts
 
 VOCAB_SIZE = 20
+WARPERS: dict[str, Any] = {
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
 
 
-def sample_one(
-    logits: torch.Tensor, *, seq_len: int = 0, calls: int = 1, **columns: Any
-) -> list[int]:
+# What requests ask for, by row.
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 0.8},
+    "top_k": {"temperature": 1.0, "top_k": 3},
+    "wide top_k": {"temperature": 1.0, "top_k": 200},
+    "top_p": {"temperature": 0.7, "top_p": 0.6},
+    "min_p": {"temperature": 1.3, "min_p": 0.2},
+    "all filters": {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    "greedy and biased": {"bias_ids": [3, 4], "biases": [50.0, -50.0]},
+    "biased": {"temperature": 1.0, "bias_ids": [3, 4], "biases": [2.0, -50.0]},
+    "suppressed": {"temperature": 1.0, "suppressed_until": 100, "suppressed_ids": [1, 2]},
+    "penalized": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.4,
+        "prompt_ids": [5, 6],
+        "output_ids": [7, 8, 8],
+    },
+}
+COUNTED = {  # columns with several values of a row, and the column that counts them
+    "bias_ids": "num_biases",
+    "biases": "num_biases",
+    "suppressed_ids": "num_suppressed_ids",
+    "prompt_ids": "num_prompt_ids",
+    "output_ids": "num_output_ids",
+}
+DEFAULTS = {"top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def starts_of(
+    kinds: list[dict[str, Any]], vocab_size: int = VOCAB_SIZE, rows: Any = None
+) -> RowStarts:
+    """Returns what starts a row for each kind of request, seeded by the row if it says no seed."""
+    columns: dict[str, Any] = {
+        "rows": range(len(kinds)) if rows is None else rows,
+        "seed": [kind.get("seed", 11 + i) for i, kind in enumerate(kinds)],
+    }
+    for name in sorted({name for kind in kinds for name in kind} - {"seed"}):
+        if name in COUNTED:
+            columns[name] = [value for kind in kinds for value in kind.get(name, [])]
+            columns[COUNTED[name]] = [len(kind.get(name, [])) for kind in kinds]
+        else:
+            columns[name] = [kind.get(name, DEFAULTS.get(name, 0)) for kind in kinds]
+    return starts(vocab_size, **columns)
+
+
+def sampler_of(kinds: list[dict[str, Any]], vocab_size: int = VOCAB_SIZE) -> Sampler:
+    """Returns a sampler with a row of each kind."""
+    sampler = Sampler(len(kinds), vocab_size)
+    sampler.start(starts_of(kinds, vocab_size))
+    return sampler
+
+
+def sample_one(logits: torch.Tensor, *, seq_len: int = 0, calls: int = 1, **kind: Any) -> list[int]:
     """Returns the tokens of ``calls`` consecutive steps of one row with the same logits."""
-    sampler = Sampler(1, len(logits))
-    sampler.start(starts(len(logits), rows=[0], **columns))
-    rows = np.array([0])
-    return [
-        int(sampler.sample(logits[None], rows, np.array([seq_len + i]))[0]) for i in range(calls)
-    ]
+    sampler, row = sampler_of([kind], len(logits)), np.array([0])
+    return [int(sampler.sample(logits[None], row, row + seq_len + i)[0]) for i in range(calls)]
 
 
 def random_logits(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
@@ -42,58 +97,36 @@ def random_logits(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 3 * PICK_WIDTH])
 @pytest.mark.parametrize(
-    ("columns", "processors"),
+    "columns",
     [
-        ({}, []),
-        ({"temperature": 0.5}, [TemperatureLogitsWarper(0.5)]),
-        ({"top_k": 3}, [TopKLogitsWarper(3)]),
-        ({"top_k": 200}, [TopKLogitsWarper(200)]),
-        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
-        ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
-        (
-            {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.1},
-            [
-                TemperatureLogitsWarper(1.5),
-                TopKLogitsWarper(12),
-                TopPLogitsWarper(0.9),
-                MinPLogitsWarper(0.1),
-            ],
-        ),
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_k": 200},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.1},
     ],
 )
 def test_samples_follow_the_distribution_that_transformers_would_sample_from(
-    columns: dict[str, float], processors: list[LogitsProcessor], vocab_size: int
+    columns: dict[str, Any], vocab_size: int
 ):
     count = 4096
     logits = random_logits(vocab_size)
     expected = logits[None].clone()
-    for processor in processors:
-        expected = processor(torch.zeros(1, 0, dtype=torch.long), expected)
-    sampler = Sampler(count, vocab_size)
-    columns = {"temperature": 1.0, **columns}
-    rows = np.arange(count)
-    sampler.start(
-        starts(
-            vocab_size,
-            rows=rows,
-            seed=rows,
-            **{name: [value] * count for name, value in columns.items()},
-        )
-    )
+    for name, value in columns.items():
+        expected = WARPERS[name](value)(torch.zeros(1, 0, dtype=torch.long), expected)
+    sampler = sampler_of([{"temperature": 1.0, **columns}] * count, vocab_size)
 
-    tokens = sampler.sample(logits.expand(count, -1), rows, np.full(count, 7))
+    tokens = sampler.sample(logits.expand(count, -1), np.arange(count), np.full(count, 7))
 
     assert p_value(tokens, expected.softmax(-1)[0]) > 0.001
 
 
-def test_zero_temperature_takes_the_likeliest_token():
+@pytest.mark.parametrize("temperature", [0, 1e-38])
+def test_no_and_tiny_temperature_take_the_likeliest_token(temperature: float):
     logits = random_logits()
-    assert sample_one(logits) == [int(logits.argmax())]
-
-
-def test_a_tiny_temperature_does_not_overflow():
-    logits = random_logits()
-    assert sample_one(logits, temperature=[1e-38]) == [int(logits.argmax())]
+    assert sample_one(logits, temperature=temperature) == [int(logits.argmax())]
 
 
 @pytest.mark.parametrize("penalty", [1.7, 0.4])
@@ -103,22 +136,13 @@ def test_repetition_penalty_equals_transformers(penalty: float):
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     expected = processor(torch.tensor([prompt + output]), logits[None].clone())[0]
 
-    edited = edited_logits(
-        logits,
-        repetition_penalty=[penalty],
-        num_prompt_ids=[len(prompt)],
-        prompt_ids=prompt,
-        num_output_ids=[len(output)],
-        output_ids=output,
-    )
+    edited = edited_logits(logits, repetition_penalty=penalty, prompt_ids=prompt, output_ids=output)
 
     torch.testing.assert_close(edited, expected)
 
 
-def edited_logits(logits: torch.Tensor, seq_len: int = 0, **columns: Any) -> torch.Tensor:
-    sampler = Sampler(2, len(logits))
-    sampler.start(starts(len(logits), rows=[1], **columns))
-    return edited_row(sampler, logits, 1, seq_len)
+def edited_logits(logits: torch.Tensor, **kind: Any) -> torch.Tensor:
+    return edited_row(sampler_of([{}, kind]), logits, 1, 0)
 
 
 def edited_row(sampler: Sampler, logits: torch.Tensor, row: int, seq_len: int) -> torch.Tensor:
@@ -126,73 +150,55 @@ def edited_row(sampler: Sampler, logits: torch.Tensor, row: int, seq_len: int) -
     return sampler._edit(logits[None].clone(), stages, torch.tensor([row]))[0]
 
 
-def test_presence_penalty_counts_a_token_once_and_frequency_each_time():
+@pytest.mark.parametrize(
+    ("kind", "added"),
+    [
+        (
+            {
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.25,
+                "prompt_ids": [2, 4],
+                "output_ids": [4, 9, 4, 4],
+            },
+            {4: -0.5 - 3 * 0.25, 9: -0.5 - 0.25},
+        ),
+        ({"bias_ids": [2, 7], "biases": [1.5, -4]}, {2: 1.5, 7: -4}),
+    ],
+    ids=["presence counts once and frequency each time", "biases"],
+)
+def test_what_is_added_to_logits(kind: dict[str, Any], added: dict[int, float]):
     logits = random_logits()
     expected = logits.clone()
-    expected[4] -= 0.5 + 3 * 0.25
-    expected[9] -= 0.5 + 1 * 0.25
-
-    edited = edited_logits(
-        logits,
-        presence_penalty=[0.5],
-        frequency_penalty=[0.25],
-        num_prompt_ids=[2],
-        prompt_ids=[2, 4],
-        num_output_ids=[4],
-        output_ids=[4, 9, 4, 4],
-    )
-
-    torch.testing.assert_close(edited, expected)
+    for token, value in added.items():
+        expected[token] += value
+    torch.testing.assert_close(edited_logits(logits, **kind), expected)
 
 
 def test_sampled_tokens_count_as_output():
     logits = torch.zeros(VOCAB_SIZE)
-    tokens = sample_one(logits, calls=VOCAB_SIZE, presence_penalty=[1.0])
+    tokens = sample_one(logits, calls=VOCAB_SIZE, presence_penalty=1.0)
     assert sorted(tokens) == list(range(VOCAB_SIZE))
 
 
-def test_biases_shift_logits():
-    logits = random_logits()
-    expected = logits.clone()
-    expected[2] += 1.5
-    expected[7] -= 4
-    edited = edited_logits(logits, num_biases=[2], bias_ids=[2, 7], biases=[1.5, -4])
-    torch.testing.assert_close(edited, expected)
-
-
-def test_suppressed_ids_come_back_when_the_sequence_is_long_enough():
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[[3, 4]] = torch.tensor([9.0, 8.0])
-    tokens = sample_one(
-        logits, seq_len=5, calls=3, suppressed_until=[7], num_suppressed_ids=[1], suppressed_ids=[3]
-    )
-    assert tokens == [4, 4, 3]
-
-
 def test_a_row_that_starts_again_forgets_what_it_held():
-    def columns(offset: int) -> dict[str, Any]:
+    def kind(offset: int) -> dict[str, Any]:
         return {
-            "repetition_penalty": [1.5],
-            "presence_penalty": [1.0],
-            "num_biases": [1],
+            "repetition_penalty": 1.5,
+            "presence_penalty": 1.0,
             "bias_ids": [offset],
             "biases": [3.0],
-            "num_suppressed_ids": [1],
             "suppressed_ids": [offset + 1],
-            "suppressed_until": [100],
-            "num_prompt_ids": [1],
+            "suppressed_until": 100,
             "prompt_ids": [offset + 2],
-            "num_output_ids": [1],
             "output_ids": [offset + 3],
         }
 
-    logits, rows = random_logits()[None], np.array([0])
-    fresh, used = Sampler(1, VOCAB_SIZE), Sampler(1, VOCAB_SIZE)
-    fresh.start(starts(rows=[0], **columns(10)))
-    used.start(starts(rows=[0], scores_output=[1], num_top_logprobs=[4], **columns(0)))
-    used.sample(logits, rows, np.array([3]))
+    logits = random_logits()[None]
+    fresh = sampler_of([kind(10)])
+    used = sampler_of([{**kind(0), "scores_output": 1, "num_top_logprobs": 4}])
+    used.sample(logits, np.array([0]), np.array([3]))
 
-    used.start(starts(rows=[0], **columns(10)))
+    used.start(starts_of([kind(10)]))
 
     edited = [edited_row(sampler, logits[0], 0, 3) for sampler in (used, fresh)]
     assert torch.equal(*edited)
@@ -208,48 +214,29 @@ def test_a_token_without_probability_is_never_drawn():
 
 def test_a_preempted_row_goes_on_as_if_nothing_had_happened():
     logits = random_logits()
-    columns: dict[str, Any] = {
-        "temperature": [1.3],
-        "frequency_penalty": [0.7],
-        "repetition_penalty": [1.2],
-        "num_prompt_ids": [2],
+    kind: dict[str, Any] = {
+        "temperature": 1.3,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.2,
         "prompt_ids": [1, 2],
-        "seed": [2**64 - 5],
+        "seed": 2**64 - 5,
     }
-    whole = sample_one(logits, seq_len=2, calls=12, **columns)
+    whole = sample_one(logits, seq_len=2, calls=12, **kind)
     first, rest = whole[:5], whole[5:]
-    resumed = sample_one(
-        logits, seq_len=7, calls=7, num_output_ids=[5], output_ids=first, **columns
-    )
+    resumed = sample_one(logits, seq_len=7, calls=7, output_ids=first, **kind)
     assert resumed == rest
 
 
 def test_a_sequence_samples_alike_in_any_batch():
     """Kinds of rows go through different code together; none may notice the others."""
     generator = torch.Generator().manual_seed(1)
-    count, vocab_size = 40, 300
+    kinds, vocab_size = list(KINDS.values()) * 4, 300
+    count = len(kinds)
     logits = torch.randn(count, vocab_size, generator=generator)
-    columns = {
-        "temperature": [0, 1.0, 0.7, 1.2] * 10,
-        "top_k": [0, 5, 0, 200, 0, 0, 8, 0] * 5,
-        "top_p": [1.0, 1.0, 0.8, 0.9, 1.0] * 8,
-        "min_p": [0, 0.05] * 20,
-        "presence_penalty": [0, 0, 1.0, 0, 0] * 8,
-        "seed": list(range(count)),
-        "num_biases": [0, 1] * 20,
-        "bias_ids": list(range(20)),
-        "biases": [2.0] * 20,
-        "suppressed_until": [0] * 20 + [50] * 20,
-        "num_suppressed_ids": [1] * count,
-        "suppressed_ids": list(range(count)),
-    }
-    together = Sampler(count, vocab_size)
+    together, alone = (sampler_of(kinds, vocab_size) for _ in range(2))
     rows, seq_lens = np.arange(count), np.arange(count) * 2
-    together.start(starts(vocab_size, rows=rows, **columns))
     expected = together.sample(logits, rows, seq_lens).tolist()
 
-    alone = Sampler(count, vocab_size)
-    alone.start(starts(vocab_size, rows=rows, **columns))
     order = torch.randperm(count, generator=generator).numpy()
     tokens = {
         int(row): alone.sample(logits[[row]], order[[i]], seq_lens[[row]]).item()
@@ -265,11 +252,7 @@ def test_rows_of_one_kind_each_draw_their_own_sample(columns: dict[str, Any]):
     count = 30
     logits = random_logits().expand(count, -1)
     rows, seq_lens = np.arange(count), np.arange(count) * 3 + 1
-    columns = {"temperature": 1.0, **columns}
-    begun = starts(rows=rows, seed=rows, **{k: [value] * count for k, value in columns.items()})
-    together, alone = Sampler(count, VOCAB_SIZE), Sampler(count, VOCAB_SIZE)
-    together.start(begun)
-    alone.start(begun)
+    together, alone = (sampler_of([{"temperature": 1.0, **columns}] * count) for _ in range(2))
     tokens = together.sample(logits, rows, seq_lens).tolist()
     assert tokens == [
         alone.sample(logits[[row]], rows[[row]], seq_lens[[row]]).item() for row in rows
@@ -277,66 +260,38 @@ def test_rows_of_one_kind_each_draw_their_own_sample(columns: dict[str, Any]):
     assert len(set(tokens)) > 3
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"temperature": [1, 0], "num_biases": [1, 1], "bias_ids": [1, 2], "biases": [3, 4]},
-        {"temperature": [1, 1], "num_biases": [0, 1], "bias_ids": [2], "biases": [4]},
-    ],
-    ids=["all rows are edited", "some are"],
-)
-def test_logits_are_left_as_they_were(columns: dict[str, Any]):
-    logits = random_logits()[None].repeat(2, 1)
-    before = logits.clone()
-    sampler = Sampler(2, VOCAB_SIZE)
-    sampler.start(starts(rows=[0, 1], **columns))
-    sampler.sample(logits, np.array([0, 1]), np.array([1, 1]))
-    assert torch.equal(logits, before)
-
-
 def test_what_is_on_the_device_already_samples_like_what_is_not():
-    columns: dict[str, Any] = {
-        "temperature": [0, 1.0, 0.7, 1.2],
-        "top_k": [0, 5, 0, 200],
-        "top_p": [1.0, 0.9, 0.8, 0.7],
-        "min_p": [0, 0.1, 0, 0.05],
-        "repetition_penalty": [1, 1.3, 1, 1],
-        "presence_penalty": [0, 0, 0.5, 0],
-        "frequency_penalty": [0, 0, 0, 0.25],
-        "seed": [1, 2**64 - 1, 2**63, 4],
-    }
-    logits = torch.stack([random_logits(seed=seed) for seed in range(4)])
-    plain, staged = Sampler(6, VOCAB_SIZE), Sampler(6, VOCAB_SIZE)
-    rows, seq_lens = np.array([5, 0, 3, 2]), np.array([4, 9, 2, 7])
-    begun = starts(rows=rows, **columns)
+    kinds = [{"temperature": 1.0, "seed": seed} for seed in (2**64 - 1, 2**63)]
+    kinds += list(KINDS.values())
+    count = len(kinds)
+    plain, staged = Sampler(count + 2, VOCAB_SIZE), Sampler(count + 2, VOCAB_SIZE)
+    rows, seq_lens = np.arange(count)[::-1] + 2, np.arange(count) * 3 + 2
+    begun, logits = starts_of(kinds, rows=rows), several(count)
     plain.start(begun)
-    staged.start(begun, torch.from_numpy(rows), torch.from_numpy(begun.packed_parameters))
+    at = torch.from_numpy(rows.copy())
+    staged.start(begun, at, torch.from_numpy(begun.packed_parameters))
     for step in range(20):
         expected = plain.sample(logits, rows, seq_lens + step)
-        at, positions = torch.from_numpy(rows), torch.from_numpy(seq_lens + step)
+        positions = torch.from_numpy(seq_lens + step)
         assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
     assert torch.equal(staged.last_tokens, plain.last_tokens)
-    for name, values in columns.items():
-        state = staged.parameters[name][[5, 0, 3, 2]].tolist()
-        assert [x % 2**64 for x in state] == pytest.approx(values), name
+    assert torch.equal(staged._parameters, plain._parameters)
 
 
 def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
-    sampler, logits, rows = Sampler(1, VOCAB_SIZE), random_logits()[None], np.array([0])
+    logits, rows = random_logits()[None], np.array([0])
     likeliest = int(logits.argmax())
-    sampler.start(
-        starts(rows=[0], suppressed_until=[5], num_suppressed_ids=[1], suppressed_ids=[likeliest])
-    )
+    sampler = sampler_of([{"suppressed_until": 5, "suppressed_ids": [likeliest]}])
     assert sampler.sample(logits, rows, np.array([4])).item() != likeliest
     assert sampler.sample(logits, rows, np.array([5])).item() == likeliest
-    sampler.start(starts(rows=[0]))
+    sampler.start(starts_of([{}]))
     assert sampler.sample(logits, rows, np.array([0])).item() == likeliest
 
 
 def test_bfloat16_logits_sample_as_their_float32_values():
     logits = random_logits().bfloat16()
-    columns: dict[str, Any] = {"temperature": [1.0], "top_p": [0.9], "seed": [4]}
-    assert sample_one(logits, **columns) == sample_one(logits.float(), **columns)
+    kind = {"temperature": 1.0, "top_p": 0.9, "seed": 4}
+    assert sample_one(logits, **kind) == sample_one(logits.float(), **kind)
 
 
 def test_uniform_samples_equal_splitmix64_in_plain_integers():
@@ -382,8 +337,8 @@ def test_scores_are_log_probabilities_of_the_untouched_logits():
 
 def test_a_row_without_any_finite_logit_still_gives_a_token_of_the_vocabulary():
     logits = torch.full((VOCAB_SIZE,), torch.nan)
-    for columns in ({}, {"temperature": [1.0]}, {"temperature": [1.0], "top_k": [3]}):
-        [token] = sample_one(logits, **columns)
+    for kind in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}):
+        [token] = sample_one(logits, **kind)
         assert 0 <= token < VOCAB_SIZE
 
 
@@ -414,52 +369,6 @@ def test_filters_for_all_rows_keep_each_row_to_its_own_top_k():
 
 NUM_DRAWS = 20_000
 
-# What requests ask for, by row.
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "random": {"temperature": 0.8},
-    "top_k": {"temperature": 1.0, "top_k": 3},
-    "top_p": {"temperature": 0.7, "top_p": 0.6},
-    "min_p": {"temperature": 1.3, "min_p": 0.2},
-    "all filters": {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
-    "greedy and biased": {"num_biases": 2, "bias_ids": [3, 4], "biases": [50.0, -50.0]},
-    "biased": {"temperature": 1.0, "num_biases": 2, "bias_ids": [3, 4], "biases": [2.0, -50.0]},
-    "suppressed": {
-        "temperature": 1.0,
-        "suppressed_until": 100,
-        "num_suppressed_ids": 2,
-        "suppressed_ids": [1, 2],
-    },
-    "penalized": {
-        "temperature": 1.0,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.4,
-        "num_prompt_ids": 2,
-        "prompt_ids": [5, 6],
-        "num_output_ids": 3,
-        "output_ids": [7, 8, 8],
-    },
-}
-RAGGED = ("bias_ids", "biases", "suppressed_ids", "prompt_ids", "output_ids")
-DEFAULTS = {"top_p": 1.0, "repetition_penalty": 1.0}
-
-
-def sampler_of(kinds: list[dict[str, Any]], vocab_size: int = VOCAB_SIZE) -> Sampler:
-    """Returns a sampler with a row of each kind, seeded by the row."""
-    columns: dict[str, Any] = {
-        "rows": range(len(kinds)),
-        "seed": [11 + i for i in range(len(kinds))],
-    }
-    for name in sorted({name for kind in kinds for name in kind}):
-        if name in RAGGED:
-            columns[name] = [value for kind in kinds for value in kind.get(name, [])]
-        else:
-            columns[name] = [kind.get(name, DEFAULTS.get(name, 0)) for kind in kinds]
-    sampler = Sampler(len(kinds), vocab_size)
-    sampler.start(starts(vocab_size, **columns))
-    return sampler
-
 
 def several(count: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     return torch.stack([random_logits(vocab_size, seed) for seed in range(count)])
@@ -489,7 +398,7 @@ def test_several_tokens_of_a_row_are_what_as_many_steps_would_sample(vocab_size:
 
 
 def test_tokens_are_suppressed_up_to_the_row_s_length_and_not_behind_it():
-    suppressed = {"suppressed_until": 12, "num_suppressed_ids": 1, "suppressed_ids": [4]}
+    suppressed = {"suppressed_until": 12, "suppressed_ids": [4]}
     logits = torch.zeros(4, VOCAB_SIZE)
     logits[:, 4], logits[:, 9] = 5, 2
     rows, seq_lens = np.zeros(4, dtype=np.int64), np.arange(10, 14)
@@ -506,15 +415,16 @@ def test_the_first_token_of_a_penalized_row_is_exact():
     assert picked[::2].tolist() == sampled.tolist()
 
 
-def test_picking_remembers_nothing():
-    kinds = list(KINDS.values())
-    sampler, rows = sampler_of(kinds), np.arange(len(KINDS))
+@pytest.mark.parametrize("names", [list(KINDS), ["biased", "penalized"]], ids=["all", "edited"])
+def test_picking_remembers_nothing_and_leaves_the_logits(names: list[str]):
+    kinds = [KINDS[name] for name in names]
+    sampler, rows = sampler_of(kinds), np.arange(len(kinds))
     sampler.last_tokens.fill_(7)
     before = sampler._output_counts.clone()
     for call in (sampler.pick, sampler.probabilities):
         logits = several(len(kinds))
         call(logits, rows, rows + 9, torch.from_numpy(rows))
-        assert torch.equal(logits, several(len(kinds))), "the logits are the caller's"
+        assert torch.equal(logits, several(len(kinds)))
     assert (sampler.last_tokens == 7).all()
     assert torch.equal(sampler._output_counts, before)
 
