@@ -21,7 +21,7 @@ from executor.speculative.accept import (
     stream_samples,
 )
 from executor.speculative.tree import ancestors
-from tests.executor.support.chi_square import p_value, two_sample_p_value
+from tests.executor.support.chi_square import p_value
 from tests.executor.support.drafts.broken_rules import always_accept, draw_from_all_of_p
 from tests.executor.support.drafts.draft_trees import random_drafts, random_parents, walk
 
@@ -345,19 +345,6 @@ def test_uniform_samples_depend_on_seed_position_and_stream_and_on_nothing_else(
     assert not torch.equal(table, stream_samples(seeds, positions, ACCEPT_STREAM))
 
 
-def test_the_same_seeds_gain_the_same_tokens_in_any_batch():
-    count = 50
-    p, q = distributions(count, 4, 9, seed=1), distributions(count, 3, 9, seed=2)
-    seeds, positions = torch.arange(count) * 31, torch.arange(count) % 7
-    limits, drafts = torch.full((count,), 4), draw_drafts(q, seeds, positions)
-    whole = reject_chain(p, q, drafts, limits, seeds, positions)
-    for row in (0, 17, 49):
-        at = slice(row, row + 1)
-        one = reject_chain(p[at], q[at], drafts[at], limits[at], seeds[at], positions[at])
-        for column, alone in zip(whole, one, strict=True):
-            assert torch.equal(column[at], alone)
-
-
 def test_a_draft_out_of_no_distribution_counts_for_nothing():
     """A draft model that came to no numbers changes no output: not its own row's, nor another's."""
     count = 20_000
@@ -369,19 +356,3 @@ def test_a_draft_out_of_no_distribution_counts_for_nothing():
     accepted = reject_chain(p.expand(count, 3, 9), q, drafts, limits, seeds, positions)
     assert (accepted.num_tokens == 1).all()
     assert p_value(accepted.tokens[:, 0], p[0, 0]) > SIGNIFICANCE
-
-
-# ---- the tests' own measure
-
-
-def test_the_measure_of_distributions_is_right_about_as_often_as_it_says():
-    probs = distributions(1, 20, seed=3)[0]
-    generator = torch.Generator().manual_seed(0)
-    chances, pairs = [], []
-    for _ in range(200):
-        draws = torch.multinomial(probs, 2000, replacement=True, generator=generator)
-        chances.append(p_value(draws, probs))
-        pairs.append(two_sample_p_value(draws[:1200], draws[1200:]))
-    for values in (chances, pairs):
-        assert 4 <= sum(value < 0.05 for value in values) <= 20
-        assert 70 <= sum(value < 0.5 for value in values) <= 130

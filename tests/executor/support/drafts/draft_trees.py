@@ -7,7 +7,7 @@ import torch
 from executor.speculative.tree import Beams, Drafts, Level, first_level, next_level
 
 
-def log_probs(shape: Sequence[int], seed: int, *, tie_every: int = 0) -> torch.Tensor:
+def log_probs(shape: Sequence[int], seed: int, *, tie_every: float = 0) -> torch.Tensor:
     """Returns log probabilities, likeliest first along the last dimension.
 
     Args:
@@ -23,7 +23,7 @@ def log_probs(shape: Sequence[int], seed: int, *, tie_every: int = 0) -> torch.T
 
 
 def grow(
-    num_sequences: int, num_steps: int, topk: int, seed: int, *, tie_every: int = 0
+    num_sequences: int, num_steps: int, topk: int, seed: int, *, tie_every: float = 0
 ) -> tuple[list[Level], list[Beams]]:
     """Returns the levels and the beams of a tree whose tokens are numbers given out in order."""
     count = num_sequences * topk
