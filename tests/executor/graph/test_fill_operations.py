@@ -1,5 +1,7 @@
 """A fill runs before every replay: what it dispatches and allocates is time that a GPU waits."""
 
+import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +173,35 @@ def test_what_a_steady_batchs_tensors_become_is_noticed():
     with pytest.raises(ValueError, match=r"'input_ids'.*\(1,\).*\(3,\)"):
         fill(registry, batch, 3, 4)
     assert content(registry, "positions")[:4] == [7, 8, 9, 0]
+
+
+def test_a_second_fill_of_a_seen_size_allocates_nothing_lasting():
+    registry = full_decode_registry(max_bs=64, max_num_token=64)
+    sizes = [(raw, raw + raw % 2) for raw in range(1, 64)]
+    batches = [full_batch(raw) for raw, _ in sizes]
+
+    def step() -> None:
+        for (raw, padded), batch in zip(sizes, batches, strict=True):
+            fill(registry, batch, raw, padded)
+
+    def allocated() -> int:
+        """Returns bytes that fills have allocated and not freed: threads of others allocate too."""
+        fills = tracemalloc.Filter(True, str(Path(buffer_registry.__file__).parent / "*"))
+        traces = tracemalloc.take_snapshot().filter_traces([fills]).traces
+        return sum(trace.size for trace in traces)
+
+    step()
+    step()
+    tracemalloc.start()
+    try:
+        step()
+        before = allocated()
+        for _ in range(20):
+            step()
+        after = allocated()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2000  # 1,260 fills; one kept view each would be over 100,000
 
 
 def test_sizes_without_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
