@@ -6,6 +6,7 @@ checks what is called in which order, and not that a GPU takes it.
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ from tests.executor.support.recording.fake_cuda_device import FakeDevice
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 KEY = ShapeKey(4)
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only of what a test has made: a run's imports are a million objects to look through."""
+    monkeypatch.setattr(gc, "collect", partial(gc.collect, 1))
 
 
 @pytest.fixture
