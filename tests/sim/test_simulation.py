@@ -6,12 +6,10 @@ Seeds beyond those of an ordinary run: LOCKSTEP_SIM_SEEDS=1000 python -m pytest 
 import asyncio
 import os
 import random
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from router.requests.request import StopConditions
 from router.scheduling.speculation import DraftCounts
 from tests.router.support.fake_executors import Poison
 from tests.router.support.stepper import make_shape
@@ -113,18 +111,7 @@ async def test_only_the_requests_that_kill_are_failed(
 LONG_TOKENS = 400
 SIZES = {"rows_per_rank": 16, "max_num_batched_tokens": 500, "max_num_logits": 40}
 LONG_SHAPE = make_shape(dp_size=2, num_blocks=1200, max_model_len=LONG_TOKENS + 20, **SIZES)
-
-
-def long_client(world: World, number: int) -> Coroutine[Any, Any, None]:
-    """Sends a request that is never cancelled and has hundreds of tokens to come."""
-    return world.client(
-        number,
-        may_cancel=False,
-        prompt=world.tokens(8),
-        stop=StopConditions(max_tokens=LONG_TOKENS),
-        deadline=None,
-        n=1,
-    )
+LONG: dict[str, Any] = {"prompt_lens": (8, 8), "max_tokens": LONG_TOKENS}
 
 
 @pytest.mark.parametrize("period", [2, 6, 20])
@@ -136,7 +123,9 @@ async def test_a_request_that_kills_every_few_tokens_is_failed_in_the_end(
 ) -> None:
     """Each time it gets farther, so that it seems to have proven itself."""
     world = World(random.Random(seed), poison={"r0": Poison(None, period)}, shape=LONG_SHAPE)
-    await world.run_clients([long_client(world, number) for number in range(1 + num_others)])
+    await world.run_clients(
+        [world.patient_client(number, **LONG) for number in range(1 + num_others)]
+    )
     assert [request.request_id for request in world.failed] == ["r0"]
     assert world.num_right == num_others
     assert world.groups[0].executors.num_losses <= 20
@@ -149,7 +138,7 @@ def test_hardly_any_request_is_failed_for_executors_that_die_by_themselves() -> 
     @on_virtual_clock
     async def lose_some(seed: int) -> World:
         world = World(random.Random(seed), shape=LONG_SHAPE, step_s=0.05)
-        clients = [long_client(world, number) for number in range(12)]
+        clients = [world.patient_client(number, **LONG) for number in range(12)]
         await world.run_clients(clients, kill_regularly(world))
         check_blame(world)
         return world

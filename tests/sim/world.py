@@ -187,13 +187,15 @@ class World:
 
     # ---- clients
 
-    async def patient_client(self, number: int) -> None:
-        """Sends a request that is never cancelled and has twelve tokens to come."""
+    async def patient_client(
+        self, number: int, *, prompt_lens: tuple[int, int] = (1, 30), max_tokens: int = 12
+    ) -> None:
+        """Sends a request that is never cancelled and has all of its tokens to come."""
         await self.client(
             number,
             may_cancel=False,
-            prompt=self.tokens(self.rng.randint(1, 30)),
-            stop=StopConditions(max_tokens=12),
+            prompt=self.tokens(self.rng.randint(*prompt_lens)),
+            stop=StopConditions(max_tokens=max_tokens),
             deadline=None,
             n=1,
         )
