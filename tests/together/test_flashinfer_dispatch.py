@@ -70,15 +70,14 @@ def library(
         yield library
 
 
-def plain_answers(dtype: str) -> Any:
-    """What one executor answers, on the CPU's own kernels and without drafts."""
-    with cell_of(**SMALL, dtype=dtype) as cell:
-        return serve(Router(cell), ASKS)
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    return {dtype: plain_answers(dtype) for dtype in ("float32", "bfloat16")}
+    """What one executor answers, on the CPU's own kernels and without drafts."""
+    answers = {}
+    for dtype in ("float32", "bfloat16"):
+        with cell_of(**SMALL, dtype=dtype) as cell:
+            answers[dtype] = serve(Router(cell), ASKS)
+    return answers
 
 
 def handed(library: CpuFlashInfer) -> dict[str, set[int]]:

@@ -117,29 +117,21 @@ def test_nor_with_flashinfer_s_attention(
 # ---- where each step writes
 
 
-class WatchedSlots:
-    """Sees the slots of every pass, and counts those in spill blocks.
+def watch_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the slots of every pass checked. Returns how many of each are in spill blocks."""
+    spilled: list[int] = []
+    locate = KVPool.locate
 
-    Attributes:
-        num_spilled: Of all passes.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_spilled = 0
-        locate = KVPool.locate
-
-        def watched(pool: KVPool, rows: Any, positions: Any, *, out: Any) -> None:
-            locate(pool, rows, positions, out=out)
-            self._check(pool, out)
-
-        monkeypatch.setattr(KVPool, "locate", watched)
-
-    def _check(self, pool: KVPool, slots: np.ndarray) -> None:
-        assert len(np.unique(slots)) == len(slots), "two tokens of a pass go to one place"
-        blocks = slots // pool.block_size
+    def watched(pool: KVPool, rows: Any, positions: Any, *, out: Any) -> None:
+        locate(pool, rows, positions, out=out)
+        assert len(np.unique(out)) == len(out), "two tokens of a pass go to one place"
+        blocks = out // pool.block_size
         assert 0 not in blocks, "a token goes to the scratch block"
         assert blocks.max(initial=0) < pool.num_physical_blocks
-        self.num_spilled += int((blocks >= pool.num_blocks).sum())
+        spilled.append(int((blocks >= pool.num_blocks).sum()))
+
+    monkeypatch.setattr(KVPool, "locate", watched)
+    return spilled
 
 
 class CheckedRouter(Router):
@@ -165,10 +157,10 @@ def test_no_two_tokens_of_a_pass_go_to_one_place_and_none_to_the_scratch_block(
     if num_kv_blocks is not None:  # for 6 sequences at most, with nothing left for drafts
         few = num_kv_blocks * 4 // settings.get("block_size", 4)
         settings = settings | {"num_kv_blocks": few, "max_num_seqs": 6}
-    slots = WatchedSlots(monkeypatch)
+    spilled = watch_slots(monkeypatch)
     with cell_of(**settings) as cell:
         serve(CheckedRouter(cell), asks_of(is_poisoned=False))
-    assert slots.num_spilled > 0
+    assert sum(spilled) > 0
 
 
 @pytest.mark.parametrize("name", ["eagle", "frozen_kv"])

@@ -10,7 +10,6 @@ from deploy.demo_model.training.draft_checkpoints import Target, load
 from deploy.demo_model.training.draft_scores import ask, draft_chains, walk
 from executor.batch.read_step import StepColumns
 from executor.speculative.tree import Drafts
-from router.scheduling.step import StepPlan
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -110,28 +109,33 @@ def test_a_draft_model_that_knows_nothing_changes_no_output(name: str, topk: int
     assert 1 <= router.tokens_per_step < 1.4
 
 
-class Oracle:
-    """Drafts what plain decoding gives, on a random path of a tree among tokens that it does not.
+class OracleRouter(Router):
+    """Its cell drafts what plain decoding gives, on a random path of a tree among tokens that it does not.
 
-    Attributes:
-        truth: All tokens of each row's sequence.
+    Args:
+        truths: All tokens of each prompt's sequence.
     """
 
-    def __init__(self, num_draft_steps: int, num_draft_tokens: int, *, is_tree: bool) -> None:
-        self._steps, self._size, self._is_tree = num_draft_steps, num_draft_tokens, is_tree
-        self._seed = 0
-        self.truth: dict[int, list[int]] = {}
+    def __init__(self, cell: Cell, truths: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__(cell)
+        self._truths, self._seed = truths, 0
+        speculator_of(cell.workers[0]).draft = self._draft  # type: ignore[method-assign]
 
-    def draft(self, columns: StepColumns, at: torch.Tensor) -> Drafts:
-        tokens = torch.full((len(columns.rows), self._size - 1), 5)
+    def _draft(self, columns: StepColumns, at: torch.Tensor) -> Drafts:
+        shape = self._cell.shape.speculation
+        assert shape is not None
+        size, is_tree = shape.num_draft_tokens, shape.topk > 1
+        tokens = torch.full((len(columns.rows), size - 1), 5)
         self._seed += 1
-        parents = random_parents(len(columns.rows), self._size, self._steps, self._seed)
-        if not self._is_tree:
-            parents = torch.arange(self._size - 1).expand_as(parents).contiguous()
+        parents = random_parents(len(columns.rows), size, shape.num_draft_steps, self._seed)
+        if not is_tree:
+            parents = torch.arange(size - 1).expand_as(parents).contiguous()
         for place, (row, computed) in enumerate(
             zip(columns.rows.tolist(), columns.num_computed_tokens.tolist(), strict=True)
         ):
-            truth = self.truth[row]
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            truth = self._truths[tuple(sequence.request.prompt.tolist())]
             depths = [0]
             for node, parent in enumerate(parents[place].tolist(), start=1):
                 depths.append(depths[parent] + 1)
@@ -142,28 +146,7 @@ class Oracle:
                 if position < len(truth):
                     tokens[place, node - 1] = truth[position]
                 node = int(parents[place, node - 1])
-        return Drafts(tokens, parents if self._is_tree else None)
-
-
-class InformedRouter(Router):
-    """Tells an oracle before each step which sequence each row holds.
-
-    Attributes:
-        num_gained: Drafts that were accepted, in all.
-        num_possible: Drafts on the longest path of each row in each step.
-    """
-
-    def __init__(
-        self, cell: Cell, oracle: Oracle, truths: dict[tuple[int, ...], list[int]]
-    ) -> None:
-        super().__init__(cell)
-        self._oracle, self._truths = oracle, truths
-        speculator_of(cell.workers[0]).draft = oracle.draft  # type: ignore[method-assign]
-
-    def before_step(self, plan: StepPlan) -> None:
-        for row, sequence in enumerate(self.table.sequences):
-            if sequence is not None:
-                self._oracle.truth[row] = self._truths[tuple(sequence.request.prompt.tolist())]
+        return Drafts(tokens, parents if is_tree else None)
 
 
 @pytest.mark.parametrize(("name", "topk"), [("mtp", 1), ("eagle", 4), ("frozen_kv", 2)])
@@ -173,15 +156,10 @@ def test_drafts_that_are_right_are_all_accepted_and_change_no_output(name: str, 
     whole = serve(Router(plain_cell()), asks)
     truths = {p: [*p, *answer.tokens] for p, [answer] in zip(prompts, whole, strict=True)}
     with cell_of(max_num_seqs=3, **settings_of(name, topk)) as cell:
-        plan = cell.shape.speculation
-        assert plan is not None
-        oracle = Oracle(plan.num_draft_steps, plan.num_draft_tokens, is_tree=topk > 1)
-        router = InformedRouter(cell, oracle, truths)
+        router = OracleRouter(cell, truths)
         expect_plain(router, asks)
-    if topk == 1:  # 21 tokens: one behind the prompt, then five times four
-        assert router.tokens_per_step > 3.9
-    else:
-        assert router.tokens_per_step > 2.5
+    # 21 tokens: one behind the prompt, then five times four
+    assert router.tokens_per_step > (3.9 if topk == 1 else 2.5)
 
 
 # ---- how well is drafted
