@@ -16,15 +16,12 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.demo import SEED, ask, draw_requests
 from deploy.local.processes import Process
-from router.client import Client
+from router.client import Client, Unavailable
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import Cluster, Pod
 from tests.deploy.rendering import (
@@ -45,7 +42,6 @@ pytestmark = pytest.mark.skipif(
 RESOLVER = Path(__file__).parent / "resolver"
 NUM_REQUESTS = 24
 WAIT_S = 120.0
-SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def free_address(ports: list[int]) -> str:
@@ -146,15 +142,11 @@ class LoopbackCluster:
 
 
 async def is_serving(address: str, service: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
+    async with Client(address) as client:
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-        except grpc.aio.AioRpcError as error:
-            if error.code() != grpc.StatusCode.UNAVAILABLE:
-                raise  # such as NOT_FOUND: nobody serves a health service of that name
+            return await client.health(service)
+        except Unavailable:
             return False
-    return bool(answer.status == SERVING)
 
 
 @asynccontextmanager
