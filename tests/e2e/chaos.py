@@ -147,20 +147,10 @@ async def _groups_ready(client: Client) -> None:
 
 
 async def _idle_groups(client: Client) -> list[GroupStatus]:
-    """Returns the groups when all have formed, whichever loss was noticed last, and none runs.
-
-    Raises:
-        TimeoutError: Something is still there after all this time; what it is has been printed.
-    """
-    groups: list[GroupStatus] = []
-    try:
-        async with asyncio.timeout(120):
-            while not groups or not all(map(_is_idle, groups)):
-                groups = await client.get_status()
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        print(groups)
-        raise
+    """Returns the groups when all have formed, whichever loss was noticed last, and none runs."""
+    async with asyncio.timeout(120):
+        while not all(map(_is_idle, groups := await client.get_status())):
+            await asyncio.sleep(0.05)
     return groups
 
 

@@ -2,27 +2,22 @@
 
 import ipaddress
 import sys
-from pathlib import Path
 
 import pytest
 
 from deploy.local.demo import ask, draw_requests
 from deploy.local.launch import LocalStack
-from tests.e2e.conftest import EXECUTOR_ARGS
+from router.client import Client
 from tests.support.listening import listening_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-async def test_no_process_of_a_stack_listens_off_loopback(tmp_path: Path):
+async def test_no_process_of_a_stack_listens_off_loopback(stack: LocalStack, client: Client):
     """A group of two: its rendezvous store and gloo's ports are open while it runs."""
-    async with LocalStack(
-        dp_size=2, executor_args=EXECUTOR_ARGS, router_args=("--vllm-engine", "on")
-    ) as stack:
-        async with stack.client() as client:
-            [request] = draw_requests(1, 1)
-            assert (await ask(client, request)).is_right
-        open_ports = [listening_at(p.pid) for p in (stack.router, *stack.executors)]
+    [request] = draw_requests(1, 1)
+    assert (await ask(client, request)).is_right
+    open_ports = [listening_at(p.pid) for p in (stack.router, *stack.executors)]
 
     assert [len(ports) > 0 for ports in open_ports] == [True] * 3
     assert len(open_ports[1]) >= 3  # gRPC's, the store's, gloo's

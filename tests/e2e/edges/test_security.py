@@ -117,7 +117,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
         ),
         router_args=(
             *flags("tls", public.issue("public", "127.0.0.1"), "--tls-client-ca"),
-            *("--auth-tokens", f"{public.folder}/tokens", "--health-listen", "127.0.0.1:0"),
+            *("--auth-tokens", f"{public.folder}/tokens"),
             *flags("executor", router, "--executor-ca"),
             *("--executor-name", "executor.test", "--executor-token", f"{inner.folder}/tokens"),
             *("--log-level", "debug"),
@@ -175,15 +175,6 @@ async def test_health_needs_a_certificate_but_no_token(secured: Secured, hop: st
     for address in called.addresses:
         code = await outcome(address, HEALTH_CHECK, called.files, None, called.name)
         assert code == OK
-
-
-async def test_probes_have_a_port_of_their_own(secured: Secured):
-    address = (await secured.stack.router.event("health_listening"))["address"]
-    async with Client(address) as probe:
-        assert await probe.health("readiness")
-        assert await probe.health("liveness")
-        with pytest.raises(Exception, match="Method not found"):
-            await probe.get_status()
 
 
 @on_both_hops

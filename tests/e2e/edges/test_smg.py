@@ -50,8 +50,10 @@ class Gateway:
         status, answer = await self._call(path, fields)
         return status, json.loads(answer)["error"]["message"]
 
-    async def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
-        """Returns all events of a stream, its usage in the last."""
+    async def events(self, path: str, is_streamed: bool, **fields: Any) -> list[dict[str, Any]]:
+        """Returns what comes of a request: the one answer, or all events of a stream, usage last."""
+        if not is_streamed:
+            return [await self.ask(path, **fields)]
         options = {"stream": True, "stream_options": {"include_usage": True}}
         _, answer = await self._call(path, fields | options)
         *events, done = [
@@ -59,12 +61,6 @@ class Gateway:
         ]
         assert done == "[DONE]", done
         return [json.loads(event) for event in events]
-
-    async def events(self, path: str, is_streamed: bool, **fields: Any) -> list[dict[str, Any]]:
-        """Returns what comes of a request: all events of a stream, or the one answer."""
-        if is_streamed:
-            return await self.stream(path, **fields)
-        return [await self.ask(path, **fields)]
 
     async def answers(self, path: str, is_streamed: bool, **fields: Any) -> dict[int, str]:
         """Returns the text of each choice, however it comes."""
@@ -170,7 +166,7 @@ async def test_every_choice_of_many_problems_at_once_is_right(
 async def test_a_stop_string_ends_the_text_and_the_work(gateway: Gateway, path: str):
     fields = fields_of(path, rev("abacus")) | {"stop": ["cab"], "ignore_eos": True}
     whole = await gateway.ask(path, max_tokens=ENDLESS_TOKENS, **fields)
-    *_, last, usage = await gateway.stream(path, max_tokens=ENDLESS_TOKENS, **fields)
+    *_, last, usage = await gateway.events(path, True, max_tokens=ENDLESS_TOKENS, **fields)
 
     choice = whole["choices"][0]
     assert (choice.get("text") or choice["message"]["content"]) == "su"
@@ -184,7 +180,7 @@ async def test_log_probabilities_are_those_of_our_own_api(gateway: Gateway, clie
     fields = {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 16}
     fields |= {"logprobs": True, "top_logprobs": 2}
     whole = await gateway.ask(CHAT, **fields)
-    events = await gateway.stream(CHAT, **fields)
+    events = await gateway.events(CHAT, True, **fields)
 
     streamed = [
         entry

@@ -6,9 +6,7 @@ The prefill lasts 3 s in the gate. The run of 30 s:
 """
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -22,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local.demo import idle_group
 from deploy.local.demo_tasks import token_ids
-from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.launch import LocalStack
 from router.api.health import SERVICE
 from router.client import GROUP_STATE_FORMING, Client, Unavailable
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import logged, records
-from tests.e2e.support.stacks import group_with_problem, paused, served
+from tests.e2e.support.stacks import demo_model_with, group_with_problem, paused, served
 from tests.e2e.support.streams import long_streams
 
 PREFILL_S = float(os.environ.get("LOCKSTEP_TEST_PREFILL_S", "3"))
@@ -38,16 +36,6 @@ STATUS = health_pb2.HealthCheckResponse
 
 
 # ---- a long prefill
-
-
-def long_context_model(folder: Path) -> Path:
-    """Copies the demo model, and lets it take prompts that it was never trained on."""
-    model = folder / "model"
-    shutil.copytree(DEMO_MODEL, model)
-    config = json.loads((model / "config.json").read_text())
-    config["max_position_embeddings"] = MAX_PROMPT_TOKENS + 16
-    (model / "config.json").write_text(json.dumps(config))
-    return model
 
 
 @asynccontextmanager
@@ -93,7 +81,9 @@ async def test_a_long_prefill_keeps_all_probes_green(tmp_path: Path):
         *("--dtype", "float32", "--max-model-len", size, "--max-num-batched-tokens", size),
         *("--num-kv-blocks", "2100", "--prefill-graphs", "off", "--max-num-seqs", "4"),
     )
-    settings = {"model": long_context_model(tmp_path), "executor_args": executor_args}
+    # It takes prompts that it was never trained on.
+    model = demo_model_with(tmp_path, max_position_embeddings=MAX_PROMPT_TOKENS + 16)
+    settings = {"model": model, "executor_args": executor_args}
     async with served(tmp_path, dp_size=1, **settings) as (stack, client):
         num_tokens, seconds, answers = 2000, 0.0, Counter[tuple[str, str, int]]()
         while seconds < PREFILL_S or min(answers.values()) < 3:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -109,15 +110,14 @@ async def test_a_rolling_restart_loses_no_request(tmp_path: Path):
     tallies: dict[str, Tally] = {}
     is_over = asyncio.Event()
     async with AsyncExitStack() as exits:
-        stacks = [stack_in(tmp_path / f"stack-{number}") for number in range(NUM_ROUTERS)]
+        one = partial(LocalStack, dp_size=1, executor_args=EXECUTOR_ARGS, router_args=ROUTER_ARGS)
+        stacks = [one(log_dir=tmp_path / f"stack-{number}") for number in range(NUM_ROUTERS)]
         await asyncio.gather(*[exits.enter_async_context(stack) for stack in stacks])
         envoy = envoy_before([stack.address for stack in stacks], tmp_path)
         address = await exits.enter_async_context(envoy)
         client = await exits.enter_async_context(Client(address))
-        options = [
-            ("grpc.service_config", published_policy()),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-        ]
+        [policy] = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+        options = [("grpc.service_config", policy), ("grpc.max_reconnect_backoff_ms", 1000)]
         channel = await exits.enter_async_context(grpc.aio.insecure_channel(address, options))
         both = "ipv4:" + ",".join(stack.address for stack in stacks)
         direct = await exits.enter_async_context(Client(both, watches_health=True))
@@ -160,17 +160,6 @@ async def restart_at_work(stack: LocalStack) -> None:
     resume(stack)
     assert draining["live_requests"] > 0, "it was not at work"
     assert await restarting == 0, "it did not end well"
-
-
-def stack_in(folder: Path) -> LocalStack:
-    return LocalStack(
-        dp_size=1, executor_args=EXECUTOR_ARGS, router_args=ROUTER_ARGS, log_dir=folder
-    )
-
-
-def published_policy() -> str:
-    [policy] = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
-    return policy
 
 
 async def until_answered(tallies: dict[str, Tally]) -> None:

@@ -6,15 +6,15 @@ Hugging Face transformers, gives them too.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import pytest
 
 from deploy.local.demo import MAX_ANSWER_TOKENS, SEED, DemoRequest, ask, draw_requests, idle_group
 from deploy.local.demo_tasks import STOP_ID, add, rev, solved_lines, text_of, token_ids
-from router.client import Cancelled, Client, Delta, Options, Rejected, TimedOut
+from router.client import Cancelled, Client, Options, Rejected, TimedOut
 
 ENDLESS_TOKENS = 600  # takes far longer than any cancel or timeout of these tests
 
@@ -38,13 +38,9 @@ async def cancel_by_id(client: Client, request: DemoRequest) -> bool:
     first = await anext(endless)
     await client.cancel(first.request_id)
     with pytest.raises(Cancelled) as failure:
-        await drain(endless)
+        async for _ in endless:
+            pass
     return failure.value.reason == "CANCELLED"
-
-
-async def drain(deltas: AsyncGenerator[Delta, None]) -> None:
-    async for _ in deltas:
-        pass
 
 
 async def time_out(client: Client, request: DemoRequest) -> bool:
@@ -90,35 +86,41 @@ async def test_text_and_ids_give_the_same_answer_in_both_kinds_of_call(
     assert completion.text == expected
 
 
-async def test_an_answer_ends_at_the_stop_token_and_says_so(client: Client):
-    completion = await client.complete("\n17+25=", stop_token_ids=[STOP_ID])
-
-    assert completion.finish.reason == "stop"
-    assert completion.finish.stop_token_id == STOP_ID
-    assert completion.token_ids[-1] == STOP_ID
+REV = rev("abcdefgh").prompt
 
 
-async def test_max_tokens_ends_an_answer_early(client: Client):
-    completion = await client.complete(rev("abcdefgh").prompt, max_tokens=5)
+@pytest.mark.parametrize(
+    ("prompt", "options", "text", "generated", "finish"),
+    [
+        ("\n17+25=", {"stop_token_ids": [STOP_ID]}, "42\n", "42\n", ("stop", STOP_ID, None)),
+        (REV, {"max_tokens": 5}, "hgfed", "hgfed", ("length", None, None)),
+        # It ends the text before it, across tokens.
+        (REV, {"stop_strings": ["zz", "fed"]}, "hg", "hgfed", ("stop", None, "fed")),
+        # Text that is held back for one comes if it does not complete.
+        (
+            REV,
+            {"stop_strings": ["a\n!", "gfee"]},
+            "hgfedcba\n",
+            "hgfedcba\n",
+            ("stop", STOP_ID, None),
+        ),
+    ],
+)
+async def test_an_answer_ends_where_it_is_told_to_and_says_so(
+    client: Client,
+    prompt: str,
+    options: Options,
+    text: str,
+    generated: str,
+    finish: tuple[Any, ...],
+):
+    completion = await client.complete(prompt, **options)
 
-    assert completion.text == "hgfed"
-    assert completion.finish.reason == "length"
-    assert completion.finish.num_completion_tokens == 5
-
-
-async def test_a_stop_string_ends_the_text_before_it_across_tokens(client: Client):
-    completion = await client.complete(rev("abcdefgh").prompt, stop_strings=["zz", "fed"])
-
-    assert completion.text == "hg"
-    assert text_of(completion.token_ids) == "hgfed"
-    assert completion.finish.reason == "stop"
-    assert completion.finish.stop_string == "fed"
-
-
-async def test_text_held_back_for_a_stop_string_comes_if_it_does_not_complete(client: Client):
-    completion = await client.complete(rev("abcdefgh").prompt, stop_strings=["a\n!", "gfee"])
-
-    assert completion.text == "hgfedcba\n"
+    assert completion.text == text
+    assert text_of(completion.token_ids) == generated
+    ended = completion.finish
+    assert ended.num_completion_tokens == len(completion.token_ids)
+    assert (ended.reason, ended.stop_token_id, ended.stop_string) == finish
 
 
 async def test_continuations_of_one_request_differ_and_a_seed_repeats_them(client: Client):

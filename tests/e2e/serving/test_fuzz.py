@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from deploy.local.demo import ask, draw_requests, idle_group
 from deploy.local.launch import DEMO_MODEL
@@ -324,7 +323,3 @@ def test_the_right_requests_of_this_test_are_right():
     requests = [right_request(rng, VOCAB_SIZE) for _ in range(100)]
     assert all(request.WhichOneof("prompt") for request in requests)
     assert all(1 <= request.stop.max_tokens <= 4 for request in requests)
-
-
-if __name__ == "__main__":
-    pytest.main([__file__, "-s"])

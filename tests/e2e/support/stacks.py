@@ -1,14 +1,25 @@
 """Stacks of the demo model that a test has to itself."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.local.launch import LocalStack
+from deploy.local.launch import DEMO_MODEL, LocalStack
 from router.client import Client, GroupStatus
 from tests.e2e.conftest import EXECUTOR_ARGS, PATIENT
+
+
+def demo_model_with(folder: Path, **config: Any) -> Path:
+    """Returns a copy of the demo model, of another configuration."""
+    model = folder / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return model
 
 
 @asynccontextmanager
