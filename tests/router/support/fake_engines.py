@@ -1,4 +1,4 @@
-"""A engines without engines, at the seam that the public API sees: tests play the executors."""
+"""Fake of Engines, at the seam that the public API sees: tests play the executors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable

@@ -1,4 +1,4 @@
-"""Calls of vllm.grpc.engine.VllmEngine on a fake engines, as a gateway makes them."""
+"""Calls of vllm.grpc.engine.VllmEngine on fake engines, as a gateway makes them."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
