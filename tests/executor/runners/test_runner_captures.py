@@ -1,15 +1,16 @@
 """If these fail, ranks wait for each other in different captures, or graphs hold a warm-up's state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
@@ -162,29 +163,12 @@ def test_what_another_runner_left_in_shared_buffers_is_gone_before_a_capture(
     check_reset_before_capture(runner, [runner.graphs.registry], monkeypatch)
 
 
-class FakeGraphRunner:
-    """Notes what is asked of it, and captures nothing.
-
-    Attributes:
-        problem: What the next capture raises.
-    """
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self._name = name
-        self._log = log
-        self.problem: Exception | None = None
-
-    def discard(self) -> None:
-        self._log.append(f"discard {self._name}")
-
-    def capture(self) -> None:
-        self._log.append(f"capture {self._name}")
-        if self.problem is not None:
-            problem, self.problem = self.problem, None
-            raise problem
-
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        raise AssertionError("nothing is run")
+def fake_runner(
+    name: str, log: list[str], outcomes: Iterable[Exception | None] | None = None
+) -> Any:
+    """Returns what notes its calls and captures nothing; captures end as said, if it is."""
+    inner = SimpleNamespace(discard=Mock(), capture=Mock(side_effect=outcomes))
+    return noting(inner, log, {call: f"{call} {name}" for call in ("discard", "capture")})
 
 
 BOTH = ("prefill", "decode")
@@ -227,16 +211,15 @@ def by_layout(
     log: list[str], names: tuple[str, ...], binds_group: bool, failing: str | None = None
 ) -> RunnerSelection:
     """Returns fakes of the named kinds behind one runner; the first capture of one may fail."""
-    fakes: dict[str, Any] = {name: FakeGraphRunner(name, log) for name in names}
-    if failing is not None:
-        fakes[failing].problem = RuntimeError("no memory")
-    return RunnerSelection(FakeGraphRunner("eager", log), binds_group=binds_group, **fakes)
+    outcomes = [RuntimeError("no memory"), None]
+    fakes = {n: fake_runner(n, log, outcomes if n == failing else None) for n in names}
+    return RunnerSelection(fake_runner("eager", log), binds_group=binds_group, **fakes)
 
 
 def test_drafts_are_captured_last_and_everything_is_dropped_first():
     log: list[str] = []
     order = ["prefill", "decode", "verify", "draft", "draft_extend"]
-    fakes: dict[str, Any] = {name: FakeGraphRunner(name, log) for name in order}
+    fakes = {name: fake_runner(name, log) for name in order}
     drafts = [fakes.pop("draft"), fakes.pop("draft_extend")]
-    RunnerSelection(FakeGraphRunner("eager", log), draft_runners=drafts, **fakes).capture()
+    RunnerSelection(fake_runner("eager", log), draft_runners=drafts, **fakes).capture()
     assert log == [f"{act} {name}" for act in ("discard", "capture") for name in order]

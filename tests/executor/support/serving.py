@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from executor.batch.kv_pool import KVPool
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Peers
@@ -14,13 +12,13 @@ from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from tests.executor.support.kv import batch_of
+from tests.executor.support.kv import batch_of, full_pool
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, NUM_ROWS, MAX_LEN = 4, 6, 128
 
 
 class Rank:
-    """One rank with its model, KV pool and a stock of blocks in scrambled order."""
+    """One rank with its model and a KV pool in which every row owns its blocks."""
 
     def __init__(
         self,
@@ -30,8 +28,6 @@ class Rank:
         communicator: DpCommunicator | None = None,
         attn_tp_communicator: AttnTpCommunicator | None = None,
         moe_dense_tp_size: int | None = None,
-        num_rows: int = 6,
-        max_len: int = 128,
     ) -> None:
         config = ModelConfig.from_dir(path)
         topology = topology or Topology()
@@ -49,21 +45,15 @@ class Rank:
         self.attention = TorchAttention(
             len(heads.q_heads), len(heads.kv_heads), config.head_dim, dtype=config.dtype
         )
-        max_blocks = max_len // BLOCK_SIZE
-        self.pool = KVPool(
-            config.kv_shape(BLOCK_SIZE, config.dtype, topology),
-            num_blocks=1 + num_rows * max_blocks,
-            num_rows=num_rows,
-            max_blocks_per_row=max_blocks,
-        )
-        blocks = np.arange(1, self.pool.num_blocks)
-        self._free = np.random.default_rng(0).permutation(blocks).tolist()
-        self.num_computed = [0] * num_rows
+        shape = config.kv_shape(BLOCK_SIZE, config.dtype, topology)
+        self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
+        self.num_computed = [0] * NUM_ROWS
 
     def share_prefix(self, owner: int, row: int, num_blocks: int) -> None:
         """Lets ``row`` start with the first blocks of ``owner``, already computed."""
-        shared = self.pool.block_table_cpu[owner, :num_blocks].tolist()
-        self.pool.append_blocks([row], [0], [num_blocks], shared)
+        table = self.pool.block_table_cpu
+        blocks = [*table[owner, :num_blocks].tolist(), *table[row, num_blocks:].tolist()]
+        self.pool.append_blocks([row], [0], [len(blocks)], blocks)
         self.num_computed[row] = num_blocks * BLOCK_SIZE
 
     def step(
@@ -73,12 +63,8 @@ class Rank:
         rows = list(tokens)
         counts = [len(tokens[row]) for row in rows]
         computed = [self.num_computed[row] for row in rows]
-        for row, end in zip(rows, np.add(computed, counts), strict=True):
-            held = int(self.pool.row_num_blocks[row])
-            missing = max(-(-int(end) // BLOCK_SIZE) - held, 0)
-            ids = [self._free.pop() for _ in range(missing)]
-            self.pool.append_blocks([row], [held], [missing], ids)
-            self.num_computed[row] = int(end)
+        for row, count in zip(rows, counts, strict=True):
+            self.num_computed[row] += count
         ids = torch.tensor([i for row in rows for i in tokens[row]], dtype=torch.int64)
         scored = range(sum(counts))
         batch = batch_of(self.pool, rows, computed, counts, ids, layout, scored)

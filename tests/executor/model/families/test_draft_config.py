@@ -1,6 +1,7 @@
 """If this fails, a draft is run beside a target, or with layers, that it was not made for."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig.from_dir(path)
 
 
-def read(path: Path, target: ModelConfig, kind: str, **changed: Any) -> DraftConfig:
-    save_draft(path, kind)
-    values = {**KINDS[kind].config, **changed}
-    kept = {name: value for name, value in values.items() if value != "absent"}
-    (path / "config.json").write_text(json.dumps(kept))
-    return DraftConfig.from_dir(path, target)
+Read = Callable[..., DraftConfig]
+
+
+@pytest.fixture
+def read(tmp_path: Path, target: ModelConfig) -> Read:
+    """Returns what reads a draft of a kind, with changed settings, beside a target."""
+
+    def new(kind: str, *, beside: ModelConfig = target, **changed: Any) -> DraftConfig:
+        save_draft(tmp_path, kind)
+        values = {**KINDS[kind].config, **changed}
+        kept = {name: value for name, value in values.items() if value != "absent"}
+        (tmp_path / "config.json").write_text(json.dumps(kept))
+        return DraftConfig.from_dir(tmp_path, beside)
+
+    return new
 
 
 @pytest.mark.parametrize(
@@ -54,37 +64,30 @@ def read(path: Path, target: ModelConfig, kind: str, **changed: Any) -> DraftCon
     ],
 )
 def test_a_layout_says_how_it_is_drafted_with_and_what_it_takes(
-    tmp_path: Path,
-    target: ModelConfig,
-    kind: str,
-    algorithm: str,
-    num_layers: int,
-    num_features: int,
+    read: Read, kind: str, algorithm: str, num_layers: int, num_features: int
 ):
-    config = read(tmp_path, target, kind)
+    config = read(kind)
     assert (config.algorithm, config.num_layers) == (algorithm, num_layers)
     assert config.feature_size == num_features * HIDDEN
     assert config.gathered_size == (4 * HIDDEN if kind == "eagle3" else HIDDEN)
 
 
-def test_aux_layers_keep_their_order(tmp_path: Path, target: ModelConfig):
-    assert read(tmp_path, target, "eagle3").aux_layers == (0, 2, 1)
+def test_aux_layers_keep_their_order(read: Read):
+    assert read("eagle3").aux_layers == (0, 2, 1)
 
 
 def test_aux_layers_that_are_not_said_are_those_of_the_published_heads(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    read: Read, tmp_path_factory: pytest.TempPathFactory
 ):
     path = tmp_path_factory.mktemp("deep")
     save_qwen3_moe(path, "wide", num_hidden_layers=12)
     deep = ModelConfig.from_dir(path)
-    assert read(tmp_path, deep, "eagle3", eagle_config="absent").aux_layers == (1, 5, 8)
+    assert read("eagle3", beside=deep, eagle_config="absent").aux_layers == (1, 5, 8)
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("eagle3", 1), ("nextn_three_layers", 3)])
-def test_what_is_kept_of_a_draft_is_its_own_heads_share(
-    tmp_path: Path, target: ModelConfig, kind: str, num_layers: int
-):
-    config = read(tmp_path, target, kind)
+def test_what_is_kept_of_a_draft_is_its_own_heads_share(read: Read, kind: str, num_layers: int):
+    config = read(kind)
     for size, num_kv_heads in ((1, 2), (2, 1)):
         topology = Topology(attn_tp_size=size, attn_tp_rank=size - 1)
         assert config.kv_shape(4, torch.bfloat16, topology) == KVShape(
@@ -96,29 +99,29 @@ def test_what_is_kept_of_a_draft_is_its_own_heads_share(
         )
 
 
-def test_a_frozen_kv_draft_keeps_nothing(tmp_path: Path, target: ModelConfig):
-    config = read(tmp_path, target, "frozen_kv")
+def test_a_frozen_kv_draft_keeps_nothing(read: Read):
+    config = read("frozen_kv")
     assert config.kv_shape(4, torch.bfloat16) is None
     assert config.target_kv_layer_ids == (2, 0)
 
 
-def test_a_draft_for_short_texts_reaches_as_far_as_its_target(tmp_path: Path, target: ModelConfig):
-    config = read(tmp_path, target, "eagle3", max_position_embeddings=64)
+def test_a_draft_for_short_texts_reaches_as_far_as_its_target(read: Read, target: ModelConfig):
+    config = read("eagle3", max_position_embeddings=64)
     assert config.layers.max_position_embeddings == target.max_position_embeddings == 512
 
 
-def test_a_published_head_may_leave_out_llamas_rope_theta(tmp_path: Path, target: ModelConfig):
-    assert read(tmp_path, target, "eagle3").layers.rope_theta == 10000.0
-    assert read(tmp_path, target, "eagle3", rope_theta=5e5).layers.rope_theta == 5e5
+def test_a_published_head_may_leave_out_llamas_rope_theta(read: Read):
+    assert read("eagle3").layers.rope_theta == 10000.0
+    assert read("eagle3", rope_theta=5e5).layers.rope_theta == 5e5
 
 
-def test_layers_have_experts_where_their_numbers_say_so(tmp_path: Path, target: ModelConfig):
-    layers = read(tmp_path, target, "nextn_three_layers").layers
+def test_layers_have_experts_where_their_numbers_say_so(read: Read):
+    layers = read("nextn_three_layers").layers
     assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, False]
     some = {"mlp_only_layers": [], "first_k_dense_replace": 4}
-    layers = read(tmp_path, target, "nextn_three_layers", **some).layers
+    layers = read("nextn_three_layers", **some).layers
     assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, True]
-    dense = read(tmp_path, target, "nextn_three_layers", mlp_only_layers=[3, 4, 5]).layers
+    dense = read("nextn_three_layers", mlp_only_layers=[3, 4, 5]).layers
     assert dense.num_experts == 0
 
 
@@ -176,10 +179,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "changed", "problem"), REFUSED, ids=lambda x: str(x)[:60])
 def test_what_does_not_fit_or_is_not_supported_is_refused_by_name(
-    tmp_path: Path, target: ModelConfig, kind: str, changed: dict[str, Any], problem: str
+    read: Read, kind: str, changed: dict[str, Any], problem: str
 ):
     with pytest.raises(CheckpointError, match=problem):
-        read(tmp_path, target, kind, **changed)
+        read(kind, **changed)
 
 
 def test_a_model_without_a_draft_says_what_it_would_need(tmp_path: Path, target: ModelConfig):

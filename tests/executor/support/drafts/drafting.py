@@ -18,8 +18,6 @@ from executor.parallel.layout import DpLayout
 from tests.executor.support.kv import batch_of
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
-MAX_LEN = 128
-
 # New tokens of some rows, and the hidden state that goes with each.
 Entries = Mapping[int, tuple[Sequence[int], torch.Tensor]]
 Drafted = dict[int, tuple[torch.Tensor, torch.Tensor]]  # of each row, hidden states and logits
@@ -43,7 +41,7 @@ class DraftRank:
         new_kernels: Callable[[ModelConfig], Kernels] | None = None,
         **options: Any,
     ) -> None:
-        self.target = Rank(target_path, max_len=MAX_LEN, **options)
+        self.target = Rank(target_path, **options)
         topology = self.target.model.peers.topology
         target_config = ModelConfig.from_dir(target_path)
         self.config = DraftConfig.from_dir(draft_path, target_config)
@@ -60,11 +58,7 @@ class DraftRank:
         self.pool = self.target.pool
         if shape is not None:
             self.pool = self.target.pool.sibling(shape)
-        rows = range(self.pool.num_rows)
-        most, count = self.pool.max_blocks_per_row, self.pool.num_rows
-        blocks = [self.target._free.pop() for _ in range(most * count)]
-        self.target.pool.append_blocks(rows, [0] * count, [most] * count, blocks)
-        self.num_drafted = [[0] * count for _ in range(self.model.num_layers)]
+        self.num_drafted = [[0] * self.pool.num_rows for _ in range(self.model.num_layers)]
 
     def step(
         self,
