@@ -7,7 +7,15 @@ import pytest
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.recording.recording_backend import known_world
 from tests.executor.support.runner_cases import DTYPES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    """Spares each capture the million objects that a run has imported."""
+    with known_world():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from executor.speculative.draft_batch import DraftBatch, ExtendBatch
 from tests.executor.support.drafts.draft_cases import DraftCase, Way, captured
 from tests.executor.support.ranks.ranks import join, topology_of
 from tests.executor.support.ranks.runner_ranks import recorded
-from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.recording.recording_backend import RecordingBackend, known_world
 
 SIZES = (2, 4)
 
@@ -43,6 +43,7 @@ class DraftStep:
         )
 
 
+@known_world()
 def draft_on_ranks(
     rank: int,
     port: int,

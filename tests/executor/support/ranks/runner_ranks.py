@@ -15,7 +15,7 @@ from executor.graph.backend import EagerBackend
 from executor.parallel.process_groups import RankGroup
 from executor.runners.target import RunnerSelection
 from tests.executor.support.ranks.ranks import join, topology_of
-from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.recording.recording_backend import RecordingBackend, known_world
 from tests.executor.support.runner_cases import PREFILL_GRAPHS, RunnerCase, captured
 
 GRAPH_SIZES = GraphSizes((2, 4), (4, 8))
@@ -64,6 +64,7 @@ class Replayed:
     counts_at_capture: list[dict[str, list[int]]]
 
 
+@known_world()
 def replay_on_ranks(
     rank: int, port: int, path: Path, attn_tp_size: int, num_epochs: int, steps: list[RanksStep]
 ) -> dict[tuple[bool, str], list[Replayed]]:

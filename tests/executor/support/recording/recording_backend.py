@@ -74,7 +74,6 @@ class RecordingBackend:
         self._captures: Captures[Recording] = Captures()
         self._host_memory = {_memory_of(x) for x in host_tensors}
         self._recorder: Recorder | None = None
-        self._older: dict[int | None, torch.Tensor] = {}
 
     @property
     def outlives_group(self) -> bool:
@@ -83,14 +82,8 @@ class RecordingBackend:
     @contextmanager
     def session(self, *, label: str, num_captures: int) -> Iterator[None]:
         num_before = len(self._captures)
-        with self._captures.session():
-            self._older = living_memory()
-            gc.freeze()  # leaves each capture few objects to look through
-            try:
-                yield
-            finally:
-                gc.unfreeze()
-                self._older = {}
+        with self._captures.session(), known_world():
+            yield
         num_made = len(self._captures) - num_before
         assert num_made == num_captures, f"{label}: {num_captures} announced, {num_made} made"
         self._poison_all()
@@ -153,7 +146,7 @@ class RecordingBackend:
         with self._captures.making(key):
             self._recorder = Recorder(
                 recording,
-                self._older | living_memory(),
+                living_memory(),
                 host_memory=self._host_memory,
                 is_breakable=is_breakable,
             )
@@ -385,12 +378,30 @@ def _memory_of(x: torch.Tensor) -> int | None:
         return None
 
 
+_known: dict[int | None, torch.Tensor] = {}  # within `known_world`
+
+
+@contextmanager
+def known_world() -> Iterator[None]:
+    """Has tensors looked for once among all that a run has made, and then only among newer objects."""
+    if _known:  # from further out
+        yield
+        return
+    _known.update(living_memory())
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        _known.clear()
+
+
 def living_memory() -> dict[int | None, torch.Tensor]:
-    """Returns all tensors that there are, by storage, but for those that gc.freeze hides."""
+    """Returns all tensors that there are, by storage, but for those that others hide by gc.freeze."""
     objects = gc.get_objects()  # hundreds of thousands: looked at by type
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
     tensors = (x for x, kind in zip(objects, map(type, objects), strict=True) if kind in kinds)
-    return {_memory_of(x): x for x in tensors}
+    return _known | {_memory_of(x): x for x in tensors}
 
 
 def _poison(x: torch.Tensor) -> None:
