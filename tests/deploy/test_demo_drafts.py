@@ -135,6 +135,36 @@ def test_what_is_trained_is_what_an_executor_computes(name: str, target: Target)
         torch.testing.assert_close(of_layer[0, -1 - layer], expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", DRAFT_NAMES)
+def test_a_chain_depends_on_nothing_that_a_server_lacks(name: str, target: Target):
+    draft = load(name, target, DRAFTS / name)
+    context = read_batch(target)
+    root = int(context.roots[0, 7])
+
+    # What follows the root is unknown, and the root itself has not run through the target.
+    ids = context.ids.clone()
+    ids[:, root + 1 :] = 5
+    poisoned = Context(
+        ids=ids,
+        hidden=poison(context.hidden, root, dim=1),
+        residuals={i: poison(x, root, dim=1) for i, x in context.residuals.items()},
+        keys=[poison(keys, root, dim=2) for keys in context.keys],
+        values=[poison(values, root, dim=2) for values in context.values],
+        roots=context.roots,
+    )
+
+    for before, after in zip(
+        draft.unroll(context, greedy), draft.unroll(poisoned, greedy), strict=True
+    ):
+        torch.testing.assert_close(after[0, 7], before[0, 7], atol=1e-3, rtol=1e-3)
+
+
+def poison(x: torch.Tensor, start: int, dim: int) -> torch.Tensor:
+    poisoned = x.clone()
+    poisoned.narrow(dim, start, x.shape[dim] - start).fill_(1e3)
+    return poisoned
+
+
 def test_chains_of_right_tokens_are_what_one_pass_of_each_layer_gives(target: Target):
     draft = load("mtp3", target, DRAFTS / "mtp3")
     assert isinstance(draft, MultiLayerMtpDraft)

@@ -1,5 +1,7 @@
 """A wrong setting must stop the router's start with one line that says what fits."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,18 @@ def test_a_password_in_a_setting_that_is_logged_is_refused_and_not_shown():
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
         RouterConfig(groups=GROUPS, otlp_endpoint=f"http://me:{TOKEN}@collector:4317")
     assert TOKEN not in str(caught.value)
+
+
+def test_drafts_are_on_if_not_told_otherwise():
+    config = RouterConfig(groups=GROUPS)
+    assert config.speculation == "on"
+    assert (config.min_tokens_per_draft_step, config.prompt_steps_between_drafts) == (1.5, 2)
+
+
+def test_help_does_not_import_torch():
+    command = (sys.executable, "-X", "importtime", "-m", "router", "--help")
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "--group" in process.stdout
+    assert "router.config" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "transformers")}

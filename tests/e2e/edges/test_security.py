@@ -237,7 +237,9 @@ async def test_files_are_replaced_while_streams_go_on(secured: Secured):
             await stack.restart_executor(1)
             assert (await client.complete("\n17+25=", max_tokens=16)).text == "42\n"
 
-        assert (await idle_group(client)).epoch > 1
+        group = await idle_group(client)
+        assert group.epoch > 1
+        assert group.problem == ""
 
     replace(folder / "tokens", NEXT_PUBLIC.encode())
     await until_code(secured, PUBLIC_TOKEN, UNAUTHENTICATED)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +24,26 @@ from tests.e2e.support.stacks import demo_model_with, group_with_problem
 BAD_CONFIGURATION = 2
 
 
-async def test_an_executor_with_a_bad_checkpoint_says_so_in_a_line_and_exits(tmp_path: Path):
-    model = demo_model_with(tmp_path)
-    weights = model / "model.safetensors"
+def truncate(weights: Path) -> None:
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "damage", "named"),
+    [
+        ({}, "config.json", Path.unlink, "config.json"),
+        ({"architectures": ["NoSuchModel"]}, None, None, "NoSuchModel"),
+        ({}, "model.safetensors", truncate, "model.safetensors"),
+        ({}, "model.safetensors", Path.unlink, "safetensors"),
+    ],
+    ids=["no config", "unknown architecture", "truncated weights", "no weights"],
+)
+async def test_an_executor_with_a_bad_checkpoint_says_so_in_a_line_and_exits(
+    tmp_path: Path, config: Any, file: str | None, damage: Any, named: str
+):
+    model = demo_model_with(tmp_path, **config)
+    if file is not None:
+        damage(model / file)
     args = ("-m", "executor", "--model", str(model), "--listen", "127.0.0.1:0")
     executor = Process("executor", args, log_path=tmp_path / "executor.log", env={})
 
@@ -37,7 +54,7 @@ async def test_an_executor_with_a_bad_checkpoint_says_so_in_a_line_and_exits(tmp
     written = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     errors = [record for record in written if record["level"] not in ("info", "debug")]
     assert [error["event"] for error in errors] == ["cannot_start"]
-    assert "model.safetensors" in errors[0]["problem"]
+    assert named in errors[0]["problem"]
     assert exit_code == BAD_CONFIGURATION
 
 

@@ -307,6 +307,11 @@ async def test_half_closing_lets_running_requests_finish():
         assert await stream.read() is grpc.aio.EOF
 
 
+async def test_half_closing_an_idle_stream_ends_it():
+    async with streaming() as (_, stream):
+        await stream.end()
+
+
 async def test_dropping_the_stream_cancels_all_its_requests():
     async with streaming() as (engines, stream):
         await stream.start(1, prompt())

@@ -166,18 +166,24 @@ async def test_an_option_that_does_not_exist_is_a_mistake_at_once(either: Client
 
 
 @pytest.mark.parametrize(
-    ("options", "failure", "reason", "field"),
+    ("prompt", "options", "failure", "reason", "field"),
     [
-        ({"n": 65}, Rejected, "INVALID_REQUEST", "n"),
-        ({"model": "other"}, Rejected, "MODEL_NOT_FOUND", "model"),
-        ({"timeout_s": 1e-3}, TimedOut, "DEADLINE_EXCEEDED", ""),
+        ([], {}, Rejected, "INVALID_REQUEST", "token_ids.ids"),
+        ([5], {"n": 65}, Rejected, "INVALID_REQUEST", "n"),
+        ([5], {"model": "other"}, Rejected, "MODEL_NOT_FOUND", "model"),
+        ([5], {"timeout_s": 1e-3}, TimedOut, "DEADLINE_EXCEEDED", ""),
     ],
 )
 async def test_a_failure_says_what_kind_it_is(
-    either: Client | Many, options: Any, failure: type, reason: str, field: str
+    either: Client | Many,
+    prompt: list[int],
+    options: Any,
+    failure: type,
+    reason: str,
+    field: str,
 ):
     with pytest.raises(failure) as caught:
-        await either.complete([5], **options)
+        await either.complete(prompt, **options)
     assert (caught.value.reason, caught.value.field) == (reason, field)
 
 

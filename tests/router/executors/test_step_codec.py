@@ -275,6 +275,10 @@ def test_the_tokens_that_drafts_gained_are_read_back() -> None:
     assert result.num_next_tokens.tolist() == [4, 1]
 
 
+def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
+    assert decode_result(gained(1), CHUNKS, rank=1).next_token_ids.tolist() == [0]
+
+
 @pytest.mark.parametrize("batch", [DECODE, DRAFTING])
 def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
     for response in (gained(2, 1, 1), gained(2)):
