@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python deploy/local/install.py
 PROTOS := $(wildcard protos/*/v1/*.proto)
-# One thread for each process: more would wait for each other, as there is one for each core.
+# One thread for each process: more would wait for each other, as there is a process for each core.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
@@ -52,7 +52,7 @@ test: $(DEV)
 	@$(MAKE) --no-print-directory -j2 check tests
 
 tests: $(DEV)
-	$(PYTEST) -n $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 )) --dist loadfile \
+	$(PYTEST) -n $$(( $$(nproc 2>/dev/null || sysctl -n hw.ncpu) * 3 / 2 )) --dist loadfile \
 		--no-loadscope-reorder $(ARGS)
 
 quick: check

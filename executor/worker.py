@@ -281,7 +281,6 @@ class Worker:
             seq_lens_cpu=torch.from_numpy(arrays.seq_lens),
             layout=columns.layout,
             logits_indices=tensors.logits_indices,
-            extend_prefix_lens_cpu=columns.num_computed_tokens if is_extend else None,
             extend_seq_lens_cpu=columns.num_tokens if is_extend else None,
         )
 

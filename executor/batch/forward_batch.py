@@ -51,8 +51,6 @@ class ForwardBatch:
         seq_lens_cpu: The same on the host.
         layout: Token counts of all DP ranks.
         logits_indices: int64 [L], the token rows that need logits.
-        extend_prefix_lens_cpu: int64 [B], tokens in the KV pool before this pass. None in
-            DECODE, where it is ``seq_lens_cpu - 1``.
         extend_seq_lens_cpu: int64 [B], tokens in this pass, at least 1. None in DECODE.
         num_token_non_padded: int32 [1] on the device, how many rows of this executor's shard
             (``layout.shard_num_rows``) are real; None if the layout says it.
@@ -78,7 +76,6 @@ class ForwardBatch:
     seq_lens_cpu: torch.Tensor
     layout: DpLayout
     logits_indices: torch.Tensor
-    extend_prefix_lens_cpu: Int64Array | None = None
     extend_seq_lens_cpu: Int64Array | None = None
     num_token_non_padded: torch.Tensor | None = None
     global_num_tokens_gpu: torch.Tensor | None = None
@@ -143,7 +140,6 @@ class ForwardBatch:
         wanted = ends - 1 if logits_indices is None else logits_indices
         device = input_ids.device
         seq_lens_cpu = torch.from_numpy(prefix_lens + new_lens)
-        is_extend = total > len(rows_)
         return cls(
             forward_mode=ForwardMode.of(total, len(rows_)),
             batch_size=len(rows_),
@@ -155,6 +151,5 @@ class ForwardBatch:
             seq_lens_cpu=seq_lens_cpu,
             layout=layout,
             logits_indices=torch.from_numpy(np.array(wanted, dtype=np.int64)).to(device),
-            extend_prefix_lens_cpu=prefix_lens if is_extend else None,
-            extend_seq_lens_cpu=new_lens if is_extend else None,
+            extend_seq_lens_cpu=new_lens if total > len(rows_) else None,
         )

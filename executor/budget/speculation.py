@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-ALGORITHMS = ("eagle", "multi_layer_eagle", "frozen_kv_mtp")
 MAX_DRAFT_TOKENS = 64  # a tree's mask grows with the square of it
 
 

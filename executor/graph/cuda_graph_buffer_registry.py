@@ -328,8 +328,9 @@ class _FillPlan:
     """What a registry resets, copies and calls for a batch of given sizes.
 
     What follows from the sizes only (sentinels, counts) is a constant: on the device copied along
-    with the batch, in host memory written through NumPy. Copies are planned for the latest batch, and again for one with other fields or element counts.
-    Given as many elements in another shape, ``copy_`` refuses.
+    with the batch, in host memory written through NumPy. Copies are planned for the latest batch,
+    and again for one with other fields or element counts. Given as many elements in another shape,
+    ``copy_`` refuses.
 
     Args:
         slots: The slots to fill, all with buffers.

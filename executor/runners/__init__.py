@@ -43,4 +43,4 @@ class Capturable(Protocol):
 
 
 class GraphRunner(Runner, Capturable, Protocol):
-    """Runs the batches whose layout names one of its sizes."""
+    """Runs the batches whose layout names a size that it captured."""

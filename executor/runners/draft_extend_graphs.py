@@ -125,7 +125,6 @@ class DraftExtendGraphs:
         view = replace(
             view,
             forward_mode=ForwardMode.EXTEND,
-            extend_prefix_lens_cpu=view.seq_lens_cpu.numpy() - width,
             extend_seq_lens_cpu=np.full(size, width),
         )
         self._pass.plan(view)

@@ -121,7 +121,6 @@ class EagleDraftRunner:
             )
             if width > 1:
                 of_pass.extend_seq_lens_cpu = np.full(count, width)
-                of_pass.extend_prefix_lens_cpu = of_pass.seq_lens_cpu.numpy() - width
                 of_pass.tree_mask = masks[place][:count]
             forward_pass.plan(of_pass)
             passes.append(of_pass)

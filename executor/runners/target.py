@@ -42,7 +42,8 @@ class RunnerSelection:
         decode: Runs graphs of steps in which no rank extends; None if there are none.
         prefill: Runs graphs of the other steps; None if there are none.
         verify: Runs graphs of speculative steps; None if there are none.
-        draft_runners: Run the draft model; they are captured with the others, and last.
+        draft_runners: Graphs of the draft model's runners; they are captured with the others, and
+            last.
         binds_group: Whether what is captured holds on to the process group, and must be captured
             anew for another one.
     """
@@ -198,13 +199,10 @@ class DecodeRunner:
             padded_num_tokens=size * width,
             layout=self._pass.captured_layout(size * width, has_extend=False),
         )
-        new_lens = None if width == 1 else np.full(size, width)
-        prefix_lens = None if new_lens is None else view.seq_lens_cpu.numpy() - new_lens
         view = replace(
             view,
             forward_mode=ForwardMode.DECODE,
-            extend_seq_lens_cpu=new_lens,
-            extend_prefix_lens_cpu=prefix_lens,
+            extend_seq_lens_cpu=None if width == 1 else np.full(size, width),
         )
         self._pass.plan(view)
         return view

@@ -286,7 +286,6 @@ class Speculator:
             seq_lens=self._to_device(seq_lens),
             seq_lens_cpu=torch.from_numpy(seq_lens),
             logits_indices=self._to_device(begins[:0]),
-            extend_prefix_lens_cpu=begins,
             extend_seq_lens_cpu=num_rows,
             **more,
         )

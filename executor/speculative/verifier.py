@@ -96,7 +96,6 @@ class Verifier:
             input_ids=nodes.flatten(),
             positions=positions.clamp(max=self._max_position),
             tree_mask=sees,
-            extend_prefix_lens_cpu=columns.num_computed_tokens,
             extend_seq_lens_cpu=np.full(num_sequences, size),
         )
         return batch, verification

@@ -76,6 +76,7 @@ def _to_metadata(
 
 
 def duration(seconds: float) -> Duration:
+    """Returns seconds as a message, to the nanosecond."""
     message = Duration()
     message.FromNanoseconds(round(seconds * 1e9))
     return message

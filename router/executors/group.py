@@ -149,7 +149,7 @@ class ExecutorGroup:
         )
 
     def _check_answers(self, responses: Sequence[pb.StepResponse], step: InFlight) -> None:
-        """Checks that every executor has run the step that it was sent.
+        """Checks that all ran the agreement that was sent, and attention-TP peers the same part.
 
         Raises:
             ExecutorLost: Some have not; says who ran what.

@@ -72,8 +72,9 @@ def write_runs(
 ) -> NewTokens:
     """Writes the tokens of a speculative step, and takes back what was computed in vain.
 
-    Arguments as of `write_tokens`. Tokens behind a stop id are not counted in `num_tokens`, so that nobody ever sees them. Stop
-    conditions that only Python can check (`is_inspected`) are the caller's.
+    Arguments as of `write_tokens`. Tokens behind a stop id are not counted in `num_tokens`, so that
+    nobody ever sees them. Stop conditions that only Python can check (`is_inspected`) are the
+    caller's.
     """
     rows, limits, gains = plan.sampled_rows, plan.limits, gains_of(result)
     assert limits is not None

@@ -141,8 +141,8 @@ class StepSettings:
     """Settings of steps for the engine and the group."""
 
     step_timeout_s: float = setting(60.0, above(0))
-    """Seconds for the answer to a step; past it, the executor counts as lost, and a
-    group that has work and has made no step for so long does not serve."""
+    """Seconds for the answer to a step; past it, the executor counts as lost, and a group that has
+    work and has made no step for so long does not serve."""
 
 
 @dataclass(slots=True)

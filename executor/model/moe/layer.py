@@ -81,8 +81,9 @@ class Dispatcher(ABC):
     """Moves rows to the ranks of their experts, and results back.
 
     One dispatch is open at a time: all layers share a dispatcher and its buffers. A class says all
-    of itself that sizes, graphs and the start-up table must know; ``dispatch.py`` has its name, and
-    calls its ``build``.
+    of itself that sizes, graphs and the start-up table must know. ``dispatch.py`` has its name, and
+    calls its classmethod ``build(setup: DispatchSetup)``, which raises ValueError where it does not
+    run.
 
     Attributes:
         is_capturable: Whether a CUDA graph can record it: it never waits for the device on the host.

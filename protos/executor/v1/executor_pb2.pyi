@@ -904,7 +904,9 @@ class StepResponse(_message.Message):
     and ends the epoch with an error that names the executors that differ.
     """
     part_crc32: _builtins.int
-    """The same of `ranks`, the part that it ran. Attention-TP peers run the same one."""
+    """The same of `ranks`, the part that it ran. The router compares it among attention-TP peers, which
+    run the same one.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankResult]:
         """One for each part of the request, in its order. Empty from attention-TP peers other than 0."""

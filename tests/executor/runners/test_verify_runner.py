@@ -67,7 +67,6 @@ def test_a_tree_answers_as_each_of_its_paths_does(case: RunnerCase):
             req_pool_indices=torch.tensor([row]),
             seq_lens=lens,
             seq_lens_cpu=lens,
-            extend_prefix_lens_cpu=np.array([first]),
         )
         tolerance = 1e-4 if case.forward_pass.dtype == torch.float32 else 0.1
         torch.testing.assert_close(

@@ -249,7 +249,6 @@ class RunnerCase:
             batch,
             positions=(roots + sees.sum(dim=2) - 1).flatten(),
             tree_mask=sees,
-            extend_prefix_lens_cpu=batch.seq_lens_cpu.numpy() - width,
             extend_seq_lens_cpu=np.full(count, width),
         )
 
