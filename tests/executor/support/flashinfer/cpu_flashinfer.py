@@ -48,7 +48,7 @@ class CpuFlashInfer:
     Attributes:
         calls: Each call so far: its name and its keyword arguments.
         bound: Names of all functions whose calls are bound.
-        misspelled: One of them, whose calls get their first keyword with an e too many.
+        misspelled: One of them, whose calls get their last keyword once more, with an e too many.
         wrappers: Attention wrappers, in the order in which they were made.
         launch: Goes around what would be a kernel, for a backend that records.
     """
@@ -111,8 +111,8 @@ class CpuFlashInfer:
             own, rest = (args[:1], args[1:]) if is_method else ((), args)
             assert not rest, f"{name}: arguments go by keyword"
             if name == self.misspelled:
-                keyword = next(iter(kwargs))
-                kwargs[f"{keyword}e"] = kwargs.pop(keyword)
+                keyword = next(reversed(kwargs))
+                kwargs[f"{keyword}e"] = kwargs[keyword]
             signature.bind(*own, **kwargs)
             self.calls.append((name, kwargs))
             return function(*args, **kwargs)
@@ -248,9 +248,11 @@ def _cutlass_fused_moe(
     workspace_buffer: torch.Tensor,
     ep_size: int,
     ep_rank: int,
+    use_fused_finalize: bool,
     **_: Any,
 ) -> None:
     assert len(input), "the library refuses no rows"
+    assert not use_fused_finalize, "rows would be added up in any order"
     assert token_selected_experts.dtype == torch.int32
     assert token_final_scales.dtype == torch.float32
     assert workspace_buffer.dtype == torch.uint8
@@ -267,7 +269,10 @@ def _cutlass_fused_moe(
                 output[row] += token_final_scales[row, k].to(y.dtype) * y
 
 
-def _cutlass_fused_moe_workspace_size(*, max_num_tokens: int, top_k: int, **_: Any) -> int:
+def _cutlass_fused_moe_workspace_size(
+    *, max_num_tokens: int, top_k: int, use_fused_finalize: bool, **_: Any
+) -> int:
+    assert not use_fused_finalize, "sized for other kernels than those that run"
     return max_num_tokens * top_k
 
 
@@ -285,14 +290,21 @@ class _Wrapper:
     mask: tuple[torch.Tensor, ...] = ()
 
     def __init__(
-        self, *, float_workspace_buffer: torch.Tensor, kv_layout: str, **options: Any
+        self,
+        *,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        backend: str,
+        **options: Any,
     ) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
         self.device = float_workspace_buffer.device
         self.workspaces = (float_workspace_buffer, torch.zeros(WORKSPACE[1], dtype=torch.uint8))
         self.options = options
+        self.backend = backend
         self.is_graph = options["use_cuda_graph"]
+        assert backend == "fa2" or not self.is_graph, "graphs are planned for one backend"
         self.note()
 
     def reset_workspace_buffer(
@@ -366,10 +378,13 @@ class _PrefillWrapper(_Wrapper):
         causal: bool,
         custom_mask: torch.Tensor | None,
         packed_custom_mask: torch.Tensor | None,
+        uniform_q_len: int | None,
         **what: Any,
     ) -> None:
         options = self.options
         assert causal == (custom_mask is None and packed_custom_mask is None)
+        assert causal or self.backend == "fa2", "the only one that takes masks"
+        assert uniform_q_len is None or bool((qo_indptr.diff() == uniform_q_len).all())
         num_keys = (paged_kv_indptr.diff() - 1) * what["page_size"] + paged_kv_last_page_len
         if not causal:
             self.mask = self.pack(qo_indptr.diff() * num_keys, custom_mask, packed_custom_mask)
