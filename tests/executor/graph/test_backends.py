@@ -81,7 +81,7 @@ def test_captures_that_outlive_the_group_run_nothing(backend: RunnerBackend):
     with backend.session(label="decode", num_captures=1):
         backend.warm_up(lambda: calls.append(1))
         backend.capture(KEY, lambda: calls.append(1))
-    assert backend.outlives_group == (not calls)
+    assert backend.outlives_group == (not calls) == isinstance(backend, EagerBackend)
 
 
 def test_each_size_and_piece_is_its_own_capture(backend: RunnerBackend):

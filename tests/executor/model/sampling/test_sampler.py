@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from executor.batch.read_step import RowStarts
+from executor.batch.read_step import PARAMETERS, RowStarts
 from executor.model.sampling.fixed_shape import TorchFilters
 from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
@@ -276,6 +276,12 @@ def test_what_is_on_the_device_already_samples_like_what_is_not():
         assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
     assert torch.equal(staged.last_tokens, plain.last_tokens)
     assert torch.equal(staged._parameters, plain._parameters)
+    held = {name: plain.parameters[name][at] for name in PARAMETERS.names or ()}
+    seeds = [kind.get("seed", 11 + i) for i, kind in enumerate(kinds)]
+    assert [seed % 2**64 for seed in held.pop("seed").tolist()] == seeds
+    for name, column in held.items():
+        asked = [kind.get(name, DEFAULTS.get(name, 0)) for kind in kinds]
+        assert column.tolist() == torch.tensor(asked, dtype=column.dtype).tolist(), name
 
 
 def test_a_row_is_plain_again_once_it_is_long_enough_or_starts_anew():
