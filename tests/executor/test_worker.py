@@ -120,20 +120,25 @@ def test_a_preempted_sequence_samples_on_as_before(worker: Worker):
     assert generate(worker, 2, PROMPT + whole[:5], 7, **starts) == whole[5:]
 
 
-def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(either: Worker):
-    expected = generate(either, 0, PROMPT, 3)
+def test_a_prompt_in_chunks_beside_a_decode_and_a_scored_prompt_equals_each_alone(
+    either: Worker, reference: Any
+):
+    random: dict[str, Any] = {"temperature": [1.0], "seed": [5]}
+    expected, [drawn] = generate(either, 0, PROMPT, 3), generate(either, 2, PROMPT, 1, **random)
     either.execute(step(1, prompt_part(1, PROMPT, [40, 41, 42]), num_tokens=[9], num_logits=[1]))
     first = pb.RankStep(
         forward_mode=pb.FORWARD_MODE_EXTEND,
-        starts=row_starts(rows=[0]),
+        starts=row_starts(rows=[0, 2], temperature=[0, 1], seed=[0, 5]),
         sequences=sequences(
-            rows=[1, 0],
-            num_tokens=[1, 5],
-            num_computed_tokens=[9, 0],
-            token_ids=[-1, *PROMPT[:5]],
-            num_new_blocks=[0, 2],
-            new_block_ids=[1, 2],
-            samples=[1, 0],
+            rows=[1, 0, 2],
+            num_tokens=[1, 5, 9],
+            num_computed_tokens=[9, 0, 0],
+            token_ids=[-1, *PROMPT[:5], *PROMPT],
+            num_new_blocks=[0, 2, 3],
+            new_block_ids=[1, 2, 50, 51, 52],
+            samples=[1, 0, 1],
+            num_scored=[0, 0, 8],
+            scored_ids=PROMPT[1:],
         ),
     )
     second = pb.RankStep(
@@ -147,9 +152,12 @@ def test_a_prompt_in_chunks_beside_a_decode_equals_each_alone(either: Worker):
             new_block_ids=[3],
         ),
     )
-    tokens = tokens_of(either.execute(step(2, first, num_tokens=[6], num_logits=[1])))
-    tokens += tokens_of(either.execute(step(3, second, num_tokens=[5], num_logits=[2])))
-    assert tokens == [expected[1], expected[0], expected[2]]
+    mixed = either.execute(step(2, first, num_tokens=[15], num_logits=[10]))
+    last = either.execute(step(3, second, num_tokens=[5], num_logits=[2]))
+    tokens = tokens_of(mixed) + tokens_of(last)
+    assert tokens == [expected[1], drawn, expected[0], expected[2]]
+    scores = reference_logits(reference, PROMPT).log_softmax(-1)[range(8), PROMPT[1:]]
+    assert floats_of(mixed.ranks[0].logprobs) == pytest.approx(scores.tolist(), abs=1e-4)
 
 
 def test_scores_are_those_of_the_model_before_penalties(either: Worker, reference: Any):

@@ -80,6 +80,7 @@ async def test_who_forms_an_epoch_is_freed_when_its_router_gives_up(joining: Any
     await until(lambda: worker.servicer._joining is None)
     assert worker.servicer._measures.joins["failed"] == 1
     assert await reason_of(client.steps(1)) == "NOT_JOINED"
+    assert worker.num_leaves == 1
     assert await client.joins_and_runs(2)
 
 

@@ -157,6 +157,7 @@ async def test_a_failure_behind_an_answer_ends_the_stream_and_leaves_the_group(m
     await until(lambda: worker.num_leaves)
     assert worker.servicer._measures.failures["STEP_FAILED"] == 1
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    assert worker.num_leaves == 1
 
 
 async def test_a_failure_behind_the_last_answer_of_a_stream_is_no_steps_but_ends_the_epoch(

@@ -34,6 +34,7 @@ async def test_a_step_that_one_of_several_refuses_takes_it_out_of_the_group(
     worker.failure = None
     assert await reason_of(client.steps(step_id + 1)) == "NOT_JOINED"
     assert worker.begun == [1] * (step_id == 1)
+    assert worker.num_leaves == 1
     assert await client.joins_and_runs(2)
 
 
@@ -69,6 +70,7 @@ async def test_an_executor_leaves_its_group_as_soon_as_its_stream_ends(fake: Any
     worker.gate.set()
     assert await client.status("readiness") != health_pb2.HealthCheckResponse.SERVING
     assert await reason_of(client.steps(2)) == "NOT_JOINED"
+    assert worker.num_leaves == 1
     assert await client.joins_and_runs(2)
 
 

@@ -60,7 +60,7 @@ async def test_a_router_hears_that_its_executor_stops_before_the_group_does(memb
     stream, was_told = worker.servicer._stream, []
     worker.leave = lambda: was_told.append(stream.is_over.is_set())
     await asyncio.gather(worker.servicer.stop(), reason_of(call))
-    assert was_told[0]
+    assert was_told == [True]
 
 
 async def test_an_executor_whose_step_outlives_its_stream_for_long_is_stuck(
