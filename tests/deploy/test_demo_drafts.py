@@ -19,8 +19,8 @@ from deploy.demo_model.training.draft_checkpoints import (
     save,
     to_layout,
 )
-from deploy.demo_model.training.draft_models import MultiLayerMtpDraft
-from deploy.demo_model.training.draft_modules import CHAIN_LEN, Context
+from deploy.demo_model.training.draft_models import EagleDraft, MtpDraft, MultiLayerMtpDraft
+from deploy.demo_model.training.draft_modules import CHAIN_LEN, Cell, Context, Row, shifted
 from deploy.demo_model.training.draft_scores import CHECK_SEED, Score, ask, scores_of, walk
 from deploy.demo_model.training.train_demo_drafts import DEMO_MODEL, draw_batch, losses_of, train
 from deploy.local.demo_tasks import token_ids
@@ -163,6 +163,34 @@ def poison(x: torch.Tensor, start: int, dim: int) -> torch.Tensor:
     poisoned = x.clone()
     poisoned.narrow(dim, start, x.shape[dim] - start).fill_(1e3)
     return poisoned
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp"])
+def test_a_chain_is_the_layer_run_again_over_all_tokens_and_its_own_outputs(
+    name: str, target: Target
+):
+    draft = load(name, target, DRAFTS / name)
+    context = read_batch(target)
+    root = int(context.roots[0, 7])
+    expected = [of_step[0, 7] for of_step in draft.unroll(context, greedy)]
+
+    tokens = context.ids[:1, : root + 1]
+    if isinstance(draft, EagleDraft):
+        known = shifted(draft.fc(torch.cat([context.residuals[i] for i in (1, 2, 3)], dim=-1)))
+        layer: Cell = draft.midlayer
+    else:
+        assert isinstance(draft, MtpDraft)
+        known, layer = shifted(context.hidden), draft.mtp_layers[0]
+    known = known[:1, : root + 1]
+    for wanted in expected:
+        positions = torch.arange(tokens.shape[1])[None]
+        residual, inputs = layer.enter(draft.embed(tokens), known)
+        row = Row(*layer.self_attn.keys_values(inputs, positions))
+        hidden = layer.leave(residual + layer.self_attn(inputs, positions, row))[:, -1:]
+        logits = draft.compute_logits(hidden)
+        torch.testing.assert_close(logits[0, 0], wanted, atol=1e-3, rtol=1e-3)
+        tokens = torch.cat((tokens, logits.argmax(dim=-1)), dim=1)
+        known = torch.cat((known, hidden), dim=1)
 
 
 def test_chains_of_right_tokens_are_what_one_pass_of_each_layer_gives(target: Target):
