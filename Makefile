@@ -47,12 +47,12 @@ serve: $(RUN)
 	@$(BIN)/python -m deploy.local.serve $(TOPOLOGY) $(ARGS)
 
 # The checks run beside the tests. Processes take whole files of tests, the longest first; there are
-# half as many again as cores, since tests that start others mostly wait. What starts nothing is quick.
+# half as many again as cores and one, since tests that start others mostly wait. What starts nothing is quick.
 test: $(DEV)
 	@$(MAKE) --no-print-directory -j2 check tests
 
 tests: $(DEV)
-	$(PYTEST) -n $$(( $$(nproc 2>/dev/null || sysctl -n hw.ncpu) * 3 / 2 )) --dist loadfile \
+	$(PYTEST) -n $$(( $$(nproc 2>/dev/null || sysctl -n hw.ncpu) * 3 / 2 + 1 )) --dist loadfile \
 		--no-loadscope-reorder $(ARGS)
 
 quick: check

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 LIMIT_S = 600.0  # beyond what any of them takes, also on a busy machine
-LONGEST_FIRST = (
-    "tests/e2e/",
-    "tests/together/",
-)  # so that at the end no core waits for another's long file
+# So that at the end no core waits for another's long file.
+LONGEST_FIRST = ("tests/e2e/", "tests/together/", "tests/sim/", "tests/executor/runners/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -252,7 +252,7 @@ def answer(model: Qwen3MoeForCausalLM, prompts: Sequence[str]) -> list[str]:
         rows = [token_ids(prompt) for prompt in prompts[start : start + 50]]
         width = max(map(len, rows))
         ids = torch.tensor([[PAD_ID] * (width - len(row)) + row for row in rows])
-        output = model.generate(  # type: ignore[misc]
+        output = model.generate(
             ids,
             attention_mask=(ids != PAD_ID).long(),
             generation_config=generation_config(max_new_tokens=14),
@@ -294,7 +294,7 @@ def as_bfloat16(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
 
 def generation_config(max_new_tokens: int | None = None) -> GenerationConfig:
     """Greedy, to the newline that ends an answer or the end-of-text id."""
-    return GenerationConfig(  # type: ignore[no-untyped-call]
+    return GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         pad_token_id=PAD_ID,
@@ -314,7 +314,7 @@ def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
 def save_tokenizer(out: Path) -> None:
     """Writes a tokenizer whose ids are the UTF-8 bytes + 3."""
     vocab = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
-    symbols = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    symbols = bytes_to_unicode()
     vocab |= {symbols[byte]: byte + FIRST_BYTE_ID for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
