@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python deploy/local/install.py
 PROTOS := $(wildcard protos/*/v1/*.proto)
 # One thread for each process: more would wait for each other, as there is a process for each core.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -p no:cacheprovider
+# Bytecode is written even if the environment forbids it: else each process compiles it again.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
 # make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle

@@ -1,6 +1,7 @@
 """Skips what cannot run here, and keeps account of what did. See machine.py."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
+from tests.executor.support.recording.recording_backend import known_world
 from tests.gpu.support import results
 from tests.gpu.support.attention import Twins
-from tests.gpu.support.machine import Machine, open_machine, why_not
+from tests.gpu.support.machine import IS_STAND_IN, Machine, open_machine, why_not
 from tests.gpu.support.shapes import SMALL_MODELS
 
 HERE = Path(__file__).parent
@@ -32,6 +34,13 @@ def ops(machine: Machine) -> FlashInferOps:
     if machine.ops is None:
         pytest.skip("needs FlashInfer: it is not installed")
     return machine.ops
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world(machine: Machine) -> Iterator[None]:
+    """Spares each recording the million objects that a run has imported."""
+    with known_world() if IS_STAND_IN else nullcontext():
+        yield
 
 
 @pytest.fixture(params=SMALL_MODELS)
