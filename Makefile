@@ -23,7 +23,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim check bench gpu protos venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench gpu protos venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -34,6 +34,8 @@ help:
 	@echo "make test    every check and test"
 	@echo "make fix     formatter, and lints that can be mended safely"
 	@echo "make sim     a thousand simulated runs of the router with dying and hanging executors"
+	@echo "make attack  hostile clients and executors, with an honest client beside each, as a table;"
+	@echo "             ARGS='OLD .' attacks the checkout in OLD, too"
 	@echo "make check   ruff, mypy and buf"
 	@echo "make bench   benchmarks on this machine"
 	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
@@ -62,6 +64,9 @@ quick: check
 fix: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+attack: $(DEV)
+	@$(BIN)/python -m tests.attack $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,229 @@
+"""Attacks by strangers at the other ports: executors, rendezvous store, gloo, probes, metrics."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from protos.executor.v1 import executor_pb2 as pb
+from protos.executor.v1 import executor_pb2_grpc
+from tests.attack.frames import STRANGER
+from tests.attack.target import CHECK, Outcome, Target
+from tests.support.listening import listening_at
+
+LEAP = 1 << 32  # the furthest that an executor's epoch was let go at once
+# PyTorch's TCPStore speaks so: a query's number, then lengths and bytes (TCPStoreBackend.hpp).
+VALIDATE, SET, COUNT_KEYS = 0, 1, 7
+STORE_MAGIC = 0x3C85F7CE
+VALUE_BYTES = 1 << 20
+GET_STATUS = "/lockstep.serving.v1.GenerationService/GetStatus"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+FORMING_S = 1.5  # in which one member of a group that forms stands still
+
+
+def epoch_leaps(target: Target) -> Outcome:
+    """A2: an executor's epoch is moved out of the reach of the others."""
+    return _leap(target, None)
+
+
+def epoch_leaps_with_the_token(target: Target) -> Outcome:
+    """A2: the same by one who may call an executor."""
+    return _leap(target, target.executor_token)
+
+
+def _leap(target: Target, token: str | None) -> Outcome:
+    outcomes = []
+    with _executor(target, 0, token) as ask:
+        for leap in (LEAP, 2 * LEAP):
+            outcomes.append("Prepare " + ask("Prepare", pb.PrepareRequest(epoch=leap)))
+        join = pb.JoinRequest(epoch=2 * LEAP, store_address="127.0.0.1:9")
+        outcomes.append("Join " + ask("Join", join))
+    target_end = time.monotonic() + 2 * target.hold_s
+    while time.monotonic() < target_end:
+        time.sleep(0.05)
+    is_heard = token is None and any(outcome.endswith("OK") for outcome in outcomes)
+    return Outcome(", ".join(outcomes), "a stranger is heard" * is_heard)
+
+
+def joins_of_a_stranger(target: Target) -> Outcome:
+    """A3: an executor is told to join a group of the attacker's."""
+    with socket.create_server((STRANGER, 0)) as store, _executor(target, 0, None) as ask:
+        store.settimeout(0.5)
+        host, port = store.getsockname()
+        outcomes = {
+            ask("Join", pb.JoinRequest(epoch=1000 + number, store_address=f"{host}:{port}"))
+            for number in range(5)
+        }
+        fault = ""
+        with contextlib.suppress(TimeoutError):
+            store.accept()[0].close()
+            fault = "the executor came to the stranger's store"
+    return Outcome(f"5 Joins: {', '.join(sorted(outcomes))}", fault)
+
+
+def store_filled(target: Target) -> Outcome:
+    """A5: values for the rendezvous store of a group that has formed, and connections to it."""
+    num_keys, num_bytes, num_connections = 0, 0, 0
+    ports = list(_inner_ports(target))
+    value = struct.pack("Q", VALUE_BYTES) + bytes(VALUE_BYTES)
+    for address in ports:
+        with contextlib.suppress(OSError), _store(address) as store:
+            store.sendall(bytes((COUNT_KEYS,)))
+            num_keys += int.from_bytes(store.recv(8), "little")
+            for number in range(target.share(200)):
+                key = f"stranger-{number}".encode()
+                store.sendall(bytes((SET,)) + struct.pack("Q", len(key)) + key + value)
+                num_bytes += VALUE_BYTES
+    for address in ports:
+        for _ in range(target.share(200)):
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, 1, source_address=(STRANGER, 0)).close()
+                num_connections += 1
+    return Outcome(
+        f"{len(ports)} inner ports, {num_connections} connections to them, {num_bytes / 1e6:.0f} MB",
+        f"{num_keys} keys of the store" if num_keys else "",
+    )
+
+
+@contextlib.contextmanager
+def _store(address: tuple[str, int]) -> Iterator[socket.socket]:
+    """Yields a connection to a store, or to what may be one."""
+    with socket.create_connection(address, 1, source_address=(STRANGER, 0)) as store:
+        store.sendall(bytes((VALIDATE,)) + struct.pack("I", STORE_MAGIC))
+        yield store
+
+
+def silent_strangers(target: Target) -> Outcome:
+    """A9: what listens while a group forms hears from strangers who then say nothing."""
+    alone_s = _forming_s(target, num_strangers=0)
+    beset_s = _forming_s(target, num_strangers=4)
+    sent = f"the group formed in {alone_s:.2f} s alone, in {beset_s:.2f} s among strangers"
+    return Outcome(sent, "delayed" if beset_s > alone_s + 0.5 else "")
+
+
+def _forming_s(target: Target, num_strangers: int) -> float:
+    """Has the group form again, and calls all of its ports meanwhile.
+
+    Returns how long the last member took from when it could: it stands still until strangers came.
+    """
+    num_joins = sum(map(len, _join_times(target)))
+    with contextlib.ExitStack() as strangers:
+        os.kill(target.pids[-1], signal.SIGSTOP)
+        try:
+            with _executor(target, 0, target.executor_token) as ask:  # any loss would do
+                join = pb.JoinRequest(epoch=_epoch(target) + 1, store_address="127.0.0.1:9")
+                ask("Join", join)
+            end = time.monotonic() + FORMING_S
+            called: Counter[tuple[str, int]] = Counter()
+            while time.monotonic() < end:
+                for address in _inner_ports(target):
+                    if called[address] < num_strangers:
+                        with contextlib.suppress(OSError):
+                            strangers.enter_context(socket.create_connection(address, 0.2))
+                        called[address] += 1
+                time.sleep(0.01)
+        finally:
+            os.kill(target.pids[-1], signal.SIGCONT)
+        begun = time.monotonic()
+        while sum(map(len, _join_times(target))) < num_joins + len(target.pids):
+            if time.monotonic() > begun + 25:
+                break
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+
+def _join_times(target: Target) -> list[list[float]]:
+    """Returns how long each executor's joins have taken, as their logs tell."""
+    times = []
+    for log in sorted(target.log_dir.glob("executor-*.log")):
+        lines = [line for line in log.read_text().splitlines() if '"event": "joined"' in line]
+        times.append([json.loads(line)["seconds"] for line in lines])
+    return times
+
+
+def _epoch(target: Target) -> int:
+    with _channel(target, 0, target.executor_token) as (stub, metadata):
+        described = stub.Describe(pb.DescribeRequest(), metadata=metadata, timeout=5)
+        return int(described.epoch)
+
+
+def half_scrapes(target: Target) -> Outcome:
+    """B3: scrapes that are asked for by half, and given up all at once."""
+    host, _, port = target.metrics.rpartition(":")
+    num_open = 0
+    with contextlib.ExitStack() as stack:
+        for _ in range(target.share(1000)):
+            with contextlib.suppress(OSError):  # its backlog may be full
+                scrape = socket.create_connection((host, int(port)), 0.1, (STRANGER, 0))
+                stack.enter_context(scrape)
+                scrape.sendall(b"GET /metrics HTTP/1.1\r\n")
+                num_open += 1
+            time.sleep(0.001)
+        time.sleep(target.hold_s)
+    time.sleep(target.hold_s)
+    return Outcome(f"{num_open} half requests, closed all at once")
+
+
+def uninvited(target: Target) -> Outcome:
+    """Everything that a stranger may ask of executors and router."""
+    asked = {
+        "Describe": pb.DescribeRequest(),
+        "Prepare": pb.PrepareRequest(epoch=1 << 20),
+        "Join": pb.JoinRequest(epoch=1 << 20, store_address="127.0.0.1:9"),
+    }
+    with _executor(target, 0, None) as ask:
+        outcomes = {method: ask(method, request) for method, request in asked.items()}
+    for address in (target.public, target.health, *target.executors):
+        with grpc.insecure_channel(address) as channel:
+            for method in (GET_STATUS, REFLECTION, CHECK):
+                outcomes[f"{method.rpartition('/')[2]} at {address}"] = _outcome(
+                    channel.stream_stream(method), iter([b""])
+                )
+    heard = [name for name, outcome in outcomes.items() if outcome == "OK" and "Check" not in name]
+    return Outcome(
+        f"{len(outcomes)} calls", f"told a stranger: {', '.join(heard)}" if heard else ""
+    )
+
+
+def _outcome(call: Callable[..., Any], *args: Any, **settings: Any) -> str:
+    """Makes a call, and returns how it ended."""
+    try:
+        answer = call(*args, timeout=1, **settings)
+        if isinstance(answer, grpc.Call):  # a stream
+            next(answer)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    except StopIteration:
+        pass
+    return "OK"
+
+
+def _inner_ports(target: Target) -> Iterator[tuple[str, int]]:
+    """Yields the ports on which executors listen for one another."""
+    known = {int(address.rpartition(":")[2]) for address in target.executors}
+    for pid in target.pids:
+        for host, port in sorted(listening_at(pid)):
+            if port not in known:
+                yield host, port
+
+
+@contextlib.contextmanager
+def _executor(target: Target, number: int, token: str | None) -> Iterator[Callable[..., str]]:
+    """Yields a function that calls a method of an executor, and returns how the call ended."""
+    with _channel(target, number, token) as (stub, metadata):
+        yield lambda method, request: _outcome(getattr(stub, method), request, metadata=metadata)
+
+
+@contextlib.contextmanager
+def _channel(target: Target, number: int, token: str | None) -> Iterator[tuple[Any, Any]]:
+    metadata = [] if token is None else [("authorization", f"Bearer {token}")]
+    with grpc.insecure_channel(target.executors[number]) as channel:
+        yield executor_pb2_grpc.ExecutorServiceStub(channel), metadata
