@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import TlsFiles, channel_credentials
@@ -35,6 +36,10 @@ async def echo(request: bytes, context: Any) -> bytes:
     return request
 
 
+async def check(request: bytes, context: Any) -> bytes:
+    return health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+
+
 async def echo_all(requests: AsyncIterator[bytes], context: Any) -> None:
     async for request in requests:
         await context.write(request)
@@ -51,12 +56,13 @@ async def serving(**settings: Any) -> AsyncIterator[str]:
     config = ServiceConfig(listen=ANY, **settings)
     server = grpc.aio.server(interceptors=config.interceptors())
     one = grpc.unary_unary_rpc_method_handler(echo)
+    health = grpc.unary_unary_rpc_method_handler(check)
     handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
     info = grpc.stream_stream_rpc_method_handler(reflect)
     server.add_generic_rpc_handlers(
         (
             grpc.method_handlers_generic_handler("test.Echo", handlers),
-            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": one}),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": health}),
             grpc.method_handlers_generic_handler(
                 REFLECTION.split("/")[1], {"ServerReflectionInfo": info}
             ),

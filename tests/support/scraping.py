@@ -10,11 +10,11 @@ TIMEOUT_S = 120.0
 Samples = dict[str, dict[tuple[str, ...], float]]
 
 
-async def scrape_text(address: str) -> str:
+async def scrape_text(address: str, path: str = "/metrics") -> str:
     """Returns what a port for metrics answers."""
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=TIMEOUT_S) as answer:
             text: str = answer.read().decode()
             return text
 

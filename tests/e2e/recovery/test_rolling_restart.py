@@ -114,7 +114,7 @@ async def test_a_rolling_restart_loses_no_request(tmp_path: Path):
         stacks = [one(log_dir=tmp_path / f"stack-{number}") for number in range(NUM_ROUTERS)]
         await asyncio.gather(*[exits.enter_async_context(stack) for stack in stacks])
         envoy = envoy_before([stack.address for stack in stacks], tmp_path)
-        address = await exits.enter_async_context(envoy)
+        address = (await exits.enter_async_context(envoy)).address
         client = await exits.enter_async_context(Client(address))
         [policy] = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
         options = [("grpc.service_config", policy), ("grpc.max_reconnect_backoff_ms", 1000)]

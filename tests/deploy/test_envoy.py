@@ -1,0 +1,169 @@
+"""Envoy with the configuration of deploy/envoy, between an echo server and callers who break rules."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+import yaml
+
+from tests.e2e.support.envoy import CONFIG, Envoy, envoy_before
+from tests.support.echo_server import ECHO, STREAM, ask, calling, exchange, refusal, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_STREAMS, MAX_CONNECTIONS = 128, 12
+HEADERS, RST_STREAM, SETTINGS, PING = 1, 3, 4, 6
+END_HEADERS = 4
+REFUSED_STREAM, CANCEL = 7, 8
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+NEWEST = b"\xbe"  # the newest entry of the header table, by its number
+
+Frame = tuple[int, int, bytes]  # kind, stream, payload
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy]:
+    folder = tmp_path_factory.mktemp("envoy")
+    async with serving() as router, envoy_before([router], folder, MAX_CONNECTIONS) as running:
+        yield running
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def header(name: str, value: str, start: bytes = b"\0") -> bytes:
+    """Returns a header as a literal; it enters the table where ``start`` is b"@"."""
+    given, left = value.encode(), len(value) - 127
+    length = bytes([len(given)]) if left < 0 else bytes([127, left & 127 | 128, left >> 7])
+    return start + bytes([len(name)]) + name.encode() + length + given
+
+
+CALL = b"".join(
+    header(name, value)
+    for name, value in {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": STREAM,
+        ":authority": "lockstep",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }.items()
+)
+
+
+async def sent(address: str, data: bytes, until: int | None = None, count: int = 1) -> list[Frame]:
+    """Returns what Envoy answers to bytes, to the connection's end or so many frames of a kind."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    frames: list[Frame] = []
+    try:
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + data)
+        while sum(kind == until for kind, _, _ in frames) < count:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            frames.append((head[3], int.from_bytes(head[5:], "big"), payload))
+    except (ConnectionError, asyncio.IncompleteReadError):
+        assert until is None, frames
+    finally:
+        writer.close()
+    return frames
+
+
+async def test_a_caller_within_the_limits_passes(gateway: Envoy) -> None:
+    async with calling(gateway.address) as channel:
+        one, large = channel.unary_unary(ECHO), bytes(2_000_000)
+        assert await one(large, metadata=[("x-trace", "a" * 4000)]) == large
+        streams = [channel.stream_stream(STREAM)() for _ in range(100)]
+        for stream in streams:
+            await exchange(stream, b"hello")
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_long_and_numerous_headers_are_refused(gateway: Envoy) -> None:
+    async with calling(gateway.address) as channel:
+        for metadata in ([("x", "a" * 9000)], [(f"x{i}", "a") for i in range(65)]):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(ECHO)(b"", metadata=metadata)
+            assert caught.value.code() is not grpc.StatusCode.OK
+        assert await ask(channel) == b"hello"
+    assert await gateway.counted("http2_header_(?:list_size_too_large|overflow)") == 2
+
+
+async def test_small_frames_that_stand_for_large_headers_cost_nothing(gateway: Envoy) -> None:
+    """15,000 references of a byte to an entry of 3.9 KB: 58 MB of headers from each frame."""
+    entry = frame(HEADERS, END_HEADERS, 1, CALL + header("x", "a" * 3900, start=b"@"))
+    bombs = [frame(HEADERS, END_HEADERS, 3 + 2 * i, CALL + NEWEST * 15_000) for i in range(100)]
+    before = gateway.memory_mb
+    async with calling(gateway.address) as channel:
+        data = entry + b"".join(bombs)
+        attacks = [sent(gateway.address, data, RST_STREAM, len(bombs)) for _ in range(4)]
+        attacking = asyncio.gather(*attacks)
+        while not attacking.done():
+            assert await ask(channel) == b"hello"
+        await attacking
+    assert gateway.memory_mb - before < 30
+    assert await gateway.counted("http2_header_list_size_too_large") >= 4 * len(bombs)
+
+
+async def test_a_connection_has_so_many_streams_and_no_more(gateway: Envoy) -> None:
+    calls = [frame(HEADERS, END_HEADERS, 1 + 2 * i, CALL) for i in range(MAX_STREAMS + 1)]
+    frames = await sent(gateway.address, b"".join(calls), until=RST_STREAM)
+    _, stream, code = frames[-1]
+    assert (stream, int.from_bytes(code, "big")) == (1 + 2 * MAX_STREAMS, REFUSED_STREAM)
+    [settings, *_] = [payload for kind, _, payload in frames if kind == SETTINGS]
+    assert (3, MAX_STREAMS) in struct.iter_unpack(">HI", settings)
+    assert await gateway.counted("http2_stream_refused_errors") == 1
+
+
+async def test_a_connection_that_resets_its_streams_at_once_is_ended(gateway: Envoy) -> None:
+    cancel = struct.pack(">I", CANCEL)
+    pairs = [
+        frame(HEADERS, END_HEADERS, 1 + 2 * i, CALL) + frame(RST_STREAM, 0, 1 + 2 * i, cancel)
+        for i in range(5000)
+    ]
+    ping = frame(PING, 0, 0, b"honestly")  # is answered if the connection gets as far
+    async with calling(gateway.address) as channel:
+        frames = await sent(gateway.address, b"".join(pairs) + ping)
+        assert b"honestly" not in {payload for _, _, payload in frames}
+        assert await ask(channel) == b"hello"
+    assert await gateway.counted("http_downstream_rq_too_many_premature_resets") == 1
+
+
+async def test_what_is_not_grpc_goes_no_further(gateway: Envoy) -> None:
+    call = CALL.replace(header("content-type", "application/grpc"), b"")
+    frames = await sent(gateway.address, frame(HEADERS, END_HEADERS | 1, 1, call), until=HEADERS)
+    assert frames[-1][1] == 1
+    async with calling(gateway.address) as channel:
+        assert (await refusal(channel, "/test.Echo/None")).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_connections_beyond_their_number_are_closed(gateway: Envoy) -> None:
+    host, _, port = gateway.address.rpartition(":")
+    async with calling(gateway.address) as channel:
+        assert await ask(channel) == b"hello"
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
+        reads = [asyncio.create_task(reader.read(1)) for reader, _ in opened]
+        closed, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+        assert {read.result() for read in closed} == {b""}
+        assert await ask(channel) == b"hello"
+        for _, writer in opened:
+            writer.close()
+        await asyncio.gather(*reads)
+    assert await gateway.counted("listener_downstream_global_cx_overflow") > 0
+
+
+async def test_no_limit_of_time_ends_a_request_that_waits_or_is_answered_for_long() -> None:
+    config = yaml.safe_load(CONFIG.read_text())
+    [listener, _] = config["static_resources"]["listeners"]
+    [http] = [f["typed_config"] for f in listener["filter_chains"][0]["filters"]]
+    [route] = [r["route"] for r in http["route_config"]["virtual_hosts"][0]["routes"]]
+    assert route["timeout"] == "0s"
+    assert route["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}
+    assert "request_timeout" not in http, "a GenerateMany stream is one request for hours"
+    assert int(http["stream_idle_timeout"].removesuffix("s")) >= 3600
+    assert "max_connection_duration" not in http["common_http_protocol_options"]
