@@ -64,6 +64,11 @@ class Container:
         return settings_of(self.command, self.env, self.spec.get("args", ()))
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it runs a program of this repository."""
+        return self.image in COMMANDS
+
+    @property
     def probes(self) -> dict[str, Manifest]:
         names = ("startupProbe", "livenessProbe", "readinessProbe")
         return {name: self.spec[name] for name in names}

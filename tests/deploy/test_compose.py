@@ -17,7 +17,12 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "compose.json").read_text())
 CHECK = jsonschema.Draft202012Validator(SCHEMA)
 MARGIN_S = 5  # to end after all that can be waited for
-OWN_NAMES = ("services", "networks", "environment")  # of maps whose keys are the author's own
+OWN_NAMES = (
+    "services",
+    "networks",
+    "secrets",
+    "environment",
+)  # of maps whose keys are the author's own
 
 Place = tuple[str, ...]
 
@@ -45,6 +50,19 @@ def test_a_typo_in_any_field_is_refused(place: Place) -> None:
 def test_networks_that_services_are_on_exist() -> None:
     for service in COMPOSE["services"].values():
         assert set(service["networks"]) <= COMPOSE["networks"].keys()
+
+
+def test_executors_and_the_router_share_a_token_that_git_does_not_have() -> None:
+    [(name, source)] = COMPOSE["secrets"].items()
+    assert f"/deploy/{Path(source['file'])}" in (ROOT / ".gitignore").read_text().splitlines()
+    for service in COMPOSE["services"].values():
+        if "build" not in service:
+            continue
+        command = COMMANDS[service["image"].partition(":")[0]]
+        settings = settings_of(command, service["environment"])
+        setting = "executor_token" if "executor_token" in settings else "auth_tokens"
+        assert settings[setting] == Path("/run/secrets", name)
+        assert service["secrets"] == [name]
 
 
 def test_there_is_time_to_drain_before_a_container_is_killed() -> None:

@@ -17,10 +17,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from deploy.local.demo import SEED, ask, draw_requests
 from deploy.local.processes import Process
+from protos.executor.v1 import executor_pb2
+from protos.serving.v1 import serving_pb2
 from router.client import Client, Unavailable
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import Cluster, Pod
@@ -33,15 +36,25 @@ from tests.deploy.rendering import (
     render_folder,
 )
 from tests.support.certificates import Authority
+from tests.support.echo_server import calling
 from tests.support.scraping import scrape_text
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has every address of 127.0.0.0/8"
 )
 
+SERVICES = (
+    serving_pb2.DESCRIPTOR.services_by_name["GenerationService"],
+    executor_pb2.DESCRIPTOR.services_by_name["ExecutorService"],
+)
 RESOLVER = Path(__file__).parent / "resolver"
 NUM_REQUESTS = 24
 WAIT_S = 120.0
+CALLER_TOKEN, EXECUTOR_TOKEN = "c" * 64, "e" * 64
+TOKENS = (
+    ("lockstep-caller-tokens", "tokens", CALLER_TOKEN),
+    ("lockstep-executor-token", "token", EXECUTOR_TOKEN),
+)
 
 
 def free_address(ports: list[int]) -> str:
@@ -104,8 +117,12 @@ class LoopbackCluster:
         _, *arguments = [*dockerfiles.entrypoint(image), *container.spec.get("args", ())]
         env = {**dockerfiles.environment(image), **container.env}
         env = {name: dockerfiles.in_repository(image, value) for name, value in env.items()}
-        secrets = f"{self.secrets}/{pod.labels['app.kubernetes.io/name']}-tls/"
-        env = {name: value.replace("/tls/", secrets) for name, value in env.items()}
+        for mount in container.spec["volumeMounts"]:
+            [volume] = [v for v in pod.spec["volumes"] if v["name"] == mount["name"]]
+            if "secret" in volume:
+                path, secret = f"{mount['mountPath']}/", volume["secret"]["secretName"]
+                folder = f"{self.secrets / secret}/"
+                env = {name: value.replace(path, folder) for name, value in env.items()}
         # Pods may listen everywhere, each in a network of its own; here all share one.
         env = {name: value.replace("0.0.0.0", pod.ip) for name, value in env.items()}
         env |= {"PYTHONPATH": str(RESOLVER), "HOSTS_FILE": str(self.hosts)}
@@ -149,9 +166,22 @@ async def is_serving(address: str, service: str) -> bool:
             return False
 
 
+async def answers(address: str, service: str, method: str) -> bool:
+    """Says whether a port lets somebody without a token, or with the other port's, call a method."""
+    for token in (None, EXECUTOR_TOKEN if service == SERVICES[0].full_name else CALLER_TOKEN):
+        async with calling(address, token=token) as channel:
+            call = channel.unary_unary(f"/{service}/{method}")(b"")
+            if await call.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                return True
+    return False
+
+
 @asynccontextmanager
 async def running(manifests: list[Manifest], folder: Path) -> AsyncIterator[LoopbackCluster]:
-    """Runs an overlay until the block ends."""
+    """Runs an overlay, with Secrets for its tokens, until the block ends."""
+    for secret, file, token in TOKENS:
+        (folder / "secrets" / secret).mkdir(parents=True)
+        (folder / "secrets" / secret / file).write_text(token)
     cluster = LoopbackCluster(manifests, folder)
     try:
         for pod in cluster.cluster.pods:
@@ -173,7 +203,7 @@ async def metrics(pod: Pod) -> str:
 
 
 async def answer_right(address: str, seed: int) -> None:
-    async with Client(address) as client:
+    async with Client(address, token=CALLER_TOKEN) as client:
         asked = [ask(client, request) for request in draw_requests(seed, NUM_REQUESTS)]
         for answer in await asyncio.gather(*asked):
             assert answer.is_right, (answer.request.problem, answer.text)
@@ -190,6 +220,10 @@ async def test_the_demo_answers_right_also_after_a_pod_came_back_elsewhere(
         await answer_right(address, SEED)
         for pod in pods.cluster.pods:
             assert "# HELP lockstep_" in await metrics(pod)
+            port = 50051 if pod is router else 50061
+            service = SERVICES[0 if pod is router else 1]
+            for method in service.methods:
+                assert not await answers(f"{pod.ip}:{port}", service.full_name, method.name)
         for scaled in of_kind(render("gpu-node"), "ScaledObject"):
             for trigger in scaled["spec"]["triggers"]:
                 [metric] = re.findall(r"lockstep_\w+", trigger["metadata"]["query"])

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from tests.deploy.rendering import OVERLAYS, Manifest, matches, named, of_kind, 
 OTHER_VARIABLES = {"OMP_NUM_THREADS", "CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "HOME"}
 MARGIN_S = 5  # to end after all that can be waited for
 MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
+SYSTEM = {"kubernetes.io/metadata.name": "kube-system"}
+CALLERS = {"kubernetes.io/metadata.name": "public", "lockstep/callers": "true"}
 
 
 def cluster(overlay: str) -> Cluster:
@@ -39,9 +42,9 @@ def running(request: pytest.FixtureRequest) -> Cluster:
 
 
 def containers(running: Cluster, program: str | None = None) -> list[tuple[Pod, Container]]:
-    """Returns all containers, or those of "router" or "executor", with their pods."""
+    """Returns all our containers, or those of "router" or "executor", with their pods."""
     pods = running.pods if program is None else running.pods_of(program)
-    return [(pod, container) for pod in pods for container in pod.containers]
+    return [(pod, c) for pod in pods for c in pod.containers if c.is_ours]
 
 
 def port_of(container: Container, setting: str = "listen") -> int:
@@ -93,8 +96,12 @@ async def _addresses(group: Any, resolve: Any) -> list[str]:
 def executor_config(container: Container) -> ExecutorConfig:
     """What the executor's settings come to, but for files that are not here."""
     settings = container.settings
-    no_tls = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tls_client_names"))
-    return ExecutorConfig(**{**settings, **no_tls, "plaintext": "on", "model": DEMO_MODEL})
+    files = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "tls_client_names"))
+    with NamedTemporaryFile("w") as tokens:
+        tokens.write("t" * 64)
+        tokens.flush()
+        files["auth_tokens"] = Path(tokens.name)
+        return ExecutorConfig(**{**settings, **files, "plaintext": "on", "model": DEMO_MODEL})
 
 
 def test_both_sides_of_a_hop_agree_on_certificates_or_on_plain_text(running: Cluster) -> None:
@@ -175,8 +182,41 @@ def test_selectors_of_workloads_and_budgets_pick_their_pods(running: Cluster) ->
     assert sorted(covered) == sorted(pod.name for pod in running.pods), "each pod has one budget"
 
 
+def test_every_port_of_the_programs_asks_for_a_token(running: Cluster) -> None:
+    for pod, container in containers(running):
+        settings, volumes = container.settings, {v["name"]: v for v in pod.spec["volumes"]}
+        is_router = container.image == "lockstep-router"
+        used = {"auth_tokens": ("lockstep-executor-token", "token")}
+        if is_router:
+            used = {
+                "auth_tokens": ("lockstep-caller-tokens", "tokens"),
+                "executor_token": used["auth_tokens"],
+            }
+        for setting, (secret, file) in used.items():
+            path = settings[setting]
+            [mount] = [
+                m for m in container.spec["volumeMounts"] if m["mountPath"] == str(path.parent)
+            ]
+            assert mount["readOnly"] is True
+            # Not optional, so that a pod waits for it instead of starting open.
+            assert volumes[mount["name"]]["secret"] == {"secretName": secret}
+            assert path.name == file
+        assert settings["open_services"] == "health"
+
+
 def allows(running: Cluster, pod: Pod, port: int, *, labels: Any = None, space: Any = None) -> bool:
     """Says whether a pod in this namespace, or one in another, may connect to a port of a pod."""
+    return _may(running, pod, "ingress", port, labels, space)
+
+
+def reaches(
+    running: Cluster, pod: Pod, port: int, *, labels: Any = None, space: Any = None
+) -> bool:
+    """Says whether a pod may connect to a port of a pod in this namespace, or in another."""
+    return _may(running, pod, "egress", port, labels, space)
+
+
+def _may(running: Cluster, pod: Pod, way: str, port: int, labels: Any, space: Any) -> bool:
     policies = [
         policy["spec"]
         for policy in of_kind(running.manifests, "NetworkPolicy")
@@ -186,7 +226,7 @@ def allows(running: Cluster, pod: Pod, port: int, *, labels: Any = None, space: 
     return any(
         _is_among(port, rule) and _is_peer(rule, labels or {}, space or {})
         for policy in policies
-        for rule in policy["ingress"]
+        for rule in policy[way]
     )
 
 
@@ -196,13 +236,13 @@ def _is_among(port: int, rule: Manifest) -> bool:
 
 
 def _is_peer(rule: Manifest, labels: dict[str, str], space: dict[str, str]) -> bool:
-    if "from" not in rule:
+    if not {"from", "to"} & rule.keys():
         return True
     return any(
         matches(peer["podSelector"], labels) and not space
         if "podSelector" in peer
         else bool(space) and matches(peer["namespaceSelector"], space)
-        for peer in rule["from"]
+        for peer in rule.get("from", rule.get("to", ()))
     )
 
 
@@ -222,16 +262,38 @@ def test_routers_alone_reach_executors_and_executors_one_another(running: Cluste
     assert not allows(running, executor, 40_000, labels=router.labels)
     [container] = router.containers
     metrics = port_of(container, "metrics_listen")
-    assert allows(running, router, port_of(container), labels={"app": "caller"})
     assert not allows(running, router, metrics, labels={"app": "caller"})
     assert allows(running, router, metrics, space=MONITORING)
-    [egress] = named(running.manifests, "NetworkPolicy", "lockstep-executor")["spec"]["egress"]
-    assert egress == {"to": [{"podSelector": {"matchLabels": _name_of(executor)}}]}
 
 
-def _name_of(pod: Pod) -> dict[str, str]:
-    key = "app.kubernetes.io/name"
-    return {key: pod.labels[key]}
+def test_callers_alone_reach_what_faces_them(running: Cluster) -> None:
+    """The router, or Envoy before it where tenants differ."""
+    [router], gateways = running.pods_of("router"), running.pods_of("envoy")
+    public = port_of(router.containers[0])
+    fronts = [(pod, pod.containers[0].spec["ports"][0]["containerPort"]) for pod in gateways]
+    for pod, port in fronts or [(router, public)]:
+        assert allows(running, pod, port, space=CALLERS)
+        assert not allows(running, pod, port, space={"kubernetes.io/metadata.name": "x"})
+        assert not allows(running, pod, port, labels={"app": "stranger"})
+    for pod in gateways:
+        assert allows(running, router, public, labels=pod.labels)
+        assert not allows(running, router, public, space=CALLERS)
+        assert reaches(running, pod, public, labels=router.labels)
+        assert not reaches(running, pod, 50061, labels=running.pods_of("executor")[0].labels)
+
+
+def test_no_pod_calls_where_it_has_nothing_to_do(running: Cluster) -> None:
+    [router], [executor, *_] = running.pods_of("router"), running.pods_of("executor")
+    for container in executor.containers:
+        assert reaches(running, router, port_of(container), labels=executor.labels)
+    assert reaches(running, router, 53, space=SYSTEM)
+    assert reaches(running, router, 4317, space=MONITORING)
+    assert reaches(running, executor, 40_000, labels=executor.labels)
+    assert not reaches(running, router, 40_000, labels=executor.labels)
+    for pod in running.pods:
+        assert not reaches(running, pod, 443, space=SYSTEM)
+        assert not reaches(running, pod, 443, space={"kubernetes.io/metadata.name": "x"})
+        assert not reaches(running, pod, 443, labels={"app": "stranger"})
 
 
 def test_what_is_referred_to_exists(running: Cluster) -> None:
@@ -243,13 +305,15 @@ def test_what_is_referred_to_exists(running: Cluster) -> None:
             if "persistentVolumeClaim" in volume:
                 claim = volume["persistentVolumeClaim"]["claimName"]
                 named(manifests, "PersistentVolumeClaim", claim)
-            if "secret" in volume:  # the operator's, for components/executor-tls alone
+            if "configMap" in volume:
+                named(manifests, "ConfigMap", volume["configMap"]["name"])
+            if volume["name"] == "tls":  # the operator's, for components/executor-tls alone
                 name = pod.labels["app.kubernetes.io/name"]
                 assert volume["secret"] == {"secretName": f"{name}-tls", "optional": True}
         for container in pod.containers:
             mounts = {mount["name"] for mount in container.spec["volumeMounts"]}
             assert mounts <= volumes.keys()
-            for source in container.spec["envFrom"]:
+            for source in container.spec.get("envFrom", ()):
                 named(manifests, "ConfigMap", source["configMapRef"]["name"])
     for scaled in of_kind(manifests, "ScaledObject"):
         target = scaled["spec"]["scaleTargetRef"]
@@ -350,14 +414,14 @@ def test_every_container_is_scraped_as_a_job_that_the_alerts_know(overlay: str) 
         spec = monitor["spec"]
         for pod in running.pods:
             if matches(spec["selector"], pod.labels):
-                assert f'job="{pod.labels[spec["jobLabel"]]}"' in rules
+                if pod.containers[0].is_ours:
+                    assert f'job="{pod.labels[spec["jobLabel"]]}"' in rules
                 ports = {
                     p["name"]: p["containerPort"] for c in pod.containers for p in c.spec["ports"]
                 }
                 scraped |= {(pod.name, ports[e["port"]]) for e in spec["podMetricsEndpoints"]}
-    assert scraped == {
-        (pod.name, port_of(container, "metrics_listen")) for pod, container in containers(running)
-    }
+    listening = {(pod.name, port_of(c, "metrics_listen")) for pod, c in containers(running)}
+    assert scraped == listening | {(pod.name, 50150) for pod in running.pods_of("envoy")}
 
 
 @pytest.mark.parametrize("overlay", ["gpu-node", "multi-node"])

@@ -21,7 +21,8 @@ OTHER_VARIABLES = {"OMP_NUM_THREADS"}
 
 
 def all_pods() -> list[Pod]:
-    return [pod for overlay in OVERLAYS for pod in Cluster(render(overlay)).pods]
+    pods = [pod for overlay in OVERLAYS for pod in Cluster(render(overlay)).pods]
+    return [pod for pod in pods if pod.containers[0].is_ours]
 
 
 @pytest.mark.parametrize("image", dockerfiles.FILES)
