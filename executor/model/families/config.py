@@ -17,6 +17,11 @@ from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
 from executor.parallel.layout import Topology, divisors, share_of
 
+MAX_CONFIG_BYTES = 4 << 20
+MAX_SIZE = 1 << 24  # of a dimension or a number of positions; the largest published is 10 million
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 17  # of all layers, which are built one by one; Kimi-K2 has 23,000
+
 
 class Fields:
     """The fields of one file. A null counts as absent, as Hugging Face means it.
@@ -35,15 +40,17 @@ class Fields:
         """Returns the fields of a file.
 
         Raises:
-            CheckpointError: There is no such file, or it holds no JSON object.
+            CheckpointError: There is no such file, or it holds no JSON object, or too large a one.
         """
         try:
+            if path.stat().st_size > MAX_CONFIG_BYTES:
+                raise CheckpointError(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes")
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path} does not exist: need a model in Hugging Face format"
             ) from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds a {type(values).__name__}, not an object")
@@ -61,8 +68,10 @@ class Fields:
         found = [self._values[name] for name in names if self._values.get(name) is not None]
         return found[0] if found else default
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """Returns the first of the names that is there, a whole number from 0.
+    def integer(
+        self, *names: str, default: int | None = None, least: int = 0, most: int = MAX_SIZE
+    ) -> int:
+        """Returns the first of the names that is there, a whole number within the bounds.
 
         Raises:
             CheckpointError: It is none; or none is there and there is no default.
@@ -70,8 +79,8 @@ class Fields:
         value = self.get(*names, default=default)
         if value is None:
             raise self.error(f"{' or '.join(names)} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(f"{names[0]}={value!r} is not a whole number from 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{names[0]}={value!r} is not a whole number from {least} to {most}")
         return value
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -198,23 +207,29 @@ class ModelConfig:
             CheckpointError: A field is missing, or says what is not supported.
         """
         fields.refuse(_SUPPORTED)
-        hidden_size = fields.integer("hidden_size")
-        num_heads = fields.integer("num_attention_heads")
-        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+        hidden_size = fields.integer("hidden_size", least=1)
+        num_heads = fields.integer("num_attention_heads", least=1)
+        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, least=1)
         if num_heads % num_kv_heads:
             raise fields.error(
                 f"num_attention_heads={num_heads} is no multiple of "
                 f"num_key_value_heads={num_kv_heads}"
             )
+        num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         num_experts = fields.integer("num_experts", "num_local_experts", default=0)
+        if num_layers * num_experts > MAX_EXPERTS:
+            raise fields.error(
+                f"num_experts={num_experts} in each of num_hidden_layers={num_layers}: there may be "
+                f"{MAX_EXPERTS} in all"
+            )
         top_k = fields.integer("num_experts_per_tok", default=0)
         if num_experts and not 1 <= top_k <= num_experts:
             raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
         return cls(
             architecture=fields.architecture(),
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.integer("vocab_size", least=1),
             hidden_size=hidden_size,
-            num_hidden_layers=fields.integer("num_hidden_layers"),
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=fields.integer("head_dim", default=hidden_size // num_heads),
@@ -222,7 +237,7 @@ class ModelConfig:
             moe_intermediate_size=fields.integer("moe_intermediate_size", default=0),
             num_experts=num_experts,
             num_experts_per_tok=top_k,
-            decoder_sparse_step=fields.integer("decoder_sparse_step", default=1),
+            decoder_sparse_step=fields.integer("decoder_sparse_step", default=1, least=1),
             mlp_only_layers=fields.integers("mlp_only_layers"),
             norm_topk_prob=bool(fields.get("norm_topk_prob", default=False)),
             attention_bias=bool(fields.get("attention_bias", default=False)),
@@ -232,7 +247,9 @@ class ModelConfig:
             max_position_embeddings=fields.integer("max_position_embeddings"),
             dtype=_dtype(fields),
             eos_token_ids=eos_token_ids,
-            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", default=0),
+            num_nextn_predict_layers=fields.integer(
+                "num_nextn_predict_layers", default=0, most=MAX_LAYERS
+            ),
         )
 
     def is_moe_layer(self, layer_id: int) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from executor.batch.kv_pool import KVShape
-from executor.model.families.config import Fields, ModelConfig
+from executor.model.families.config import MAX_LAYERS, Fields, ModelConfig
 from executor.model.weights import tensor_names
 from executor.parallel.layout import Topology
 
@@ -190,7 +190,9 @@ def _mtp(fields: Fields, target: ModelConfig, layout: DraftLayout) -> DraftConfi
             f"supported; only layers as in Qwen3MoeForCausalLM are"
         )
     default = 1 if layout is DraftLayout.MTP else None
-    count = fields.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", default=default)
+    count = fields.integer(
+        "num_nextn_predict_layers", "mtp_num_hidden_layers", default=default, most=MAX_LAYERS
+    )
     if count < 1:
         raise fields.error(f"num_nextn_predict_layers={count}: a draft needs at least 1 layer")
     experts = fields.get("n_routed_experts", "num_experts", "num_local_experts")

@@ -1,6 +1,7 @@
 """If this fails, a broken checkpoint serves nonsense instead of an error."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
+from executor.model import weights
 from executor.model.families import load_model
 from executor.model.families.config import ModelConfig
 from executor.model.families.kernels import Peers
-from executor.model.weights import Part, WeightGroup, load_weights
+from executor.model.weights import Part, WeightGroup, load_weights, tensor_names
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
@@ -110,6 +112,51 @@ def test_shards_load_like_one_file(good: tuple[Path, Any], tmp_path: Path):
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"names b\.safetensors, which"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../a.safetensors", "/tmp/a.safetensors", "b/a.safetensors", "..\\a.safetensors", "a.bin", 7],
+)
+def test_a_shard_of_another_folder_is_not_opened(tmp_path: Path, name: object):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "a.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match=rf"names {re.escape(repr(name))}: .* same folder"):
+        tensor_names(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"weight_map": {"w": []}}', '{"weight_map": 3}'])
+def test_an_index_that_makes_no_sense_is_named(tmp_path: Path, text: str):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json has no readable weight_map"):
+        tensor_names(tmp_path)
+
+
+@pytest.mark.parametrize("size", [2**62, weights.MAX_HEADER_BYTES + 1])
+def test_a_header_beyond_its_bound_is_not_read(tmp_path: Path, size: int):
+    (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors .* header .* {size:,} bytes"):
+        tensor_names(tmp_path)
+
+
+def test_a_checkpoint_has_so_many_bytes_of_headers_and_tensors_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = {f"{file}.safetensors": file for file in "ab"}
+    for file, tensor in files.items():
+        save_file({tensor: torch.zeros(1)}, tmp_path / file)
+    index = {"weight_map": {tensor: file for file, tensor in files.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tensor_names(tmp_path) == {"a", "b"}
+    monkeypatch.setattr(weights, "MAX_TENSORS", 1)
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: .* more than 1 tensors"):
+        tensor_names(tmp_path)
+    monkeypatch.setattr(weights, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"b\.safetensors .* those of all files may have 100"):
+        tensor_names(tmp_path)
 
 
 def test_progress_counts_every_tensor_that_is_needed(good: tuple[Path, Any]):

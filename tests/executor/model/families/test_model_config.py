@@ -9,7 +9,7 @@ import torch
 
 from executor.errors import CheckpointError
 from executor.model.families import load_model
-from executor.model.families.config import ModelConfig
+from executor.model.families.config import MAX_CONFIG_BYTES, ModelConfig
 from executor.parallel.layout import Topology
 
 BEFORE_5: dict[str, Any] = {
@@ -98,6 +98,47 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changed: dict[
     field = next(iter(changed))
     with pytest.raises(CheckpointError, match=name.get(field, field)):
         read(tmp_path, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_experts": 10**5},
+        {"vocab_size": 2**40},
+        {"hidden_size": 0},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"decoder_sparse_step": 0},
+        {"max_position_embeddings": 2**24 + 1},
+        {"num_nextn_predict_layers": 1025},
+    ],
+    ids=lambda changed: "{}={}".format(*next(iter(changed.items()))),
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_built(
+    tmp_path: Path, changed: dict[str, int]
+):
+    [(name, value)] = changed.items()
+    with pytest.raises(CheckpointError, match=rf"{name}={value} .*\d"):
+        read(tmp_path, **changed)
+
+
+def test_the_largest_models_are_within_the_bounds(tmp_path: Path):
+    read(tmp_path, num_hidden_layers=61, num_experts=384)
+    read(tmp_path, vocab_size=2**20, max_position_embeddings=10_485_760)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a": "\xff"}'], ids=["nested", "no UTF-8"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path):
+    (tmp_path / "config.json").write_text(" " * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(CheckpointError, match=r"config\.json has more than 4,194,304 bytes"):
+        ModelConfig.from_dir(tmp_path)
 
 
 def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path):
