@@ -23,7 +23,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench gpu protos venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench gpu protos lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -40,6 +40,7 @@ help:
 	@echo "make bench   benchmarks on this machine"
 	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
+	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
 	@echo "make venv    the virtual environment with all that the targets above need"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -87,6 +88,19 @@ protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. \
 		--mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+# Every file of every package, for Linux on any processor. The demo's executor takes PyTorch from an
+# index of its own, without CUDA's libraries, which a Mac does not have either.
+LOCK = echo setuptools | uv pip compile --quiet --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" --constraints constraints.txt --python-version 3.12
+
+lock:
+	$(LOCK) --python-platform linux --extra gateway --extra tracing pyproject.toml - \
+		-o deploy/docker/router.lock
+	export MACOSX_DEPLOYMENT_TARGET=14.0; \
+	$(LOCK) --python-platform aarch64-apple-darwin --extra executor --no-emit-package torch \
+		pyproject.toml - -o deploy/docker/executor-cpu.lock
+	$(LOCK) --python-platform linux --extra cuda pyproject.toml - -o deploy/docker/executor.lock
 
 venv: $(DEV)
 

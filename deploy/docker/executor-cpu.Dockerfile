@@ -4,15 +4,16 @@
 
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY constraints.txt ./
+COPY deploy/docker/executor-cpu.lock deploy/docker/torch-cpu.txt ./
+# One index for each step: of two, pip takes the higher version, and anybody may upload to one.
 RUN python -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt \
-        --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple \
-        torch
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps \
+        --index-url https://download.pytorch.org/whl/cpu -r torch-cpu.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r executor-cpu.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY executor executor
-RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[executor]'
+RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
 
 FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 \

@@ -14,14 +14,13 @@ RUN apt-get update \
     && useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep \
     && install --directory --owner=lockstep --group=lockstep /cache
 WORKDIR /src
-COPY constraints.txt ./
-# PyTorch alone first: it is the largest layer, and changes least.
+COPY deploy/docker/executor.lock ./
 RUN python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt torch
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r executor.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY executor executor
-RUN /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[cuda]'
+RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
 # Where FlashInfer keeps compiled kernels: mount a volume there, as the root is read-only. A new
 # volume of Docker's takes over the folder's owner.
 ENV FLASHINFER_WORKSPACE_BASE=/cache

@@ -4,11 +4,13 @@
 
 FROM python:3.12-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY deploy/docker/router.lock ./
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r router.lock
+COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY router router
-RUN python -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir -c constraints.txt '.[gateway,tracing]'
+RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
 
 FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 \

@@ -1,6 +1,9 @@
 """Images, by their Dockerfiles: files, user, command. None can be built here."""
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -14,7 +17,14 @@ from tests.deploy.cluster import COMMANDS, Cluster, Pod, settings_of, twins
 from tests.deploy.rendering import OVERLAYS, render
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = {
+    "lockstep-router": ["gateway", "tracing"],
+    "lockstep-executor": ["cuda"],
+    "lockstep-executor-cpu": ["executor"],
+}
+STEPS = ("-r torch-cpu.txt", "--require-hashes", "--no-index")
 VERSION = PROJECT["version"]
 OWN_SERVICES = {name: spec for name, spec in COMPOSE["services"].items() if "build" in spec}
 OTHER_VARIABLES = {"OMP_NUM_THREADS"}
@@ -54,13 +64,36 @@ def test_an_image_runs_its_program_as_the_pods_user(image: str) -> None:
     assert packages == {module}, "the router has no tensors, the executor no policy"
 
 
-def test_only_executors_have_pytorch() -> None:
+def test_every_step_that_installs_takes_hashes_or_no_index() -> None:
     for image, path in dockerfiles.FILES.items():
-        installs = [rest for name, rest in dockerfiles.instructions(path) if "pip install" in rest]
-        assert installs
-        assert all("-c constraints.txt" in rest for rest in installs)
-        has_torch = any("torch" in rest.split() or "executor" in rest for rest in installs)
-        assert has_torch == (image != "lockstep-router")
+        steps = [
+            step
+            for name, rest in dockerfiles.instructions(path)
+            if name == "RUN"
+            for step in rest.split("&& ")
+            if "pip install" in step
+        ]
+        kinds = [kind for step in steps for kind in STEPS if kind in step]
+        expected = [f"--require-hashes -r {path.stem}.lock", "--no-index --no-deps"]
+        # The one index that is not the default, for the one package that it is needed for.
+        torch = ["-r torch-cpu.txt"] if image == "lockstep-executor-cpu" else []
+        assert kinds == [*torch, *[kind.split(" ")[0] for kind in expected]]
+        assert all(kind in step for kind, step in zip(expected, steps[len(torch) :], strict=True))
+        assert all("--no-build-isolation" in step for step in steps if "--no-index" in step)
+
+
+def test_no_step_takes_packages_from_two_indexes() -> None:
+    for path in [ROOT / "Makefile", *(ROOT / "deploy").rglob("*")]:
+        if path.is_file() and path.suffix not in (".safetensors", ".pyc"):
+            assert "extra-index-url" not in path.read_text()
+
+
+def test_only_executors_have_pytorch() -> None:
+    assert "torch" in locked("lockstep-executor")
+    assert "torch" not in locked("lockstep-executor-cpu").keys() | locked("lockstep-router").keys()
+    assert (
+        (dockerfiles.FOLDER / "torch-cpu.txt").read_text().startswith(f"torch=={pinned()['torch']}")
+    )
 
 
 def pinned() -> dict[str, str]:
@@ -89,13 +122,76 @@ def required(extras: list[str]) -> set[str]:
     return names
 
 
+def locked(image: str) -> dict[str, str]:
+    """The packages of an image's lock, each with a hash at least, and their versions."""
+    text = dockerfiles.FILES[image].with_suffix(".lock").read_text()
+    versions = {}
+    for entry in re.split(r"\n(?=\w)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)):
+        requirement, *hashes = entry.split(" \\\n")
+        assert hashes
+        assert all(re.fullmatch(r" +--hash=sha256:[0-9a-f]{64}\n?", each) for each in hashes)
+        name, version = requirement.split("==")
+        versions[_normal(name)] = version
+    return versions
+
+
 @pytest.mark.parametrize("image", dockerfiles.FILES)
 def test_what_an_image_installs_is_of_a_version_that_was_tested(image: str) -> None:
-    text = " ".join(rest for _, rest in dockerfiles.instructions(dockerfiles.FILES[image]))
-    [extras] = re.findall(r"'\.\[([\w,]+)\]'", text)
-    wanted = required(extras.split(","))
+    versions, tested = locked(image), pinned()
+    wanted = required(EXTRAS[image]) - ({"torch"} if image == "lockstep-executor-cpu" else set())
     assert {"grpcio", "click"} < wanted
-    assert wanted - pinned().keys() == set()
+    assert wanted - versions.keys() == set(), "run make lock"
+    assert {n: v for n, v in versions.items() if tested.get(n, v) != v} == {}, "run make lock"
+
+
+def test_the_build_back_end_is_the_one_that_images_have() -> None:
+    [back_end] = PYPROJECT["build-system"]["requires"]
+    for image in dockerfiles.FILES:
+        assert back_end == f"setuptools=={locked(image)['setuptools']}"
+
+
+def unpinned() -> set[str]:
+    """What is not pinned by its content, as docker/unpinned.txt admits."""
+    lines = (dockerfiles.FOLDER / "unpinned.txt").read_text().splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def foreign_images(folder: Path) -> set[str]:
+    """Images that others make, as the files below a folder name them."""
+    found: set[str] = set()
+    for path in [*folder.rglob("*.yaml"), *folder.rglob("*.Dockerfile")]:
+        found |= set(
+            re.findall(r"^(?:FROM|\s*(?:- )?image:) (\S+)", path.read_text(), re.MULTILINE)
+        )
+    return {image for image in found if not image.startswith("lockstep-")}
+
+
+def test_what_others_make_is_pinned_by_its_content_or_listed() -> None:
+    images = foreign_images(ROOT / "deploy")
+    by_name = {image for image in images if not re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", image)}
+    if "--hash=sha256:" not in (dockerfiles.FOLDER / "torch-cpu.txt").read_text():
+        by_name.add("torch-cpu.txt")
+    assert len(images) >= 5
+    assert by_name == unpinned()
+
+
+def test_images_that_are_listed_get_their_digests_from_docker(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("demo_*", "__pycache__")
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=ignored)
+    before = foreign_images(tmp_path / "deploy")
+    docker = tmp_path / "docker"
+    docker.write_text(f"#!/bin/sh\necho sha256:{'0123456789abcdef' * 4}\n")
+    docker.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script = tmp_path / "deploy/docker/pin-images.sh"
+    subprocess.run([script], check=True, env={"PATH": path})
+    expected = {i if "@" in i else f"{i}@sha256:{'0123456789abcdef' * 4}" for i in before}
+    assert foreign_images(tmp_path / "deploy") == expected
+    left = (tmp_path / "deploy/docker/unpinned.txt").read_text().splitlines()
+    assert [line for line in left if not line.startswith("#")] == sorted(
+        unpinned() & {"torch-cpu.txt"}
+    )
+    assert os.access(ROOT / "deploy/docker/pin-images.sh", os.X_OK)
 
 
 def test_flashinfer_has_one_version() -> None:
