@@ -65,7 +65,7 @@ async def serve(config: ExecutorConfig) -> int:
         stuck_after_s=config.peer_timeout_s,
     )
     _serve_metrics(config, servicer, measures)
-    health_server = await config.serve_health(servicer.add_health_to)
+    health_server = await config.serve_health(servicer.add_health_to, servicer.refusals)
     server, _ = await servicer.start(config)
     exit_code = await _load(servicer, config, measures, stopped)
     if exit_code is None:
@@ -119,7 +119,7 @@ def _serve_metrics(
             memory_in_use(),
         )
 
-    config.serve_metrics(collector(numbers))
+    config.serve_metrics(collector(numbers), measures.add_refusal)
 
 
 async def _load(

@@ -10,6 +10,7 @@ from protos.settings import ON_OFF, Rule, above, at_least, folder_with, one_of, 
 from protos.transport.port import ServiceConfig, is_loopback
 
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
+SEQUENCE_BYTES = 16384  # of a step, besides ids of tokens and blocks: biases, mostly
 WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 CHECKPOINT = folder_with("config.json")
 
@@ -248,6 +249,18 @@ class ExecutorConfig(ServiceConfig):
     def num_logits(self) -> int:
         """``max_num_logits``, resolved."""
         return self.max_num_seqs + 256 if self.max_num_logits is None else self.max_num_logits
+
+    @property
+    def default_message_bytes(self) -> int:
+        """Bytes of the largest step.
+
+        Each token has an id and one that is scored; each sequence its prompt and output, for
+        penalties, and its blocks, where all of them are cached.
+        """
+        length = self.max_model_len or DEFAULT_MAX_MODEL_LEN
+        num_ids = length + length // self.block_size
+        sequence_bytes = 4 * num_ids + SEQUENCE_BYTES
+        return 8 * self.max_num_batched_tokens + self.max_num_seqs * sequence_bytes + 65536
 
     @property
     def gathers_experts(self) -> bool:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from executor.errors import InvalidStep, StepFailed
 from protos.telemetry.metrics import STEP_BOUNDS, Family, Histogram, Metric, families_of
+from protos.transport.credentials import stale_files
+from protos.transport.interceptors import PORT_REFUSALS
 
 PHASES = ("queue", "fill", "draft", "forward", "sample")
 
@@ -29,6 +31,7 @@ class Measures:
         padding_tokens: Rows that it ran beside them, up to the size of the graph.
         failures: Steps that were refused or failed, by the error's reason.
         joins: Join calls, by "joined" or "failed".
+        refused: Calls and scrapes that were not taken, by reason.
     """
 
     def __init__(self) -> None:
@@ -40,8 +43,13 @@ class Measures:
         # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
         self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepFailed)})
         self.joins = Counter({"joined": 0, "failed": 0})
+        self.refused = Counter(dict.fromkeys(PORT_REFUSALS, 0))
         self._start_ns = 0
         self._lap_ns = 0
+
+    def add_refusal(self, reason: str) -> None:
+        """A call or a scrape was not taken."""
+        self.refused[reason] += 1
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -103,6 +111,11 @@ METRICS: list[Metric[Numbers]] = [
            lambda n: {(mode, "replay" if is_replay else "eager"): count
                       for (mode, is_replay), count in n.measures.steps.copy().items()},
            "Steps by this rank's forward mode, and whether a captured graph was replayed."),
+    Metric("refused_calls_total", "counter", ("reason",), lambda n: n.measures.refused.copy(),
+           "Calls and scrapes that were not taken, by reason."),
+    Metric("files_not_reloaded", "gauge", ("setting",), lambda n: stale_files(),
+           "Readers of a setting's files that go on with what was in them before, since what is "
+           "there now makes no sense: removed tokens still count."),
     Metric("failed_steps_total", "counter", ("reason",),
            lambda n: n.measures.failures.copy(),
            "Steps that were refused or failed, by the error's reason."),

@@ -44,6 +44,7 @@ from executor.metrics import Measures
 from executor.parallel.epochs import Epochs, JoinAttempt
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
+from protos.transport.admission import Refusals
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
 from protos.transport.interceptors import RequestReader
@@ -61,18 +62,11 @@ LIVENESS, READINESS = "liveness", "readiness"
 MAX_UNANSWERED_STEPS = 8
 STUCK_CHECKS = 10  # so that a process that was stopped for a while is not taken for a stuck one
 
-MESSAGE_BYTES = 256 * 1024 * 1024
 SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # two executors on one port would share its connections
+    ("grpc.max_send_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Without "recv" in its name: gRPC core ignores the key that has it, and then answers a
-    # client that pings every 10 s with GOAWAY.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
+STEP = f"/{SERVICE}/Step"  # its first message comes when there is something to do
 
 
 # Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
@@ -146,6 +140,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     Attributes:
         stuck: Set when there is such a step. This process can do no other.
+        refusals: Calls that were not taken, of all ports.
     """
 
     def __init__(
@@ -164,6 +159,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._store_host = store_host
         self._open_store = open_store
         self._measures = measures or Measures()
+        self.refusals = Refusals(self._measures.add_refusal)
         self._store: Store | None = None
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Worker | None = None
@@ -187,8 +183,12 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         Raises:
             OSError: The address cannot be bound.
         """
-        interceptors = [*config.interceptors(), RequestReader()]
-        server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        refusals = self.refusals
+        reader = RequestReader(config, refusals, patient=(STEP,))
+        server = grpc.aio.server(
+            interceptors=[*config.interceptors(refusals), reader],
+            options=[*config.server_options(), *SERVER_OPTIONS],
+        )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
         self.add_health_to(server)
         names = (SERVICE, SERVICE_NAME, reflection.SERVICE_NAME)

@@ -19,8 +19,9 @@ import grpc
 import structlog
 
 from protos.serving.v1 import serving_pb2_grpc
+from protos.transport.admission import Refusals
 from protos.transport.interceptors import RequestReader
-from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import Health, enable_reflection
 from router.api.text import Tokenizer
 from router.config import RouterConfig
@@ -62,13 +63,16 @@ async def run(config: RouterConfig) -> None:
     engines.drive(by_group)
     health = Health()
     servicer = GenerationServicer(engines, tokenizer, _version())
-    metrics_port = config.serve_metrics(collector(engines, _version()))
+    refusals = Refusals(engines.measures.add_refusal)
+    metrics_port = config.serve_metrics(
+        collector(engines, _version()), engines.measures.add_refusal
+    )
     if metrics_port is not None:
         cleanup.push_async_callback(asyncio.to_thread, metrics_port.close)
-    health_server = await config.serve_health(health.add_to)
+    health_server = await config.serve_health(health.add_to, refusals)
     if health_server is not None:
         cleanup.push_async_callback(health_server.stop, STOP_GRACE_S)
-    server = await start_server(config, engines, servicer, health, interceptors)
+    server = await start_server(config, engines, servicer, health, refusals, interceptors)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engine.run()) for engine in by_group]
@@ -119,22 +123,23 @@ async def start_server(
     engines: Engines,
     servicer: GenerationServicer,
     health: Health,
+    refusals: Refusals,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
     """Opens the public port and returns its server.
 
     Args:
+        refusals: Where refused calls are counted.
         interceptors: Of every call that is not refused, before its handler runs.
 
     Raises:
         OSError: The address cannot be bound.
     """
-    on_refused = engines.measures.add_refusal
     server = grpc.aio.server(
         interceptors=[
-            *config.interceptors(on_refused),  # first: a caller that may not call gets nothing done
+            *config.interceptors(refusals),  # first: a caller that may not call gets nothing done
             *interceptors,
-            RequestReader(servicer.checks(), on_refused),
+            RequestReader(config, refusals, checks=servicer.checks(), unshared=UNSHARED),
         ],
         options=server_options(config),
     )
@@ -182,10 +187,11 @@ def _add_vllm_engine(
 def server_options(config: RouterConfig) -> list[tuple[str, int]]:
     """Returns gRPC's options for the public port."""
     options = [
-        *SERVER_OPTIONS,
-        # A second router at one address shall fail, rather than take half its calls.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", config.max_connection_streams),
+        *config.server_options(),
+        ("grpc.keepalive_time_ms", 60_000),
+        # A stream that nobody reads yet holds 64 KiB. With the probe it would hold what comes within
+        # a round trip, which callers can make a lot.
+        ("grpc.http2.bdp_probe", 0),
     ]
     if config.max_connection_age_s:
         # gRPC spreads it by a tenth. No max_connection_age_grace_ms: past it, streams are killed.

@@ -36,11 +36,6 @@ class RouterConfig(EngineSettings, GroupSettings, ExecutorSecurity, ServiceConfi
     priority_step_s: float = setting(10.0, at_least(0))
     """Seconds of waiting that one level of priority is worth, so that no request waits for ever; 0
     is the order of arrival only."""
-    max_calls: int = setting(8192, at_least(1))
-    """Generate calls and GenerateMany streams open at once; more are refused."""
-    max_connection_streams: int = setting(16384, at_least(1))
-    """Calls open at once on one connection; more wait at the client. Leave it above max_calls, so
-    that calls are refused with a reason instead, and probes on the same connection never wait."""
     max_connection_age_s: float = setting(1800.0, at_least(0))
     """Seconds, give or take a tenth, after which a client is asked to connect anew, perhaps to
     another router; its running calls go on. 0 is never."""

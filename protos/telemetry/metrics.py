@@ -1,4 +1,4 @@
-"""Metrics of both services: a histogram that is cheap to fill, and the port to scrape.
+"""Metrics of both services: a histogram that is cheap to fill, and tables of what a scrape shows.
 
 Code that counts knows nothing of Prometheus: it adds to numbers that its own thread writes. A
 scrape reads them and makes Prometheus' text of them, in a thread of its own.
@@ -10,16 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import structlog
-
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Metric as ExposedMetric
 
 T = TypeVar("T")
 Labels = tuple[str, ...]
-
-log = structlog.stdlib.get_logger(__name__)
 
 # Seconds. Waits of people and of services, and whole answers.
 LATENCY_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -144,50 +140,6 @@ def families_of(
             elif values is not None:
                 series.append((labels, values))
         yield Family(prefix + metric.name, metric.kind, metric.help, names + metric.labels, series)
-
-
-class MetricsPort:
-    """An open port that is scraped; the thread behind it ends with the process or by `close`."""
-
-    def __init__(self, server: Any, thread: Any) -> None:
-        self._server = server
-        self._thread = thread
-
-    @property
-    def number(self) -> int:
-        port: int = self._server.server_port
-        return port
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve_metrics(listen: str, collect: Callable[[], Iterable[Family]]) -> MetricsPort:
-    """Serves metrics, and the process's own, at http://HOST:PORT/metrics.
-
-    In a thread, so that a long computation elsewhere delays no scrape.
-
-    Args:
-        listen: host:port; port 0 takes a free one.
-        collect: Returns everything there is, at each scrape, on that thread.
-
-    Raises:
-        OSError: The address cannot be bound.
-    """
-    from prometheus_client import start_http_server
-
-    host, _, number = listen.rpartition(":")
-    try:
-        port = MetricsPort(*start_http_server(int(number), host.strip("[]"), new_registry(collect)))
-    except OSError as error:
-        raise OSError(
-            f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
-            f"another"
-        ) from error
-    log.info("metrics_listening", address=f"{host}:{port.number}")
-    return port
 
 
 def new_registry(collect: Callable[[], Iterable[Family]]) -> "CollectorRegistry":

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
 
 import structlog
 
@@ -72,6 +73,17 @@ class Watched(Generic[Raw, Parsed]):
         self._value = parse(self._raw)
         self._look_time = time.monotonic()
         self._problem = ""
+        _watched.add(self)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the files make no sense now, so that what they were before is still in force."""
+        self.value()
+        return bool(self._problem)
 
     def value(self) -> Parsed:
         """Returns the same object for as long as the files are the same."""
@@ -95,6 +107,17 @@ class Watched(Generic[Raw, Parsed]):
             self._problem = str(error)
         else:
             self._problem = ""
+
+
+_watched: WeakSet[Watched[Any, Any]] = WeakSet()  # of this process
+
+
+def stale_files() -> dict[str, float]:
+    """Returns, by setting, how many of its files' readers go on with what the files were before."""
+    counts: dict[str, float] = {}
+    for each in list(_watched):
+        counts[each.name] = counts.get(each.name, 0.0) + each.is_stale
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

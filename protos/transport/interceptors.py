@@ -1,4 +1,4 @@
-"""Interceptors of a gRPC port: checks of callers, and requests parsed from their bytes.
+"""Interceptors of a gRPC port: checks of callers, calls admitted, requests parsed from their bytes.
 
 A call passes `NameInterceptor` and `TokenInterceptor`, as far as a port has them
 (protos/transport/port.py), and then `RequestReader`.
@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from protos.telemetry.scrapes import SCRAPE_EVICTED
+from protos.transport.admission import Admission, FirstMessageLate, Refusals, TooManyCalls
 from protos.transport.channel import KINDS
 from protos.transport.credentials import AUTHORIZATION, SCHEME, AcceptedTokens
-from protos.transport.errors import OnRefused, RpcError, abort_on_error, refuse
+from protos.transport.errors import RpcError, abort_on_error, refuse
+from protos.transport.limits import PortLimits
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]  # generic in its type stubs only
@@ -39,22 +42,23 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     Args:
         tokens: The tokens that are taken.
         open_services: Full names of services that need no token.
-        on_refused: Called with the reason of each call that is refused.
+        refusals: Where refused calls are counted.
     """
 
     def __init__(
-        self,
-        tokens: AcceptedTokens,
-        open_services: Collection[str],
-        on_refused: OnRefused = lambda reason: None,
+        self, tokens: AcceptedTokens, open_services: Collection[str], refusals: Refusals
     ) -> None:
         self._tokens = tokens
-        self._on_refused = on_refused
         self._open = _prefixes(open_services)
-        self._missing = _refusing(f"no token: {NEEDED}")
-        self._repeated = _refusing("'authorization' is there more than once: send one token")
-        self._other = _refusing(f"'authorization' has another scheme than Bearer: {NEEDED}")
-        self._wrong = _refusing("the token is not one that is taken here, or no longer")
+        self._missing, self._repeated, self._other, self._wrong = [
+            _refusing(problem, refusals)
+            for problem in (
+                f"no token: {NEEDED}",
+                "'authorization' is there more than once: send one token",
+                f"'authorization' has another scheme than Bearer: {NEEDED}",
+                "the token is not one that is taken here, or no longer",
+            )
+        ]
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -62,7 +66,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(self._open):
             refusing = self._refuse(handler_call_details.invocation_metadata)
             if refusing is not None:
-                self._on_refused(Unauthenticated.reason)
                 return refusing
         return await continuation(handler_call_details)
 
@@ -87,17 +90,14 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
     Args:
         names: Alternative names (DNS, URI or IP) of which the certificate needs one.
         open_services: Full names of services that may be called with any certificate.
-        on_refused: Called with the reason of each call that is refused.
+        refusals: Where refused calls are counted.
     """
 
     def __init__(
-        self,
-        names: Collection[str],
-        open_services: Collection[str],
-        on_refused: OnRefused = lambda reason: None,
+        self, names: Collection[str], open_services: Collection[str], refusals: Refusals
     ) -> None:
         self._names = frozenset(names)
-        self._on_refused = on_refused
+        self._refusals = refusals
         self._open = _prefixes(open_services)
         self._checked: dict[str, Any] = {}  # handlers, by method; there are only so many
 
@@ -139,7 +139,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):
         found = context.auth_context().get("x509_subject_alternative_name", ())
         names = {name.decode(errors="replace") for name in found}
         if not names & self._names:
-            self._on_refused(Unauthenticated.reason)
+            self._refusals.add(Unauthenticated.reason, context)
             async with abort_on_error(context):
                 shown = ", ".join(sorted(names)) or "no name"
                 raise Unauthenticated(
@@ -152,26 +152,42 @@ class MalformedMessage(RpcError):
     reason = "MALFORMED_MESSAGE"
 
 
+# Reasons with which ports refuse, of either service.
+PORT_REFUSALS = (
+    *(e.reason for e in (Unauthenticated, MalformedMessage, TooManyCalls, FirstMessageLate)),
+    SCRAPE_EVICTED,
+)
+
+
 class RequestReader(grpc.aio.ServerInterceptor):
-    """Parses requests, and refuses with a reason what is no request. Stands last of a port's.
+    """Admits calls, parses requests, and refuses with a reason what is none. Stands last of a port's.
 
     gRPC by itself ends a call whose bytes it cannot parse with UNKNOWN, as if it were a bug here,
     and never ends a call that was half-closed before its only message.
 
     Args:
+        limits: Of the port.
+        refusals: Where refused calls are counted.
         checks: By full name of a method that answers with a stream, a function that raises an
             RpcError where its calls are refused. It is called first, since to parse a message takes
             longer than to refuse a call.
-        on_refused: Called with the reason of each message that is none.
+        unshared: Full names of methods that may have all calls that may be open.
+        patient: Full names of methods whose first message may come at any time.
     """
 
     def __init__(
         self,
+        limits: PortLimits,
+        refusals: Refusals,
+        *,
         checks: Mapping[str, Callable[[], None]] | None = None,
-        on_refused: OnRefused = lambda reason: None,
+        unshared: Collection[str] = (),
+        patient: Collection[str] = (),
     ) -> None:
         self._checks = checks or {}
-        self._on_refused = on_refused
+        self._patient = patient
+        self._refusals = refusals
+        self._admission = Admission(limits, unshared, refusals)
         self._handlers: dict[str, Handler] = {}  # by method
 
     async def intercept_service(
@@ -182,66 +198,93 @@ class RequestReader(grpc.aio.ServerInterceptor):
         if handler is None:
             handler = await continuation(handler_call_details)
             if handler is not None:  # there is such a method
-                handler = self._handlers[method] = _reading(
-                    handler, self._checks.get(method), self._on_refused
-                )
+                handler = self._handlers[method] = self._reading(method, handler)
         return handler
+
+    def _reading(self, method: str, handler: Handler) -> Handler:
+        _, behavior = _behavior(handler)
+        admission, check = self._admission, self._checks.get(method)
+
+        async def take(messages: AsyncIterator[Any], context: Context) -> Any:
+            if method in self._patient:
+                return messages
+            if handler.request_streaming:
+                return _Stream(messages, admission, context)
+            try:
+                return await admission.first(messages, context)
+            except StopAsyncIteration:
+                self._refusals.count(MalformedMessage.reason)
+                raise MalformedMessage(
+                    "the call ended without a message; send exactly one"
+                ) from None
+
+        async def respond(messages: AsyncIterator[Any], context: Context) -> Any:
+            if check is not None:
+                try:
+                    check()
+                except RpcError as error:
+                    return refuse(context, error)
+            async with abort_on_error(context):
+                admission.enter(method, context)
+                try:
+                    return await behavior(await take(messages, context), context)
+                finally:
+                    admission.leave(method)
+
+        async def generate(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            async with abort_on_error(context):
+                admission.enter(method, context)
+                try:
+                    async for response in behavior(await take(messages, context), context):
+                        yield response
+                finally:
+                    admission.leave(method)
+
+        is_generator = inspect.isasyncgenfunction(behavior)
+        parse = _parser(handler.request_deserializer, self._refusals)
+        return _Handler(handler, generate if is_generator else respond, parse)
+
+
+class _Stream:
+    """Messages of a call that may send several, of which the first one has to come in time."""
+
+    def __init__(
+        self, messages: AsyncIterator[Any], admission: Admission, context: Context
+    ) -> None:
+        self._messages = messages
+        self._first: Any = lambda: admission.first(messages, context)
+
+    def __aiter__(self) -> "_Stream":
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        if self._first is None:
+            return self._messages.__anext__()
+        first, self._first = self._first(), None
+        return first  # type: ignore[no-any-return]
 
 
 class _Handler(Handler):
     """A method that is always given a stream of messages, also where its request is one message."""
 
-    def __init__(self, handler: Handler, behavior: Any, on_refused: OnRefused) -> None:
+    def __init__(self, handler: Handler, behavior: Any, parse: Callable[[bytes], Any]) -> None:
         self.request_streaming = True
         self.response_streaming = handler.response_streaming
-        self.request_deserializer = _parser(handler.request_deserializer, on_refused)
+        self.request_deserializer = parse
         self.response_serializer = handler.response_serializer
         self.unary_unary = self.unary_stream = None
         self.stream_unary = None if handler.response_streaming else behavior
         self.stream_stream = behavior if handler.response_streaming else None
 
 
-def _reading(handler: Handler, check: Callable[[], None] | None, on_refused: OnRefused) -> Handler:
-    _, behavior = _behavior(handler)
-
-    async def take(messages: AsyncIterator[Any]) -> Any:
-        if handler.request_streaming:
-            return messages
-        async for message in messages:
-            return message
-        on_refused(MalformedMessage.reason)
-        raise MalformedMessage("the call ended without a message; send exactly one")
-
-    async def respond(messages: AsyncIterator[Any], context: Any) -> Any:
-        async with abort_on_error(context):
-            return await behavior(await take(messages), context)
-
-    async def respond_if_checked(messages: AsyncIterator[Any], context: Any) -> Any:
-        assert check is not None
-        try:
-            check()
-        except RpcError as error:
-            return refuse(context, error)
-        return await respond(messages, context)
-
-    async def generate(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async with abort_on_error(context):
-            async for response in behavior(await take(messages), context):
-                yield response
-
-    if inspect.isasyncgenfunction(behavior):
-        return _Handler(handler, generate, on_refused)
-    return _Handler(handler, respond if check is None else respond_if_checked, on_refused)
-
-
 def _parser(
-    deserialize: Callable[[bytes], Any] | None, on_refused: OnRefused
+    deserialize: Callable[[bytes], Any] | None, refusals: Refusals
 ) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         try:
             return data if deserialize is None else deserialize(data)
         except DecodeError as error:
-            on_refused(MalformedMessage.reason)
+            refusals.count(MalformedMessage.reason)
             raise MalformedMessage(f"{len(data)} bytes came: {error}") from error
 
     return parse
@@ -256,10 +299,11 @@ def _prefixes(services: Collection[str]) -> tuple[str, ...]:
     return tuple(f"/{service}/" for service in services)
 
 
-def _refusing(problem: str) -> Any:
+def _refusing(problem: str, refusals: Refusals) -> Any:
     """Returns a handler that reads nothing, for any kind of method."""
 
     async def refuse(requests: Any, context: Context) -> None:
+        refusals.add(Unauthenticated.reason, context)
         async with abort_on_error(context):
             raise Unauthenticated(problem)
 

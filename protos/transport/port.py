@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING
 import structlog
 
 from protos.settings import ADDRESS, check_settings, one_of, setting
-from protos.telemetry.metrics import Family, MetricsPort, serve_metrics
+from protos.telemetry.metrics import Family
+from protos.telemetry.scrapes import MetricsPort, serve_metrics
 from protos.transport.credentials import AcceptedTokens, TlsFiles, read_tokens, server_credentials
+from protos.transport.limits import PortLimits
 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc
 
+    from protos.transport.admission import Refusals
     from protos.transport.errors import OnRefused
 
 log = structlog.stdlib.get_logger(__name__)
 
+PROBE_BYTES = 4096  # longest message at a port for probes, which are a name
 OPEN_SERVICES = {
     "health": "grpc.health.v1.Health",
     "reflection": "grpc.reflection.v1alpha.ServerReflection",
@@ -30,8 +34,8 @@ OPEN_SERVICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
-    """Settings of both services: their ports, the callers of these, logs.
+class ServiceConfig(PortLimits):
+    """Settings of both services: their ports, the callers and limits of these, logs.
 
     Secrets are in files: this holds their paths.
     """
@@ -113,13 +117,11 @@ class ServiceConfig:
     def _tls_files(self) -> TlsFiles:
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
-    def interceptors(
-        self, on_refused: "OnRefused" = lambda reason: None
-    ) -> "list[grpc.aio.ServerInterceptor]":
+    def interceptors(self, refusals: "Refusals") -> "list[grpc.aio.ServerInterceptor]":
         """Returns the checks of every call, which a server runs before its other interceptors.
 
         Args:
-            on_refused: Called with the reason of each call that is refused.
+            refusals: Where refused calls are counted.
 
         Raises:
             OSError: The file of tokens cannot be read.
@@ -131,10 +133,10 @@ class ServiceConfig:
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if self.tls_client_names is not None:
             names = _split(self.tls_client_names)
-            interceptors.append(NameInterceptor(names, services, on_refused))
+            interceptors.append(NameInterceptor(names, services, refusals))
         if self.auth_tokens is not None:
             tokens = AcceptedTokens(self.auth_tokens)
-            interceptors.append(TokenInterceptor(tokens, services, on_refused))
+            interceptors.append(TokenInterceptor(tokens, services, refusals))
         return interceptors
 
     async def start(self, server: "grpc.aio.Server") -> int:
@@ -148,12 +150,13 @@ class ServiceConfig:
         return await _start("listen", self.listen, server, credentials)
 
     async def serve_health(
-        self, add_to: "Callable[[grpc.aio.Server], None]"
+        self, add_to: "Callable[[grpc.aio.Server], None]", refusals: "Refusals"
     ) -> "grpc.aio.Server | None":
         """Opens the port for probes, if there is to be one. Returns its server.
 
         Args:
             add_to: Adds the service, which may be that of another server of this event loop.
+            refusals: Where refused calls are counted.
 
         Raises:
             OSError: The address cannot be bound.
@@ -162,23 +165,33 @@ class ServiceConfig:
             return None
         import grpc
 
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        from protos.transport.interceptors import RequestReader
+
+        server = grpc.aio.server(
+            interceptors=[RequestReader(self, refusals)],
+            options=self.server_options(PROBE_BYTES),
+        )
         add_to(server)
         await _start("health_listen", self.health_listen, server)
         return server
 
-    def serve_metrics(self, collect: Callable[[], Iterable[Family]]) -> MetricsPort | None:
+    def serve_metrics(
+        self, collect: Callable[[], Iterable[Family]], on_refused: "OnRefused"
+    ) -> MetricsPort | None:
         """Opens the port for metrics, if there is to be one; it ends with the process.
 
         Args:
-            collect: Returns all metrics, at each scrape, on a thread of the port.
+            collect: Returns all metrics, on a thread of the port.
+            on_refused: Called with the reason of each scrape that is refused, on such a thread.
 
         Raises:
             OSError: The address cannot be bound.
         """
         if self.metrics_listen is None:
             return None
-        return serve_metrics(self.metrics_listen, collect)
+        return serve_metrics(
+            self.metrics_listen, collect, max_scrapes=self.max_scrapes, on_refused=on_refused
+        )
 
 
 async def _start(

@@ -21,21 +21,7 @@ Write = Callable[[serving_pb2.GenerateResponse], Awaitable[None]]
 GENERATE = "/lockstep.serving.v1.GenerationService/Generate"
 GENERATE_VLLM = "/vllm.grpc.engine.VllmEngine/Generate"  # the same by a gateway's words
 
-SERVER_OPTIONS = [
-    # Calls that no handler runs yet. Past gRPC's own 1,000 it drops some of them at random, with
-    # CANCELLED and no reason; how much may wait is the engines' to say, with QUEUE_FULL.
-    ("grpc.server.max_pending_requests", 1 << 20),
-    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
-    # A long prompt outgrows gRPC's 4 MiB. This has 5 million tokens, and takes 0.1 s to read, in
-    # which nothing else is done.
-    ("grpc.max_receive_message_length", 16 << 20),
-    # Clients may ask every 10 s whether the router is there; gRPC's 5 minutes would shut them
-    # out. The key has no "recv" in it: with that, gRPC ignores it.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-]
+UNSHARED = (GENERATE, GENERATE_VLLM)  # methods that may have all calls that may be open
 
 
 class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):

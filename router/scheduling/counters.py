@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from protos.telemetry.metrics import LATENCY_BOUNDS, STEP_BOUNDS, Histogram
 from protos.transport.errors import RpcError
-from protos.transport.interceptors import MalformedMessage, Unauthenticated
+from protos.transport.interceptors import PORT_REFUSALS
 from router.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -57,8 +57,6 @@ REFUSALS = (
     NotReady,
     ShuttingDown,
     DeadlineExceeded,
-    Unauthenticated,
-    MalformedMessage,
 )
 FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ExecutorFailed)
 
@@ -356,7 +354,9 @@ class RequestMeasures:
     """
 
     def __init__(self) -> None:
-        self.refused = Counter({error.reason: 0 for error in REFUSALS})
+        self.refused = Counter(
+            dict.fromkeys((*(error.reason for error in REFUSALS), *PORT_REFUSALS), 0)
+        )
         self.ended = Counter({reason.name: 0 for reason in FinishReason})
         self.ended.update({error.reason: 0 for error in FAILURES})
         self.total_s = Histogram(LATENCY_BOUNDS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.metrics import Family, Histogram, Metric, families_of
+from protos.transport.credentials import stale_files
 from router.engine.engines import Engines
 from router.scheduling.counters import GroupTotals, RankCounts
 
@@ -69,6 +70,9 @@ ROUTER: list[Metric[Snapshot]] = [
            "Generate calls and GenerateMany streams."),
     Metric("refused_requests_total", "counter", ("reason",), lambda r: r.refused,
            "Requests and calls that were not taken, by the reason that the client was given."),
+    Metric("files_not_reloaded", "gauge", ("setting",), lambda r: stale_files(),
+           "Readers of a setting's files that go on with what was in them before, since what is "
+           "there now makes no sense: removed tokens still count."),
     Metric("ended_sequences_total", "counter", ("reason",), lambda r: r.ended,
            "Sequences that were taken and ended: STOP, LENGTH, or the error's reason."),
     Metric("request_seconds", "histogram", (), lambda r: r.total_s,

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,10 @@ import pytest
 
 from executor.__main__ import main
 from executor.config import ExecutorConfig, resolve_max_model_len
+from protos.executor.v1 import executor_pb2 as pb
+
+# Of one request, as the router checks them (router/api/messages.py).
+MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 64
 
 
 @pytest.fixture
@@ -150,3 +154,34 @@ def test_the_dispatch_cap_has_a_short_variable_besides_its_own():
 def test_help_does_not_import_torch():
     script = "import sys, executor.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_largest_step_is_within_the_longest_message(model: Path):
+    """Every row begins, penalised, with all of its blocks cached, and scores its tokens."""
+    num_seqs, num_tokens, length, block_size = 4, 64, 4096, 16
+    config = ExecutorConfig(
+        model=model,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_tokens,
+        max_model_len=length,
+        block_size=block_size,
+    )
+    starts, sequences = pb.RowStarts(), pb.SequenceColumns()
+    for column in pb.RowStarts.DESCRIPTOR.fields:
+        setattr(starts, column.name, bytes(8 * num_seqs))
+    for column in pb.SequenceColumns.DESCRIPTOR.fields:
+        setattr(sequences, column.name, bytes(4 * num_seqs))
+    starts.bias_ids = starts.biases = bytes(4 * num_seqs * MAX_LOGIT_BIASES)
+    starts.suppressed_ids = bytes(4 * num_seqs * 2 * MAX_STOP_TOKEN_IDS)
+    starts.prompt_ids = bytes(4 * num_seqs * length)
+    sequences.token_ids = sequences.scored_ids = bytes(4 * num_tokens)
+    sequences.new_block_ids = bytes(4 * num_seqs * (length // block_size))
+    counts = [2**31] * 1024  # of as many DP ranks
+    agreement = pb.StepAgreement(global_num_tokens=counts, global_num_tokens_for_logprob=counts)
+    part = pb.RankStep(starts=starts, sequences=sequences)
+    step = pb.StepRequest(epoch=2**63, step_id=2**63, agreement=agreement, ranks=[part])
+
+    assert step.ByteSize() <= config.default_message_bytes
+    assert config.default_message_bytes < 2 * step.ByteSize() + 65536
+    options = dict(replace(config, max_message_bytes=5000).server_options())
+    assert options["grpc.max_receive_message_length"] == 5000

@@ -11,12 +11,14 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 
 from protos.transport import credentials as credentials_module
+from protos.transport.admission import Refusals
 from protos.transport.channel import with_token
 from protos.transport.credentials import (
     AcceptedTokens,
     TlsFiles,
     channel_credentials,
     read_tokens,
+    stale_files,
     token_sender,
 )
 from protos.transport.errors import error_details
@@ -169,8 +171,10 @@ def test_a_file_that_makes_no_sense_leaves_the_tokens_as_they_were(
 
     tokens.unlink()
     assert accepted.accepts(TOKEN)
+    assert stale_files()["auth_tokens"] == 1
     tokens.write_text(WRONG)
     assert accepted.accepts(WRONG)
+    assert stale_files()["auth_tokens"] == 0
     assert not accepted.accepts(TOKEN)
 
 
@@ -317,7 +321,7 @@ async def test_the_port_for_probes_has_health_alone():
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
 
     with structlog.testing.capture_logs() as lines:
-        server = await ServiceConfig(health_listen=ANY).serve_health(add_to)
+        server = await ServiceConfig(health_listen=ANY).serve_health(add_to, Refusals())
     assert server is not None
     try:
         async with grpc.aio.insecure_channel(lines[0]["address"]) as channel:

@@ -248,4 +248,3 @@ async def test_a_client_may_ping_every_ten_seconds():
     options = dict(server_options(RouterConfig(groups=GROUPS)))
     assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
     assert "grpc.http2.min_recv_ping_interval_without_data_ms" not in options  # ignored by gRPC
-    assert options["grpc.max_concurrent_streams"] > RouterConfig(groups=GROUPS).max_calls

@@ -1,5 +1,6 @@
 """Echo server behind a port's settings, and its callers."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +10,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from protos.transport.admission import Refusals
 from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import TlsFiles, channel_credentials
+from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
 from tests.support.certificates import Authority
 
@@ -51,10 +54,19 @@ async def reflect(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[str]:
-    """Yields the address of a server, with these settings, that sends back what it gets."""
+async def serving(refused: Counter[str] | None = None, **settings: Any) -> AsyncIterator[str]:
+    """Yields the address of a server, with these settings, that sends back what it gets.
+
+    Args:
+        refused: Gets the reasons of calls that are refused.
+    """
     config = ServiceConfig(listen=ANY, **settings)
-    server = grpc.aio.server(interceptors=config.interceptors())
+    reasons = Counter[str]() if refused is None else refused
+    refusals = Refusals(lambda reason: reasons.update([reason]))
+    server = grpc.aio.server(
+        interceptors=[*config.interceptors(refusals), RequestReader(config, refusals)],
+        options=config.server_options(),
+    )
     one = grpc.unary_unary_rpc_method_handler(echo)
     health = grpc.unary_unary_rpc_method_handler(check)
     handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}

@@ -24,7 +24,8 @@ import uvloop
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1.serving_pb2_grpc import GenerationServiceStub
-from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from protos.transport.limits import PortLimits
+from router.api.generate import GenerationServicer
 from router.engine.engine import Engine
 from router.engine.engines import Engines
 from router.requests.request import Listeners
@@ -94,7 +95,7 @@ async def measure(method: str, num_streams: int, num_tokens: int, step_ms: float
     service = generation(GenerationServicer(engines, None, "bench"))
     load = (f"--method={method}", f"--streams={num_streams}", f"--tokens={num_tokens}")
     async with (
-        listening(service, options=SERVER_OPTIONS) as address,
+        listening(service, options=PortLimits().server_options()) as address,
         stepping(engine),
         python_module("tests.bench.router.bench_front", f"--client={address}", *load) as lines,
     ):

@@ -35,10 +35,12 @@ import uvloop
 
 from protos.serving.v1 import serving_pb2
 from protos.serving.v1.serving_pb2_grpc import GenerationServiceStub
+from protos.transport.admission import Refusals
 from protos.transport.channel import with_token
 from protos.transport.interceptors import RequestReader
+from protos.transport.limits import PortLimits
 from protos.transport.port import ServiceConfig
-from router.api.generate import GENERATE, GENERATE_VLLM, SERVER_OPTIONS, GenerationServicer
+from router.api.generate import GENERATE, GENERATE_VLLM, UNSHARED, GenerationServicer
 from router.engine.engines import Engines
 from tests.bench.router.bench_front import (
     MAX_MODEL_LEN,
@@ -97,20 +99,22 @@ async def full_router(num_streams: int, kind: str) -> AsyncIterator[tuple[Engine
     engines, engine = timer_engines(STEP_S, num_streams, max_listeners=8192)
     servicer = GenerationServicer(engines, None, "bench")
     services = [generation(servicer)]
-    refuse = engines.measures.add_refusal
-    interceptors: list[grpc.aio.ServerInterceptor] = [RequestReader(servicer.checks(), refuse)]
+    limits = PortLimits(max_connection_streams=10_000)  # the load is one connection
+    refusals = Refusals(engines.measures.add_refusal)
+    reader = RequestReader(limits, refusals, checks=servicer.checks(), unshared=UNSHARED)
+    interceptors: list[grpc.aio.ServerInterceptor] = [reader]
     if kind == "token":
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "tokens").write_text(TOKEN)
             security = ServiceConfig(auth_tokens=Path(folder) / "tokens")
-            interceptors = [*security.interceptors(refuse), *interceptors]
+            interceptors = [*security.interceptors(refusals), *interceptors]
     if kind == "vllm":
         from router.api.vllm_engine import VllmEngineServicer, add_vllm_engine
 
         vllm = VllmEngineServicer(servicer, engines, None, "bench", is_ready=lambda: True)
         services.append(partial(add_vllm_engine, servicer=vllm))
     async with (
-        listening(*services, interceptors=interceptors, options=SERVER_OPTIONS) as address,
+        listening(*services, interceptors=interceptors, options=limits.server_options()) as address,
         stepping(engine),
     ):
         yield engines, address

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from prometheus_client import generate_latest
 
-from protos.telemetry.metrics import new_registry, serve_metrics
+from protos.telemetry.metrics import new_registry
+from protos.telemetry.scrapes import serve_metrics
 from router.engine.engines import Engines
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue

@@ -13,9 +13,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.transport.admission import Refusals
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import RequestReader
-from router.api.generate import SERVER_OPTIONS, GenerationServicer
+from protos.transport.limits import PortLimits
+from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import Health
 from router.api.text import Tokenizer
 from router.errors import Cancelled, DeadlineExceeded, RequestExists, ShuttingDown
@@ -181,8 +183,9 @@ def generation(servicer: Any) -> Callable[[grpc.aio.Server], object]:
 
 def front_of(servicer: GenerationServicer, engines: FakeEngines) -> dict[str, Any]:
     """Returns what app.py gives the server besides services."""
-    reader = RequestReader(servicer.checks(), engines.measures.add_refusal)
-    return {"interceptors": [reader], "options": SERVER_OPTIONS}
+    limits, refusals = PortLimits(), Refusals(engines.measures.add_refusal)
+    reader = RequestReader(limits, refusals, checks=servicer.checks(), unshared=UNSHARED)
+    return {"interceptors": [reader], "options": limits.server_options()}
 
 
 def byte_tokenizer(

@@ -13,7 +13,9 @@ import pytest
 import structlog
 
 from protos.serving.v1 import serving_pb2
-from protos.telemetry.metrics import Family, Histogram, serve_metrics
+from protos.telemetry.metrics import Family, Histogram
+from protos.telemetry.scrapes import serve_metrics
+from protos.transport.admission import Refusals
 from router import app
 from router.api.generate import GenerationServicer
 from router.api.health import Health
@@ -205,7 +207,8 @@ async def test_calls_that_are_turned_away_at_the_door_are_counted_too(tmp_path: 
     engines, right = Engines(Listeners(4)), ("authorization", "Bearer right-token-0123456789")
     servicer = GenerationServicer(engines, None, "1")
     with structlog.testing.capture_logs() as lines:
-        server = await app.start_server(config, engines, servicer, Health(), [])
+        refusals = Refusals(engines.measures.add_refusal)
+        server = await app.start_server(config, engines, servicer, Health(), refusals, [])
     [address] = [line["address"] for line in lines if line["event"] == "listening"]
     async with grpc.aio.insecure_channel(address) as channel:
         method = channel.unary_stream("/lockstep.serving.v1.GenerationService/GenerateMany")
