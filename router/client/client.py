@@ -28,6 +28,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
+from protos.serving.v1.serving_pb2 import GetModelResponse
 from protos.transport.channel import ChannelOpener, Option
 from protos.transport.credentials import TlsFiles, token_sender, watch
 from protos.transport.port import is_loopback
@@ -64,6 +65,9 @@ SERVICE_CONFIG: dict[str, Any] = {
     ],
 }
 HEALTH_CONFIG: dict[str, Any] = {"healthCheckConfig": {"serviceName": _SERVICE}}
+# Calls on one connection, below what a router takes of it (--max-connection-streams): gRPC would let
+# more of them wait. There are as many connections as that takes.
+MAX_CONNECTION_CALLS = 100
 _MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -81,7 +85,7 @@ _ANSWER_GRACE_S = 1.0  # the router ends a request on time; this is for one that
 
 
 class Client:
-    """One channel to a router, or to all addresses of a name.
+    """Connections to a router, or to all addresses of a name: one for each hundred calls.
 
     Args:
         target: What gRPC calls a target: "host:port", "dns:///name:port", "unix:path".
@@ -118,17 +122,28 @@ class Client:
         return self
 
     def _connect(self) -> None:
-        config = SERVICE_CONFIG | (HEALTH_CONFIG if self._watches_health else {})
-        self._stub = serving_pb2_grpc.GenerationServiceStub(self._open_channel(config))
+        self._lanes: list[_Lane] = []
         # Status and health are for routers that are not ready, too. It connects when it is used.
         operator_channel = self._open_channel(SERVICE_CONFIG)
         self._operator_stub = serving_pb2_grpc.GenerationServiceStub(operator_channel)
         self._health: Any = health_pb2_grpc.HealthStub(operator_channel)
 
-    def _open_channel(self, config: dict[str, Any]) -> grpc.aio.Channel:
-        options: list[Option] = [*_CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config))]
+    def _open_channel(self, config: dict[str, Any], *more: Option) -> grpc.aio.Channel:
+        service_config = ("grpc.service_config", json.dumps(config))
+        options: list[Option] = [*_CHANNEL_OPTIONS, service_config, *more]
         self._channels.append(self._opener.open(self._target, options))
         return self._channels[-1]
+
+    def _lane(self) -> "_Lane":
+        """Returns one that has room for a call, after renewing them."""
+        self._renew()
+        for lane in self._lanes:
+            if lane.num_calls < MAX_CONNECTION_CALLS:
+                return lane
+        config = SERVICE_CONFIG | (HEALTH_CONFIG if self._watches_health else {})
+        channel = self._open_channel(config, ("grpc.use_local_subchannel_pool", 1))
+        self._lanes.append(_Lane(channel))
+        return self._lanes[-1]
 
     def _renew(self) -> None:
         """Has calls from now on use the TLS files as they are; running ones go on as before."""
@@ -163,9 +178,8 @@ class Client:
         timeout_s = options.get("timeout_s")
         request = to_request(prompt, options)
         with self._calling():
-            call = self._stub.Generate(
-                request, timeout=None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
-            )
+            call_timeout_s = None if timeout_s is None else timeout_s + _ANSWER_GRACE_S
+            call = self._lane().call("Generate", request, timeout=call_timeout_s)
             try:
                 async for message in call:
                     yield to_delta(message)
@@ -195,8 +209,7 @@ class Client:
 
     def many(self) -> Many:
         """Returns a stream for many requests, to be opened by `async with`."""
-        self._renew()
-        return Many(self._stub.GenerateMany)
+        return Many(lambda: self._lane().call("GenerateMany"))
 
     async def cancel(self, request_id: str) -> None:
         """Ends a live request; its caller gets Cancelled.
@@ -207,14 +220,17 @@ class Client:
         with self._calling():
             await self._operator_stub.Cancel(serving_pb2.CancelRequest(request_id=request_id))
 
-    async def get_model(self) -> serving_pb2.GetModelResponse:
+    async def get_model(self) -> GetModelResponse:
         """Returns the model served.
 
         Raises:
             Unavailable: No group of executors has formed yet.
         """
         with self._calling():
-            return await self._stub.GetModel(serving_pb2.GetModelRequest())
+            response: GetModelResponse = await self._lane().call(
+                "GetModel", serving_pb2.GetModelRequest()
+            )
+        return response
 
     async def get_status(self) -> list[serving_pb2.GroupStatus]:
         """Returns what every group is doing, by number."""
@@ -235,6 +251,23 @@ class Client:
             request = health_pb2.HealthCheckRequest(service=service)
             response: health_pb2.HealthCheckResponse = await self._health.Check(request)
         return response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class _Lane:
+    """A channel with a connection of its own to each address, and its calls."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = serving_pb2_grpc.GenerationServiceStub(channel)
+        self.num_calls = 0
+
+    def call(self, method: str, *message: Any, **options: Any) -> Any:
+        call = getattr(self._stub, method)(*message, **options)
+        self.num_calls += 1
+        call.add_done_callback(self._on_done)
+        return call
+
+    def _on_done(self, call: Any) -> None:
+        self.num_calls -= 1
 
 
 def channel_opener(

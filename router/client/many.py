@@ -52,7 +52,7 @@ class Many:
         self._streams: list[_Stream] = []  # the last one takes new requests
 
     async def __aenter__(self) -> Self:
-        self._streams = [_Stream(self._open_call())]
+        self._streams = []  # opened at the first request: a router waits some seconds for it only
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -117,7 +117,7 @@ class Many:
     ) -> "_Running":
         options.setdefault("request_id", uuid.uuid4().hex)  # columns do not carry it
         request = to_request(prompt, options)
-        if self._streams[-1].is_refusing:
+        if not self._streams or self._streams[-1].is_refusing:
             self._streams = [stream for stream in self._streams if not stream.has_ended]
             for stream in self._streams:
                 stream.half_close_if_idle()  # what runs on the others may end there

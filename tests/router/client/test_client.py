@@ -13,6 +13,7 @@ import pytest
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
+from protos.transport.limits import PortLimits
 from router.client import (
     Cancelled,
     Client,
@@ -244,6 +245,39 @@ async def test_a_burst_of_calls_is_not_dropped():
     async with connected(engines) as client:
         completions = await asyncio.gather(*[client.complete([5]) for _ in range(2500)])
         assert all(completion.token_ids == [5] for completion in completions)
+
+
+async def test_more_calls_than_a_connection_takes_open_another(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+):
+    """gRPC by itself lets them wait for those that run, silently."""
+    monkeypatch.setattr("router.client.client.MAX_CONNECTION_CALLS", 2)
+    peers = set[str]()
+
+    class Servicer(serving_pb2_grpc.GenerationServiceServicer):
+        async def Generate(self, request: Any, context: Any) -> None:
+            peers.add(context.peer())
+            await asyncio.Event().wait()
+
+        GenerateMany = Cancel = GetModel = GetStatus = None  # type: ignore[assignment]
+
+    options = PortLimits(max_connection_streams=2).server_options()
+    async with (
+        listening(generation(Servicer()), options=options) as target,
+        Client(target) as client,
+    ):
+        calls = [asyncio.create_task(client.complete([5])) for _ in range(5)]
+        while len(peers) < 3:
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        again = [asyncio.create_task(client.complete([5])) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        assert len(peers) == 3, "a connection whose calls have ended has room again"
+        for call in again:
+            call.cancel()
+        await asyncio.gather(*again, return_exceptions=True)
 
 
 async def test_one_failure_on_a_stream_leaves_the_others_alone(engines: FakeEngines):
