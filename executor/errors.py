@@ -10,7 +10,6 @@ RuntimeError
 RpcError               what the router sees
 ├── NotLoaded          UNAVAILABLE          the model is still loading
 ├── ShuttingDown       UNAVAILABLE          this process is about to end
-├── NotFirst           FAILED_PRECONDITION  only the group's first executor opens a store
 ├── JoinFailed         UNAVAILABLE          another member did not come, or a newer epoch began
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
@@ -47,11 +46,6 @@ class NotLoaded(RpcError):
 class ShuttingDown(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "SHUTTING_DOWN"
-
-
-class NotFirst(RpcError):
-    code = StatusCode.FAILED_PRECONDITION
-    reason = "NOT_FIRST"
 
 
 class JoinFailed(RpcError):

@@ -31,7 +31,6 @@ from grpc_reflection.v1alpha import reflection
 
 from executor.errors import (
     JoinFailed,
-    NotFirst,
     NotJoined,
     NotLoaded,
     ShuttingDown,
@@ -258,10 +257,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
         async with abort_on_error(context):
             self._loaded_worker()
-            if not self._is_first:
-                raise NotFirst("only the executor of DP rank 0 and attention-TP rank 0 prepares")
             self._epochs.prepare(request.epoch)
             self._call_off_join(f"epoch {request.epoch} has begun")
+            if not self._is_first:
+                return pb.PrepareResponse()
             # Not on the compute thread: it may be stuck in the epoch that this one replaces.
             store = await asyncio.to_thread(self._open_store)
             self._epochs.check_newest(request.epoch)  # whose store this one must not replace

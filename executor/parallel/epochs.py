@@ -20,12 +20,9 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from executor.errors import InvalidEpoch, JoinFailed, StaleEpoch
+from protos.executor.epochs import MAX_EPOCH_LEAP
 
 MAX_PORT = (1 << 16) - 1
-
-# Of the next epoch above the newest. A router counts them one by one, on from the newest of any
-# executor; a number out of the blue near the end of uint64 would be the last.
-MAX_EPOCH_LEAP = 1 << 32
 
 
 class Epochs:

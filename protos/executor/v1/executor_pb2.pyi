@@ -488,7 +488,7 @@ class PrepareResponse(_message.Message):
 
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     store_address: _builtins.str
-    """"host:port" as every member of the group can reach it."""
+    """"host:port" as every member of the group can reach it; empty if not the first was called."""
     def __init__(
         self,
         *,

@@ -73,14 +73,15 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """Opens the rendezvous store of an epoch. Called on the group's first executor (DP rank 0,
-        attention-TP rank 0) before any Join of that epoch.
+        """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
+        any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+        at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
+        after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
         newer one began while the store was being opened.
-        INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-        FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
+        INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,7 +95,7 @@ class ExecutorServiceServicer:
 
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-        INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
+        INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
         began, or graphs were not captured.
         """

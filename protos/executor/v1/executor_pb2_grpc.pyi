@@ -63,14 +63,15 @@ class ExecutorServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_executor_pb2.DescribeRequest, _executor_pb2.DescribeResponse]
     """Says what this executor is. Answered from the moment the model is loaded, at any time."""
     Prepare: _grpc.UnaryUnaryMultiCallable[_executor_pb2.PrepareRequest, _executor_pb2.PrepareResponse]
-    """Opens the rendezvous store of an epoch. Called on the group's first executor (DP rank 0,
-    attention-TP rank 0) before any Join of that epoch.
+    """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
+    any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+    at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
+    after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                          newer one began while the store was being opened.
-      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-      FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
+      INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
     """
     Join: _grpc.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -80,7 +81,7 @@ class ExecutorServiceStub:
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
+      INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -117,14 +118,15 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     Describe: _aio.UnaryUnaryMultiCallable[_executor_pb2.DescribeRequest, _executor_pb2.DescribeResponse]  # type: ignore[assignment]
     """Says what this executor is. Answered from the moment the model is loaded, at any time."""
     Prepare: _aio.UnaryUnaryMultiCallable[_executor_pb2.PrepareRequest, _executor_pb2.PrepareResponse]  # type: ignore[assignment]
-    """Opens the rendezvous store of an epoch. Called on the group's first executor (DP rank 0,
-    attention-TP rank 0) before any Join of that epoch.
+    """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
+    any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+    at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
+    after a call of a stranger to another member, is called with numbers on the way, first or not.
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                          newer one began while the store was being opened.
-      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-      FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
+      INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
     """
     Join: _aio.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]  # type: ignore[assignment]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -134,7 +136,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
 
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-      INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
+      INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -180,14 +182,15 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_pb2.PrepareRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_pb2.PrepareResponse, _abc.Awaitable[_executor_pb2.PrepareResponse]]:
-        """Opens the rendezvous store of an epoch. Called on the group's first executor (DP rank 0,
-        attention-TP rank 0) before any Join of that epoch.
+        """Begins an epoch. Called on the group's first executor (DP rank 0, attention-TP rank 0) before
+        any Join of that epoch: it opens the epoch's rendezvous store. Executors take an epoch that is
+        at most 2^32 above every one seen before; one that is further behind the group's next epoch, as
+        after a call of a stranger to another member, is called with numbers on the way, first or not.
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                              newer one began while the store was being opened.
-          INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
-          FAILED_PRECONDITION  NOT_FIRST     this executor is not the group's first.
+          INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
         """
 
     @_abc_1.abstractmethod
@@ -203,7 +206,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
-          INVALID_ARGUMENT     INVALID_EPOCH it is further above them than any router counts.
+          INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
           UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                              began, or graphs were not captured.
         """

@@ -6,6 +6,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep, JoinFailed, PeerLost
+from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
 from tests.executor.support.servers import HOST, error_of, reason_of, serving
@@ -121,7 +122,19 @@ async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):
     assert await client.joins_and_runs(2)
 
 
-async def test_only_the_first_executor_opens_a_store():
+@pytest.mark.parametrize("dp_rank", [0, 1])
+async def test_every_executor_is_taken_to_far_epochs_in_leaps_and_only_the_first_opens_stores(
+    dp_rank: int,
+):
     worker = FakeWorker()
-    async with serving(lambda: (worker, pb.DescribeResponse()), dp_rank=1) as (_, client):
-        assert await reason_of(client.executor.Prepare(pb.PrepareRequest(epoch=1))) == "NOT_FIRST"
+    async with serving(lambda: (worker, pb.DescribeResponse()), dp_rank=dp_rank) as (_, client):
+        prepare = client.executor.Prepare
+        for leap in (1, 2, 3):
+            too_far = leap * MAX_EPOCH_LEAP + 1
+            assert await reason_of(prepare(pb.PrepareRequest(epoch=too_far))) == "INVALID_EPOCH"
+            assert await reason_of(client.join(too_far)) == "INVALID_EPOCH"
+            prepared = await prepare(pb.PrepareRequest(epoch=leap * MAX_EPOCH_LEAP))
+            assert bool(prepared.store_address) == (dp_rank == 0)
+        assert (await client.executor.Describe(pb.DescribeRequest())).epoch == 3 * MAX_EPOCH_LEAP
+        assert worker.num_joins == 0
+        assert await client.joins_and_runs(3 * MAX_EPOCH_LEAP + 1)
