@@ -16,6 +16,7 @@ RpcError
 
 ExecutorLost            a group's step cannot be finished; the group forms again
 ├── ExecutorLeft        because an executor was told to stop: nobody's fault
+├── ExecutorLied        because what an executor said cannot be; it is left out until it restarts
 └── ReasonUnknown       because a stream ended, perhaps for want of another executor
 GroupMismatch           the members of a group do not fit together; the operator must act
 """
@@ -123,6 +124,10 @@ class ExecutorLost(Exception):
 
 class ExecutorLeft(ExecutorLost):
     """An executor was told to stop, and said so before it left. No request is the cause."""
+
+
+class ExecutorLied(ExecutorLost):
+    """An executor said what cannot be; the message names it and the field."""
 
 
 class ReasonUnknown(ExecutorLost):

@@ -46,7 +46,7 @@ class RpcError(Exception):
     def __init__(
         self, message: str, *, field: str | None = None, retry_delay_s: float | None = None
     ) -> None:
-        super().__init__(_shorten(message))
+        super().__init__(shorten(message))
         self.field = field
         if retry_delay_s is not None:
             self.retry_delay_s = retry_delay_s
@@ -89,7 +89,8 @@ def quoted(text: str) -> str:
     return f"{text[:MAX_QUOTED_LEN]!r}... ({len(text)} characters)"
 
 
-def _shorten(message: str) -> str:
+def shorten(message: str) -> str:
+    """Returns a message, or its beginning if it is long."""
     data = message.encode(errors="replace")
     if len(data) <= MAX_MESSAGE_BYTES:
         return message

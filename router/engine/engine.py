@@ -16,9 +16,15 @@ import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
-from protos.transport.errors import RpcError
+from protos.transport.errors import RpcError, shorten
 from router.engine.status import epoch_status
-from router.errors import ExecutorFailed, ExecutorLeft, ExecutorLost, GroupMismatch
+from router.errors import (
+    ExecutorFailed,
+    ExecutorLeft,
+    ExecutorLied,
+    ExecutorLost,
+    GroupMismatch,
+)
 from router.requests.request import NO_COLUMNS, Columns, Listener, Listeners, Request, Sequence
 from router.requests.waiting_queue import Quarantine, WaitingQueue, note_loss
 from router.scheduling.counters import EpochStats, GroupMeasures
@@ -30,6 +36,7 @@ log = structlog.get_logger()
 MIN_CHECK_S = 0.001
 OVERDUE_CHECK_S = 1.0  # between looks at a group that makes no progress
 MAX_NAMED = 64  # requests, in one line of the log
+MAX_RETRY_DELAY_S = 15.0  # after attempts that ended, one after another, in what nobody expected
 
 
 class Executors(Protocol):
@@ -124,14 +131,24 @@ class Engine:
         self._problem = "its executors have not been reached yet"
 
     async def run(self) -> None:
-        """Runs the group for ever."""
+        """Runs the group for ever: whatever goes wrong in it is a loss of this group, and no more."""
+        least_delay_s = delay_s = self._settings.retry_delay_s
         while True:
             try:
-                scheduler = await self._form()
-                await self._run_epoch(scheduler)
+                await self._run_epoch(await self._form())
             except (ExecutorLost, GroupMismatch) as error:
-                self._lose(error)
-                await asyncio.sleep(self._settings.retry_delay_s)
+                loss: Exception = error
+                delay_s = least_delay_s
+            except Exception as error:
+                log.exception("group_failed", **self.ids())
+                self.measures.faults["unexpected"] += 1
+                problem = shorten(f"{type(error).__name__}: {error}")
+                loss = ExecutorLost(f"unexpected in this router, whose log has more: {problem}")
+                if self.is_ready and self._stats.num_steps:
+                    delay_s = least_delay_s
+            self._lose_at_any_cost(loss)
+            await asyncio.sleep(delay_s)
+            delay_s = max(least_delay_s, min(2 * delay_s, MAX_RETRY_DELAY_S))
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
@@ -146,10 +163,11 @@ class Engine:
                 self._executors.send(step)
                 self._in_flight.append(step)
             if self._in_flight:
-                result = await self._executors.receive(self._in_flight[0])
+                step = self._in_flight[0]
+                result = await self._executors.receive(step)
                 received = perf_counter()
-                step = self._in_flight.popleft()
                 drafts = scheduler.commit(step.plan, result)
+                self._in_flight.popleft()
                 self._progress_time = self._clock()
                 self._stats.add(step.plan, result, self._progress_time, drafts)
                 self.measures.times.add(step, result, received)
@@ -287,6 +305,25 @@ class Engine:
                 f"max_model_len={model.max_model_len}: start it with the same, or this router too"
             )
 
+    def _lose_at_any_cost(self, error: Exception) -> None:
+        """Takes the group out of service; sequences that cannot be kept fail."""
+        scheduler = self._scheduler
+        try:
+            self._lose(error)
+        except Exception:
+            log.exception("group_not_given_up", **self.ids())
+            self.measures.faults["unexpected"] += 1
+            if scheduler is not None:
+                self._drop(scheduler)
+
+    def _drop(self, scheduler: Scheduler) -> None:
+        """Fails every sequence that is still bound to an epoch that is over."""
+        error = ExecutorFailed("this router failed to keep the request when a group was lost")
+        for sequence in scheduler.table.sequences:
+            if sequence is not None:
+                scheduler.table.detach(sequence)
+                self.fail(sequence, error)
+
     def _lose(self, error: Exception) -> None:
         """Takes the group out of service; the sequences that it ran wait again."""
         lost_steps, self._in_flight = self._in_flight, deque()
@@ -299,6 +336,7 @@ class Engine:
         elif str(error) != self._problem:
             log.info("group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
+        self.measures.faults["lied"] += isinstance(error, ExecutorLied)
         if was_ready:
             self.lost_time = self._clock()
             self.measures.end_epoch(self.lost_time, is_planned=has_left)

@@ -14,6 +14,8 @@ from router.scheduling.step import (
     SpeculationShape,
 )
 
+MAX_SHOWN = 64  # places, in an error
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -50,15 +52,20 @@ def check_group(members: Sequence[Member]) -> None:
         if member.description.agreement_digest != first.description.agreement_digest:
             _raise_first_difference(first, member)
     sizes = first.description.coordinates
-    ranks = list(product(range(sizes.dp_size), range(sizes.attn_tp_size)))
+    num_places = sizes.dp_size * sizes.attn_tp_size
     given = sorted(member.coordinates for member in members)
-    if given != ranks:
+    if num_places != len(members) or given != _places(sizes):
+        shown = _places(sizes) if num_places <= MAX_SHOWN else f"of {num_places} executors"
         raise GroupMismatch(
             f"the group's executors say that it has dp_size={sizes.dp_size} and "
             f"attn_tp_size={sizes.attn_tp_size}, which takes the (dp_rank, attn_tp_rank) "
-            f"{ranks}; the {len(members)} addresses given are {given}: start each place once and "
+            f"{shown}; the {len(members)} addresses given are {given}: start each place once and "
             f"give each address once"
         )
+
+
+def _places(sizes: pb.Coordinates) -> list[tuple[int, int]]:
+    return list(product(range(sizes.dp_size), range(sizes.attn_tp_size)))
 
 
 def _raise_first_difference(one: Member, other: Member) -> None:

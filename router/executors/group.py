@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
+from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.settings import above, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.errors import error_details
-from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
+from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
+from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.step_codec import decode_result, difference, encode_step, ran_as_sent
+from router.executors.step_codec import (
+    WrongAnswer,
+    decode_step,
+    difference,
+    encode_step,
+    ran_as_sent,
+)
 from router.executors.step_stream import DeadlineSettings, StepDeadline, StepStream
-from router.scheduling.step import GroupInfo, InFlight, RankResult, StepPlan, StepResult
+from router.scheduling.step import GroupInfo, InFlight, StepResult
 
 if TYPE_CHECKING:  # the type of the stub on an aio channel, only in the stub file
     from protos.executor.v1.executor_pb2_grpc import ExecutorServiceAsyncStub
@@ -30,12 +39,21 @@ log = structlog.stdlib.get_logger(__name__)
 T = TypeVar("T")
 
 # Describe is answered at once, also while a model loads or a step runs.
+DESCRIBE = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Describe"
 DESCRIBE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step, or a reason
 
+# An executor that is further ahead of all others, and of the epochs that this router has counted,
+# than anything but its own word can explain.
+MAX_EPOCH_LEAD = 256 * MAX_EPOCH_LEAP
+
+MAX_DESCRIPTION_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 32 << 20  # 131,072 rows of logits with 20 alternatives each take 21 MB
+SPARE_BYTES = 256  # of an answer, for what is beside its columns
+
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 256 << 20),
-    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # A peer that vanishes without a word is noticed within 20 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -88,7 +106,10 @@ class ExecutorGroup:
         self._last_answer_time = 0.0
         self._members: list[Member] = []  # by DP rank and attention-TP rank
         self._num_peers = 1  # executors of a DP rank
+        self._vocab_size = 0
+        self._max_token_bytes = 0  # in an answer
         self._instances: dict[tuple[int, int], str] = {}  # by coordinates
+        self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
         self._asking: asyncio.Task[None] | None = None  # why this epoch is over
         self._loss: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,14 +121,20 @@ class ExecutorGroup:
         members = await self._describe_all()
         check_group(members)
         self._recognise(members)
+        self._check_lead(members)
         self._epoch = 1 + max(self._epoch, *(member.description.epoch for member in members))
         info = describe_group(members, self._epoch, self._settings.model_name)
+        await _all([self._bring_up(member) for member in members])
         await self._join(members)
         for before, now in zip(members, await self._describe_all(), strict=True):
             if before.description.instance_id != now.description.instance_id:
                 raise ExecutorLost(f"{now} was restarted while the group formed")
         self._members = members
         self._num_peers = len(members) // info.shape.dp_size
+        self._vocab_size = info.model.vocab_size
+        speculation = info.shape.speculation
+        max_gain = 1 if speculation is None else speculation.max_gain
+        self._max_token_bytes = SPARE_BYTES + 4 * info.shape.rows_per_rank * (1 + max_gain)
         self._streams = [
             StepStream(
                 str(member),
@@ -123,8 +150,10 @@ class ExecutorGroup:
         """Sends each DP rank its part; attention-TP peers get the same."""
         step.step_id = self._last_step_id = self._last_step_id + 1
         step.requests, step.agreement_crc32 = encode_step(step.plan, self._epoch, step.step_id)
+        has_scores = any(batch.scorings for batch in step.plan.batches)
+        max_answer_bytes = MAX_ANSWER_BYTES if has_scores else self._max_token_bytes
         for index, stream in enumerate(self._streams):
-            stream.send(step.requests[index // self._num_peers])
+            stream.send(step.requests[index // self._num_peers], max_answer_bytes)
         step.sent = perf_counter()
 
     async def receive(self, step: InFlight) -> StepResult:
@@ -143,10 +172,11 @@ class ExecutorGroup:
         self._last_answer_time = perf_counter()
         self.deadline.add(agreement, self._last_answer_time - begun)
         self._check_answers(responses, step)
-        return tuple(
-            self._decode(response, step.plan, rank)
-            for rank, response in enumerate(responses[:: self._num_peers])
-        )
+        try:
+            return decode_step(responses[:: self._num_peers], step.plan.batches, self._vocab_size)
+        except WrongAnswer as error:
+            member = self._members[error.rank * self._num_peers]
+            raise self._leave_out(member, f"answered step {step.step_id} with {error}") from error
 
     def _check_answers(self, responses: Sequence[pb.StepResponse], step: InFlight) -> None:
         """Checks that all ran the agreement that was sent, and attention-TP peers the same part.
@@ -157,9 +187,10 @@ class ExecutorGroup:
         answers = list(zip(self._members, responses, strict=True))
         for member, response in answers:
             if response.step_id != step.step_id or response.epoch != self._epoch:
-                raise ExecutorLost(
-                    f"{member} answered step {response.step_id} of epoch {response.epoch} where "
-                    f"step {step.step_id} of epoch {self._epoch} was due"
+                raise self._leave_out(
+                    member,
+                    f"answered step {response.step_id} of epoch {response.epoch} where step "
+                    f"{step.step_id} of epoch {self._epoch} was due",
                 )
         if not ran_as_sent(responses, self._num_peers, step.agreement_crc32):
             problem = "; ".join(
@@ -168,15 +199,6 @@ class ExecutorGroup:
                 if (what := difference(response, step.requests[member.dp_rank]))
             )
             raise ExecutorLost(f"step {step.step_id} was not run as it was sent: {problem}")
-
-    def _decode(self, response: pb.StepResponse, plan: StepPlan, rank: int) -> RankResult:
-        try:
-            return decode_result(response, plan.batches[rank], rank)
-        except ValueError as error:  # of bytes that are no whole number of entries
-            raise ExecutorLost(
-                f"{self._members[rank * self._num_peers]} answered step {response.step_id} with a "
-                f"column that cannot be read: {error}"
-            ) from error
 
     async def _responses(self, step_id: int, begun: float, limit_s: float) -> list[pb.StepResponse]:
         """Returns every member's next answer.
@@ -211,9 +233,8 @@ class ExecutorGroup:
         """Returns how a call to each fails that is answered at once; None: it is answered."""
 
         async def error_of(member: Member) -> grpc.aio.AioRpcError | None:
-            stub = self._stubs[member.address]
             try:
-                await stub.Describe(pb.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
+                await self._ask(member.address, PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 return error
             return None
@@ -241,6 +262,8 @@ class ExecutorGroup:
             error: Why it ended, as far as that is known.
         """
         self._end_streams()  # or the others would wait in a collective for the one that left
+        if isinstance(error, ExecutorLied):
+            error = self._leave_out(member, str(error))
         if isinstance(error, ReasonUnknown):
             self._asking = asyncio.create_task(self._ask_why(loss, error))
         else:
@@ -252,15 +275,17 @@ class ExecutorGroup:
         One that was told to stop says so; one that died or hangs does not answer.
         """
         gone = []
-        for member, answer in zip(self._members, await self._probe(self._members), strict=True):
-            reason = "" if answer is None else error_details(answer).reason
-            if answer is not None and reason == "SHUTTING_DOWN":
-                _lose(loss, ExecutorLeft(f"{member}: {reason}: {answer.details()}"))
-            elif answer is not None and answer.code() in SILENT_CODES:
-                gone.append(f"{member}: {reason or answer.code().name}")
-        if gone:
-            error = ExecutorLost("; ".join([*gone, str(error)]))
-        _lose(loss, error)
+        try:
+            for member, answer in zip(self._members, await self._probe(self._members), strict=True):
+                reason = "" if answer is None else error_details(answer).reason
+                if answer is not None and reason == "SHUTTING_DOWN":
+                    _lose(loss, ExecutorLeft(f"{member}: {reason}: {answer.details()}"))
+                elif answer is not None and answer.code() in SILENT_CODES:
+                    gone.append(f"{member}: {reason or answer.code().name}")
+            if gone:
+                error = ExecutorLost("; ".join([*gone, str(error)]))
+        finally:
+            _lose(loss, error)
 
     def _end_streams(self) -> None:
         """Ends every executor's part in the epoch; each then leaves its process groups."""
@@ -280,6 +305,8 @@ class ExecutorGroup:
         for address in self._channels.keys() - kept:
             del self._stubs[address]
             await self._channels.pop(address).close()
+        for address in self._left_out.keys() - set(addresses):
+            del self._left_out[address]
         for address in addresses:
             if address not in self._channels:
                 channel = self._opener.open(address, CHANNEL_OPTIONS)
@@ -293,10 +320,35 @@ class ExecutorGroup:
 
     async def _describe(self, address: str) -> Member:
         timeout_s = min(DESCRIBE_TIMEOUT_S, self._settings.form_timeout_s)
-        call = self._stubs[address].Describe(pb.DescribeRequest(), timeout=timeout_s)
         known = [str(member) for member in self._members if member.address == address]
-        name = known[0] if known else f"executor {address}"
-        return Member(address, await _answer(call, f"Describe of {name}"))
+        name = f"Describe of {known[0] if known else f'executor {address}'}"
+        data = await _answer(self._ask(address, timeout_s), name)
+        if len(data) > MAX_DESCRIPTION_BYTES:
+            raise ExecutorLost(f"{name} failed: {len(data)} bytes, {MAX_DESCRIPTION_BYTES} at most")
+        try:
+            member = Member(address, pb.DescribeResponse.FromString(data))
+        except DecodeError as error:
+            raise ExecutorLost(f"{name} failed: the answer is no such message") from error
+        instance_id, problem = self._left_out.get(address, ("", ""))
+        if problem and instance_id == _instance_of(member):
+            raise ExecutorLost(problem)
+        if problem := problem_of(member.description):
+            raise self._leave_out(member, f"described itself with {problem}")
+        return member
+
+    def _ask(self, address: str, timeout_s: float) -> Awaitable[bytes]:
+        """Calls Describe. Not through the stub, which would read an answer of any length."""
+        method: grpc.aio.UnaryUnaryMultiCallable[pb.DescribeRequest, bytes] = self._channels[
+            address
+        ].unary_unary(DESCRIBE, pb.DescribeRequest.SerializeToString, None)
+        return method(pb.DescribeRequest(), timeout=timeout_s)
+
+    def _leave_out(self, member: Member, problem: str) -> ExecutorLied:
+        """Returns the error of a member that said what cannot be: no group forms until it restarts."""
+        problem = f"{member} {problem}: it is left out until it restarts"
+        log.error("executor_lied", executor=str(member), problem=problem)
+        self._left_out[member.address] = _instance_of(member), problem
+        return ExecutorLied(problem)
 
     def _recognise(self, members: Sequence[Member]) -> None:
         """Notes the members' instances, and logs each that is not the one of the last epoch."""
@@ -312,6 +364,32 @@ class ExecutorGroup:
                 )
                 self.deadline.forget()
             self._instances[member.coordinates] = instance_id
+
+    def _check_lead(self, members: Sequence[Member]) -> None:
+        """Checks that no member's epoch is one that only this member can have come to.
+
+        Raises:
+            ExecutorLied: Says which one.
+        """
+        *others, first = sorted(members, key=lambda member: member.description.epoch)
+        known = max(self._epoch, *(member.description.epoch for member in others), 0)
+        if others and first.description.epoch - known > MAX_EPOCH_LEAD:
+            raise self._leave_out(
+                first,
+                f"described itself with epoch={first.description.epoch}, more than "
+                f"{MAX_EPOCH_LEAD} above {known}, the newest that any other executor and this "
+                f"router know",
+            )
+
+    async def _bring_up(self, member: Member) -> None:
+        """Takes a member to within a leap of the epoch, by as many Prepares as it takes."""
+        seen = member.description.epoch
+        while self._epoch - seen > MAX_EPOCH_LEAP:
+            seen += MAX_EPOCH_LEAP
+            prepare = pb.PrepareRequest(epoch=seen)
+            timeout_s = self._settings.form_timeout_s
+            stub = self._stubs[member.address]
+            await _answer(stub.Prepare(prepare, timeout=timeout_s), f"Prepare of {member}")
 
     async def _join(self, members: Sequence[Member]) -> None:
         stub = self._stubs[members[0].address]
@@ -329,6 +407,10 @@ class ExecutorGroup:
                 for member in members
             ]
         )
+
+
+def _instance_of(member: Member) -> str:
+    return member.description.instance_id[:MAX_INSTANCE_ID_LEN]
 
 
 def _lose(loss: asyncio.Future[None], error: ExecutorLost) -> None:
@@ -356,10 +438,13 @@ def _names(members: Sequence[Member]) -> str:
 
 async def _answer(call: Awaitable[T], name: str) -> T:
     try:
-        return await call
+        answer = await call
     except grpc.aio.AioRpcError as error:
         reason = error_details(error).reason or error.code().name
         raise ExecutorLost(f"{name} failed: {reason}: {error.details()}") from error
+    if answer is None:  # as gRPC has it of bytes that are no message
+        raise ExecutorLost(f"{name} failed: the answer is no such message")
+    return answer
 
 
 async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:

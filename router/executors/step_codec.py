@@ -1,7 +1,10 @@
-"""Step codec: StepPlan to StepRequests, StepResponse to RankResult."""
+"""Step codec: StepPlan to StepRequests, StepResponses to a StepResult."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from typing import NoReturn
 from zlib import crc32
 
 import numpy as np
@@ -10,7 +13,6 @@ import numpy.typing as npt
 from protos.executor.sampling_fields import FLOAT32, INT32, SAMPLING_FIELDS
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
-from router.errors import ExecutorLost
 from router.requests.request import Int32Array
 from router.scheduling.step import (
     NO_FLOATS,
@@ -22,6 +24,7 @@ from router.scheduling.step import (
     RankResult,
     RowStart,
     StepPlan,
+    StepResult,
 )
 
 # By BatchMode, whose members are the indices: hashing one would take 300 ns.
@@ -30,6 +33,20 @@ PADDING_MODES = {
     PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
     PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
+TIME_BITS = 44  # of what a step took, in nanoseconds: nearly five hours
+MAX_NAMED = 8  # ranks, in an error
+
+
+class WrongAnswer(ValueError):
+    """A DP rank answered what no executor can mean.
+
+    Attributes:
+        rank: Which one.
+    """
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(problem)
+        self.rank = rank
 
 
 def encode_step(plan: StepPlan, epoch: int, step_id: int) -> tuple[list[bytes], int]:
@@ -170,49 +187,101 @@ def difference(response: pb.StepResponse, sent: bytes) -> str:
     return " and ".join(differing)
 
 
-def decode_result(response: pb.StepResponse, batch: RankBatch, rank: int) -> RankResult:
-    """Returns what a DP rank answered for its batch.
+def decode_step(
+    responses: Sequence[pb.StepResponse], batches: Sequence[RankBatch], vocab_size: int
+) -> StepResult:
+    """Returns what the DP ranks answered for their batches.
+
+    Args:
+        responses: One of each rank.
+        batches: What each was sent.
+        vocab_size: Token ids are below it.
 
     Raises:
-        ExecutorLost: It answered for another rank, or with too many or too few tokens.
+        WrongAnswer: One is for another rank, has too many or too few tokens, or some that are none.
     """
+    columns, gains = [], []
+    for rank, (response, batch) in enumerate(zip(responses, batches, strict=True)):
+        column, gained = _tokens_of(response, batch, rank)
+        columns.append(column)
+        gains.append(gained)
+    # All ranks end to end: a comparison for each would take ten times as long.
+    tokens = np.frombuffer(b"".join(columns), INT32)
+    if (place := _place_outside(tokens, vocab_size)) is not None:
+        ends = list(accumulate(len(column) // INT32.itemsize for column in columns))
+        raise _outside(bisect_right(ends, place), "next_token_ids", tokens[place], vocab_size)
+    results, start, times = [], 0, 0
+    for response, column, gained in zip(responses, columns, gains, strict=True):
+        end = start + len(column) // INT32.itemsize
+        queued_ns, forward_ns = response.queued_ns, response.forward_ns
+        times |= queued_ns | forward_ns
+        results.append(
+            RankResult(
+                tokens[start:end], NO_FLOATS, NO_INTS, NO_FLOATS, queued_ns, forward_ns, gained
+            )
+        )
+        start = end
+    if times >> TIME_BITS:
+        _refuse_times(results)
+    for rank, batch in enumerate(batches):
+        if batch.scorings:
+            part = responses[rank].ranks[0]
+            results[rank] = _with_scores(results[rank], part, batch, vocab_size)
+    return tuple(results)
+
+
+def _refuse_times(results: Sequence[RankResult]) -> NoReturn:
+    times = [(result.queued_ns, result.forward_ns) for result in results]
+    rank = times.index(max(times, key=max))
+    queued_ns, forward_ns = times[rank]
+    raise WrongAnswer(
+        rank, f"queued_ns={queued_ns} and forward_ns={forward_ns}, below {1 << TIME_BITS} each"
+    )
+
+
+def _tokens_of(
+    response: pb.StepResponse, batch: RankBatch, rank: int
+) -> tuple[bytes, Int32Array | None]:
+    """Returns a rank's tokens, as many as are due, and how many each sequence gained; None: 1."""
     parts = response.ranks
     part = parts[0] if len(parts) == 1 else None
     if part is None or part.dp_rank != rank:
-        answered = [part.dp_rank for part in parts]
-        raise ExecutorLost(f"DP rank {rank} answered for the ranks {answered}, not for itself")
-    tokens = np.frombuffer(part.next_token_ids, INT32)
+        answered = [part.dp_rank for part in parts[:MAX_NAMED]]
+        raise WrongAnswer(rank, f"it answered for the ranks {answered}, not for itself")
     samples = batch.samples
     num_sampled = len(batch.rows) if samples is None else int(np.count_nonzero(samples))
-    gains = part.num_next_tokens
+    gains, column = part.num_next_tokens, part.next_token_ids
     num_next_tokens = _check_gains(gains, batch, num_sampled, rank) if gains else None
     num_due = num_sampled if num_next_tokens is None else int(num_next_tokens.sum())
-    if len(tokens) != num_due:
+    if len(column) != num_due * INT32.itemsize:
         given = "" if num_next_tokens is None else f", whose num_next_tokens add up to {num_due}"
-        raise ExecutorLost(
-            f"DP rank {rank} answered {len(tokens)} tokens for {num_sampled} sequences that "
-            f"sample{given}"
+        raise WrongAnswer(
+            rank,
+            f"{len(column)} bytes of next_token_ids for {num_sampled} sequences that sample{given}, "
+            f"which take {num_due * INT32.itemsize}",
         )
-    times = response.queued_ns, response.forward_ns, num_next_tokens
-    if not batch.scorings:
-        return RankResult(tokens, NO_FLOATS, NO_INTS, NO_FLOATS, *times)
-    result = RankResult(
-        tokens,
-        np.frombuffer(part.logprobs, FLOAT32),
-        np.frombuffer(part.top_ids, INT32),
-        np.frombuffer(part.top_logprobs, FLOAT32),
-        *times,
-    )
-    _check_scores(result, batch, rank)
-    return result
+    return column, num_next_tokens
+
+
+def _place_outside(token_ids: Int32Array, vocab_size: int) -> int | None:
+    """Returns where the first id is that no token has; None: nowhere."""
+    ids = token_ids.view(np.uint32)  # of which the negative ones are the largest
+    if len(ids) == 0 or ids.max() < vocab_size:
+        return None
+    return int((ids >= vocab_size).argmax())
+
+
+def _outside(rank: int, name: str, token_id: int, vocab_size: int) -> WrongAnswer:
+    return WrongAnswer(rank, f"{name} has {token_id}, where ids are 0 to {vocab_size - 1}")
 
 
 def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) -> Int32Array | None:
     """Returns how many tokens each sampling sequence gained; None: 1 each."""
     if len(gains) != num_sampled * INT32.itemsize:
-        raise ExecutorLost(
-            f"DP rank {rank} answered {len(gains)} bytes of num_next_tokens for {num_sampled} "
-            f"sequences that sample, which take {num_sampled * INT32.itemsize}"
+        raise WrongAnswer(
+            rank,
+            f"{len(gains)} bytes of num_next_tokens for {num_sampled} sequences that sample, which "
+            f"take {num_sampled * INT32.itemsize}",
         )
     gained = np.frombuffer(gains, INT32)
     # Only a decode that drafts has `num_tokens`: what each may gain.
@@ -222,22 +291,35 @@ def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) ->
         rows = batch.rows if batch.samples is None else batch.rows[batch.samples != 0]
         place = int(is_wrong.argmax())
         limit = 1 if limits is None else limits[place]
-        raise ExecutorLost(
-            f"DP rank {rank} answered {gained[place]} tokens for row {rows[place]}, which gains "
-            + (f"1 to {limit} in this step" if limit > 1 else "1 in this step")
+        raise WrongAnswer(
+            rank,
+            f"num_next_tokens has {gained[place]} for row {rows[place]}, which gains "
+            + (f"1 to {limit} in this step" if limit > 1 else "1 in this step"),
         )
     return gained if len(gained) and gained.max() > 1 else None
 
 
-def _check_scores(result: RankResult, batch: RankBatch, rank: int) -> None:
+def _with_scores(
+    result: RankResult, part: pb.RankResult, batch: RankBatch, vocab_size: int
+) -> RankResult:
+    """Returns a rank's result with the log probabilities that were asked for."""
     num_scores, num_top = 0, 0
     for scoring in batch.scorings:
         count = len(scoring.scored_ids) + (scoring.sample_index is not None)
         num_scores += count
         num_top += count * scoring.sequence.request.output.top_logprobs
-    given = (len(result.logprobs), len(result.top_ids), len(result.top_logprobs))
-    if given != (num_scores, num_top, num_top):
-        raise ExecutorLost(
-            f"DP rank {rank} answered {given} log probabilities, top ids and top log "
-            f"probabilities; {(num_scores, num_top, num_top)} were asked for"
+    given = (len(part.logprobs), len(part.top_ids), len(part.top_logprobs))
+    due = (4 * num_scores, 4 * num_top, 4 * num_top)
+    if given != due:
+        raise WrongAnswer(
+            part.dp_rank,
+            f"{given} bytes of logprobs, top_ids and top_logprobs, where {due} are due",
         )
+    top_ids = np.frombuffer(part.top_ids, INT32)
+    if (place := _place_outside(top_ids, vocab_size)) is not None:
+        raise _outside(part.dp_rank, "top_ids", top_ids[place], vocab_size)
+    return result._replace(
+        logprobs=np.frombuffer(part.logprobs, FLOAT32),
+        top_ids=top_ids,
+        top_logprobs=np.frombuffer(part.top_logprobs, FLOAT32),
+    )

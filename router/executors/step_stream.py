@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.settings import above, setting
 from protos.transport.errors import error_details
-from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
+from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.scheduling.step import Agreement, StepSettings
 
 # Errors by the reason of a stream's end; any other is ExecutorLost. A step also fails when another
@@ -49,17 +50,20 @@ class StepStream:
         self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
+        self._due: deque[int] = deque()  # bytes at most, of each answer that has not come
         self._news = asyncio.Event()  # an answer, or the loss
         loss.add_done_callback(lambda _: self._news.set())
         # Not through the generated stub: it would serialise, and requests come serialised.
-        method: grpc.aio.StreamStreamMultiCallable[bytes, pb.StepResponse] = channel.stream_stream(
-            STEP, request_serializer=None, response_deserializer=pb.StepResponse.FromString
+        # And not read by gRPC: a few bytes may stand for a message that takes many.
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            STEP, request_serializer=None, response_deserializer=None
         )
         self._call = method(self._outgoing())
         self._reading = asyncio.create_task(self._read(), name=f"read {name}")
 
-    def send(self, request: bytes) -> None:
+    def send(self, request: bytes, max_answer_bytes: int) -> None:
         """Queues a serialised StepRequest; at most the pipeline's depth of them are ever in the queue."""
+        self._due.append(max_answer_bytes)
         self._requests.put_nowait(request)
 
     @property
@@ -93,10 +97,7 @@ class StepStream:
 
     async def _read(self) -> None:
         try:
-            async for response in self._call:
-                self._responses.append(response)
-                self._news.set()
-            end = ExecutorLost(f"{self.name}: it ended the Step stream")
+            end = await self._keep_answers()
         except grpc.aio.AioRpcError as error:
             reason = error_details(error).reason
             kind = KINDS.get(reason, ExecutorLost)
@@ -105,6 +106,22 @@ class StepStream:
                 kind = ReasonUnknown if error.code() is grpc.StatusCode.INTERNAL else ExecutorLost
             end = kind(f"{self.name}: {reason}: {error.details()}")
         self._on_end(end)
+
+    async def _keep_answers(self) -> ExecutorLost:
+        """Keeps the answers until there is one that cannot be, or none follows. Says which."""
+        async for data in self._call:
+            if not self._due:  # nobody would ever take it
+                return ExecutorLied("answered a step that it was not sent")
+            if len(data) > (most := self._due.popleft()):
+                return ExecutorLied(
+                    f"answered a step with {len(data)} bytes, {most} at most are due"
+                )
+            try:
+                self._responses.append(pb.StepResponse.FromString(data))
+            except DecodeError:
+                return ExecutorLied("answered a step with what is no StepResponse")
+            self._news.set()
+        return ExecutorLost(f"{self.name}: it ended the Step stream")
 
 
 @dataclass(slots=True)

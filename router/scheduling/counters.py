@@ -243,6 +243,7 @@ class GroupTotals:
         step_seconds: By phase, see StepTimes.
         losses: Epochs that are over: "left" if an executor was told to stop, else "lost".
         is_lost: Whether the last one was lost, and the group has not formed since.
+        faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
         drafts: What came of drafts.
     """
 
@@ -254,6 +255,7 @@ class GroupTotals:
     num_epochs: int
     losses: dict[str, int]
     is_lost: bool
+    faults: dict[str, int]
     queue_s: Histogram
     first_token_s: Histogram
     inter_token_s: Histogram
@@ -269,9 +271,11 @@ class GroupMeasures:
         first_token_s: From a sequence's arrival to its first token.
         inter_token_s: Between two tokens of a sequence.
         recovery_s: From the loss of an epoch to the next one's beginning.
+        faults: See GroupTotals.
     """
 
     def __init__(self) -> None:
+        self.faults = Counter({"lied": 0, "unexpected": 0})
         self.times = StepTimes()
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
@@ -324,6 +328,7 @@ class GroupMeasures:
             num_epochs=self._num_epochs,
             losses=dict(self._losses),
             is_lost=self._is_lost,
+            faults=dict(self.faults),
             queue_s=self.queue_s.copy(),
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),

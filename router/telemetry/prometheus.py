@@ -114,6 +114,9 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "Times the group formed."),
     Metric("ended_epochs_total", "counter", ("reason",), lambda t: t.losses,
            "Epochs that are over: left, when an executor was told to stop, or lost."),
+    Metric("faults_total", "counter", ("reason",), lambda t: t.faults,
+           "What is no plain loss: executors that said what cannot be (lied) and are left out until "
+           "they restart, and errors of this router (unexpected), which its log has."),
     Metric("steps_total", "counter", ("runner", "miss"), lambda t: t.steps,
            "Steps by what ran them: a captured graph's runner, or eager and why no graph did."),
     Metric("step_seconds_total", "counter", ("phase",), lambda t: t.step_seconds,

@@ -23,7 +23,7 @@ from executor.speculative.speculator import Speculator
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
-from router.executors.step_codec import decode_result, encode_step
+from router.executors.step_codec import decode_step, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
 from router.scheduling.step import GroupShape, StepPlan
 from tests.router.support.stepper import ALWAYS, Stepper
@@ -78,7 +78,9 @@ class Cell:
             self.workers.append(worker)
             members.append(Member(f"executor{place}", description))
         check_group(members)
-        self.shape: GroupShape = describe_group(members, 1, "demo").shape
+        info = describe_group(members, 1, "demo")
+        self.shape: GroupShape = info.shape
+        self.vocab_size = info.model.vocab_size
         self._pool = ThreadPoolExecutor(len(self.workers))
         self._store = open_store(HOST, timeout_s=TIMEOUT_S) if len(self.workers) > 1 else None
         self.epoch = 0
@@ -136,14 +138,7 @@ class Router(Stepper):
             self.widths.append(plan.agreement.num_draft_tokens)
             self.counts.append(plan.agreement.global_num_tokens)
             self.in_flight.append(plan)
-            self.results.append(
-                tuple(
-                    decode_result(response, batch, rank)
-                    for rank, (response, batch) in enumerate(
-                        zip(responses, plan.batches, strict=True)
-                    )
-                )
-            )
+            self.results.append(decode_step(responses, plan.batches, self._cell.vocab_size))
         return plan
 
     def before_step(self, plan: StepPlan) -> None:

@@ -12,7 +12,7 @@ GenerateManyResponse.
 
     plan     WaitingQueue.submit, Scheduler.schedule
     encode   encode_step, to bytes for each rank
-    decode   FromString and decode_result for each rank, and ran_as_sent
+    decode   FromString for each rank, ran_as_sent and decode_step
     commit   Scheduler.commit
     listeners  take_columns, the message and SerializeToString
     count    EpochStats.add and StepTimes.add: what metrics take from each step
@@ -34,7 +34,7 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
-from router.executors.step_codec import decode_result, encode_step, ran_as_sent
+from router.executors.step_codec import decode_step, encode_step, ran_as_sent
 from router.requests.request import (
     Listeners,
     Request,
@@ -199,10 +199,7 @@ def _decode(
 ) -> tuple[RankResult, ...]:
     responses = [pb.StepResponse.FromString(answer) for answer in answers]
     assert ran_as_sent(responses, 1, checksum)
-    results = []
-    for rank, (response, batch) in enumerate(zip(responses, batches, strict=True)):
-        results.append(decode_result(response, batch, rank))
-    return tuple(results)
+    return decode_step(responses, batches, VOCAB_SIZE)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from protos.executor.v1 import executor_pb2 as pb
-from router.executors.step_codec import decode_result, encode_step
+from router.executors.step_codec import decode_step, encode_step
 from router.scheduling.step import Agreement, BatchMode, PaddingMode, RankBatch, StepPlan
 from tests.bench.support.options import parse_options
 
@@ -152,7 +152,7 @@ def main() -> None:
     print_row(
         "our StepResponse",
         lambda: make_answer(tokens),
-        lambda: decode_result(pb.StepResponse.FromString(answer), batch, 0),
+        lambda: decode_step([pb.StepResponse.FromString(answer)], [batch], 150_000),
         answer,
     )
 

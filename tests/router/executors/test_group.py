@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from deploy.local.ports import held_port
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError
-from router.errors import ExecutorLeft, ExecutorLost, ReasonUnknown
+from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.executors import group as executor_client
 from router.executors.group import GroupSettings
 from router.executors.step_stream import MIN_STEPS
@@ -291,7 +291,7 @@ async def test_an_answer_to_another_step_or_epoch_is_refused(
 
 @pytest.mark.parametrize(
     ("spare_bytes", "problem"),
-    [(b"xy", "a column that cannot be read"), (b"four", "answered 2 tokens for 1")],
+    [(b"xy", "6 bytes of next_token_ids for 1"), (b"four", "8 bytes of next_token_ids for 1")],
 )
 async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
     spare_bytes: bytes, problem: str
@@ -300,6 +300,33 @@ async def test_an_answer_that_cannot_be_read_costs_the_group_and_not_the_router(
         peers[1, 0].spare_bytes = spare_bytes
         with pytest.raises(ExecutorLost, match=problem):
             await run_step(group, 2)
+
+
+async def test_answers_to_nothing_are_not_kept() -> None:
+    """An executor that sent them without end would fill the router's memory."""
+    async with formed_group(2) as (group, peers):
+        peers[1, 0].answers = lambda answer: [answer, answer]
+        assert await run_step(group, 2) == [[0], [10]]
+        with pytest.raises(ExecutorLied, match=r"dp_rank 1.*answered a step that it was not"):
+            await group.lost()
+        await until_streams_are(peers, 0)
+
+
+@pytest.mark.parametrize("calls", [{"Describe"}, {"Prepare"}, {"Join"}])
+async def test_an_executor_whose_answers_are_no_messages_is_named(calls: set[str]) -> None:
+    async with run_group(2) as (group, peers):
+        peers[0, 0].garbled = calls
+        with pytest.raises(ExecutorLost, match=r"of executor .* the answer is no such message"):
+            await group.form()
+        peers[0, 0].garbled = set()
+        await group.form()
+
+
+async def test_a_description_that_is_far_too_long_is_not_read() -> None:
+    async with run_group(2) as (group, peers):
+        peers[1, 0].describes = lambda told: told.agreement.update(name="x" * (1 << 20))
+        with pytest.raises(ExecutorLost, match=r"Describe of executor .*: 1048\d+ bytes, 1048576"):
+            await group.form()
 
 
 async def test_a_restarted_executor_is_recognised_and_what_was_learnt_of_steps_forgotten() -> None:

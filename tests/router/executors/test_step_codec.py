@@ -8,14 +8,20 @@ import pytest
 from protos.executor.sampling_fields import SAMPLING_FIELDS, SamplingField
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
-from router.errors import ExecutorLost
-from router.executors.step_codec import decode_result, difference, encode_starts, encode_step
+from router.executors.step_codec import (
+    WrongAnswer,
+    decode_step,
+    difference,
+    encode_starts,
+    encode_step,
+)
 from router.requests.request import Listeners, OutputOptions, SamplingParams, Sequence
 from router.scheduling.step import (
     Agreement,
     BatchMode,
     PaddingMode,
     RankBatch,
+    RankResult,
     RowStart,
     Scoring,
     StepPlan,
@@ -237,13 +243,21 @@ def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
 # ---- answers
 
 
-def answer(**columns: bytes) -> pb.StepResponse:
-    part = pb.RankResult(dp_rank=1, **columns)
+VOCAB_SIZE = 50
+
+
+def answer(dp_rank: int = 0, **columns: bytes) -> pb.StepResponse:
+    part = pb.RankResult(dp_rank=dp_rank, **columns)
     return pb.StepResponse(epoch=3, step_id=9, ranks=[part], queued_ns=5, forward_ns=6)
 
 
+def decode(response: pb.StepResponse, batch: RankBatch) -> RankResult:
+    [result] = decode_step([response], [batch], VOCAB_SIZE)
+    return result
+
+
 def test_an_answer_is_read_back() -> None:
-    result = decode_result(answer(next_token_ids=ints(11, 12).tobytes()), DECODE, rank=1)
+    result = decode(answer(next_token_ids=ints(11, 12).tobytes()), DECODE)
     assert result.next_token_ids.tolist() == [11, 12]
     assert (result.queued_ns, result.forward_ns) == (5, 6)
     assert len(result.logprobs) == len(result.top_ids) == len(result.top_logprobs) == 0
@@ -269,20 +283,20 @@ def gained(tokens: int, *gains: int) -> pb.StepResponse:
 
 
 def test_the_tokens_that_drafts_gained_are_read_back() -> None:
-    result = decode_result(gained(5, 4, 1), DRAFTING, rank=1)
+    result = decode(gained(5, 4, 1), DRAFTING)
     assert result.next_token_ids.tolist() == [0, 1, 2, 3, 4]
     assert result.num_next_tokens is not None
     assert result.num_next_tokens.tolist() == [4, 1]
 
 
 def test_a_chunk_that_does_not_sample_gets_no_token() -> None:
-    assert decode_result(gained(1), CHUNKS, rank=1).next_token_ids.tolist() == [0]
+    assert decode(gained(1), CHUNKS).next_token_ids.tolist() == [0]
 
 
 @pytest.mark.parametrize("batch", [DECODE, DRAFTING])
 def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
     for response in (gained(2, 1, 1), gained(2)):
-        result = decode_result(response, batch, rank=1)
+        result = decode(response, batch)
         assert result.num_next_tokens is None
         assert result.next_token_ids.tolist() == [0, 1]
 
@@ -290,30 +304,82 @@ def test_one_token_each_may_be_said_or_left_out(batch: RankBatch) -> None:
 @pytest.mark.parametrize(
     ("batch", "response", "message"),
     [
-        (DRAFTING, gained(4, 1, 3), "rank 1 answered 3 tokens for row 5, which gains 1 to 2 in"),
-        (DRAFTING, gained(2, 0, 2), "rank 1 answered 0 tokens for row 3, which gains 1 to 4 in"),
-        (DRAFTING, gained(3, -1, 4), "rank 1 answered -1 tokens for row 3"),
-        (DECODE, gained(3, 1, 2), "rank 1 answered 2 tokens for row 4, which gains 1 in"),
-        (DRAFTING, gained(4, 3, 2), "4 tokens for 2 .*, whose num_next_tokens add up to 5"),
+        (DRAFTING, gained(4, 1, 3), "num_next_tokens has 3 for row 5, which gains 1 to 2 in"),
+        (DRAFTING, gained(2, 0, 2), "num_next_tokens has 0 for row 3, which gains 1 to 4 in"),
+        (DRAFTING, gained(3, -1, 4), "num_next_tokens has -1 for row 3"),
+        (DECODE, gained(3, 1, 2), "num_next_tokens has 2 for row 4, which gains 1 in"),
+        (
+            DRAFTING,
+            gained(4, 3, 2),
+            "16 bytes .* for 2 .*, whose num_next_tokens add up to 5, which take 20",
+        ),
         (DRAFTING, gained(3, 3), "4 bytes of num_next_tokens for 2 .* which take 8"),
-        (DRAFTING, gained(5), "answered 5 tokens for 2 sequences that sample$"),
-        *((DECODE, gained(n), f"answered {n} tokens for 2 sequences") for n in (0, 1, 3)),
-        (CHUNKS, gained(2), "answered 2 tokens for 1 sequences"),
-        (CHUNKS, gained(2, 2), "2 tokens for row 9, which gains 1 in this step"),
+        (
+            DRAFTING,
+            gained(5),
+            "20 bytes of next_token_ids for 2 sequences that sample, which take 8$",
+        ),
+        *(
+            (DECODE, gained(n), f"{4 * n} bytes of next_token_ids for 2 sequences")
+            for n in (0, 1, 3)
+        ),
+        (CHUNKS, gained(2), "8 bytes of next_token_ids for 1 sequences"),
+        (CHUNKS, gained(2, 2), "has 2 for row 9, which gains 1 in this step"),
     ],
 )
-def test_gains_that_were_not_planned_lose_the_executor(
+def test_gains_that_were_not_planned_are_refused(
     batch: RankBatch, response: pb.StepResponse, message: str
 ) -> None:
-    with pytest.raises(ExecutorLost, match=message):
-        decode_result(response, batch, rank=1)
+    with pytest.raises(WrongAnswer, match=message):
+        decode(response, batch)
 
 
-def test_an_answer_for_another_rank_loses_the_executor() -> None:
-    with pytest.raises(ExecutorLost, match=r"rank 0 answered for the ranks \[1\]"):
-        decode_result(answer(next_token_ids=ints(1, 2).tobytes()), DECODE, rank=0)
-    with pytest.raises(ExecutorLost, match=r"ranks \[\]"):
-        decode_result(pb.StepResponse(), DECODE, rank=0)
+def tokens(dp_rank: int, *token_ids: int) -> pb.StepResponse:
+    return answer(dp_rank, next_token_ids=ints(*token_ids).tobytes())
+
+
+def test_ranks_are_read_side_by_side() -> None:
+    responses = [tokens(0, 11, 12), tokens(1), tokens(2, 13)]
+    responses[2].forward_ns = 7
+    results = decode_step(responses, [DECODE, IDLE, CHUNKS], VOCAB_SIZE)
+    assert [result.next_token_ids.tolist() for result in results] == [[11, 12], [], [13]]
+    assert [result.forward_ns for result in results] == [6, 6, 7]
+
+
+@pytest.mark.parametrize("token_id", [-1, 50, 50_000, 2**31 - 1, -(2**31)])
+def test_a_token_outside_the_vocabulary_is_refused_with_its_rank(token_id: int) -> None:
+    problem = f"next_token_ids has {token_id}, where ids are 0 to 49"
+    for rank in range(3):
+        ids = [[0, 49], [3], [0, 49]]
+        ids[rank][-1] = token_id
+        responses = [tokens(place, *row) for place, row in enumerate(ids)]
+        with pytest.raises(WrongAnswer, match=problem) as caught:
+            decode_step(responses, [DECODE, CHUNKS, DECODE], VOCAB_SIZE)
+        assert caught.value.rank == rank
+
+
+def test_times_that_no_step_takes_are_refused_with_their_rank() -> None:
+    for field in ("queued_ns", "forward_ns"):
+        responses = [tokens(0, 1, 2), tokens(1, 3, 4)]
+        setattr(responses[1], field, 2**64 - 1)
+        with pytest.raises(WrongAnswer, match=f"{field}=18446744073709551615") as caught:
+            decode_step(responses, [DECODE, DECODE], VOCAB_SIZE)
+        assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("column", [b"abc", b"12345"])
+def test_a_column_that_is_no_whole_number_of_tokens_is_refused(column: bytes) -> None:
+    with pytest.raises(WrongAnswer, match=f"{len(column)} bytes of next_token_ids"):
+        decode(answer(next_token_ids=column), CHUNKS)
+    with pytest.raises(WrongAnswer, match=f"{len(column)} bytes of num_next_tokens"):
+        decode(answer(next_token_ids=b"1234", num_next_tokens=column), CHUNKS)
+
+
+def test_an_answer_for_another_rank_is_refused() -> None:
+    with pytest.raises(WrongAnswer, match=r"it answered for the ranks \[1\]"):
+        decode(tokens(1, 1, 2), DECODE)
+    with pytest.raises(WrongAnswer, match=r"ranks \[\]"):
+        decode(pb.StepResponse(), DECODE)
 
 
 def scored_batch() -> RankBatch:
@@ -338,16 +404,24 @@ def scores(num_scores: int, num_top: int) -> pb.StepResponse:
 
 
 def test_log_probabilities_are_read_back() -> None:
-    result = decode_result(scores(3, 6), scored_batch(), rank=1)
+    result = decode(scores(3, 6), scored_batch())
     assert result.logprobs.tolist() == [0.0, 1.0, 2.0]
     assert result.top_ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert result.top_logprobs.dtype == np.float32
 
 
+@pytest.mark.parametrize("token_id", [-7, 50, 2**31 - 1])
+def test_an_alternative_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    response = scores(3, 6)
+    response.ranks[0].top_ids = ints(0, 1, token_id, 3, 4, 49).tobytes()
+    with pytest.raises(WrongAnswer, match=f"top_ids has {token_id}, where ids are 0 to 49"):
+        decode(response, scored_batch())
+
+
 @pytest.mark.parametrize(("num_scores", "num_top"), [(2, 6), (4, 6), (3, 5), (0, 0)])
-def test_missing_log_probabilities_lose_the_executor(num_scores: int, num_top: int) -> None:
-    with pytest.raises(ExecutorLost, match=r"\(3, 6, 6\) were asked for"):
-        decode_result(scores(num_scores, num_top), scored_batch(), rank=1)
+def test_missing_log_probabilities_are_refused(num_scores: int, num_top: int) -> None:
+    with pytest.raises(WrongAnswer, match=r"where \(12, 24, 24\) are due"):
+        decode(scores(num_scores, num_top), scored_batch())
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 40, 9000])

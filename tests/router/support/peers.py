@@ -1,13 +1,15 @@
 """Executors behind real ports that answer as a test says, and the client that drives them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 
+from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.errors import RpcError, abort_on_error
@@ -29,6 +31,8 @@ def error_of(code: grpc.StatusCode, reason: str) -> type[RpcError]:
 
 JoinFailed = error_of(grpc.StatusCode.UNAVAILABLE, "JOIN_FAILED")
 StepFailed = error_of(grpc.StatusCode.INTERNAL, "STEP_FAILED")  # also for want of another
+StaleEpoch = error_of(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH")
+InvalidEpoch = error_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_EPOCH")
 Stopping = error_of(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
 Gone = error_of(grpc.StatusCode.UNAVAILABLE, "")  # of a call that reaches nobody
 
@@ -55,12 +59,16 @@ class Peer:
     Attributes:
         steps: The StepRequests that came, as they came.
         prepared, joined: Epochs of these calls.
+        newest: Of them. As in an executor, none goes back, nor further on than a leap.
         may_answer: Holds its answers back while it is not set.
         on_describe, on_join: Awaited before Describe or Join is answered.
         instance_id: Of its process.
         shift: What is added to the epoch and the step of its answers.
         num_streams: Step streams that are open.
         spare_bytes: Stand behind the tokens of its answers.
+        describes: Changes what it says of itself.
+        answers: Returns what is sent in place of an answer.
+        garbled: Calls whose answers are bytes that are no message.
         misreads: Changes each request before it is run.
         dies: Set to end the Step stream with an error.
     """
@@ -80,6 +88,10 @@ class Peer:
         self.shift = (0, 0)
         self.num_streams = 0
         self.spare_bytes = b""
+        self.garbled: Collection[str] = ()
+        self.newest = 0
+        self.describes: Callable[[pb.DescribeResponse], object] = lambda description: None
+        self.answers: Callable[[pb.StepResponse], list[pb.StepResponse]] = lambda answer: [answer]
         self.misreads: Callable[[pb.StepRequest], object] = lambda request: None
         self._sizes = (dp_size, attn_tp_size)
 
@@ -92,19 +104,37 @@ class Peer:
         async with abort_on_error(context):
             await self.on_describe()
         (dp_rank, attn_tp_rank), (dp_size, attn_tp_size) = self.place, self._sizes
-        return description(
-            dp_rank, dp_size, attn_tp_rank, attn_tp_size, instance_id=self.instance_id
+        described = description(
+            dp_rank,
+            dp_size,
+            attn_tp_rank,
+            attn_tp_size,
+            instance_id=self.instance_id,
+            epoch=self.newest,
         )
+        self.describes(described)
+        return described
 
     async def prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
+        async with abort_on_error(context):
+            self.advance(request.epoch, least=self.newest + 1)
         self.prepared.append(request.epoch)
         return pb.PrepareResponse(store_address="127.0.0.1:1")
 
     async def join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        self.joined.append(request.epoch)
         async with abort_on_error(context):
+            self.advance(request.epoch, least=self.newest)
+            self.joined.append(request.epoch)
             await self.on_join()
         return pb.JoinResponse()
+
+    def advance(self, epoch: int, *, least: int) -> None:
+        """Takes note of an epoch, from wherever it comes."""
+        if epoch < least:
+            raise StaleEpoch(f"{epoch} is below {least}")
+        if epoch > self.newest + MAX_EPOCH_LEAP:
+            raise InvalidEpoch(f"{epoch} is more than a leap above {self.newest}")
+        self.newest = epoch
 
     async def step(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Answers a token for each sequence: 10 * dp_rank + attn_tp_rank."""
@@ -129,20 +159,27 @@ class Peer:
             self.steps.append(data)
             request = pb.StepRequest.FromString(data)
             self.misreads(request)
-            num_sampled = sum(request.ranks[0].sequences.samples)
+            columns = request.ranks[0].sequences
+            num_sampled = sum(columns.samples) if columns.samples else len(columns.rows) // 4
             tokens = np.full(num_sampled, 10 * dp_rank + attn_tp_rank, dtype="<i4").tobytes()
             tokens += self.spare_bytes
             await self.may_answer.wait()
             result = pb.RankResult(dp_rank=request.ranks[0].dp_rank, next_token_ids=tokens)
-            await context.write(
-                pb.StepResponse(
-                    epoch=request.epoch + self.shift[0],
-                    step_id=request.step_id + self.shift[1],
-                    ranks=[result],
-                    agreement_crc32=agreement_crc32(request),
-                    part_crc32=part_crc32(request),
-                )
+            answer = pb.StepResponse(
+                epoch=request.epoch + self.shift[0],
+                step_id=request.step_id + self.shift[1],
+                ranks=[result],
+                agreement_crc32=agreement_crc32(request),
+                part_crc32=part_crc32(request),
             )
+            for message in self.answers(answer):
+                await context.write(message)
+
+    def _serialise(self, call: str, answer: Any) -> bytes:
+        if call in self.garbled:
+            return b"\xff\xff\xff"
+        data: bytes = answer.SerializeToString()
+        return data
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service. Steps come as bytes, so that a test sees what travelled."""
@@ -151,12 +188,12 @@ class Peer:
             name: grpc.unary_unary_rpc_method_handler(
                 call,
                 request_deserializer=getattr(pb, f"{name}Request").FromString,
-                response_serializer=getattr(pb, f"{name}Response").SerializeToString,
+                response_serializer=partial(self._serialise, name),
             )
             for name, call in unary.items()
         }
         handlers["Step"] = grpc.stream_stream_rpc_method_handler(
-            self.step, response_serializer=pb.StepResponse.SerializeToString
+            self.step, response_serializer=partial(self._serialise, "Step")
         )
         service = grpc.method_handlers_generic_handler(SERVICE, handlers)
         server.add_generic_rpc_handlers((service,))

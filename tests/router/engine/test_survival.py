@@ -1,0 +1,307 @@
+"""If these fail, one group's trouble ends the router, and with it every other group."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from protos.executor.v1 import executor_pb2 as pb
+from protos.serving.v1 import serving_pb2
+from router.engine.engine import Engine, EngineSettings, Executors
+from router.engine.engines import Engines
+from router.errors import ExecutorFailed
+from router.requests.request import Listeners
+from router.requests.waiting_queue import WaitingQueue
+from router.scheduling.scheduler import Scheduler
+from router.scheduling.step import GroupInfo, InFlight, StepResult
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.peers import Peers, run_group
+from tests.router.support.running_engines import complete
+from tests.router.support.stepper import make_shape
+from tests.router.support.virtual_clock import on_virtual_clock
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    """What was logged, and not printed: the tracebacks would take most of the time."""
+    with capture_logs() as logs:
+        yield logs
+
+
+@asynccontextmanager
+async def two_groups(*groups: Executors) -> AsyncIterator[tuple[Engines, list[Engine]]]:
+    """Engines that run, whose requests go to another group at once when theirs is lost."""
+    engines = Engines(Listeners(max_listeners=50), failover_after_s=0)
+    settings = EngineSettings(retry_delay_s=0.01, min_chunk_tokens=1)
+    by_group = [
+        Engine(
+            number,
+            group,
+            WaitingQueue(max_sequences=50, max_tokens=1000),
+            engines.listeners,
+            settings,
+            on_end=engines.on_end,
+        )
+        for number, group in enumerate(groups)
+    ]
+    engines.drive(by_group)
+    tasks = [asyncio.create_task(engine.run()) for engine in by_group]
+    try:
+        yield engines, by_group
+        assert not any(task.done() for task in tasks), "the router would have ended"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool], period_s: float = 0.001) -> None:
+    while not condition():
+        await asyncio.sleep(period_s)
+
+
+def says(path: str, value: Any) -> Callable[[pb.DescribeResponse], None]:
+    """Returns what changes one field of a description."""
+    *parents, field = path.split(".")
+
+    def change(description: pb.DescribeResponse) -> None:
+        target = getattr(description, parents[0]) if parents else description
+        if isinstance(value, dict):
+            getattr(target, field).update(value)
+        else:
+            setattr(target, field, value)
+
+    return change
+
+
+def answers(
+    change: Callable[[pb.StepResponse], object],
+) -> Callable[[pb.StepResponse], list[pb.StepResponse]]:
+    def answer(response: pb.StepResponse) -> list[pb.StepResponse]:
+        change(response)
+        return [response]
+
+    return answer
+
+
+def token(token_id: int) -> Callable[[pb.StepResponse], list[pb.StepResponse]]:
+    def change(response: pb.StepResponse) -> None:
+        column = response.ranks[0].next_token_ids
+        response.ranks[0].next_token_ids = token_id.to_bytes(4, "little", signed=True) * (
+            len(column) // 4
+        )
+
+    return answers(change)
+
+
+def spare(data: bytes) -> Callable[[pb.StepResponse], list[pb.StepResponse]]:
+    def change(response: pb.StepResponse) -> None:
+        response.ranks[0].next_token_ids += data
+
+    return answers(change)
+
+
+DESCRIPTIONS = [
+    ("coordinates.dp_size", 1 << 22),
+    ("coordinates.attn_tp_size", 0),
+    ("num_kv_blocks", 2**31 - 1),
+    ("budget.max_num_seqs", 1 << 22),
+    ("num_rows", 1 << 22),
+    ("model.block_size", 0),
+    ("model.vocab_size", 0),
+    ("epoch", 2**64 - 1),
+    ("agreement", {str(number): "x" * 200 for number in range(1000)}),
+]
+ANSWERS = [
+    ("next_token_ids has -1, where ids are 0 to 49", token(-1)),
+    ("next_token_ids has 50000", token(50_000)),
+    ("next_token_ids has 2147483647", token(2**31 - 1)),
+    ("bytes of next_token_ids", spare(b"abc")),
+    ("bytes of next_token_ids", spare(b"four")),
+    ("answered a step with 16", spare(bytes(16_000))),
+    ("answered step 8 of epoch 1 where", answers(lambda answer: setattr(answer, "step_id", 8))),
+    ("forward_ns=1844", answers(lambda answer: setattr(answer, "forward_ns", 2**64 - 1))),
+    (" answered ", lambda answer: [answer] * 3),
+    ("is no StepResponse", None),
+]
+
+
+@asynccontextmanager
+async def beside_liars() -> AsyncIterator[tuple[Engines, list[Engine], Peers]]:
+    """Engines of a group of two, which a test makes a liar of, and of an honest group."""
+    async with AsyncExitStack() as stack:
+        liars, peers = await stack.enter_async_context(run_group(2))
+        honest, _ = await stack.enter_async_context(run_group(1))
+        engines, by_group = await stack.enter_async_context(two_groups(liars, honest))
+        yield engines, by_group, peers
+
+
+def is_named(engine: Engine, problem: str) -> bool:
+    told: str = engine.status().problem
+    return "(dp_rank 1, attn_tp_rank 0)" in told and problem in told
+
+
+@pytest.mark.parametrize(("path", "value"), DESCRIPTIONS)
+async def test_a_description_that_cannot_be_costs_its_group_until_the_executor_restarts(
+    path: str, value: Any, logs: list[Any]
+) -> None:
+    async with run_group(2) as (group, peers), two_groups(group) as (_, [engine]):
+        await until(lambda: engine.is_ready)
+        liar = peers[1, 0]
+        liar.describes = says(path, value)
+        liar.die()
+        await until(lambda: is_named(engine, path))
+        liar.describes = says("num_rows", 8)  # honest now, but the same process
+        num_described = len(liar.prepared)
+        await asyncio.sleep(0.05)
+        assert is_named(engine, path)
+        assert len(liar.prepared) == num_described
+        [lie] = [record for record in logs if record["event"] == "executor_lied"]
+        assert path in lie["problem"]
+        assert engine.measures.totals().faults == {"lied": 1, "unexpected": 0}
+        liar.dies.clear()
+        liar.instance_id = "second"
+        await until(lambda: engine.is_ready)
+
+
+@pytest.mark.parametrize(("problem", "answer"), ANSWERS)
+async def test_an_answer_that_cannot_be_costs_its_group_and_no_request(
+    problem: str, answer: Callable[[pb.StepResponse], list[pb.StepResponse]] | None
+) -> None:
+    async with beside_liars() as (engines, (lied_to, honest), peers):
+        await until(lambda: lied_to.is_ready and honest.is_ready)
+        if answer is None:
+            peers[1, 0].garbled = {"Step"}
+        else:
+            peers[1, 0].answers = answer
+        requests = [complete(engines, str(n), [1, 2, 3, 4, 5], 6) for n in range(4)]
+        for request in await asyncio.gather(*requests):
+            assert request.sequences[0].error is None
+            assert request.sequences[0].num_output_tokens == 6
+        await until(lambda: is_named(lied_to, problem))
+        assert lied_to.measures.totals().faults == {"lied": 1, "unexpected": 0}
+        assert honest.measures.totals().losses == {"lost": 0, "left": 0}
+
+        peers[1, 0].answers, peers[1, 0].garbled = lambda response: [response], ()
+        peers[1, 0].instance_id = "second"
+        await until(lambda: lied_to.is_ready)
+
+
+# ---- what nobody expected
+
+
+class Failing(FakeExecutors):
+    """Executors of which a call fails so many times, in a way that nothing is planned for.
+
+    Attributes:
+        call: Which one; "commit": the engine cannot take what `receive` returned.
+        num_times: How often, altogether.
+        times: When it failed.
+    """
+
+    def __init__(self, call: str, num_times: int = 1, error: Exception | None = None) -> None:
+        super().__init__(make_shape(), random.Random(0), step_s=0.001)
+        self.call, self.num_times = call, num_times
+        self.times: list[float] = []
+        self._error = error or ValueError("nobody thought of this")
+
+    def is_due(self, call: str) -> bool:
+        if call != self.call or len(self.times) == self.num_times:
+            return False
+        self.times.append(asyncio.get_running_loop().time())
+        return True
+
+    def fail_at(self, call: str) -> None:
+        if self.is_due(call):
+            raise self._error
+
+    async def form(self) -> GroupInfo:
+        self.fail_at("form")
+        return await super().form()
+
+    def send(self, step: InFlight) -> None:
+        self.fail_at("send")
+        super().send(step)
+
+    async def receive(self, step: InFlight) -> StepResult:
+        self.fail_at("receive")
+        result = await super().receive(step)
+        return result * 2 if self.is_due("commit") else result  # of ranks that are not there
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError("division by zero")])
+@pytest.mark.parametrize("call", ["form", "send", "receive", "commit"])
+@on_virtual_clock
+async def test_an_error_that_nobody_expected_costs_its_group_and_no_request(
+    call: str, error: Exception, logs: list[Any]
+) -> None:
+    failing = Failing(call, error=error)
+    honest = FakeExecutors(make_shape(), random.Random(0), step_s=0.001)
+    async with two_groups(failing, honest) as (engines, by_group):
+        await until(lambda: by_group[1].is_ready)
+        requests = [complete(engines, str(n), [1, 2, 3, 4, 5], 6) for n in range(6)]
+        for request in await asyncio.gather(*requests):
+            assert request.sequences[0].error is None
+        await until(lambda: bool(failing.times) and by_group[0].is_ready)
+    assert by_group[0].measures.totals().faults == {"lied": 0, "unexpected": 1}
+    assert by_group[1].measures.totals().losses == {"lost": 0, "left": 0}
+    [record] = [record for record in logs if record["event"] == "group_failed"]
+    assert (record["group"], record["log_level"]) == (0, "error")
+    assert record["exc_info"]
+
+
+@on_virtual_clock
+async def test_a_group_that_fails_to_form_again_and_again_is_tried_ever_less_often() -> None:
+    failing = Failing("form", num_times=15)
+    async with two_groups(failing) as (engines, [engine]):
+        await until(lambda: len(failing.times) == 1)
+        assert "ValueError: nobody thought of this" in engine.status().problem
+        assert engine.status().state == serving_pb2.GROUP_STATE_FORMING
+        await until(lambda: engine.is_ready, 1.0)
+        assert (await complete(engines, "a", [1, 2, 3], 4)).sequences[0].error is None
+    waits = [after - before for before, after in itertools.pairwise(failing.times)]
+    assert waits == pytest.approx([0.01 * 2**n for n in range(11)] + [15.0] * 3)
+    assert engine.measures.totals().faults["unexpected"] == 15
+
+
+@on_virtual_clock
+async def test_a_group_that_stepped_before_it_failed_is_tried_again_soon() -> None:
+    failing = Failing("receive", num_times=0)
+    async with two_groups(failing) as (engines, [engine]):
+        for name in range(8):
+            await until(lambda: engine.is_ready)
+            asking = asyncio.create_task(complete(engines, str(name), [1, 2, 3], 20))
+            await until(lambda: engine.status().step > 2)
+            failing.num_times += 1
+            assert (await asking).sequences[0].error is None
+    assert len(failing.times) == 8
+    assert (
+        engine.lost_time < 1.2
+    )  # with ever longer waits, 1.27 s before the last one and its steps
+
+
+@on_virtual_clock
+async def test_requests_that_a_failed_router_cannot_keep_fail_and_do_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(scheduler: Scheduler) -> None:
+        raise ValueError("its rows are in no known state")
+
+    failing = Failing("receive", num_times=0)
+    async with two_groups(failing) as (engines, [engine]):
+        await until(lambda: engine.is_ready)
+        with monkeypatch.context() as broken:
+            broken.setattr(Scheduler, "abandon", fail)
+            asking = asyncio.create_task(complete(engines, "a", [1, 2, 3], 20))
+            await until(lambda: engine.status().step > 2)
+            failing.num_times = 1
+            error = (await asking).sequences[0].error
+        assert isinstance(error, ExecutorFailed)
+        await until(lambda: engine.is_ready)
+        assert (await complete(engines, "b", [1, 2, 3], 4)).sequences[0].error is None
+    assert engine.measures.totals().faults["unexpected"] == 2
