@@ -60,6 +60,22 @@ MAX_ENTRIES = 14
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function": the reason; at most five
 
+# What runs code that it finds in data.
+RUNNING_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+}
+RUNNING_CALLS = {
+    *("eval", "exec", "compile", "builtins.eval", "builtins.exec"),
+    *("torch.load", "torch.hub.load", "torch.jit.load", "np.load", "numpy.load", "yaml.load"),
+}
+
 # A module's first line is a noun phrase of the field.
 QUESTIONS = {"what", "which", "how", "who", "whom", "whose", "whether", "where", "when", "why"}
 
@@ -156,6 +172,18 @@ def long_functions(root: Path) -> Iterator[str]:
                 name = f"{path.relative_to(root)}:{node.name}"
                 if size > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS:
                     yield f"{name} has {size} code lines"
+
+
+def code_from_outside(root: Path) -> Iterator[str]:
+    """Bytes from outside are read by formats that cannot run anything."""
+    for path in (path for package in PRODUCT for path in modules_of(root / package)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = {ast.unparse(node.func)} if isinstance(node, ast.Call) else set()
+            for name in found & RUNNING_CALLS:
+                yield f"{path}:{node.lineno} calls {name}"
+        for name in imports_of(path):
+            if name.split(".")[0] in RUNNING_MODULES or name in RUNNING_CALLS:
+                yield f"{path} imports {name}"
 
 
 def unnamed_ideas(root: Path) -> Iterator[str]:

@@ -16,6 +16,7 @@ BREAKS = {
     "early_flashinfer": ("executor/worker.py", "import flashinfer"),
     "shared_test_modules": ("tests/router/test_top.py", "from tests.router.test_app import STOP"),
     "long_functions": ("deploy/local/demo.py", LONG),
+    "code_from_outside": ("protos/settings.py", "import pickle"),
     "unnamed_ideas": ("executor/worker.py", '"""How a step runs."""'),
 }
 
@@ -30,6 +31,20 @@ def test_a_break_is_found(tmp_path: Path, rule: str) -> None:
     [found] = getattr(rules, rule)(tmp_path)
 
     assert name in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from torch import load", "weights = torch.load(path)", "x = eval(text)", "import marshal"],
+)
+def test_what_runs_code_that_it_finds_in_data_is_found(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "executor/model/weights.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"def read() -> None:\n    {line}\n")
+
+    [found] = rules.code_from_outside(tmp_path)
+
+    assert str(path) in found
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.repo.source import ROOT
         rules.early_flashinfer,
         rules.shared_test_modules,
         rules.long_functions,
+        rules.code_from_outside,
         rules.unnamed_ideas,
     ],
 )

@@ -26,13 +26,13 @@ trap, which ends that process's CUDA context. Such a rank must be restarted as w
 death in the middle of a step all ranks usually are.
 """
 
-import pickle
 from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
 
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.flashinfer.values import decode, encode
 
 
 class HostGroup(Protocol):
@@ -50,12 +50,12 @@ class HostGroup(Protocol):
 
 
 class GroupCommunicator:
-    """What FlashInfer calls a CommBackend: small Python objects between the ranks of a group.
+    """What FlashInfer calls a CommBackend: small values between the ranks of a group (values.py).
 
     Its methods have the library's names. All but the first two must be called by every rank.
 
     Args:
-        group: Carries the bytes. Its ranks trust one another: they unpickle what they get.
+        group: Carries the bytes.
     """
 
     def __init__(self, group: HostGroup) -> None:
@@ -68,8 +68,13 @@ class GroupCommunicator:
         return self._group.world_size
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        """Returns what each rank gave, in order of rank."""
-        sent = torch.frombuffer(bytearray(pickle.dumps(data)), dtype=torch.uint8)
+        """Returns what each rank gave, in order of rank.
+
+        Raises:
+            TypeError: The data is of a type that the library told nobody when this was written.
+            ValueError: What came is no value.
+        """
+        sent = torch.frombuffer(bytearray(encode(data)), dtype=torch.uint8)
         lens = torch.empty(self.Get_size(), dtype=torch.int64)
         self._group.all_gather(lens, torch.tensor([len(sent)]))
         padded = torch.zeros(int(lens.max()), dtype=torch.uint8)
@@ -77,7 +82,7 @@ class GroupCommunicator:
         received = torch.empty(self.Get_size() * len(padded), dtype=torch.uint8)
         self._group.all_gather(received, padded)
         parts = zip(received.view(self.Get_size(), -1).numpy(), lens.tolist(), strict=True)
-        return tuple(pickle.loads(part[:length].tobytes()) for part, length in parts)
+        return tuple(decode(part[:length].tobytes()) for part, length in parts)
 
     def bcast(self, data: Any, root: int) -> Any:
         """Returns what ``root`` gave."""
