@@ -21,6 +21,8 @@ class ExecutorConfig(ServiceConfig):
 
     model: Path = setting(rule=CHECKPOINT)
     """Folder of a Hugging Face checkpoint."""
+    anonymous_callers: str = setting("off", ON_OFF)
+    """on lets callers off loopback drive this executor without a certificate or a token."""
     advertised_host: str | None = setting(None, unset="the host of --listen")
     """Host at which the group's other executors reach this one."""
     dp_rank: int = 0
@@ -145,12 +147,14 @@ class ExecutorConfig(ServiceConfig):
         check_step_limits(self.max_num_batched_tokens, self.max_num_seqs, self.num_logits)
 
     def _check_callers(self) -> None:
-        if self.tls_cert and not self.identifies_callers and not is_loopback(self.listen):
-            raise ValueError(
-                f"listen={self.listen}: any caller that reaches it could drive this executor: set "
-                f"tls_client_ca, so that the router needs a certificate, or auth_tokens, so that it "
-                f"needs a token"
-            )
+        if self.identifies_callers or self.anonymous_callers == "on" or is_loopback(self.listen):
+            return
+        raise ValueError(
+            f"listen={self.listen}: any caller that reaches it could drive this executor, and have "
+            f"it join a group of theirs: set auth_tokens, and executor_token of the router, so that "
+            f"callers need a token; or tls_client_ca, so that they need a certificate; or, where the "
+            f"network itself keeps others out, anonymous_callers=on"
+        )
 
     def _check_ranks(self) -> None:
         if self.node_rank and not self.dp_ranks_per_node:

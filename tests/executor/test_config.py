@@ -32,7 +32,16 @@ def model(tmp_path: Path) -> Path:
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: with dp_size=2 it is 0 to 1"),
         ({"node_rank": 1}, "node_rank=1: need dp_ranks_per_node"),
         ({"dp_rank": 8, "dp_ranks_per_node": 8}, "dp_rank counts within the node, from 0 to 7"),
-        ({"dp_size": 2, "listen": "0.0.0.0:1", "plaintext": "on"}, "advertised_host is not set"),
+        (
+            {"dp_size": 2, "listen": "0.0.0.0:1", "plaintext": "on", "anonymous_callers": "on"},
+            "advertised_host is not set",
+        ),
+        (
+            {"listen": "10.0.0.7:1", "plaintext": "on"},
+            "listen=10.0.0.7:1: any caller .* set auth_tokens, and executor_token of the router, .* "
+            "or tls_client_ca, .* or, where the network .* anonymous_callers=on",
+        ),
+        ({"anonymous_callers": "yes"}, "anonymous_callers=yes: need one of on, off"),
         ({"dtype": "int8"}, "dtype=int8: need one of auto, float32, bfloat16"),
         ({"device": "tpu"}, "device=tpu"),
         ({"block_size": 0}, "block_size=0: need at least 1"),
@@ -130,9 +139,21 @@ def test_a_pod_and_a_container_together_name_a_rank(
 def test_peers_are_told_the_advertised_host_first_and_every_address_is_open_only_if_listen_is(
     model: Path, listen: str, advertised_host: str | None, expected: tuple[str | None, str | None]
 ):
-    address = {"listen": listen, "advertised_host": advertised_host, "plaintext": "on"}
-    config = ExecutorConfig(model=model, **address)
+    config = ExecutorConfig(
+        model=model,
+        listen=listen,
+        advertised_host=advertised_host,
+        plaintext="on",
+        anonymous_callers="on",
+    )
     assert (config.peer_host, config.bind_host) == expected
+
+
+def test_an_executor_off_loopback_takes_callers_with_a_token(model: Path, tmp_path: Path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a token that is long enough\n".replace(" ", "-"))
+    ExecutorConfig(model=model, listen="10.0.0.7:1", plaintext="on", auth_tokens=tokens)
+    ExecutorConfig(model=model, listen="127.0.0.1:1")
 
 
 def test_the_longest_sequence_is_the_checkpoints_unless_that_is_huge():

@@ -6,6 +6,7 @@ some seconds. Fails if an answer is wrong, a stream is not whole or the cut was 
 """
 
 import asyncio
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -44,11 +45,14 @@ def start(hosts: Hosts, name: str, args: list[str], log_dir: Path) -> Process:
 async def stack(hosts: Hosts, log_dir: Path) -> AsyncIterator[str]:
     """Runs a router and its executors, each on its host. Yields the router's address."""
     processes = []
+    token = log_dir / "token"
+    token.write_text(secrets.token_hex())
     try:
         for rank, name in enumerate(EXECUTORS):
             args = [
                 *("-m", "executor", "--model", str(DEMO_MODEL), "--listen", f"0.0.0.0:{PORT}"),
                 *("--advertised-host", hosts.address(name), "--plaintext", "on"),
+                *("--auth-tokens", str(token)),
                 *("--dp-rank", str(rank), "--dp-size", str(len(EXECUTORS)), *EXECUTOR_ARGS),
             ]
             processes.append(start(hosts, name, args, log_dir))
@@ -57,7 +61,7 @@ async def stack(hosts: Hosts, log_dir: Path) -> AsyncIterator[str]:
         group = ",".join(f"{hosts.address(name)}:{PORT}" for name in EXECUTORS)
         args = [
             *("-m", "router", "--listen", f"{hosts.address(ROUTER)}:{PORT}", "--group", group),
-            *("--plaintext", "on", "--executor-plaintext", "on"),
+            *("--plaintext", "on", "--executor-plaintext", "on", "--executor-token", str(token)),
             *("--tokenizer", str(DEMO_MODEL), "--min-step-deadline-s", "2"),
         ]
         processes.append(start(hosts, ROUTER, args, log_dir))
