@@ -4,15 +4,17 @@ A server looks at its TLS files at every handshake: the next connection gets the
 and open connections go on. A client's channel keeps what it was opened with; its owner opens
 another.
 
-A file of tokens has one a line; empty lines and lines that begin with # do not count. A server
-takes any of them, a caller sends the first. To replace a token, add the new one where it is
-checked, then change it where it is sent, then remove the old one. A token's text is in no log and
-no error: a bad line is named by its number.
+A file of tokens has one a line, behind the name of its caller and a blank if it has one; empty lines
+and lines that begin with # do not count. A server takes any of them, a caller sends the first. To
+replace a token, add the new one where it is checked, then change it where it is sent, then remove
+the old one: under one name, both are one caller's. A token's text is in no log and no error: a bad
+line is named by its number.
 """
 
 import hashlib
 import hmac
 import re
+import secrets
 import ssl
 import threading
 import time
@@ -33,6 +35,8 @@ NUM_READS = 5  # of TLS files, while somebody writes them
 TOKEN_RELOAD_S = 1.0  # a file of tokens is looked at so often at most, since every call asks
 MIN_TOKEN_LENGTH = 16
 AUTHORIZATION, SCHEME = "authorization", "Bearer "  # of the metadata that bring a token
+
+_NAME_KEY = secrets.token_bytes(16)  # without it, no guess at a token can be tried on its name
 
 Raw = TypeVar("Raw")
 Parsed = TypeVar("Parsed")
@@ -244,29 +248,40 @@ def channel_credentials(tls: TlsBytes) -> "grpc.ChannelCredentials":
     return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
 
 
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """Returns a file's tokens.
+def read_tokens(path: Path) -> dict[str, str]:
+    """Returns the names of a file's tokens, in order.
+
+    A token that the file gives no name has a hash for one, the same for as long as this process
+    runs.
 
     Raises:
         OSError: It cannot be read.
         ValueError: It has none, or a line that is none.
     """
-    tokens = []
+    tokens = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        token = line.strip().decode("ascii", errors="replace")
-        if not token or token.startswith("#"):
+        *name, token = line.decode("ascii", errors="replace").split() or [""]
+        if not token or (name or [token])[0].startswith("#"):
             continue
-        if re.fullmatch(r"[!-~]+", token) is None:
-            raise ValueError(f"{path}, line {number}: a token has visible ASCII characters only")
+        if len(name) > 1 or re.fullmatch(r"[!-~]+", "".join([*name, token])) is None:
+            raise ValueError(
+                f"{path}, line {number}: need TOKEN or NAME TOKEN, of visible ASCII characters only"
+            )
+        if name and len(name[0]) >= MIN_TOKEN_LENGTH:
+            raise ValueError(
+                f"{path}, line {number}: the first of two is a name, and a name is shorter than "
+                f"{MIN_TOKEN_LENGTH} characters, as no token is; write one token on each line"
+            )
         if len(token) < MIN_TOKEN_LENGTH:
             raise ValueError(
                 f"{path}, line {number}: a token of {len(token)} characters can be guessed; need "
                 f"{MIN_TOKEN_LENGTH}, such as those of: openssl rand -hex 32"
             )
-        tokens.append(token)
+        digest = hashlib.blake2b(token.encode(), key=_NAME_KEY, digest_size=16)
+        tokens[token] = name[0] if name else digest.hexdigest()
     if not tokens:
         raise ValueError(f"{path} has no token: write one on each line")
-    return tuple(tokens)
+    return tokens
 
 
 class AcceptedTokens:
@@ -280,17 +295,18 @@ class AcceptedTokens:
     def __init__(self, path: Path) -> None:
         self._hashes = Watched(
             "auth_tokens",
-            lambda: tuple(_hash(token) for token in read_tokens(path)),
+            lambda: [(_hash(token), name) for token, name in read_tokens(path).items()],
             lambda hashes: hashes,
             interval_s=TOKEN_RELOAD_S,
         )
 
-    def accepts(self, token: str) -> bool:
-        """Returns whether this is one of them, in a time that is the same for every wrong one."""
-        given, is_one = _hash(token), False
-        for known in self._hashes.value():
-            is_one |= hmac.compare_digest(given, known)
-        return is_one
+    def name_of(self, token: str) -> str | None:
+        """Returns the token's name; None, in a time that is the same for all, if it is none of them."""
+        given, found = _hash(token), None
+        for known, name in self._hashes.value():
+            if hmac.compare_digest(given, known):
+                found = name
+        return found
 
 
 def token_sender(path: Path) -> Callable[[], str]:
@@ -301,7 +317,7 @@ def token_sender(path: Path) -> Callable[[], str]:
         ValueError: It makes no sense.
     """
     return Watched(
-        "token", lambda: read_tokens(path)[0], lambda token: token, interval_s=TOKEN_RELOAD_S
+        "token", lambda: next(iter(read_tokens(path))), lambda t: t, interval_s=TOKEN_RELOAD_S
     ).value
 
 

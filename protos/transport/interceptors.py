@@ -6,6 +6,7 @@ A call passes `NameInterceptor` and `TokenInterceptor`, as far as a port has the
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,6 +28,19 @@ NEEDED = "send the metadata 'authorization: Bearer TOKEN'"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Caller = tuple[str, ...]  # names that tell it apart; none where callers bring nothing
+
+_token_name: ContextVar[str] = ContextVar("token_name")
+
+
+def caller_of(context: Context) -> Caller:
+    """Returns who calls: the name of the call's token, then those in the client's certificate.
+
+    Of a certificate, the alternative names, or the common name where it has none.
+    """
+    token, names = _token_name.get(None), context.peer_identities() or ()
+    certified = [name.decode(errors="backslashreplace") for name in names]
+    return (*([] if token is None else [token]), *certified)
 
 
 class Unauthenticated(RpcError):
@@ -79,7 +93,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         value = given[0]
         if not isinstance(value, str) or value[: len(SCHEME)].lower() != SCHEME.lower():
             return self._other
-        return None if self._tokens.accepts(value[len(SCHEME) :]) else self._wrong
+        name = self._tokens.name_of(value[len(SCHEME) :])
+        if name is None:
+            return self._wrong
+        _token_name.set(name)  # a call is a task of its own, handler included
+        return None
 
 
 class NameInterceptor(grpc.aio.ServerInterceptor):

@@ -1,5 +1,6 @@
 """If a check of a caller lets a stranger through, all prompts and answers are his."""
 
+import hashlib
 import itertools
 import logging
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.support.echo_server import (
     NOT_CONNECTED,
     REFLECTION,
     STREAM,
+    WHO,
     Refused,
     ask,
     calling,
@@ -154,7 +156,11 @@ async def test_a_token_can_be_replaced_while_calls_go_on(tokens: Path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "# none", "short", "with space in between", "ünïcödé-" * 3]
+    "content",
+    [
+        *("", "# none", "short", "with space in between", "ünïcödé-" * 3),
+        *("name short", f"n\xe4me {WRONG}", f"# {WRONG}", f"{WRONG} {SECOND}"),
+    ],
 )
 def test_a_file_that_makes_no_sense_leaves_the_tokens_as_they_were(
     tokens: Path, content: str, caplog: pytest.LogCaptureFixture
@@ -162,20 +168,20 @@ def test_a_file_that_makes_no_sense_leaves_the_tokens_as_they_were(
     accepted = AcceptedTokens(tokens)
     tokens.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert accepted.accepts(TOKEN)
-        assert not accepted.accepts(content)
+        assert accepted.name_of(TOKEN)
+        assert not accepted.name_of(content)
 
     with pytest.raises(ValueError, match=str(tokens)) as caught:
         read_tokens(tokens)
     assert not content or content not in str(caught.value)
 
     tokens.unlink()
-    assert accepted.accepts(TOKEN)
+    assert accepted.name_of(TOKEN)
     assert stale_files()["auth_tokens"] == 1
     tokens.write_text(WRONG)
-    assert accepted.accepts(WRONG)
+    assert accepted.name_of(WRONG)
     assert stale_files()["auth_tokens"] == 0
-    assert not accepted.accepts(TOKEN)
+    assert not accepted.name_of(TOKEN)
 
 
 def test_tokens_are_compared_as_hashes_and_all_of_them(
@@ -192,8 +198,41 @@ def test_tokens_are_compared_as_hashes_and_all_of_them(
     monkeypatch.setattr("hmac.compare_digest", note)
     for token in (TOKEN, SECOND, WRONG, ""):
         compared.clear()
-        accepted.accepts(token)
+        accepted.name_of(token)
         assert compared == [(32, 32)] * 2
+
+
+async def test_a_caller_keeps_its_name_when_its_token_changes(tokens: Path):
+    tokens.write_text(f"search {TOKEN}\nsearch {SECOND}\n{WRONG}\n")
+    async with serving(auth_tokens=tokens) as address:
+        names = []
+        for token in (TOKEN, SECOND, WRONG):
+            async with calling(address, token=token) as channel:
+                names.append(await ask(channel, WHO))
+                tokens.write_text(tokens.read_text() + "# read again\n")
+                assert await ask(channel, WHO) == names[-1]
+    assert names[:2] == [b"search"] * 2
+    assert len(names[2]) == 32  # it has none: a hash
+    assert names[2] not in hashlib.sha256(WRONG.encode()).hexdigest().encode()
+
+
+async def test_a_caller_is_told_by_its_certificate_and_its_token(
+    authority: Authority, tokens: Path
+):
+    tokens.write_text(f"search {TOKEN}")
+    settings = mutual_tls(authority)
+    client = authority.issue("client", "client.example", "10.0.0.7")
+    async with (
+        serving(**settings) as by_certificate,
+        serving(**settings, auth_tokens=tokens) as by_both,
+        serving() as by_nothing,
+    ):
+        async with calling(by_certificate, client) as channel:
+            assert await ask(channel, WHO) == b"client.example|10.0.0.7"
+        async with calling(by_both, client, TOKEN) as channel:
+            assert await ask(channel, WHO) == b"search|client.example|10.0.0.7"
+        async with calling(by_nothing, token=TOKEN) as channel:  # a word that nobody checked
+            assert await ask(channel, WHO) == b""
 
 
 def test_a_server_keeps_no_token(tokens: Path):

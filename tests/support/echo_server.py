@@ -13,12 +13,12 @@ from grpc_health.v1 import health_pb2
 from protos.transport.admission import Refusals
 from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import TlsFiles, channel_credentials
-from protos.transport.interceptors import RequestReader
+from protos.transport.interceptors import RequestReader, caller_of
 from protos.transport.port import ServiceConfig
 from tests.support.certificates import Authority
 
 ANY = "127.0.0.1:0"
-ECHO, STREAM = "/test.Echo/One", "/test.Echo/Many"
+ECHO, STREAM, WHO = "/test.Echo/One", "/test.Echo/Many", "/test.Echo/Who"
 HEALTH = "/grpc.health.v1.Health/Check"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
@@ -41,6 +41,10 @@ async def echo(request: bytes, context: Any) -> bytes:
 
 async def check(request: bytes, context: Any) -> bytes:
     return health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+
+
+async def tell_caller(request: bytes, context: Any) -> bytes:
+    return "|".join(caller_of(context)).encode()
 
 
 async def echo_all(requests: AsyncIterator[bytes], context: Any) -> None:
@@ -69,7 +73,11 @@ async def serving(refused: Counter[str] | None = None, **settings: Any) -> Async
     )
     one = grpc.unary_unary_rpc_method_handler(echo)
     health = grpc.unary_unary_rpc_method_handler(check)
-    handlers = {"One": one, "Many": grpc.stream_stream_rpc_method_handler(echo_all)}
+    handlers = {
+        "One": one,
+        "Many": grpc.stream_stream_rpc_method_handler(echo_all),
+        "Who": grpc.unary_unary_rpc_method_handler(tell_caller),
+    }
     info = grpc.stream_stream_rpc_method_handler(reflect)
     server.add_generic_rpc_handlers(
         (
