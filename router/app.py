@@ -62,7 +62,7 @@ async def run(config: RouterConfig) -> None:
     ]
     engines.drive(by_group)
     health = Health()
-    servicer = GenerationServicer(engines, tokenizer, _version())
+    servicer = GenerationServicer(engines, tokenizer, _version(), config)
     refusals = Refusals(engines.measures.add_refusal)
     metrics_port = config.serve_metrics(
         collector(engines, _version()), engines.measures.add_refusal

@@ -11,12 +11,13 @@ from router.engine.engine import EngineSettings
 from router.executors.discovery import check_addresses
 from router.executors.group import GroupSettings
 from router.executors.security import ExecutorSecurity
+from router.requests.callers import CallerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(EngineSettings, GroupSettings, ExecutorSecurity, ServiceConfig):
-    """Every setting of a router: its own, of its engines and groups, its ports and the way to
-    executors."""
+class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecurity, ServiceConfig):
+    """Every setting of a router: its own, of its engines and groups, its callers, its ports and the
+    way to executors."""
 
     groups: tuple[tuple[str, ...], ...] = setting(
         rule=Rule("at least one group", bool, "HOST:PORT,...|dns:NAME:PORT?size=N"), flag="--group"

@@ -8,11 +8,14 @@ import grpc
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
+from protos.transport.interceptors import Caller, caller_of
 from router.api.generate_many import ManyCall
 from router.api.messages import model_response, read_request, served, take_response
 from router.api.text import Tokenizer
 from router.engine.engines import Engines
+from router.engine.status import hide_executors
 from router.errors import QueueFull, RequestNotFound
+from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,32 +37,42 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         engines: What runs the requests.
         tokenizer: Of the model; None where clients send token ids only.
         version: This router's, for GetStatus.
+        settings: What a caller may see and take.
     """
 
-    def __init__(self, engines: Engines, tokenizer: Tokenizer | None, version: str) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        tokenizer: Tokenizer | None,
+        version: str,
+        settings: CallerSettings = DEFAULTS,
+    ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
         self._version = version
+        self._settings = settings
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: serving_pb2.GenerateRequest, context: Context
     ) -> None:
         async with abort_on_error(context):
-            await self.run(request, context.write, call_timeout_s=context.time_remaining())
+            caller, timeout_s = caller_of(context), context.time_remaining()
+            await self.run(request, context.write, caller=caller, call_timeout_s=timeout_s)
 
     async def GenerateMany(  # type: ignore[override]
         self, request_iterator: AsyncIterator[serving_pb2.GenerateManyRequest], context: Context
     ) -> None:
         async with abort_on_error(context):
             with self._open_listener() as listener:
-                call = ManyCall(self._engines, self._tokenizer, listener)
+                caller, settings = caller_of(context), self._settings
+                call = ManyCall(self._engines, self._tokenizer, listener, caller, settings)
                 await call.run(request_iterator, context.write)
 
     async def Cancel(
         self, request: serving_pb2.CancelRequest, context: Context
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
-            found = self._engines.find(request.request_id)
+            found = self._engines.find(caller_of(context), request.request_id)
             if found is None:
                 raise RequestNotFound(request.request_id)
             self._engines.cancel(found)
@@ -75,13 +88,21 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(
         self, request: serving_pb2.GetStatusRequest, context: Context
     ) -> serving_pb2.GetStatusResponse:
-        return serving_pb2.GetStatusResponse(groups=self._engines.status(), version=self._version)
+        return serving_pb2.GetStatusResponse(groups=self.status(context), version=self._version)
+
+    def status(self, context: Context) -> list[serving_pb2.GroupStatus]:
+        """Returns the status of every group, as far as it is the caller's to know."""
+        groups = self._engines.status()
+        if not self._settings.is_operator(caller_of(context)):
+            hide_executors(groups)
+        return groups
 
     async def run(
         self,
         message: serving_pb2.GenerateRequest,
         write: Write,
         *,
+        caller: Caller,
         call_timeout_s: float | None = None,
     ) -> None:
         """Runs one request of a call, whichever service it came by.
@@ -89,6 +110,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         Args:
             message: As our own API would get it.
             write: Sends one response.
+            caller: Who called.
             call_timeout_s: What is left of the call's deadline; None if it has none.
 
         Raises:
@@ -102,6 +124,8 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
                     tokenizer=self._tokenizer,
                     listener=listener,
                     call_timeout_s=call_timeout_s,
+                    caller=caller,
+                    settings=self._settings,
                 )
                 self._engines.submit(submitted)
             try:

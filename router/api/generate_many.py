@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
+from protos.transport.interceptors import Caller
 from router.api.messages import read_request, tagged_error, take_response
 from router.api.text import Tokenizer
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
+from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Listener, Request, Sequence
 
 # Waiting to be sent, because the client does not read; past these, nothing more of it is read.
@@ -34,12 +36,23 @@ class ManyCall:
         engines: What runs the requests.
         tokenizer: Of the model, where the router has one.
         listener: Of this stream only.
+        caller: Who opened the stream.
+        settings: What a caller may ask for.
     """
 
-    def __init__(self, engines: Engines, tokenizer: Tokenizer | None, listener: Listener) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        tokenizer: Tokenizer | None,
+        listener: Listener,
+        caller: Caller = (),
+        settings: CallerSettings = DEFAULTS,
+    ) -> None:
         self._engines = engines
         self._tokenizer = tokenizer
         self._listener = listener
+        self._caller = caller
+        self._settings = settings
         self._live: dict[int, Request] = {}
         self._detailed: dict[int, Request] = {}  # the live ones whose tokens are no columns
         self._refusals: asyncio.Queue[serving_pb2.TaggedError] = asyncio.Queue(MAX_REFUSALS)
@@ -114,6 +127,8 @@ class ManyCall:
                 tokenizer=self._tokenizer,
                 listener=self._listener,
                 tag=tag,
+                caller=self._caller,
+                settings=self._settings,
             )
             self._live[tag] = request
             if not request.is_columnar:

@@ -6,6 +6,7 @@ in range, and of the engine's types. An error names the field at fault.
 
 import asyncio
 import random
+import re
 import uuid
 from collections.abc import Sequence as SequenceOf
 
@@ -15,8 +16,10 @@ from google.protobuf.duration_pb2 import Duration
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
+from protos.transport.interceptors import Caller
 from router.api.text import OutputText, StopStrings, Tokenizer
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
+from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
 from router.requests.request import (
     FinishReason,
     Int32Array,
@@ -30,9 +33,8 @@ from router.requests.request import (
 )
 from router.scheduling.step import ServedModel
 
-MAX_REQUEST_ID_LEN = 128
+REQUEST_ID = re.compile(r"[!-~]{0,128}")
 MAX_N = 64
-MAX_PRIORITY = 100
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_TOKEN_IDS = 64
@@ -68,6 +70,8 @@ async def read_request(
     listener: Listener,
     call_timeout_s: float | None = None,
     tag: int | None = None,
+    caller: Caller = (),
+    settings: CallerSettings = DEFAULTS,
 ) -> Request:
     """Returns what a client asked for, not submitted yet.
 
@@ -78,6 +82,8 @@ async def read_request(
         listener: Whom to wake with the answer.
         call_timeout_s: What is left of the call's deadline; None if it has none.
         tag: The request's number on a GenerateMany stream; None on a call of its own.
+        caller: Who sent it.
+        settings: What a caller may ask for.
 
     Raises:
         NotReady: The model is not known yet.
@@ -88,13 +94,14 @@ async def read_request(
     model = served(model)
     if message.model not in ("", model.name):
         raise ModelNotFound(message.model, model.name)
-    if len(message.request_id) > MAX_REQUEST_ID_LEN:
+    if REQUEST_ID.fullmatch(message.request_id) is None:
         raise InvalidRequest(
             "request_id",
-            f"{len(message.request_id)} characters are too many; send at most {MAX_REQUEST_ID_LEN}",
+            f"{quoted(message.request_id)} is not 1 to 128 visible ASCII characters; send such an "
+            f"id, or none to be given one",
         )
     _check_range("n", message.n, 0, MAX_N)
-    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority)
     timeout_s = _read_timeout(message, call_timeout_s)
     sampling = _read_sampling(message.sampling, model)
     output = _read_output(message, tokenizer)
@@ -106,7 +113,7 @@ async def read_request(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt=prompt,
         sampling=sampling,
-        stop=_read_stop(message.stop, model, len(prompt)),
+        stop=_read_stop(message, model, len(prompt), settings.max_request_outputs),
         output=output,
         listener=listener,
         arrival_time=arrival_time,
@@ -115,6 +122,9 @@ async def read_request(
         deadline=None if timeout_s is None else arrival_time + timeout_s,
         tag=tag or 0,
         is_columnar=tag is not None and is_plain,
+        caller=caller,
+        cache_salt=settings.cache_salt(caller),
+        hides_cached=settings.is_cache_shared,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
         stops = StopStrings(message.stop.stop_strings) if message.stop.stop_strings else None
@@ -249,20 +259,34 @@ def _check_stop(
 
 
 def _read_stop(
-    message: serving_pb2.StopConditions, model: ServedModel, num_prompt_tokens: int
+    message: serving_pb2.GenerateRequest,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    max_outputs: int,
 ) -> StopConditions:
     """Resolves what `_check_stop` has let pass."""
+    stop, output, n = message.stop, message.output, message.n or 1
+    num_top = output.top_logprobs if output.logprobs else 0
+    most = max_outputs // (n * (1 + num_top))
     max_tokens = model.max_model_len - num_prompt_tokens
-    if message.HasField("max_tokens"):
-        max_tokens = min(max_tokens, message.max_tokens)
-    stop_token_ids = dict.fromkeys(message.stop_token_ids)
-    if not message.ignore_eos:
+    if stop.HasField("max_tokens"):
+        max_tokens = min(max_tokens, stop.max_tokens)
+        if max_tokens > most:
+            raise InvalidRequest(
+                "stop.max_tokens",
+                f"n={n} x max_tokens={max_tokens} x (1 + top_logprobs={num_top}) is "
+                f"{n * max_tokens * (1 + num_top)}; a request may ask for {max_outputs} at most: "
+                f"send {most} or less here, or less of the others",
+            )
+    max_tokens = min(max_tokens, most)
+    stop_token_ids = dict.fromkeys(stop.stop_token_ids)
+    if not stop.ignore_eos:
         stop_token_ids |= dict.fromkeys(model.eos_token_ids)
     return StopConditions(
         max_tokens=max_tokens,
-        min_tokens=min(max_tokens, message.min_tokens),
+        min_tokens=min(max_tokens, stop.min_tokens),
         stop_token_ids=tuple(stop_token_ids),
-        has_stop_strings=bool(message.stop_strings),
+        has_stop_strings=bool(stop.stop_strings),
     )
 
 
@@ -382,7 +406,7 @@ def _finish(sequence: Sequence) -> serving_pb2.Finish:
         stop_token_id=sequence.stop_token_id,
         stop_string=sequence.stop_string,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_cached_tokens=progress.num_cached_tokens,
+        num_cached_tokens=0 if sequence.request.hides_cached else progress.num_cached_tokens,
         num_completion_tokens=sequence.num_output_tokens,
         num_preemptions=progress.num_preemptions,
         queue_time=since_arrival(progress.start_time),

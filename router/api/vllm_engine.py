@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
+from protos.transport.interceptors import Caller, caller_of
 from router.api.generate import GenerationServicer
 from router.api.messages import served
 from router.api.vllm_messages import (
@@ -87,14 +88,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self._version = version
         self._is_ready = is_ready
         self._start_time = asyncio.get_running_loop().time()
-        self._calls: dict[str, asyncio.Task[Any]] = {}  # of Generate, by request id
+        self._calls: dict[tuple[Caller, str], asyncio.Task[Any]] = {}  # of Generate, by request id
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(self, request: Message, context: Context) -> None:
         call = asyncio.current_task()
         assert call is not None, "gRPC runs each call in a task"
+        name = (caller_of(context), request.request_id)
         if request.request_id:  # else nobody can name it
-            self._calls.setdefault(request.request_id, call)
+            self._calls.setdefault(name, call)
         try:
             async with abort_on_error(context):
                 try:
@@ -103,8 +105,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     use_field_names(error)
                     raise
         finally:
-            if self._calls.get(request.request_id) is call:
-                del self._calls[request.request_id]
+            if self._calls.get(name) is call:
+                del self._calls[name]
 
     async def _generate(self, request: Message, context: Context) -> None:
         with self._engines.measures.counting_refusals():
@@ -116,25 +118,27 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 await context.write(answer)
 
         try:
-            await self._generation.run(message, write, call_timeout_s=context.time_remaining())
+            caller, timeout_s = caller_of(context), context.time_remaining()
+            await self._generation.run(message, write, caller=caller, call_timeout_s=timeout_s)
         except Cancelled:  # an aborted request ends well, and is not sent again
             for answer in answers.abort():
                 await context.write(answer)
 
     async def Abort(self, request: Message, context: Context) -> Message:
-        loop = asyncio.get_running_loop()
+        loop, caller = asyncio.get_running_loop(), caller_of(context)
         for request_id in request.request_ids:
-            found = self._engines.find(request_id)
+            found = self._engines.find(caller, request_id)
             if found is not None:
                 self._engines.cancel(found)
-            if request_id in self._calls:
-                loop.call_later(ABORT_GRACE_S, self._calls[request_id].cancel)
+            call = self._calls.get((caller, request_id))
+            if call is not None:
+                loop.call_later(ABORT_GRACE_S, call.cancel)
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: Message, context: Context) -> Message:
         if self._is_ready():
             return pb.HealthCheckResponse(healthy=True)
-        problems = [group.problem for group in self._engines.status() if group.problem]
+        problems = [group.problem for group in self._generation.status(context) if group.problem]
         return pb.HealthCheckResponse(
             healthy=False, message="; ".join(problems) or "the router is shutting down"
         )

@@ -10,6 +10,7 @@ import structlog
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import RpcError
+from protos.transport.interceptors import Caller
 from router.engine.engine import Engine
 from router.errors import (
     Cancelled,
@@ -63,7 +64,7 @@ class Engines:
         self._failover_after_s = failover_after_s
         self._observers = observers
         self._engines: SequenceOf[Engine] = ()
-        self._live: dict[str, Request] = {}
+        self._live: dict[tuple[Caller, str], Request] = {}
         self.is_shutting_down = False
         self._on_readiness: Callable[[bool], None] | None = None
         self._was_ready = False
@@ -132,13 +133,13 @@ class Engines:
             DeadlineExceeded: Its time was over before it was read.
         """
         self.check_room()
-        if request.request_id in self._live:
+        if (request.caller, request.request_id) in self._live:
             raise RequestExists(request.request_id)
         now = asyncio.get_running_loop().time()
         if request.deadline is not None and now >= request.deadline:
             raise _overdue(request, "been taken")
         self._pick_engine(self._engines, request).submit(request)
-        self._live[request.request_id] = request
+        self._live[request.caller, request.request_id] = request
         for observer in self._observers:
             observer.on_submit(request)
         if request.deadline is not None:
@@ -196,9 +197,9 @@ class Engines:
             engine.hand_over(request, self._pick_engine(ready, request))
         return bool(ready)
 
-    def find(self, request_id: str) -> Request | None:
-        """Returns a live request."""
-        return self._live.get(request_id)
+    def find(self, caller: Caller, request_id: str) -> Request | None:
+        """Returns a caller's live request."""
+        return self._live.get((caller, request_id))
 
     def cancel(self, request: Request, error: RpcError | None = None) -> None:
         """Ends what is live of a request; its blocks are free when no step runs them."""
@@ -240,7 +241,7 @@ class Engines:
         request.listener.ended.append(sequence)
         request.listener.wake()
         if not request.is_live:
-            del self._live[request.request_id]
+            del self._live[request.caller, request.request_id]
             for observer in self._observers:
                 observer.on_end(request)
             if request.expiry is not None:

@@ -1,5 +1,7 @@
 """Status of one group, as GetStatus sends it, from the numbers of its engine."""
 
+from collections.abc import Iterable
+
 from protos.serving.v1 import serving_pb2 as pb
 from protos.transport.errors import duration
 from router.scheduling.counters import EpochStats, by_rank
@@ -50,6 +52,15 @@ def epoch_status(
                 )
             )
     return status
+
+
+def hide_executors(groups: Iterable[pb.GroupStatus]) -> None:
+    """Takes out of groups' status what concerns operators only: executors' addresses and problems."""
+    for group in groups:
+        if group.problem:
+            group.problem = "told to operators only: see --operators, or the router's log"
+        for rank in group.ranks:
+            rank.ClearField("address")
 
 
 def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.RankStatus]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.transport.errors import RpcError
+from protos.transport.interceptors import Caller
 
 if TYPE_CHECKING:
     from router.scheduling.sequence_table import SequenceTable
@@ -137,7 +138,7 @@ class Request:
     """One client's call: what its continuations share.
 
     Attributes:
-        request_id: Unique among the live requests of this router.
+        request_id: Unique among the live requests of its caller.
         prompt: int32, at least one token.
         priority: Higher is scheduled first and preempted last; see WaitingQueue.
         n: Number of its continuations.
@@ -146,6 +147,9 @@ class Request:
         listener: Woken when there is something new.
         tag: The caller's number for this request on its stream; 0 outside GenerateMany.
         is_columnar: Whether the listener takes its tokens as columns (`Listener.take_columns`).
+        caller: Who sent it, and may cancel it.
+        cache_salt: What the names of its blocks begin with (block_pool.py).
+        hides_cached: Whether its caller is not told how much the prefix cache had.
         priority_key: Its order among all that wait or run, set on submission: less goes first.
         expiry: The timer behind `deadline`.
     """
@@ -162,6 +166,9 @@ class Request:
     deadline: float | None = None
     tag: int = 0
     is_columnar: bool = False
+    caller: Caller = ()
+    cache_salt: bytes = b""
+    hides_cached: bool = False
     priority_key: tuple[float, int] = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)

@@ -1,8 +1,9 @@
 """Block pool of one DP rank: reference counts of its KV blocks, and the prefixes that they hold.
 
 A full block is named by a hash over its tokens and the hash of the block before it, so one name
-stands for a whole prefix, and the longest cached prefix is a walk along the names. `BlockPool`
-counts references and knows no names, `PrefixCache` has the names. No tensors.
+stands for a whole prefix, and the longest cached prefix is a walk along the names. Before the first
+block stands a salt: requests of another salt have other names for equal tokens. `BlockPool` counts
+references and knows no names, `PrefixCache` has the names. No tensors.
 """
 
 from collections.abc import Callable
@@ -162,12 +163,14 @@ class BlockPool:
         return block_ids
 
 
-def extend_block_hashes(hashes: list[BlockHash], tokens: Int32Array, block_size: int) -> None:
+def extend_block_hashes(
+    hashes: list[BlockHash], tokens: Int32Array, block_size: int, salt: bytes
+) -> None:
     """Appends the hashes of the full blocks of ``tokens`` that ``hashes`` does not have yet.
 
     128 bits: among 2**40 blocks, two of different prefixes share a name with probability 2**-49.
     """
-    parent = hashes[-1] if hashes else b""
+    parent = hashes[-1] if hashes else salt
     data = tokens[len(hashes) * block_size :].tobytes()
     width = block_size * tokens.itemsize
     for start in range(0, len(data) - width + 1, width):

@@ -173,7 +173,8 @@ class RowBlocks:
             return
         hashes = sequence.block_hashes
         if len(hashes) < end:
-            extend_block_hashes(hashes, table.tokens[row, :num_known], table.block_size)
+            tokens, salt = table.tokens[row, :num_known], sequence.request.cache_salt
+            extend_block_hashes(hashes, tokens, table.block_size, salt)
         cache = self._caches[table.rank_of(row)]
         cache.insert(hashes[first:end], table.block_table[row, first:end])
         table.num_named_blocks[row] = end

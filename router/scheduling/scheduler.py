@@ -240,8 +240,9 @@ class Scheduler:
         """Names of the blocks that it could share: all full ones but the last token's."""
         if sequence.needs_prompt_logprobs:
             return []
-        extend_block_hashes(sequence.block_hashes, sequence.tokens, self._shape.block_size)
-        return sequence.block_hashes[: (len(sequence.tokens) - 1) // self._shape.block_size]
+        hashes, tokens, block_size = sequence.block_hashes, sequence.tokens, self._shape.block_size
+        extend_block_hashes(hashes, tokens, block_size, sequence.request.cache_salt)
+        return hashes[: (len(tokens) - 1) // block_size]
 
     def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
         cache = self.caches[rank]

@@ -36,6 +36,7 @@ class RequestLog:
                 "request_taken",
                 **self._ids(request.sequences[0].group),
                 request_id=request.request_id,
+                caller=request.caller,
                 prompt_tokens=len(request.prompt),
                 max_tokens=request.stop.max_tokens,
                 sequences=len(request.sequences),
@@ -52,6 +53,7 @@ class RequestLog:
                 "request_given_up" if is_given_up else "request_ended",
                 **self._ids(request.sequences[0].group),
                 request_id=request.request_id,
+                caller=request.caller,
                 prompt_tokens=len(request.prompt),
                 sequences=[_describe(sequence) for sequence in request.sequences],
             )

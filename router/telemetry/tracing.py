@@ -115,6 +115,7 @@ def _attributes(request: Request) -> dict[str, Any]:
     sequences = request.sequences
     return {
         "lockstep.request_id": request.request_id,
+        "lockstep.caller": request.caller,
         "lockstep.priority": request.priority,
         "lockstep.group": sequences[0].group,
         "lockstep.dp_rank": sequences[0].dp_rank,

@@ -6,6 +6,10 @@ The public API: what internal services call.
   Generate      one request per call; the plain way.
   GenerateMany  many requests on one stream; the cheap way for a busy service.
 
+A caller is who calls with one name: of its token, of its certificate, or of both. Where a router
+asks for neither, all calls are one caller's. No caller learns of another's requests, nor ends
+them.
+
 Errors carry google.rpc details. ErrorInfo has domain "lockstep" and a reason that callers
 may match on, never reworded:
 
@@ -16,8 +20,8 @@ may match on, never reworded:
   UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
                                           here.
   NOT_FOUND           MODEL_NOT_FOUND     `model` is not the one served.
-  NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request has this id.
-  ALREADY_EXISTS      REQUEST_EXISTS      a live request has this id.
+  NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request of the caller has this id.
+  ALREADY_EXISTS      REQUEST_EXISTS      a live request of the caller has this id.
   RESOURCE_EXHAUSTED  QUEUE_FULL          too much waits; RetryInfo says when to come again.
   DEADLINE_EXCEEDED   DEADLINE_EXCEEDED   the timeout passed, queued or running.
   CANCELLED           CANCELLED           ended by Cancel.
@@ -137,8 +141,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the caller, at most 128 characters, unique among live requests. Empty: we give
-    one, and every response carries it.
+    """Chosen by the caller, at most 128 visible ASCII characters, unique among its live requests.
+    Empty: we give one, and every response carries it.
     """
     model: _builtins.str
     """The model's name as GetModel tells it. Empty: whichever is served."""
@@ -153,7 +157,8 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """Requests of higher priority are scheduled first and preempted last, but none waits for ever:
-    a level is worth some seconds of waiting, as the operator sets it. From -100 to 100.
+    a level is worth some seconds of waiting, as the operator sets it. From -100 to 100, or to less
+    where the operator says so.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -348,8 +353,9 @@ class StopConditions(_message.Message):
     STOP_STRINGS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """At most this many output tokens, at least 1. Absent: as many as fit. Where fewer fit beside
-    the prompt, the output ends with LENGTH when the context is full.
+    """At most this many output tokens, at least 1. Where fewer fit beside the prompt, the output ends
+    with LENGTH when the context is full. The router bounds n * max_tokens * (1 + top_logprobs), by
+    default at 2^20, and refuses more. Absent: as many as fit and that bound allows.
     """
     min_tokens: _builtins.int
     """No stop condition holds before this many output tokens; stop and end-of-sequence tokens
@@ -570,7 +576,9 @@ class Finish(_message.Message):
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens that came from the prefix cache at first."""
+    """Prompt tokens that came from the prefix cache at first; all of them from prompts of the same
+    caller. Always 0 where the router lets callers share the cache.
+    """
     num_completion_tokens: _builtins.int
     """Tokens of this continuation."""
     num_preemptions: _builtins.int
@@ -977,7 +985,7 @@ class GroupStatus(_message.Message):
     state: Global___GroupState.ValueType
     """What it is doing."""
     problem: _builtins.str
-    """What keeps it from being READY; empty if nothing does."""
+    """What keeps it from being READY; empty if nothing does. Only operators are told what it is."""
     epoch: _builtins.int
     """Formations so far."""
     step: _builtins.int
@@ -1135,7 +1143,7 @@ class RankStatus(_message.Message):
     dp_rank: _builtins.int
     """Its number."""
     address: _builtins.str
-    """Where its first executor listens."""
+    """Where its first executor listens. Empty for callers that are no operators."""
     num_running: _builtins.int
     """Sequences bound to it."""
     last_step_tokens: _builtins.int

@@ -87,7 +87,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a live request by its id, from any client. Its call ends with CANCELLED.
+        """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
+        CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +102,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Tells what every group and rank is doing.
+        """Tells what every group and rank is doing. Executors' addresses and problems are for operators:
+        for any caller, unless the router tells callers apart, and then for those that it is set to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,10 @@ The public API: what internal services call.
   Generate      one request per call; the plain way.
   GenerateMany  many requests on one stream; the cheap way for a busy service.
 
+A caller is who calls with one name: of its token, of its certificate, or of both. Where a router
+asks for neither, all calls are one caller's. No caller learns of another's requests, nor ends
+them.
+
 Errors carry google.rpc details. ErrorInfo has domain "lockstep" and a reason that callers
 may match on, never reworded:
 
@@ -16,8 +20,8 @@ may match on, never reworded:
   UNAUTHENTICATED     UNAUTHENTICATED     the call lacks a token or a certificate that is taken
                                           here.
   NOT_FOUND           MODEL_NOT_FOUND     `model` is not the one served.
-  NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request has this id.
-  ALREADY_EXISTS      REQUEST_EXISTS      a live request has this id.
+  NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request of the caller has this id.
+  ALREADY_EXISTS      REQUEST_EXISTS      a live request of the caller has this id.
   RESOURCE_EXHAUSTED  QUEUE_FULL          too much waits; RetryInfo says when to come again.
   DEADLINE_EXCEEDED   DEADLINE_EXCEEDED   the timeout passed, queued or running.
   CANCELLED           CANCELLED           ended by Cancel.
@@ -70,11 +74,15 @@ class GenerationServiceStub:
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
-    """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
+    """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
+    CANCELLED.
+    """
     GetModel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_serving_pb2.GetStatusRequest, _serving_pb2.GetStatusResponse]
-    """Tells what every group and rank is doing."""
+    """Tells what every group and rank is doing. Executors' addresses and problems are for operators:
+    for any caller, unless the router tells callers apart, and then for those that it is set to.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -94,11 +102,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
+    """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
+    CANCELLED.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetModelRequest, _serving_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model served; UNAVAILABLE with NOT_READY until a group has formed."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_serving_pb2.GetStatusRequest, _serving_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Tells what every group and rank is doing."""
+    """Tells what every group and rank is doing. Executors' addresses and problems are for operators:
+    for any caller, unless the router tells callers apart, and then for those that it is set to.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates tokens from one model."""
@@ -133,7 +145,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _serving_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.CancelResponse, _abc.Awaitable[_serving_pb2.CancelResponse]]:
-        """Ends a live request by its id, from any client. Its call ends with CANCELLED."""
+        """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
+        CANCELLED.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -149,6 +163,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _serving_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_serving_pb2.GetStatusResponse, _abc.Awaitable[_serving_pb2.GetStatusResponse]]:
-        """Tells what every group and rank is doing."""
+        """Tells what every group and rank is doing. Executors' addresses and problems are for operators:
+        for any caller, unless the router tells callers apart, and then for those that it is set to.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,6 +16,7 @@ from protos.transport.errors import RpcError
 from router.api.messages import read_request
 from router.api.text import Tokenizer
 from router.errors import InvalidRequest, PromptTooLong
+from router.requests.callers import CallerSettings
 from router.requests.request import (
     Listeners,
     OutputOptions,
@@ -80,6 +81,10 @@ BAD = [
     (pb.GenerateRequest(text="<beyond>"), INVALID, "text", "another model's"),
     (prompt(model="other"), NOT_FOUND, "model", "'other' is not served here; 'tiny-moe' is"),
     (prompt(request_id="r" * 129), INVALID, "request_id", "129 characters"),
+    *[
+        (prompt(request_id=name), INVALID, "request_id", f"{name!r} is not 1 to 128 visible ASCII")
+        for name in ("two words", "line\n", "\x1b[2J", "\u202etfel", "caf\xe9")
+    ],
     (prompt(n=65), INVALID, "n", "65 is not from 0 to 64"),
     (prompt(priority=101), INVALID, "priority", "101 is not from -100 to 100"),
     (prompt(priority=-101), INVALID, "priority", "-101"),
@@ -220,6 +225,34 @@ async def test_a_request_without_an_id_or_a_seed_is_given_its_own():
 async def test_more_tokens_than_fit_become_as_many_as_fit():
     request = await read(stop(max_tokens=1000, min_tokens=900))
     assert (request.stop.max_tokens, request.stop.min_tokens) == (29, 29)
+
+
+async def test_a_request_for_more_outputs_than_one_may_have_is_told_which_numbers_are_too_large():
+    settings = CallerSettings(max_request_outputs=2000)
+    scored = pb.OutputOptions(logprobs=True, top_logprobs=4)
+    asked = {"n": 20, "output": scored}
+    with pytest.raises(
+        InvalidRequest, match=r"n=20 x max_tokens=21 x \(1 \+ top_logprobs=4\) is 2100"
+    ):
+        await read(prompt(stop=pb.StopConditions(max_tokens=21), **asked), settings=settings)
+    most = await read(prompt(stop=pb.StopConditions(max_tokens=20), **asked), settings=settings)
+    assert most.stop.max_tokens == 20
+
+    asked["output"] = pb.OutputOptions(prompt_logprobs=True, top_logprobs=4)  # not of outputs
+    await read(prompt(stop=pb.StopConditions(max_tokens=29), **asked), settings=settings)
+
+
+async def test_without_a_limit_of_its_own_a_request_gets_what_one_may_have():
+    settings = CallerSettings(max_request_outputs=1344)
+    assert (await read(prompt(n=64), settings=settings)).stop.max_tokens == 21
+    assert (await read(prompt(n=1), settings=settings)).stop.max_tokens == 29  # all that fit
+
+
+async def test_priority_goes_as_high_as_the_operator_lets_it():
+    settings = CallerSettings(max_priority=0)
+    assert (await read(prompt(priority=0), settings=settings)).priority == 0
+    with pytest.raises(InvalidRequest, match="priority: 1 is not from -100 to 0"):
+        await read(prompt(priority=1), settings=settings)
 
 
 async def test_ignoring_the_end_of_the_sequence_leaves_the_own_stop_tokens():

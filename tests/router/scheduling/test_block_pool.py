@@ -108,7 +108,7 @@ def test_every_block_is_in_one_state_under_random_use(seed: int) -> None:
 
 def hashes_of(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[bytes]:
     hashes: list[bytes] = []
-    extend_block_hashes(hashes, np.array(tokens, dtype=np.int32), block_size)
+    extend_block_hashes(hashes, np.array(tokens, dtype=np.int32), block_size, b"")
     return hashes
 
 
@@ -121,7 +121,7 @@ def test_names_do_not_depend_on_how_the_tokens_came(cuts: tuple[int, ...]) -> No
     tokens = np.arange(7, 23, dtype=np.int32)
     hashes: list[bytes] = []
     for cut in (*cuts, len(tokens)):
-        extend_block_hashes(hashes, tokens[:cut], BLOCK_SIZE)
+        extend_block_hashes(hashes, tokens[:cut], BLOCK_SIZE, b"")
     assert hashes == hashes_of(tokens.tolist())
 
 

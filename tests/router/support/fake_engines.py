@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.admission import Refusals
 from protos.transport.errors import RpcError
-from protos.transport.interceptors import RequestReader
+from protos.transport.interceptors import Caller, RequestReader
 from protos.transport.limits import PortLimits
 from router.api.generate import UNSHARED, GenerationServicer
 from router.api.health import Health
@@ -47,7 +47,7 @@ class FakeEngines:
     def __init__(self, model: ServedModel | None = MODEL, max_listeners: int = 8) -> None:
         self.model = model
         self.listeners = Listeners(max_listeners)
-        self.live: dict[str, Request] = {}
+        self.live: dict[tuple[Caller, str], Request] = {}
         self.arrivals: asyncio.Queue[Request] = asyncio.Queue()
         self.refusal: RpcError | None = None
         self.echoes = False
@@ -75,9 +75,10 @@ class FakeEngines:
 
     def submit(self, request: Request) -> None:
         self.check_room()
-        if request.request_id in self.live:
+        name = (request.caller, request.request_id)
+        if name in self.live:
             raise RequestExists(request.request_id)
-        self.live[request.request_id] = request
+        self.live[name] = request
         if request.deadline is not None:
             error = DeadlineExceeded("the request's time is over")
             loop = asyncio.get_running_loop()
@@ -94,8 +95,8 @@ class FakeEngines:
                 sequence.error = error or Cancelled("the request was cancelled")
                 self._end(sequence)
 
-    def find(self, request_id: str) -> Request | None:
-        return self.live.get(request_id)
+    def find(self, caller: Caller, request_id: str) -> Request | None:
+        return self.live.get((caller, request_id))
 
     def take_columns(self, listener: Listener) -> Columns:
         taken = [
@@ -140,7 +141,7 @@ class FakeEngines:
         request.listener.ended.append(sequence)
         request.listener.wake()
         if not request.is_live:
-            del self.live[request.request_id]
+            del self.live[request.caller, request.request_id]
             if request.expiry is not None:
                 request.expiry.cancel()
 

@@ -57,8 +57,10 @@ async def running(
         yield engines
 
 
-async def complete(engines: Engines, name: str, prompt: list[int], max_tokens: int) -> Request:
-    request = make_request(prompt, engines.listeners.open(), max_tokens, request_id=name)
+async def complete(
+    engines: Engines, name: str, prompt: list[int], max_tokens: int, **fields: Any
+) -> Request:
+    request = make_request(prompt, engines.listeners.open(), max_tokens, request_id=name, **fields)
     engines.submit(request)
     while request.is_live:
         await request.listener.wait()

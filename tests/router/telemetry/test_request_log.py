@@ -39,10 +39,11 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
 ):
     with structlog.testing.capture_logs() as lines:
         async with running(dp_size=1, observers=[log]) as engines:
-            await complete(engines, "mine", [1, 2, 3], max_tokens=5)
+            await complete(engines, "mine", [1, 2, 3], max_tokens=5, caller=("search",))
     taken, ended = [line for line in lines if line.get("request_id") == "mine"]
     assert {**taken, **IDS} == taken
     assert {**ended, **IDS} == ended
+    assert taken["caller"] == ended["caller"] == ("search",)
     assert (taken["event"], taken["prompt_tokens"], taken["max_tokens"]) == ("request_taken", 3, 5)
     assert (ended["event"], ended["log_level"]) == ("request_ended", "debug")
     [sequence] = ended["sequences"]
@@ -53,7 +54,7 @@ async def test_a_request_has_a_line_at_its_beginning_and_one_at_its_end(
 
 async def end_early(engines: Engines, name: str, end: Callable[[Request], object]) -> None:
     completing = asyncio.create_task(complete(engines, name, [1, 2, 3], max_tokens=25))
-    while (request := engines.find(name)) is None:
+    while (request := engines.find((), name)) is None:
         await asyncio.sleep(0)
     end(request)
     await completing
