@@ -107,6 +107,7 @@ def _build_engine(
         max_sequences=config.max_waiting_sequences,
         max_tokens=config.max_waiting_tokens,
         priority_step_s=config.priority_step_s,
+        callers=config,
     )
     return Engine(
         number,

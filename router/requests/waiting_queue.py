@@ -1,4 +1,4 @@
-"""Waiting queue of one group: bounded, ordered by arrival and priority, and safe from poison requests.
+"""Waiting queue of one group: bounded, ordered by arrival, priority and caller, safe from poison.
 
 Priority is a head start in time. A request goes before all requests that came less than
 `priority_step_s` earlier for each level of priority that it has above theirs:
@@ -9,9 +9,10 @@ Priority is a head start in time. A request goes before all requests that came l
                                                                              a, c, b  at 9 s
 
 A high priority thus means a short wait, and no priority means an endless one: a request that has
-waited for as long as all levels are worth goes before all that come. The order of two requests never
-changes, so that the queue is a heap, and it is the order on the ranks too: no sequence is preempted
-for a request that would have had to wait for it. `Quarantine` stands before the queue and holds back
+waited for as long as all levels are worth goes before all that come. What a caller has waiting already
+sets its next request back likewise, some time for each sequence, so that a flood delays its own caller
+most. The order of two requests never changes, so that the queue is a heap, and it is the order on the
+ranks too: no sequence is preempted for a request that would have had to wait for it. `Quarantine` stands before the queue and holds back
 the sequences of lost steps.
 """
 
@@ -19,9 +20,12 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 
+from protos.transport.interceptors import Caller
 from router.errors import QueueFull
+from router.requests.callers import DEFAULTS, CallerSettings
 from router.requests.request import Request, Sequence, Suspicion
 
 PRIORITY_STEP_S = 10.0
@@ -36,6 +40,14 @@ MAX_PROOF_TOKENS = 1024
 _ARRIVALS = count(1)  # at any group: a request that moves keeps its place
 
 
+@dataclass(slots=True)
+class Held:
+    """What one caller has waiting."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
 class WaitingQueue:
     """Sequences that no rank runs yet, or runs no more because others needed its blocks.
 
@@ -47,14 +59,22 @@ class WaitingQueue:
             still wait where no other does.
         priority_step_s: Seconds of waiting that one level of priority is worth; the same at every
             group. 0 is the order of arrival.
+        callers: How callers that are told apart share the queue.
     """
 
     def __init__(
-        self, *, max_sequences: int, max_tokens: int, priority_step_s: float = PRIORITY_STEP_S
+        self,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        priority_step_s: float = PRIORITY_STEP_S,
+        callers: CallerSettings = DEFAULTS,
     ) -> None:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._priority_step_s = priority_step_s
+        self._callers = callers
+        self._held: dict[Caller, Held] = {}  # of callers that have something waiting
         self._heap: list[tuple[float, int, int, Sequence]] = []
         self._waiting: set[Sequence] = set()
         self.num_tokens = 0
@@ -91,15 +111,35 @@ class WaitingQueue:
                 f"{self.num_tokens} prompt tokens wait and {num_tokens} more would exceed "
                 f"max_waiting_tokens={self._max_tokens}: try again in a second"
             )
-        head_start_s = request.priority * self._priority_step_s
+        held = self._check_share(request.caller, num_new, num_tokens)
+        head_start_s = request.priority * self._priority_step_s - held * self._callers.caller_step_s
         request.priority_key = (request.arrival_time - head_start_s, next(_ARRIVALS))
         for sequence in request.sequences:
             self.push(sequence)
+
+    def _check_share(self, caller: Caller, num_new: int, num_tokens: int) -> int:
+        """Returns how many sequences a caller has waiting; 0 where callers are not told apart."""
+        held, share = self._held.get(caller), self._callers.max_caller_share
+        if held is None:  # its first may be of any size
+            return 0
+        if held.num_sequences + num_new > share * self._max_sequences or (
+            held.num_tokens + num_tokens > share * self._max_tokens
+        ):
+            raise QueueFull(
+                f"{held.num_sequences} sequences of {held.num_tokens} tokens wait for this caller; "
+                f"{num_new} of {num_tokens} more would exceed its share of the queue, "
+                f"max_caller_share={share:g}: try again in a second"
+            )
+        return held.num_sequences
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
+        if caller := sequence.request.caller:
+            held = self._held.setdefault(caller, Held())
+            held.num_sequences += 1
+            held.num_tokens += len(sequence.tokens)
         heapq.heappush(self._heap, (*sequence.order, sequence))
 
     def peek(self) -> Sequence | None:
@@ -122,6 +162,12 @@ class WaitingQueue:
     def _leave(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
+        if caller := sequence.request.caller:
+            held = self._held[caller]
+            held.num_sequences -= 1
+            held.num_tokens -= len(sequence.tokens)
+            if not held.num_sequences:
+                del self._held[caller]
 
 
 # ---- quarantine

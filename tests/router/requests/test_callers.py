@@ -14,7 +14,7 @@ from tests.router.support.stepper import Stepper, make_shape
 
 SENDER, STRANGER = ("sender",), ("stranger",)
 NUM_TRIES = 1000
-PROMPT_LEN = 24  # 6 blocks
+NUM_ROWS, PROMPT_LEN = 32, 24  # 6 blocks each
 OWN = PROMPT_LEN - 4  # cached, of a prompt that its caller repeats: all but the last token's block
 
 
@@ -27,19 +27,16 @@ class World:
 
     def __init__(self, settings: CallerSettings) -> None:
         self._settings = settings
-        sizes = {
-            "num_blocks": 40_000,
-            "rows_per_rank": 32,
-            "max_num_batched_tokens": 32 * PROMPT_LEN,
-        }
-        self._stepper = Stepper(make_shape(**sizes, max_num_logits=32))
+        sizes = {"num_blocks": 40_000, "rows_per_rank": NUM_ROWS, "max_num_logits": NUM_ROWS}
+        self._stepper = Stepper(make_shape(max_num_batched_tokens=NUM_ROWS * PROMPT_LEN, **sizes))
 
     async def send(self, caller: Caller, prompts: list[list[int]]) -> list[Request]:
-        """Runs requests to their ends."""
+        """Runs requests to their ends, as many at a time as have a row."""
         requests = [await self._read(caller, prompt) for prompt in prompts]
-        for request in requests:
-            self._stepper.admission.submit(request)
-        self._stepper.run()
+        for start in range(0, len(requests), NUM_ROWS):
+            for request in requests[start : start + NUM_ROWS]:
+                self._stepper.admission.submit(request)
+            self._stepper.run()
         return requests
 
     async def counts(self, caller: Caller, prompts: list[list[int]]) -> list[int]:

@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from router.errors import QueueFull
+from router.requests.callers import CallerSettings
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
 from tests.router.support.requests import make_request
@@ -14,7 +16,10 @@ READER = Listeners(max_listeners=1).open()
 NUMBERS = itertools.count()
 
 
-def new_request(num_tokens: int = 3, **fields: int) -> Request:
+FLOOD, OTHER = ("flood",), ("other",)
+
+
+def new_request(num_tokens: int = 3, **fields: Any) -> Request:
     return make_request([1] * num_tokens, READER, 1, request_id=str(next(NUMBERS)), **fields)
 
 
@@ -135,6 +140,45 @@ def test_without_a_head_start_priority_changes_nothing() -> None:
     admission = WaitingQueue(max_sequences=10, max_tokens=100, priority_step_s=0.0)
     low, high = submitted(admission, 1.0, priority=-100), submitted(admission, 2.0, priority=100)
     assert drain(admission) == [low, high]
+
+
+def test_a_caller_fills_its_share_and_others_the_rest() -> None:
+    admission = WaitingQueue(
+        max_sequences=10, max_tokens=100, callers=CallerSettings(max_caller_share=0.5)
+    )
+    for request in (new_request(n=3, caller=FLOOD), new_request(n=2, caller=FLOOD)):
+        admission.submit(request)
+    with pytest.raises(QueueFull, match=r"5 sequences of 15 tokens .* max_caller_share=0\.5"):
+        admission.submit(new_request(caller=FLOOD))
+    admission.submit(new_request(num_tokens=40, n=1, caller=OTHER))
+    with pytest.raises(QueueFull, match=r"1 sequences of 40 tokens .* 1 of 11 more"):
+        admission.submit(new_request(num_tokens=11, caller=OTHER))
+    admission.submit(new_request(n=4))  # of nobody who is told apart
+
+    admission.pop()  # which gives its place back
+    admission.submit(new_request(caller=FLOOD))
+
+
+def test_a_callers_first_request_may_be_larger_than_its_share() -> None:
+    settings = CallerSettings(max_caller_share=0.1)
+    admission = WaitingQueue(max_sequences=10, max_tokens=100, callers=settings)
+    for _ in range(2):
+        admission.submit(new_request(num_tokens=20, n=3, caller=FLOOD))
+        drain(admission)
+
+
+def test_what_a_caller_has_waiting_sets_it_back_behind_others_but_not_for_ever() -> None:
+    settings = CallerSettings(caller_step_s=0.5)
+    admission = WaitingQueue(max_sequences=100, max_tokens=1000, callers=settings)
+    flood = [new_request(arrival_time=0.0, n=4, caller=FLOOD) for _ in range(5)]  # keys 0, 2, .. 8
+    others = [new_request(arrival_time=time, caller=OTHER) for time in (1.0, 1.1)]  # keys 1, 1.6
+    late = new_request(arrival_time=7.0)
+    for request in (*flood, *others, late):
+        admission.submit(request)
+    assert list(dict.fromkeys(drain(admission))) == [
+        *(flood[0], *others, *flood[1:4]),
+        *(late, flood[4]),
+    ]
 
 
 def test_there_is_room_until_sequences_or_tokens_are_too_many() -> None:
