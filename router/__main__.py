@@ -4,6 +4,7 @@ import os
 
 import uvloop
 
+from protos.memory import give_back_memory
 from protos.settings import command
 from router.config import RouterConfig
 
@@ -14,6 +15,7 @@ def main(config: RouterConfig) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log would write past ours
     from router import app
 
+    give_back_memory()
     uvloop.run(app.run(config))
 
 
