@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tests.attack.besieged import (
 from tests.attack.honest import KINDS, SCORED, honest_calls
 from tests.attack.hostile_executor import LIES, Lie, hostile_executor
 from tests.attack.target import Attack
+from tests.e2e.support.envoy import Envoy, envoy_before, until_ready
 
 ATTACKS: Sequence[tuple[str, Attack]] = (
     ("A1 header bombs", callers.header_bombs),
@@ -77,7 +78,7 @@ class Row:
     Attributes:
         sent: What was sent, and what came of it.
         router_mib: Memory of the router before, at most, and after.
-        executor_mib: Of the executor that gained most, before and at most.
+        executor_mib: Of the executor that gained most, or Envoy, before and at most.
         p99_ms: Of honest calls at rest, and under attack.
         failed: Honest calls that failed or were answered wrong, and all.
         faults: Bounds that were passed, as people read them.
@@ -113,18 +114,26 @@ class Row:
 
 
 class Siege:
-    """Attacks on one stack, each on a router that was just started."""
+    """Attacks on one stack, each on a router that was just started.
 
-    def __init__(self, stack: LocalStack, hostile_listen: str) -> None:
+    Args:
+        stack: The stack.
+        hostile_listen: Where a hostile executor may listen.
+        envoy: Before its router, if callers come that way.
+    """
+
+    def __init__(self, stack: LocalStack, hostile_listen: str, envoy: Envoy | None) -> None:
         self._stack = stack
+        self._envoy = envoy
+        self._public = stack.address if envoy is None else envoy.address
         self._listen = hostile_listen
         self._usual_args = list(stack.router_args)
         self._p99_at_rest = 0.0
 
     async def measure_rest(self) -> None:
-        async with honest_calls(self._stack.address, self._stack.token):
+        async with honest_calls(self._public, self._stack.token):
             await asyncio.sleep(1.0)
-        async with honest_calls(self._stack.address, self._stack.token) as calls:
+        async with honest_calls(self._public, self._stack.token) as calls:
             await asyncio.sleep(REST_S)
         assert not calls.failures, calls.failures
         self._p99_at_rest = calls.p99_ms
@@ -138,7 +147,7 @@ class Siege:
 
     async def attack(self, attack: Attack, *, is_timed: bool) -> Row:
         await self._renew(self._usual_args)
-        target = await target_of(self._stack)
+        target = replace(await target_of(self._stack), public=self._public)
 
         async def run(router: Memory) -> tuple[str, list[str]]:
             sent, fault = await run_apart(attack, target, router)
@@ -181,8 +190,10 @@ class Siege:
     async def _beside_honest_calls(self, run: Run, kinds: Sequence[Options] = KINDS) -> Row:
         stack = self._stack
         pids = [stack.router.pid, *(executor.pid for executor in stack.executors)]
+        if self._envoy is not None:
+            pids.append(self._envoy.process.pid)
         async with watched(*pids) as [router, *executors]:
-            async with honest_calls(stack.address, stack.token, kinds) as calls:
+            async with honest_calls(self._public, stack.token, kinds) as calls:
                 sent, faults = await run(router)
             await asyncio.sleep(SETTLE_S)
             after = rss_mib(router.pid)
@@ -214,11 +225,15 @@ class Siege:
             for number in range(len(stack.executors)):
                 await stack.restart_executor(number)
             await stack.restart_router(timeout_s=3.0)
+        if self._envoy is not None:
+            await until_ready(self._envoy.address, self._envoy.process)
         limits = (MOST_ADDRESS_SPACE, MOST_ADDRESS_SPACE)  # or it takes the whole machine's
         resource.prlimit(stack.router.pid, resource.RLIMIT_AS, limits)
 
 
-async def besiege(root: Path, names: Sequence[str], *, asks_for_tokens: bool) -> dict[str, Row]:
+async def besiege(
+    root: Path, names: Sequence[str], *, asks_for_tokens: bool, has_envoy: bool
+) -> dict[str, Row]:
     """Runs the attacks whose names begin so on a stack of a checkout."""
     rows: dict[str, Row] = {}
     async with AsyncExitStack() as cleanup:
@@ -226,7 +241,11 @@ async def besiege(root: Path, names: Sequence[str], *, asks_for_tokens: bool) ->
         port = cleanup.enter_context(held_port())
         cleanup.enter_context(processes_of(root))
         stack = guarded_stack(Path(folder), asks_for_tokens=asks_for_tokens)
-        siege = Siege(await cleanup.enter_async_context(stack), f"127.0.0.1:{port}")
+        await cleanup.enter_async_context(stack)
+        envoy = None
+        if has_envoy:
+            envoy = await cleanup.enter_async_context(envoy_before([stack.address], Path(folder)))
+        siege = Siege(stack, f"127.0.0.1:{port}", envoy)
         await siege.measure_rest()
         for name, measure in siege.all_attacks():
             if name.startswith(tuple(names)):
@@ -247,12 +266,17 @@ def main() -> int:
         "are, with tokens, those before it without any [default: this one]",
     )
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names, such as A1")
+    parser.add_argument(
+        "--envoy", action="store_true", help="callers reach the router by Envoy (deploy/envoy)"
+    )
     args = parser.parse_args()
     tables: dict[Path, dict[str, Row]] = {}
     *_, last = roots = [root.resolve() for root in args.checkouts]
     for root in roots:
         print(f"\n{root}\n", flush=True)
-        tables[root] = asyncio.run(besiege(root, args.only, asks_for_tokens=root == last))
+        tables[root] = asyncio.run(
+            besiege(root, args.only, asks_for_tokens=root == last, has_envoy=args.envoy)
+        )
     print(f"\n{HEAD}")
     for name in tables[root]:
         for number, rows in enumerate(tables.values()):
