@@ -257,13 +257,14 @@ class Scheduler:
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
 
     def _preempt_for(self, sequence: Sequence) -> None:
-        """Preempts a sequence of lower priority for a waiting one, if there is any."""
+        """Preempts a sequence of lower priority, or of a caller that asks for more, for a waiting one."""
         rows = self.table.live_rows()
         if self._leaving or not len(rows):
             return
         victim, request = self.table.last_in_order(rows), sequence.request
         last = self.table.bound(victim).request
-        if last.priority < request.priority and last.priority_key > request.priority_key:
+        is_less = last.priority < request.priority or last.caller != request.caller
+        if is_less and last.priority_key > request.priority_key:
             self.preempt(victim)
 
     def _take_chunks(self, num_decodes: list[int]) -> list[list[Chunk]]:

@@ -42,8 +42,8 @@ class Target:
     hold_s: float = 1.5
 
     def headers(self, path: str) -> bytes:
-        """Returns the headers of a caller's call."""
-        return call_headers(path, *self.tokens[:1])
+        """Returns the headers of a call, by another caller than the honest one."""
+        return call_headers(path, *self.tokens[-1:])
 
     def share(self, count: int) -> int:
         return max(1, round(count * self.size))
