@@ -107,7 +107,7 @@ class ExecutorGroup:
         self._members: list[Member] = []  # by DP rank and attention-TP rank
         self._num_peers = 1  # executors of a DP rank
         self._vocab_size = 0
-        self._max_token_bytes = 0  # in an answer
+        self._has_scored = False  # in this epoch, which makes answers long
         self._instances: dict[tuple[int, int], str] = {}  # by coordinates
         self._left_out: dict[str, tuple[str, str]] = {}  # by address: instance, and what it said
         self._streams: list[StepStream] = []
@@ -134,13 +134,14 @@ class ExecutorGroup:
         self._vocab_size = info.model.vocab_size
         speculation = info.shape.speculation
         max_gain = 1 if speculation is None else speculation.max_gain
-        self._max_token_bytes = SPARE_BYTES + 4 * info.shape.rows_per_rank * (1 + max_gain)
+        max_answer_bytes = SPARE_BYTES + 4 * info.shape.rows_per_rank * (1 + max_gain)
         self._streams = [
             StepStream(
                 str(member),
                 self._channels[member.address],
                 self._loss,
                 partial(self._on_stream_end, self._loss, member),
+                max_answer_bytes,
             )
             for member in members
         ]
@@ -150,10 +151,12 @@ class ExecutorGroup:
         """Sends each DP rank its part; attention-TP peers get the same."""
         step.step_id = self._last_step_id = self._last_step_id + 1
         step.requests, step.agreement_crc32 = encode_step(step.plan, self._epoch, step.step_id)
-        has_scores = any(batch.scorings for batch in step.plan.batches)
-        max_answer_bytes = MAX_ANSWER_BYTES if has_scores else self._max_token_bytes
+        if not self._has_scored and any(batch.scorings for batch in step.plan.batches):
+            self._has_scored = True
+            for stream in self._streams:
+                stream.max_answer_bytes = MAX_ANSWER_BYTES
         for index, stream in enumerate(self._streams):
-            stream.send(step.requests[index // self._num_peers], max_answer_bytes)
+            stream.send(step.requests[index // self._num_peers])
         step.sent = perf_counter()
 
     async def receive(self, step: InFlight) -> StepResult:
@@ -297,6 +300,7 @@ class ExecutorGroup:
         if self._asking is not None:
             self._asking.cancel()
         self._streams, self._asking, self._last_step_id = [], None, 0
+        self._has_scored = False
         self._loss = asyncio.get_running_loop().create_future()
 
     async def _connect(self, addresses: Sequence[str]) -> None:

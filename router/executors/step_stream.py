@@ -36,6 +36,10 @@ class StepStream:
         channel: To the executor.
         loss: Has an ExecutorLost when the group is lost; a `receive` that waits raises it.
         on_end: Told why the stream ended before `close`.
+        max_answer_bytes: See below.
+
+    Attributes:
+        max_answer_bytes: A longer answer is not read.
     """
 
     def __init__(
@@ -44,13 +48,15 @@ class StepStream:
         channel: grpc.aio.Channel,
         loss: asyncio.Future[None],
         on_end: Callable[[ExecutorLost], None],
+        max_answer_bytes: int,
     ) -> None:
         self.name = name
+        self.max_answer_bytes = max_answer_bytes
         self._loss = loss
         self._on_end = on_end
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()  # None after the last
         self._responses: deque[pb.StepResponse] = deque()
-        self._due: deque[int] = deque()  # bytes at most, of each answer that has not come
+        self._num_due = 0  # answers to what was sent that have not come
         self._news = asyncio.Event()  # an answer, or the loss
         loss.add_done_callback(lambda _: self._news.set())
         # Not through the generated stub: it would serialise, and requests come serialised.
@@ -61,9 +67,9 @@ class StepStream:
         self._call = method(self._outgoing())
         self._reading = asyncio.create_task(self._read(), name=f"read {name}")
 
-    def send(self, request: bytes, max_answer_bytes: int) -> None:
+    def send(self, request: bytes) -> None:
         """Queues a serialised StepRequest; at most the pipeline's depth of them are ever in the queue."""
-        self._due.append(max_answer_bytes)
+        self._num_due += 1
         self._requests.put_nowait(request)
 
     @property
@@ -109,17 +115,20 @@ class StepStream:
 
     async def _keep_answers(self) -> ExecutorLost:
         """Keeps the answers until there is one that cannot be, or none follows. Says which."""
+        read = pb.StepResponse.FromString
         async for data in self._call:
-            if not self._due:  # nobody would ever take it
+            if not self._num_due:  # nobody would ever take it
                 return ExecutorLied("answered a step that it was not sent")
-            if len(data) > (most := self._due.popleft()):
+            if len(data) > self.max_answer_bytes:
                 return ExecutorLied(
-                    f"answered a step with {len(data)} bytes, {most} at most are due"
+                    f"answered a step with {len(data)} bytes, where at most "
+                    f"{self.max_answer_bytes} are due"
                 )
             try:
-                self._responses.append(pb.StepResponse.FromString(data))
+                self._responses.append(read(data))
             except DecodeError:
                 return ExecutorLied("answered a step with what is no StepResponse")
+            self._num_due -= 1
             self._news.set()
         return ExecutorLost(f"{self.name}: it ended the Step stream")
 
