@@ -257,8 +257,8 @@ def _tokens_of(
         given = "" if num_next_tokens is None else f", whose num_next_tokens add up to {num_due}"
         raise WrongAnswer(
             rank,
-            f"{len(column)} bytes of next_token_ids for {num_sampled} sequences that sample{given}, "
-            f"which take {num_due * INT32.itemsize}",
+            f"a column of {len(column)} bytes of next_token_ids for {num_sampled} sequences that "
+            f"sample{given}, which take {num_due * INT32.itemsize}",
         )
     return column, num_next_tokens
 
@@ -280,8 +280,8 @@ def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) ->
     if len(gains) != num_sampled * INT32.itemsize:
         raise WrongAnswer(
             rank,
-            f"{len(gains)} bytes of num_next_tokens for {num_sampled} sequences that sample, which "
-            f"take {num_sampled * INT32.itemsize}",
+            f"a column of {len(gains)} bytes of num_next_tokens for {num_sampled} sequences that "
+            f"sample, which take {num_sampled * INT32.itemsize}",
         )
     gained = np.frombuffer(gains, INT32)
     # Only a decode that drafts has `num_tokens`: what each may gain.

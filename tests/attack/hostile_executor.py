@@ -92,7 +92,8 @@ LIES: Mapping[str, Lie] = {
     "blocks of no token": sizes(block_size=0),
     "epoch 2^64 - 1": sizes(epoch=(1 << 64) - 1),
     "a vocabulary of nothing": sizes(vocab_size=0),
-    "an agreement of 400,000 entries": Lie("agreement", describes=agrees_to_much),
+    # Not read, so that only the call can be named.
+    "an agreement of 400,000 entries": Lie("Describe", describes=agrees_to_much),
     "token -1": tokens(-1),
     "token 2^31 - 1": tokens((1 << 31) - 1),
     "token 264 of 264": tokens(264),
