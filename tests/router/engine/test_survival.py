@@ -202,12 +202,14 @@ class Failing(FakeExecutors):
         call: Which one; "commit": the engine cannot take what `receive` returned.
         num_times: How often, altogether.
         times: When it failed.
+        form_times: When `form` was called.
     """
 
     def __init__(self, call: str, num_times: int = 1, error: Exception | None = None) -> None:
         super().__init__(make_shape(), random.Random(0), step_s=0.001)
         self.call, self.num_times = call, num_times
         self.times: list[float] = []
+        self.form_times: list[float] = []
         self._error = error or ValueError("nobody thought of this")
 
     def is_due(self, call: str) -> bool:
@@ -221,6 +223,7 @@ class Failing(FakeExecutors):
             raise self._error
 
     async def form(self) -> GroupInfo:
+        self.form_times.append(asyncio.get_running_loop().time())
         self.fail_at("form")
         return await super().form()
 
@@ -273,16 +276,16 @@ async def test_a_group_that_fails_to_form_again_and_again_is_tried_ever_less_oft
 async def test_a_group_that_stepped_before_it_failed_is_tried_again_soon() -> None:
     failing = Failing("receive", num_times=0)
     async with two_groups(failing) as (engines, [engine]):
-        for name in range(8):
+        for name in range(4):
             await until(lambda: engine.is_ready)
             asking = asyncio.create_task(complete(engines, str(name), [1, 2, 3], 20))
             await until(lambda: engine.status().step > 2)
             failing.num_times += 1
             assert (await asking).sequences[0].error is None
-    assert len(failing.times) == 8
-    assert (
-        engine.lost_time < 1.2
-    )  # with ever longer waits, 1.27 s before the last one and its steps
+    assert len(failing.times) == 4
+    for failed in failing.times:
+        again = min(formed for formed in failing.form_times if formed > failed)
+        assert again - failed == pytest.approx(0.01)
 
 
 @on_virtual_clock
