@@ -40,8 +40,8 @@ async def test_a_client_goes_on_with_new_files_and_its_streams_with_the_old_ones
         successor.issue("server", "127.0.0.1")
         successor.issue("client", "client.test")
         client._renew()
-        assert await ask(client._channels[-2]) == b"hello"
-        assert client._channels[-2] is not first
+        assert await ask(client._channels[-1]) == b"hello"
+        assert client._channels[-1] is not first
         await exchange(stream, b"2")
 
 
