@@ -1,4 +1,4 @@
-"""Port for Prometheus: a page of all metrics, made at most once a second.
+"""Port for Prometheus: a page of all metrics, made at most four times a second.
 
 In threads, so that a long computation elsewhere delays no scrape; but few of them, however many
 connections there are and whatever these send.
@@ -21,7 +21,7 @@ log = structlog.stdlib.get_logger(__name__)
 
 MAX_SCRAPES = 16
 SCRAPE_EVICTED = "SCRAPE_EVICTED"  # reason of a connection that was closed for a new one
-PAGE_AGE_S = 1.0
+PAGE_AGE_S = 0.25
 SOCKET_TIMEOUT_S = 5.0  # without a byte
 
 
@@ -78,7 +78,7 @@ def serve_metrics(
 
 
 class _Page:
-    """Text of all metrics, as it was within the last second."""
+    """Text of all metrics, as it was a moment ago."""
 
     def __init__(self, collect: Callable[[], Iterable[Family]]) -> None:
         self._registry = new_registry(collect)

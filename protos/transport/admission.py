@@ -23,7 +23,7 @@ log = structlog.stdlib.get_logger(__name__)
 WARNING_INTERVAL_S = 60.0
 NUM_SHARES = 8  # a method has one of them, unless it may have all calls
 MAX_READS = 8  # first messages that are read at once on one connection
-HURRIED_S = 1.0  # for each of them, while others wait for their turn
+HURRIED_S = 2.0  # for each of them, while others wait for their turn
 
 
 class TooManyCalls(RpcError):

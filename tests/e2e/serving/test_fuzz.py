@@ -55,6 +55,7 @@ PUBLIC_ANSWERS = {
     ("ALREADY_EXISTS", "REQUEST_EXISTS"),
     ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),  # a timeout of a nanosecond
     ("CANCELLED", "CANCELLED"),  # by a Cancel of the same id
+    ("RESOURCE_EXHAUSTED", ""),  # by gRPC: longer than the port takes
     ("CANCELLED", "here"),  # this side left
 }
 STEP_ANSWERS = {
