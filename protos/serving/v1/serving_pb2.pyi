@@ -23,7 +23,10 @@ may match on, never reworded:
   NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request of the caller has this id.
   ALREADY_EXISTS      REQUEST_EXISTS      a live request of the caller has this id.
   RESOURCE_EXHAUSTED  QUEUE_FULL          too much waits; RetryInfo says when to come again.
+  RESOURCE_EXHAUSTED  TOO_MANY_CALLS      more calls are open than the port takes; likewise.
   DEADLINE_EXCEEDED   DEADLINE_EXCEEDED   the timeout passed, queued or running.
+  DEADLINE_EXCEEDED   FIRST_MESSAGE_LATE  the call's first message did not come in time; open
+                                          a call when its message is there.
   CANCELLED           CANCELLED           ended by Cancel.
   UNAVAILABLE         NOT_READY           no group of executors has formed yet.
   UNAVAILABLE         SHUTTING_DOWN       this router stops; go to another one.

@@ -80,7 +80,8 @@ class GenerationServiceServicer:
         caller's choice. Each answer carries tokens of many requests as columns. A failure of one
         request is reported under its tag and leaves the stream open. Half-closing lets the
         running requests finish; dropping the stream cancels them, and so does its deadline. A
-        message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
+        message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
+        message is to come within seconds of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

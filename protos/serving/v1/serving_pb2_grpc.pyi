@@ -23,7 +23,10 @@ may match on, never reworded:
   NOT_FOUND           REQUEST_NOT_FOUND   Cancel: no live request of the caller has this id.
   ALREADY_EXISTS      REQUEST_EXISTS      a live request of the caller has this id.
   RESOURCE_EXHAUSTED  QUEUE_FULL          too much waits; RetryInfo says when to come again.
+  RESOURCE_EXHAUSTED  TOO_MANY_CALLS      more calls are open than the port takes; likewise.
   DEADLINE_EXCEEDED   DEADLINE_EXCEEDED   the timeout passed, queued or running.
+  DEADLINE_EXCEEDED   FIRST_MESSAGE_LATE  the call's first message did not come in time; open
+                                          a call when its message is there.
   CANCELLED           CANCELLED           ended by Cancel.
   UNAVAILABLE         NOT_READY           no group of executors has formed yet.
   UNAVAILABLE         SHUTTING_DOWN       this router stops; go to another one.
@@ -71,7 +74,8 @@ class GenerationServiceStub:
     caller's choice. Each answer carries tokens of many requests as columns. A failure of one
     request is reported under its tag and leaves the stream open. Half-closing lets the
     running requests finish; dropping the stream cancels them, and so does its deadline. A
-    message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
+    message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
+    message is to come within seconds of the call.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
@@ -99,7 +103,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     caller's choice. Each answer carries tokens of many requests as columns. A failure of one
     request is reported under its tag and leaves the stream open. Half-closing lets the
     running requests finish; dropping the stream cancels them, and so does its deadline. A
-    message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
+    message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
+    message is to come within seconds of the call.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_serving_pb2.CancelRequest, _serving_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends a live request of the same caller by its id, from any of its clients. Its call ends with
@@ -136,7 +141,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         caller's choice. Each answer carries tokens of many requests as columns. A failure of one
         request is reported under its tag and leaves the stream open. Half-closing lets the
         running requests finish; dropping the stream cancels them, and so does its deadline. A
-        message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT.
+        message that breaks the rules of tag or action ends the stream with INVALID_ARGUMENT. The first
+        message is to come within seconds of the call.
         """
 
     @_abc_1.abstractmethod

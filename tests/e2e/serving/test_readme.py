@@ -36,8 +36,8 @@ def test_every_flag_that_is_named_exists():
     flags = {flag for main in PROGRAMS for option in main.params for flag in option.opts}
     named = set(re.findall(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)*\b(?!-\*)", own_text()))
 
-    # Of every program, of the demo, of benches, of SMG.
-    named -= {"--help", "--speculative", "--require", "--model-path"}
+    # Of every program, of the demo, of the attacks, of benches, of SMG.
+    named -= {"--help", "--speculative", "--only", "--envoy", "--require", "--model-path"}
     assert named <= flags | {"--tls", "--executor"}  # --tls-*: a family
 
 
