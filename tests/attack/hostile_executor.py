@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import grpc
@@ -54,9 +55,14 @@ def sizes(**given: int) -> Lie:
     return Lie(next(iter(given)), describes=lie)
 
 
+@cache
+def _many_entries() -> pb.DescribeResponse:
+    entries = {f"{number:0100}": "x" * 100 for number in range(100_000)}
+    return pb.DescribeResponse(agreement=entries)
+
+
 def agrees_to_much(told: pb.DescribeResponse) -> None:
-    for number in range(400_000):
-        told.agreement[f"{number:0100}"] = "x" * 100
+    told.MergeFrom(_many_entries())
 
 
 def tokens(token: int) -> Lie:
@@ -93,12 +99,12 @@ LIES: Mapping[str, Lie] = {
     "epoch 2^64 - 1": sizes(epoch=(1 << 64) - 1),
     "a vocabulary of nothing": sizes(vocab_size=0),
     # Not read, so that only the call can be named.
-    "an agreement of 400,000 entries": Lie("Describe", describes=agrees_to_much),
+    "an agreement of 100,000 entries": Lie("Describe", describes=agrees_to_much),
     "token -1": tokens(-1),
     "token 2^31 - 1": tokens((1 << 31) - 1),
     "token 264 of 264": tokens(264),
     "likely token -7": Lie("top_ids", answers=top_ids, is_scored=True),
-    "a column of 3 bytes": Lie("column", answers=half_a_column),
+    "a column of 3 bytes": Lie("token", answers=half_a_column),
     "another step's answer": Lie("step", answers=another_step),
     "60 answers of 32 MiB": Lie("", answers=much, times=FLOOD),
 }

@@ -83,8 +83,8 @@ def store_filled(target: Target) -> Outcome:
                 store.sendall(bytes((SET,)) + struct.pack("Q", len(key)) + key + value)
                 num_bytes += VALUE_BYTES
     for address in ports:
-        for _ in range(target.share(200)):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of a port that is closed, or that nobody reads
+            for _ in range(target.share(200)):
                 socket.create_connection(address, 1, source_address=(STRANGER, 0)).close()
                 num_connections += 1
     return Outcome(
