@@ -33,6 +33,7 @@ PADDING_MODES = {
     PaddingMode.MAX_LEN: pb.DP_PADDING_MODE_MAX_LEN,
     PaddingMode.SUM_LEN: pb.DP_PADDING_MODE_SUM_LEN,
 }
+INT32_BYTES = INT32.itemsize
 TIME_BITS = 44  # of what a step took, in nanoseconds: nearly five hours
 MAX_NAMED = 8  # ranks, in an error
 
@@ -208,11 +209,11 @@ def decode_step(
     # All ranks end to end: a comparison for each would take ten times as long.
     tokens = np.frombuffer(b"".join(columns), INT32)
     if (place := _place_outside(tokens, vocab_size)) is not None:
-        ends = list(accumulate(len(column) // INT32.itemsize for column in columns))
+        ends = list(accumulate(len(column) // INT32_BYTES for column in columns))
         raise _outside(bisect_right(ends, place), "next_token_ids", tokens[place], vocab_size)
     results, start, times = [], 0, 0
     for response, column, gained in zip(responses, columns, gains, strict=True):
-        end = start + len(column) // INT32.itemsize
+        end = start + len(column) // INT32_BYTES
         queued_ns, forward_ns = response.queued_ns, response.forward_ns
         times |= queued_ns | forward_ns
         results.append(
@@ -253,12 +254,12 @@ def _tokens_of(
     gains, column = part.num_next_tokens, part.next_token_ids
     num_next_tokens = _check_gains(gains, batch, num_sampled, rank) if gains else None
     num_due = num_sampled if num_next_tokens is None else int(num_next_tokens.sum())
-    if len(column) != num_due * INT32.itemsize:
+    if len(column) != num_due * INT32_BYTES:
         given = "" if num_next_tokens is None else f", whose num_next_tokens add up to {num_due}"
         raise WrongAnswer(
             rank,
             f"a column of {len(column)} bytes of next_token_ids for {num_sampled} sequences that "
-            f"sample{given}, which take {num_due * INT32.itemsize}",
+            f"sample{given}, which take {num_due * INT32_BYTES}",
         )
     return column, num_next_tokens
 
@@ -266,7 +267,7 @@ def _tokens_of(
 def _place_outside(token_ids: Int32Array, vocab_size: int) -> int | None:
     """Returns where the first id is that no token has; None: nowhere."""
     ids = token_ids.view(np.uint32)  # of which the negative ones are the largest
-    if len(ids) == 0 or ids.max() < vocab_size:
+    if len(ids) == 0 or np.maximum.reduce(ids) < vocab_size:
         return None
     return int((ids >= vocab_size).argmax())
 
@@ -277,11 +278,11 @@ def _outside(rank: int, name: str, token_id: int, vocab_size: int) -> WrongAnswe
 
 def _check_gains(gains: bytes, batch: RankBatch, num_sampled: int, rank: int) -> Int32Array | None:
     """Returns how many tokens each sampling sequence gained; None: 1 each."""
-    if len(gains) != num_sampled * INT32.itemsize:
+    if len(gains) != num_sampled * INT32_BYTES:
         raise WrongAnswer(
             rank,
             f"a column of {len(gains)} bytes of num_next_tokens for {num_sampled} sequences that "
-            f"sample, which take {num_sampled * INT32.itemsize}",
+            f"sample, which take {num_sampled * INT32_BYTES}",
         )
     gained = np.frombuffer(gains, INT32)
     # Only a decode that drafts has `num_tokens`: what each may gain.
