@@ -1,6 +1,7 @@
 """Executor group: how its executors come into an epoch, and how a step goes to all of them."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,17 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 32 << 20  # 131,072 rows of logits with 20 alternatives each take 21 MB
 SPARE_BYTES = 256  # of an answer, for what is beside its columns
 
+# A longer Describe is not even received.
+SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": DESCRIBE.split("/")[1], "method": "Describe"}],
+            "maxResponseMessageBytes": MAX_DESCRIPTION_BYTES,
+        }
+    ]
+}
 CHANNEL_OPTIONS = (
+    ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     # A peer that vanishes without a word is noticed within 20 s.
@@ -327,8 +338,6 @@ class ExecutorGroup:
         known = [str(member) for member in self._members if member.address == address]
         name = f"Describe of {known[0] if known else f'executor {address}'}"
         data = await _answer(self._ask(address, timeout_s), name)
-        if len(data) > MAX_DESCRIPTION_BYTES:
-            raise ExecutorLost(f"{name} failed: {len(data)} bytes, {MAX_DESCRIPTION_BYTES} at most")
         try:
             member = Member(address, pb.DescribeResponse.FromString(data))
         except DecodeError as error:
@@ -341,7 +350,7 @@ class ExecutorGroup:
         return member
 
     def _ask(self, address: str, timeout_s: float) -> Awaitable[bytes]:
-        """Calls Describe. Not through the stub, which would read an answer of any length."""
+        """Calls Describe. Not through the stub, which has no error for what is no message."""
         method: grpc.aio.UnaryUnaryMultiCallable[pb.DescribeRequest, bytes] = self._channels[
             address
         ].unary_unary(DESCRIBE, pb.DescribeRequest.SerializeToString, None)
