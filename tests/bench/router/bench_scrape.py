@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from prometheus_client import generate_latest
 
+from protos.telemetry import scrapes as scrapes_module
 from protos.telemetry.metrics import new_registry
 from protos.telemetry.scrapes import serve_metrics
 from router.engine.engines import Engines
@@ -43,6 +44,7 @@ async def run(num_ranks: int, num_scrapes: int) -> None:
         for number in range(2 * num_ranks):
             engines.submit(make_request(range(1, 9), listener, 11_000, request_id=str(number)))
         await asyncio.sleep(1.0)
+    scrapes_module.PAGE_AGE_S = 0.0  # else most of the scrapes would get the same page
     port = serve_metrics("127.0.0.1:0", collector(engines, "bench"))
     url = f"http://127.0.0.1:{port.number}/metrics"
 
