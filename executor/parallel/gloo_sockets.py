@@ -4,36 +4,18 @@ Gloo's abort does nothing, and its collectives hold their connections until peer
 runs out. A peer that is stopped, or behind a cut cable, does neither. What has been shut down fails at
 once, and nothing that such a peer sends later is written into buffers that the next epoch uses.
 
-Gloo takes a caller for the peer whose number it names, and the numbers are 0, 1, 2. So members tell one
-another, under the epoch's secret, of which connections they hold an end; one whose other end no member
-holds is a stranger's, and ended. Gloo listens for as long as its group lives, and dies of a socket that
-stops listening, or of more callers than it may have files; so the kernel is told to bring it no more.
-
 Found through /proc, so only on Linux; elsewhere nothing is found, and timeouts remain.
 """
 
-import ctypes
 import os
 import socket
-import struct
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
-_DROP = struct.pack(
-    "=HBBI", 0x06, 0, 0, 0
-)  # a filter of one instruction: return, 0 bytes are taken
-
-
-class Ends(NamedTuple):
-    """Both ends of a connection, host and port, as one of its owners sees it."""
-
-    own: str
-    peer: str
 
 
 class _Address(NamedTuple):
@@ -48,29 +30,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._by_name: dict[str, int] = {}
-        self._listening: dict[str, int] = {}
         self._ending = threading.Lock()
-
-    @contextmanager
-    def collect_listening(self) -> Iterator[None]:
-        """Collects the sockets that begin to listen meanwhile."""
-        before = _open_sockets()
-        yield
-        for name, number in _open_sockets().items():
-            if name not in before and _address(number).listens:
-                self._listening[name] = number
-
-    def take_no_more(self) -> None:
-        """Has the kernel drop every packet for the collected sockets that listen.
-
-        To a caller they are not there. What they accepted before goes on. Does nothing where the
-        kernel has no such filters.
-        """
-        code = ctypes.create_string_buffer(_DROP)
-        drop_all = struct.pack("@HP", 1, ctypes.addressof(code))
-        for number in self._listening.values():
-            with suppress(OSError), _borrowed(number) as listening:
-                listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, drop_all)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -87,52 +47,20 @@ class Connections:
             if name not in before and not address.listens and address.port not in ports:
                 self._by_name[name] = number
 
-    def ends(self) -> set[Ends]:
-        """Returns both ends of each collected connection that is still connected."""
-        found = set()
-        for connection in self._still_open():
-            with suppress(OSError):
-                found.add(Ends(_told(connection.getsockname()), _told(connection.getpeername())))
-        return found
-
-    def end_strangers(self, held: Set[Ends]) -> None:
-        """Ends the connections that others made to the collected ports, and no member holds.
-
-        Args:
-            held: By the members: ends of their connections.
-        """
-        ports = {_address(number).port for number in self._listening.values()}
-        with self._ending:
-            for connection in self._still_open():
-                with suppress(OSError):
-                    host, port = connection.getsockname()[:2]
-                    reverse = Ends(_told(connection.getpeername()), _told((host, port)))
-                    if port in ports and reverse not in held:
-                        connection.shutdown(socket.SHUT_RDWR)
-
     def shut_down(self) -> None:
         """Ends the collected connections that are still open. Their owner closes them.
 
         Any thread may call it. It returns when all have ended, whichever thread ends them.
         """
         with self._ending:
-            for connection in self._still_open():
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            self._by_name.clear()
-
-    def _still_open(self) -> Iterator[socket.socket]:
-        still_open = _open_sockets()
-        for name, collected in self._by_name.items():
-            # Either may be one that another thread borrows for a moment.
-            for number in {collected, still_open.get(name, collected)}:
-                with suppress(OSError), _borrowed(number) as connection:
-                    if _name(connection.fileno()) == name:  # it may be another's by now
-                        yield connection
-
-
-def _told(address: tuple[str, int]) -> str:
-    return f"{address[0].partition('%')[0]} {address[1]}"  # a link's name is this machine's own
+            still_open = _open_sockets()
+            while self._by_name:
+                name, collected = self._by_name.popitem()
+                # Either may be one that another thread borrows for a moment.
+                for number in {collected, still_open.get(name, collected)}:
+                    with suppress(OSError), _borrowed(number) as connection:
+                        if _name(connection.fileno()) == name:  # it may be another's by now
+                            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[str, int]:

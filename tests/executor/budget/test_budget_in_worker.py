@@ -10,12 +10,11 @@ import pytest
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
-from executor.parallel.epochs import JoinAttempt
 from executor.server import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig
-from tests.executor.support.ranks.ranks import HOST, SECRET, run_ranks
+from tests.executor.support.ranks.ranks import HOST, run_ranks
 from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
@@ -159,7 +158,7 @@ def tokens_at_the_budget(
             (sizes.extend[-1], sizes.decode[-1], pb.DP_PADDING_MODE_MAX_LEN),
         )
     ):
-        worker.join(epoch + 1, f"{HOST}:{store_port}", JoinAttempt(epoch + 1, SECRET))
+        worker.join(epoch + 1, f"{HOST}:{store_port}")
         requests = (
             prompts_step(FULL, num_scored=NUM_SCORED, graph_size=extend),
             decodes_step(FULL, graph_size=decode),
@@ -240,7 +239,7 @@ AGREED_AS = {
 # Settings in which members may differ, besides the ports: where an executor is (the type of its device
 # may not differ, nor the fingerprint of its model), and its resources.
 RANKS = {"dp_rank", "node_rank", "dp_ranks_per_node", "attn_tp_rank"}
-PLACE = {"model", "device", "advertised_host", "anonymous_callers", *RANKS}
+PLACE = {"model", "device", "advertised_host", *RANKS}
 RESOURCES = {"num_kv_blocks", "kv_cache_bytes", "num_threads", "peer_timeout_s", "stop_timeout_s"}
 
 
