@@ -32,7 +32,6 @@ BOUNDS = {
 }
 LENGTHS = {
     "instance_id": MAX_INSTANCE_ID_LEN,
-    "peer_host": 255,
     "model.architecture": 256,
     "model.fingerprint": 256,
     "model.eos_token_ids": 256,
