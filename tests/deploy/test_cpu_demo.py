@@ -50,9 +50,9 @@ SERVICES = (
 RESOLVER = Path(__file__).parent / "resolver"
 NUM_REQUESTS = 24
 WAIT_S = 120.0
-CALLER_TOKEN, EXECUTOR_TOKEN = "c" * 64, "e" * 64
+CALLER_TOKEN, OPERATOR_TOKEN, EXECUTOR_TOKEN = "c" * 64, "o" * 64, "e" * 64
 TOKENS = (
-    ("lockstep-caller-tokens", "tokens", CALLER_TOKEN),
+    ("lockstep-caller-tokens", "tokens", f"operator {OPERATOR_TOKEN}\n{CALLER_TOKEN}"),
     ("lockstep-executor-token", "token", EXECUTOR_TOKEN),
 )
 
