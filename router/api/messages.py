@@ -267,7 +267,15 @@ def _read_stop(
     """Resolves what `_check_stop` has let pass."""
     stop, output, n = message.stop, message.output, message.n or 1
     num_top = output.top_logprobs if output.logprobs else 0
-    most = max_outputs // (n * (1 + num_top))
+    of_prompt = num_prompt_tokens * (1 + output.top_logprobs) if output.prompt_logprobs else 0
+    most = (max_outputs - of_prompt) // (n * (1 + num_top))
+    if most < 1:
+        raise InvalidRequest(
+            "output.prompt_logprobs",
+            f"{num_prompt_tokens} tokens of the prompt x (1 + top_logprobs={output.top_logprobs}) is "
+            f"{of_prompt}, and n={n} tokens with theirs are {n * (1 + num_top)}; a request may ask "
+            f"for {max_outputs} at most: send a shorter prompt or a smaller top_logprobs",
+        )
     max_tokens = model.max_model_len - num_prompt_tokens
     if stop.HasField("max_tokens"):
         max_tokens = min(max_tokens, stop.max_tokens)
@@ -275,7 +283,10 @@ def _read_stop(
             raise InvalidRequest(
                 "stop.max_tokens",
                 f"n={n} x max_tokens={max_tokens} x (1 + top_logprobs={num_top}) is "
-                f"{n * max_tokens * (1 + num_top)}; a request may ask for {max_outputs} at most: "
+                f"{n * max_tokens * (1 + num_top)}"
+                + f", and {of_prompt} of the prompt"
+                * (of_prompt > 0)
+                + f"; a request may ask for {max_outputs} at most: "
                 f"send {most} or less here, or less of the others",
             )
     max_tokens = min(max_tokens, most)

@@ -27,8 +27,9 @@ class CallerSettings:
     max_request_outputs: int = setting(
         1 << 20, at_least(64 * (1 + 20), ", for the largest n and top_logprobs")
     )
-    """What a request may ask for: n x max_tokens x (1 + top_logprobs). More is refused; without
-    max_tokens it gets as many tokens as this allows."""
+    """What a request may ask for: n x max_tokens x (1 + top_logprobs), and with prompt_logprobs its
+    prompt's tokens x (1 + top_logprobs). More is refused; without max_tokens it gets as many tokens
+    as this allows."""
     max_priority: int = setting(
         MAX_PRIORITY,
         Rule(

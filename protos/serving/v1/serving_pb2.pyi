@@ -357,8 +357,9 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """At most this many output tokens, at least 1. Where fewer fit beside the prompt, the output ends
-    with LENGTH when the context is full. The router bounds n * max_tokens * (1 + top_logprobs), by
-    default at 2^20, and refuses more. Absent: as many as fit and that bound allows.
+    with LENGTH when the context is full. The router bounds n * max_tokens * (1 + top_logprobs), and
+    with prompt_logprobs the prompt's tokens * (1 + top_logprobs) besides, by default at 2^20, and
+    refuses more. Absent: as many as fit and that bound allows.
     """
     min_tokens: _builtins.int
     """No stop condition holds before this many output tokens; stop and end-of-sequence tokens

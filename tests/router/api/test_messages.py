@@ -242,6 +242,20 @@ async def test_a_request_for_more_outputs_than_one_may_have_is_told_which_number
     await read(prompt(stop=pb.StopConditions(max_tokens=29), **asked), settings=settings)
 
 
+async def test_the_prompts_log_probabilities_are_outputs_too():
+    scored = pb.OutputOptions(prompt_logprobs=True, top_logprobs=4)
+    asked = {"n": 2, "output": scored, "stop": pb.StopConditions(max_tokens=10)}
+    num_prompt = len((await read(prompt())).prompt)
+    settings = CallerSettings(max_request_outputs=5 * num_prompt + 19)
+    with pytest.raises(
+        InvalidRequest, match=f"is 20, and {5 * num_prompt} of the prompt;.* send 9"
+    ):
+        await read(prompt(**asked), settings=settings)
+    settings = CallerSettings(max_request_outputs=5 * num_prompt + 1)
+    with pytest.raises(InvalidRequest, match=r"output.prompt_logprobs: .* shorter prompt"):
+        await read(prompt(**asked), settings=settings)
+
+
 async def test_without_a_limit_of_its_own_a_request_gets_what_one_may_have():
     settings = CallerSettings(max_request_outputs=1344)
     assert (await read(prompt(n=64), settings=settings)).stop.max_tokens == 21
