@@ -15,6 +15,9 @@ class PortLimits:
 
     max_connections: int = setting(512, at_least(1))
     """Connections open at once on each gRPC port; more are closed."""
+    max_connection_idle_s: float = setting(60.0, above(0))
+    """Seconds that a connection may be open without a call; it is then closed, and a client opens
+    another with its next call."""
     max_connection_streams: int = setting(100, at_least(1))
     """Calls open at once on one connection; more wait at the client, which may open another
     connection. Each may cost a megabyte before it is refused."""
@@ -54,6 +57,7 @@ class PortLimits:
             # A second process at one address shall fail, rather than take half the connections.
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_connection_idle_ms", max(1, round(1000 * self.max_connection_idle_s))),
             ("grpc.max_concurrent_streams", self.max_connection_streams),
             # Calls that no handler runs yet. From the first number to the second gRPC would end some
             # at random, with CANCELLED and no reason; its own numbers, 1,000 and 3,000, are less

@@ -200,6 +200,14 @@ async def test_connections_beyond_the_bound_are_closed():
         assert await ask(channel) == b"hello"
 
 
+async def test_a_connection_without_calls_is_closed_and_the_next_call_opens_another():
+    async with serving(max_connection_idle_s=0.1) as address, calling(address) as channel:
+        assert await ask(channel) == b"hello"
+        while channel.get_state() is not grpc.ChannelConnectivity.IDLE:
+            await asyncio.sleep(0.02)
+        assert await ask(channel) == b"hello"
+
+
 async def test_the_port_for_probes_has_limits_too():
     refused, health = Counter[str](), HealthServicer()
     refusals = Refusals(lambda reason: refused.update([reason]))
