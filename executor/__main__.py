@@ -8,13 +8,14 @@ import asyncio
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvloop
 
 from executor.config import ExecutorConfig
-from executor.metrics import Measures, Numbers, collector
+from executor.metrics import STORE_STRANGER, Measures, Numbers, collector
 from protos.settings import BAD_CONFIGURATION, command
 from protos.transport.port import is_loopback
 
@@ -54,12 +55,13 @@ async def serve(config: ExecutorConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     measures = Measures()
+    refuse = partial(measures.add_refusal, STORE_STRANGER)
     host = config.peer_host or "127.0.0.1"
     servicer = ExecutorServicer(
         is_first=config.topology.world_rank == 0,
         store_host=host,
-        open_store=lambda: open_store(
-            host, bind_host=config.bind_host, timeout_s=config.peer_timeout_s
+        open_store=lambda secret: open_store(
+            host, secret, bind_host=config.bind_host, on_refused=refuse
         ),
         measures=measures,
         stuck_after_s=config.peer_timeout_s,

@@ -13,6 +13,7 @@ RpcError               what the router sees
 ├── JoinFailed         UNAVAILABLE          another member did not come, or a newer epoch began
 ├── StaleEpoch         FAILED_PRECONDITION  a newer epoch has been seen
 ├── InvalidEpoch       INVALID_ARGUMENT     the epoch is one that no router has got to
+├── InvalidRendezvous  INVALID_ARGUMENT     a secret that can be guessed, or a store of no member
 ├── NotJoined          FAILED_PRECONDITION  no Join has succeeded
 ├── StreamHeld         FAILED_PRECONDITION  another Step stream is open
 ├── StepOutOfOrder     FAILED_PRECONDITION  a step was skipped or sent twice
@@ -61,6 +62,11 @@ class StaleEpoch(RpcError):
 class InvalidEpoch(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_EPOCH"
+
+
+class InvalidRendezvous(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_RENDEZVOUS"
 
 
 class NotJoined(RpcError):

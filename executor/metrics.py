@@ -16,6 +16,9 @@ from protos.transport.interceptors import PORT_REFUSALS
 PHASES = ("queue", "fill", "draft", "forward", "sample")
 
 
+STORE_STRANGER = "STORE_STRANGER"  # a connection that brought the rendezvous store no entry
+
+
 class Measures:
     """One executor's numbers since it started.
 
@@ -31,7 +34,7 @@ class Measures:
         padding_tokens: Rows that it ran beside them, up to the size of the graph.
         failures: Steps that were refused or failed, by the error's reason.
         joins: Join calls, by "joined" or "failed".
-        refused: Calls and scrapes that were not taken, by reason.
+        refused: Calls, scrapes and connections to the rendezvous store that were not taken, by reason.
     """
 
     def __init__(self) -> None:
@@ -43,7 +46,7 @@ class Measures:
         # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
         self.failures = Counter({e.reason: 0 for e in (InvalidStep, StepFailed)})
         self.joins = Counter({"joined": 0, "failed": 0})
-        self.refused = Counter(dict.fromkeys(PORT_REFUSALS, 0))
+        self.refused = Counter(dict.fromkeys([*PORT_REFUSALS, STORE_STRANGER], 0))
         self._start_ns = 0
         self._lap_ns = 0
 

@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from executor.errors import (
+    InvalidRendezvous,
     JoinFailed,
     NotJoined,
     NotLoaded,
@@ -40,7 +41,7 @@ from executor.errors import (
     StreamHeld,
 )
 from executor.metrics import Measures
-from executor.parallel.epochs import Epochs, JoinAttempt
+from executor.parallel.epochs import Epochs, JoinAttempt, check_secret, split_address
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.admission import Refusals
@@ -87,10 +88,11 @@ class Worker(Protocol):
 
 
 class Store(Protocol):
-    """A rendezvous store; it listens for as long as it is referred to."""
+    """A rendezvous store; it listens until it is closed."""
 
     @property
     def port(self) -> int: ...
+    def close(self) -> None: ...
 
 
 class StepStream:
@@ -132,8 +134,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     Args:
         is_first: Whether this is the group's first executor, which opens the stores.
-        store_host: Host at which the group's members reach a store opened here.
-        open_store: Opens a store on a free port.
+        store_host: Host at which the group's members reach this one, and a store opened here.
+        open_store: Opens an epoch's store on a free port, given its secret.
         measures: Gets what becomes of steps and joins; None: nobody asks for it.
         stuck_after_s: A step that outlives its stream for longer will never end.
 
@@ -147,7 +149,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         *,
         is_first: bool,
         store_host: str,
-        open_store: Callable[[], Store],
+        open_store: Callable[[bytes], Store],
         measures: Measures | None = None,
         stuck_after_s: float = 60.0,
     ) -> None:
@@ -159,7 +161,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._open_store = open_store
         self._measures = measures or Measures()
         self.refusals = Refusals(self._measures.add_refusal)
-        self._store: Store | None = None
+        self._stores: dict[int, Store] = {}  # by epoch: of the newest, and only while it forms
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._worker: Worker | None = None
         self._description = pb.DescribeResponse()
@@ -210,6 +212,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """
         self._worker, self._description = await self._on_compute_thread(build)
         self._description.instance_id = uuid.uuid4().hex
+        self._description.peer_host = self._store_host
         self._description.agreement_digest = agreement_digest(dict(self._description.agreement))
 
     async def stop(self) -> None:
@@ -221,6 +224,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self._is_stopping = True
         self._publish_readiness()
         self._call_off_join("this executor was told to stop")
+        self._close_stores(self._epochs.newest)
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.epoch = None
@@ -257,20 +261,29 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareResponse:
         async with abort_on_error(context):
             self._loaded_worker()
+            if request.secret:
+                check_secret(request.secret)
             self._epochs.prepare(request.epoch)
             self._call_off_join(f"epoch {request.epoch} has begun")
-            if not self._is_first:
+            if not self._is_first or not request.secret:
                 return pb.PrepareResponse()
             # Not on the compute thread: it may be stuck in the epoch that this one replaces.
-            store = await asyncio.to_thread(self._open_store)
-            self._epochs.check_newest(request.epoch)  # whose store this one must not replace
-            self._store = store
+            store = await asyncio.to_thread(self._open_store, request.secret)
+            try:
+                self._epochs.check_newest(request.epoch)  # whose store this one must not replace
+            except StaleEpoch:
+                store.close()
+                raise
+            self._close_stores(request.epoch)
+            self._stores[request.epoch] = store
             host = f"[{self._store_host}]" if ":" in self._store_host else self._store_host
             return pb.PrepareResponse(store_address=f"{host}:{store.port}")
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         async with abort_on_error(context):
             worker = self._loaded_worker()
+            if worker.has_peers:
+                _check_rendezvous(request)
             self._epochs.join(request.epoch)
             if self._stream is not None:
                 self._stream.end(StaleEpoch(f"epoch {request.epoch} has begun"))
@@ -278,7 +291,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._call_off_join(f"epoch {request.epoch} has begun")
             self._leave()  # from here, so that a step that waits for lost peers fails now
             self._publish_readiness()
-            attempt = self._joining = JoinAttempt(request.epoch)
+            attempt = self._joining = JoinAttempt(request.epoch, request.secret)
             try:
                 # A call that is cancelled does not stop the thread, whose outcome must be noted.
                 failure = await asyncio.shield(self._join(worker, request, attempt))
@@ -390,6 +403,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             if self._joining is attempt:
                 self._joining = None
+            self._close_stores(request.epoch)  # all have what they need of it, or it failed
             self._publish_readiness()
         self._measures.joins["joined"] += 1
         log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
@@ -481,6 +495,11 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 
     # Helpers
 
+    def _close_stores(self, epoch: int) -> None:
+        """Closes the store of an epoch and of those before it."""
+        for each in [each for each in self._stores if each <= epoch]:
+            self._stores.pop(each).close()
+
     def _loaded_worker(self) -> Worker:
         if self._is_stopping:
             raise ShuttingDown("this executor was told to stop")
@@ -498,6 +517,17 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
 def _ids(request: pb.StepRequest) -> dict[str, int]:
     """Returns what a log says of a step, under the names that the router's log uses."""
     return {"epoch": request.epoch, "step_id": request.step_id}
+
+
+def _check_rendezvous(request: pb.JoinRequest) -> None:
+    check_secret(request.secret)
+    host, _ = split_address(request.store_address)
+    if host not in request.peer_hosts:
+        raise InvalidRendezvous(
+            f"store_address={request.store_address!r}: need the host of a member, one of "
+            f"{list(request.peer_hosts)}",
+            field="store_address",
+        )
 
 
 def agreement_digest(agreement: dict[str, str]) -> bytes:

@@ -26,7 +26,7 @@ from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures
 from executor.model.sampling.logits import score
 from executor.model.sampling.sampler import Sampler
-from executor.parallel.epochs import JoinAttempt
+from executor.parallel.epochs import FormGroup, JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.runners.target import RunnerSelection
 from executor.speculative.speculator import Speculator
@@ -88,8 +88,8 @@ class Worker:
         runner: Takes a batch to logits, once it has captured.
         speculation: The draft model's part; None without one.
         members: What talks to the other executors. It joins in this order, and leaves here.
-        form_group: Forms the groups of an epoch, given the epoch and the store's host and port;
-            raises RuntimeError if a member does not come. None for a world of one.
+        form_group: Forms the groups of an epoch; raises RuntimeError if a member does not come. None
+            for a world of one.
         device: Where the model runs.
         copier: How columns get there; the device's own way if None. Where memory is shared, it is
             the host that computes.
@@ -105,7 +105,7 @@ class Worker:
         runner: RunnerSelection,
         speculation: Speculation | None = None,
         members: Sequence[GroupMember],
-        form_group: Callable[[int, str, int], EpochGroups] | None,
+        form_group: FormGroup[EpochGroups] | None,
         device: torch.device,
         copier: Copier | None = None,
         measures: Measures | None = None,

@@ -31,6 +31,7 @@ from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.epochs import FormGroup
 from executor.parallel.layout import require_mlp_tp_gather
 from executor.parallel.process_groups import EpochGroups, join_group
 from executor.runners.forward_pass import ForwardPass
@@ -277,15 +278,14 @@ def _dispatcher(blueprint: Blueprint, communicator: DpCommunicator, device: Devi
     return dispatcher
 
 
-def _form_group(
-    config: ExecutorConfig, device: torch.device
-) -> Callable[[int, str, int], EpochGroups]:
-    def form_group(epoch: int, host: str, port: int) -> EpochGroups:
+def _form_group(config: ExecutorConfig, device: torch.device) -> FormGroup[EpochGroups]:
+    def form_group(epoch: int, host: str, port: int, secret: bytes) -> EpochGroups:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # this thread's own, which begins on the first one
         return join_group(
             host,
             port,
+            secret,
             epoch=epoch,
             topology=config.topology,
             device=device,

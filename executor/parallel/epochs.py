@@ -19,10 +19,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, Threa
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from executor.errors import InvalidEpoch, JoinFailed, StaleEpoch
+from executor.errors import InvalidEpoch, InvalidRendezvous, JoinFailed, StaleEpoch
 from protos.executor.epochs import MAX_EPOCH_LEAP
 
 MAX_PORT = (1 << 16) - 1
+MIN_SECRET_BYTES = 16
 
 
 class Epochs:
@@ -85,6 +86,21 @@ class Closable(Protocol):
 
 
 GroupsT = TypeVar("GroupsT", bound=Closable)
+FormGroup = Callable[[int, str, int, bytes], GroupsT]  # epoch; the store's host, port and secret
+
+
+def check_secret(secret: bytes) -> None:
+    """Does nothing if an epoch's secret cannot be guessed.
+
+    Raises:
+        InvalidRendezvous: It can.
+    """
+    if len(secret) < MIN_SECRET_BYTES:
+        raise InvalidRendezvous(
+            f"a secret of {len(secret)} bytes can be guessed: need {MIN_SECRET_BYTES}, drawn for "
+            f"this epoch",
+            field="secret",
+        )
 
 
 class JoinAttempt:
@@ -92,10 +108,12 @@ class JoinAttempt:
 
     Args:
         epoch: The epoch to join.
+        secret: The epoch's.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, secret: bytes = b"") -> None:
         self._epoch = epoch
+        self._secret = secret
         self._called_off: Future[str] = Future()  # why it was
 
     def call_off(self, problem: str) -> None:
@@ -116,25 +134,25 @@ class JoinAttempt:
         if self._called_off.done():
             raise JoinFailed(f"epoch {self._epoch}: {self._called_off.result()}")
 
-    def form(self, form_group: Callable[[int, str, int], GroupsT], store_address: str) -> GroupsT:
+    def form(self, form_group: FormGroup[GroupsT], store_address: str) -> GroupsT:
         """Forms the epoch's groups.
 
         Args:
-            form_group: Called in another thread with the epoch and the store's host and port. What
-                it returns is closed if nobody wants it any more.
+            form_group: Called in another thread. What it returns is closed if nobody wants it any
+                more.
             store_address: host:port.
 
         Raises:
             JoinFailed: A member did not come in time, the address is none, or the attempt was
                 called off.
         """
-        host, _, port = store_address.rpartition(":")
+        host, port = split_address(store_address)
         is_port = port.isdecimal() and len(port) <= 5 and 0 < int(port) <= MAX_PORT
         if not host or not is_port:
             raise JoinFailed(f"store_address={store_address!r}: need host:port, as Prepare gave it")
         self.check()
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"form-{self._epoch}")
-        forming = thread.submit(form_group, self._epoch, host.strip("[]"), int(port))
+        forming = thread.submit(form_group, self._epoch, host, int(port), self._secret)
         thread.shutdown(wait=False)
         ends: list[Future[Any]] = [forming, self._called_off]
         wait(ends, return_when=FIRST_COMPLETED)
@@ -148,6 +166,12 @@ class JoinAttempt:
             raise JoinFailed(
                 f"epoch {self._epoch}: no group formed over the store at {store_address}: {error}"
             ) from error
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """Returns host and port of ``host:port``, or of ``[host]:port``."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
 
 
 def _close(formed: Future[GroupsT]) -> None:

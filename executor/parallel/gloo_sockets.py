@@ -4,25 +4,45 @@ Gloo's abort does nothing, and its collectives hold their connections until peer
 runs out. A peer that is stopped, or behind a cut cable, does neither. What has been shut down fails at
 once, and nothing that such a peer sends later is written into buffers that the next epoch uses.
 
+Gloo takes a caller for the peer whose number it names, and the numbers are 0, 1, 2. So members tell one
+another, under the epoch's secret, of which connections they hold an end; one whose other end no member
+holds is a stranger's, and ended. Gloo listens for as long as its group lives, and dies of a socket that
+stops listening, or of more callers than it may have files; so the kernel is told to bring it no more.
+
 Found through /proc, so only on Linux; elsewhere nothing is found, and timeouts remain.
 """
 
+import ctypes
 import os
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+_DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one instruction: return, 0 bytes are taken
+
+# Held by a thread while it makes a socket that listens, so that another can tell which are its own.
+LISTENING = threading.Lock()
+
+
+class Ends(NamedTuple):
+    """Both ends of a connection, host and port, as one of its owners sees it."""
+
+    own: str
+    peer: str
 
 
 class _Address(NamedTuple):
-    """A socket's own port, if it has one, and whether it listens there."""
+    """A socket's own port, if it has one, and what it is there."""
 
-    port: int | None
-    listens: bool
+    port: int | None = None
+    listens: bool = False
+    is_connected: bool = False
 
 
 class Connections:
@@ -30,22 +50,74 @@ class Connections:
 
     def __init__(self) -> None:
         self._by_name: dict[str, int] = {}
+        self._listening: dict[str, int] = {}
         self._ending = threading.Lock()
+
+    @contextmanager
+    def collect_listening(self) -> Iterator[None]:
+        """Collects the sockets that begin to listen meanwhile."""
+        with LISTENING:
+            before = _open_sockets()
+            yield
+            for name, number in _open_sockets().items():
+                if name not in before and _address(number).listens:
+                    self._listening[name] = number
+
+    def take_no_more(self) -> None:
+        """Has the kernel drop every packet for the collected sockets that listen.
+
+        To a caller they are not there. What they accepted before goes on. Does nothing where the
+        kernel has no such filters.
+        """
+        code = ctypes.create_string_buffer(_DROP)
+        drop_all = struct.pack("@HP", 1, ctypes.addressof(code))
+        for _, listening in still_open(self._listening):
+            with suppress(OSError):
+                listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, drop_all)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Collects the connections that open meanwhile, except what others open to this process.
 
-        A connection to a port that was listened on before is not the library's. Sockets that listen
-        stay open: a library need not expect them to end.
+        A connection to a port on which something else listens is not the library's. Sockets that
+        listen stay open: a library need not expect them to end.
         """
         before = _open_sockets()
-        ports = {_address(number).port for number in before.values() if _address(number).listens}
+        others = _ports_listened_on(before)
         yield
-        for name, number in _open_sockets().items():
+        after = _open_sockets()
+        listening = {name: n for name, n in after.items() if name not in self._listening}
+        others |= _ports_listened_on(listening)
+        for name, number in after.items():
             address = _address(number)
-            if name not in before and not address.listens and address.port not in ports:
+            if name not in before and address.is_connected and address.port not in others:
                 self._by_name[name] = number
+
+    def ends(self) -> set[Ends]:
+        """Returns both ends of each collected connection that is still connected."""
+        found = set()
+        for _, connection in still_open(self._by_name):
+            with suppress(OSError):
+                found.add(_ends(connection))
+        return found
+
+    def keep_members(self, held: Set[Ends]) -> None:
+        """Forgets the connections whose other end no member holds, and ends strangers' calls.
+
+        What this process calls is another thread's, then: it forms another group.
+
+        Args:
+            held: By the members: ends of their connections.
+        """
+        own = _ports_listened_on(self._listening)
+        with self._ending:
+            for name, connection in still_open(dict(self._by_name)):
+                with suppress(OSError):
+                    ends = _ends(connection)
+                    if Ends(ends.peer, ends.own) not in held:
+                        del self._by_name[name]
+                        if connection.getsockname()[1] in own:
+                            connection.shutdown(socket.SHUT_RDWR)
 
     def shut_down(self) -> None:
         """Ends the collected connections that are still open. Their owner closes them.
@@ -53,14 +125,34 @@ class Connections:
         Any thread may call it. It returns when all have ended, whichever thread ends them.
         """
         with self._ending:
-            still_open = _open_sockets()
-            while self._by_name:
-                name, collected = self._by_name.popitem()
-                # Either may be one that another thread borrows for a moment.
-                for number in {collected, still_open.get(name, collected)}:
-                    with suppress(OSError), _borrowed(number) as connection:
-                        if _name(connection.fileno()) == name:  # it may be another's by now
-                            connection.shutdown(socket.SHUT_RDWR)
+            for _, connection in still_open(self._by_name):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._by_name.clear()
+
+
+def still_open(sockets: Mapping[str, int]) -> Iterator[tuple[str, socket.socket]]:
+    """Gives those of the sockets that are open, each for a moment under another descriptor."""
+    now = _open_sockets()
+    for name, collected in sockets.items():
+        # Either may be one that another thread borrows for a moment.
+        for number in {collected, now.get(name, collected)}:
+            with suppress(OSError), _borrowed(number) as found:
+                if _name(found.fileno()) == name:  # it may be another's by now
+                    yield name, found
+                    break
+
+
+def _ends(connection: socket.socket) -> Ends:
+    return Ends(_told(connection.getsockname()), _told(connection.getpeername()))
+
+
+def _ports_listened_on(sockets: Mapping[str, int]) -> set[int | None]:
+    return {_address(number).port for number in sockets.values() if _address(number).listens}
+
+
+def _told(address: tuple[str, int]) -> str:
+    return f"{address[0].partition('%')[0]} {address[1]}"  # a link's name is this machine's own
 
 
 def _open_sockets() -> dict[str, int]:
@@ -83,9 +175,13 @@ def _address(number: int) -> _Address:
     with suppress(OSError), _borrowed(number) as found:
         name = found.getsockname()
         if isinstance(name, tuple):  # of the internet's families
-            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return _Address(name[1], bool(listens))
-    return _Address(None, False)
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return _Address(name[1], listens=True)
+            with suppress(OSError):
+                found.getpeername()
+                return _Address(name[1], is_connected=True)
+            return _Address(name[1])
+    return _Address()
 
 
 @contextmanager

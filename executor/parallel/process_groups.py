@@ -7,21 +7,29 @@
 
 Groups belong to one epoch: a new epoch closes them and makes others in the same process, so nothing
 here registers itself anywhere.
+
+A group over gloo has formed when each member has shown every other one that it knows the epoch's
+secret. Where a stranger has taken a member's place, all drop the connections and make others. NCCL's
+are as good as the 64-bit number in the id of its communicator, which goes through the store.
 """
 
+import hmac
+import json
 import threading
 from abc import ABC, abstractmethod
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from executor.errors import PeerLost
-from executor.parallel.gloo_sockets import Connections
+from executor.parallel.gloo_sockets import Connections, Ends
 from executor.parallel.layout import Topology
+from executor.parallel.rendezvous import MemberStore, StoreLost
 
 _c10d: Any = distributed_c10d  # its process groups, stores and options carry no types
 CPU = torch.device("cpu")
@@ -29,6 +37,9 @@ CPU = torch.device("cpu")
 # All are called to join at the same time, and who comes too late is called again. Until then others
 # wait, unless their router gives up before (epochs.py).
 FORM_TIMEOUT_S = 15.0
+FORM_ATTEMPTS = 5  # of a group over gloo, into whose connections strangers may have got
+CONNECT_TIMEOUT = timedelta(seconds=3)  # of one of them, once all members are there
+PROOF_BYTES = 32
 
 WAIT_SLICE = timedelta(milliseconds=20)  # in which a thread looks whether its group was closed
 
@@ -117,7 +128,7 @@ class GlooGroup(RankGroup):
         self, rank: int, world_size: int, backend: Any, connections: Connections | None = None
     ) -> None:
         super().__init__(rank, world_size, backend)
-        self._connections = connections or Connections()
+        self.connections = connections or Connections()
         self._num_pending = 0  # collectives that were begun and have not ended well
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -126,11 +137,15 @@ class GlooGroup(RankGroup):
         self.all_to_all(received, x)
         torch.sum(received, dim=0, out=out)
 
+    def wait_for_peers(self, timeout: timedelta) -> None:
+        """Sets how long a collective waits for the others."""
+        _live(self._backend)._set_default_timeout(timeout)
+
     def close(self) -> None:
         """Drops the connections, in a thread; ends them now if a collective has not ended well."""
         held = _take(self._backend)  # first: what has begun by now is pending, and no more begins
         if self._num_pending:
-            self._connections.shut_down()
+            self.connections.shut_down()
         _end(held, exit_waits=True)
 
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
@@ -163,7 +178,18 @@ class GlooGroup(RankGroup):
 
 
 class NcclGroup(RankGroup):
-    """A group between GPUs. Its collectives run on the current stream and never stop the host."""
+    """A group between GPUs. Its collectives run on the current stream and never stop the host.
+
+    Args:
+        rank: This process's rank.
+        world_size: Ranks in it.
+        backend: Runs the collectives. PyTorch publishes no types for it.
+        store: What the backend was given; it is asked for as long as that lives.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: Any, store: object) -> None:
+        super().__init__(rank, world_size, backend)
+        self._store = store
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, scratch: torch.Tensor) -> None:
         self._run("_reduce_scatter_base", out, x, options=_c10d.ReduceScatterOptions())
@@ -176,7 +202,9 @@ class NcclGroup(RankGroup):
 
         Source: NCCL, init.cc, commDestroySync, which waits for persistentRefs.
         """
-        _end(_take(self._backend), exit_waits=False)  # it may wait for graphs that live until then
+        _end(
+            _take(self._backend), exit_waits=False, store=self._store
+        )  # it may wait for graphs that live until then
 
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         # Spares the detour over NCCL's own stream, which is for collectives that are not awaited.
@@ -198,7 +226,7 @@ class EpochGroups:
     epoch: int
     world: RankGroup
     attn_tp: RankGroup | None
-    host: GlooGroup
+    host: RankGroup
 
     def close(self) -> None:
         """Leaves all of them. A peer that is in a collective of any gets an error."""
@@ -209,6 +237,7 @@ class EpochGroups:
 def join_group(
     host: str,
     port: int,
+    secret: bytes,
     *,
     epoch: int,
     topology: Topology,
@@ -221,6 +250,7 @@ def join_group(
     Args:
         host: Where the store of the first rank listens (rendezvous.py).
         port: Its port.
+        secret: The epoch's, which every member has and nobody else.
         epoch: Keeps these groups' keys apart from those of a store's earlier ones.
         topology: This executor's place.
         device: Where the tensors live that the groups move: the CPU, or one GPU by its index.
@@ -231,69 +261,138 @@ def join_group(
         RuntimeError: The store or a peer did not answer in time. No group is left.
     """
     timeout = timedelta(seconds=timeout_s)
-    form_timeout = min(timeout, timedelta(seconds=FORM_TIMEOUT_S))
-    store = PrefixStore(
-        f"epoch-{epoch}",
-        TCPStore(host, port, is_master=False, timeout=form_timeout, wait_for_workers=False),
-    )
-    everyone = range(topology.world_size)
+    rank, everyone = topology.world_rank, range(topology.world_size)
     first = topology.dp_rank * topology.attn_tp_size
     same_dp_rank = range(first, first + topology.attn_tp_size)
-    with ExitStack() as formed:
+    board = MemberStore(host, port, secret, str(rank), min(timeout_s, FORM_TIMEOUT_S))
+    store = PrefixStore(f"epoch-{epoch}", board)
+    with ExitStack() as formed, closing(board):
 
-        def form(name: str, members: range) -> RankGroup:
-            keys, rank = PrefixStore(name, store), topology.world_rank - members.start
+        def form(name: str, members: range, over: torch.device) -> RankGroup:
+            keys, place = PrefixStore(name, store), Place(name, rank - members.start, len(members))
             group: RankGroup
-            if device.type == "cpu":
-                group = _gloo_group(keys, rank, len(members), bind_host, timeout)
+            if over.type == "cpu":
+                group = _gloo_group(keys, place, secret, bind_host, timeout)
             else:
-                group = _nccl_group(keys, rank, members, device, timeout, f"{name}-{epoch}")
+                group = _nccl_group(keys, place, members, over, timeout, board)
             formed.callback(group.close)
             return group
 
-        keys = PrefixStore("host", store)
-        on_host = _gloo_group(keys, topology.world_rank, len(everyone), bind_host, timeout)
-        formed.callback(on_host.close)
-        world = on_host if device.type == "cpu" else form("world", everyone)
+        on_host = form("host", everyone, CPU)
+        world = on_host if device.type == "cpu" else form("world", everyone, device)
         attn_tp: RankGroup | None = None
         if same_dp_rank == everyone:
             attn_tp = world
         elif len(same_dp_rank) > 1:
-            attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank)
+            attn_tp = form(f"attn-tp-{topology.dp_rank}", same_dp_rank, device)
+        everywhere = Place("joined", rank, len(everyone))
+        _tell_all(store, "joined", everywhere, b"")  # nobody waits for the store any more
         formed.pop_all()
     return EpochGroups(epoch, world, attn_tp, on_host)
 
 
+class Place(NamedTuple):
+    """A rank of a group that forms."""
+
+    group: str
+    rank: int
+    world_size: int
+
+
 def _gloo_group(
-    store: PrefixStore, rank: int, world_size: int, bind_host: str | None, timeout: timedelta
+    store: PrefixStore, place: Place, secret: bytes, bind_host: str | None, timeout: timedelta
+) -> GlooGroup:
+    """Forms a group of members that know the secret.
+
+    Raises:
+        StoreLost: A member did not come.
+        RuntimeError: Connections failed, or were a stranger's, each time.
+    """
+    for attempt in range(FORM_ATTEMPTS):
+        keys, outcome = PrefixStore(str(attempt), store), b"formed"
+        with ExitStack() as left:
+            try:
+                group = _connect(keys, place, bind_host, timeout)
+                left.callback(group.close)
+                left.callback(group.connections.shut_down)  # for peers that wait for this member
+                _prove(group, keys, place, secret)
+                group.wait_for_peers(timeout)
+            except StoreLost:
+                raise
+            except RuntimeError as error:
+                outcome = str(error).encode()
+                left.close()  # first: those peers have an outcome then, too
+                _tell(keys, "ends", place, b"[]")  # and so have those that wait for this
+            outcomes = _tell_all(keys, "outcome", place, outcome)
+            if outcomes == [b"formed"] * place.world_size:
+                left.pop_all()
+                return group
+    problems = [problem.decode() for problem in outcomes if problem != b"formed"]
+    raise RuntimeError(f"{place.group}: no connections in {FORM_ATTEMPTS} attempts: {problems[0]}")
+
+
+def _connect(
+    store: PrefixStore, place: Place, bind_host: str | None, timeout: timedelta
 ) -> GlooGroup:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = min(timeout, timedelta(seconds=FORM_TIMEOUT_S))
+    options._timeout = min(timeout, CONNECT_TIMEOUT)
     connections = Connections()
     with connections.collect():  # the device too: it listens, and who calls it is a peer
-        if bind_host is None:
-            options._devices = [gloo.create_default_device()]
-        else:
-            options._devices = [gloo.create_device(hostname=bind_host)]
-        backend = gloo(store, rank, world_size, options)
-    backend._set_default_timeout(timeout)
-    return GlooGroup(rank, world_size, backend, connections)
+        with connections.collect_listening():
+            if bind_host is None:
+                options._devices = [gloo.create_default_device()]
+            else:
+                options._devices = [gloo.create_device(hostname=bind_host)]
+        backend = gloo(store, place.rank, place.world_size, options)
+    return GlooGroup(place.rank, place.world_size, backend, connections)
+
+
+def _prove(group: GlooGroup, store: PrefixStore, place: Place, secret: bytes) -> None:
+    """Drops strangers' connections, and shows each member that this one knows the secret.
+
+    Raises:
+        RuntimeError: Some connection does not lead to the member that it should.
+    """
+    ends = json.dumps(sorted(group.connections.ends())).encode()
+    told = _tell_all(store, "ends", place, ends)  # hence all have connected
+    group.connections.take_no_more()
+    group.connections.keep_members({Ends(*each) for text in told for each in json.loads(text)})
+
+    def proofs(of: Callable[[int], tuple[int, int]]) -> torch.Tensor:
+        texts = [b"%s %d %d" % (place.group.encode(), *of(rank)) for rank in range(len(told))]
+        macs = b"".join(hmac.digest(secret, text, "sha256") for text in texts)
+        return torch.frombuffer(bytearray(macs), dtype=torch.uint8)
+
+    received = torch.empty(len(told) * PROOF_BYTES, dtype=torch.uint8)
+    group.all_to_all(received, proofs(lambda peer: (place.rank, peer)))
+    if not torch.equal(received, proofs(lambda peer: (peer, place.rank))):
+        raise RuntimeError("a peer does not know the epoch's secret")
+
+
+def _tell(store: PrefixStore, key: str, place: Place, value: bytes) -> None:
+    store.set(f"{key}/{place.rank}", value)  # type: ignore[arg-type]  # it takes bytes too
+
+
+def _tell_all(store: PrefixStore, key: str, place: Place, value: bytes) -> list[bytes]:
+    """Returns what all members say under a key, by rank, once they have."""
+    _tell(store, key, place, value)
+    return [store.get(f"{key}/{rank}") for rank in range(place.world_size)]
 
 
 def _nccl_group(
     store: PrefixStore,
-    rank: int,
+    place: Place,
     members: range,
     device: torch.device,
     timeout: timedelta,
-    name: str,
+    board: MemberStore,
 ) -> NcclGroup:
     """Forms an NCCL group now, not at its first collective, which may be in a capture.
 
     Args:
         members: World ranks, for PyTorch's own reports.
-        name: For those reports.
+        board: What `store` is part of.
 
     Source: torch.distributed.distributed_c10d, _new_process_group_helper.
     """
@@ -302,10 +401,10 @@ def _nccl_group(
     options.is_high_priority_stream = False
     options._timeout = timeout
     options.global_ranks_in_group = list(members)
-    options.group_name = name
-    backend = nccl(store, rank, len(members), options)
+    options.group_name = place.group
+    backend = nccl(store, place.rank, len(members), options)
     backend.eager_connect_single_device(device)
-    return NcclGroup(rank, len(members), backend)
+    return NcclGroup(place.rank, len(members), backend, board)
 
 
 def _live(backend: list[Any]) -> Any:
@@ -321,20 +420,21 @@ def _take(backend: list[Any]) -> list[Any]:
     return []
 
 
-def _end(held: list[Any], *, exit_waits: bool) -> None:
+def _end(held: list[Any], *, exit_waits: bool, store: object = None) -> None:
     """Aborts and destroys what a group held, if it still held it. Does not wait for either.
 
     Args:
         held: From ``_take``. Nobody else may keep it.
         exit_waits: Whether the process may not exit before. A thread that comes out of PyTorch
             while the interpreter ends takes the process down with SIGABRT.
+        store: Kept until then.
     """
 
-    def end() -> None:
+    def end(store: object) -> None:
         held.pop().abort()
 
     if held:
-        threading.Thread(target=end, daemon=not exit_waits).start()
+        threading.Thread(target=end, args=(store,), daemon=not exit_waits).start()
 
 
 def _distinct(*groups: RankGroup | None) -> list[RankGroup]:

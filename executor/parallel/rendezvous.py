@@ -1,40 +1,314 @@
 """Rendezvous store, where the executors of an epoch find one another; one of them opens it.
 
-It asks nobody who they are and encrypts nothing, so it listens where it was told to and nowhere
-else. Left to itself, PyTorch's listens on every address of the machine.
+It is a board: what one member writes is sent to all, and each keeps its own copy.
+
+    member 0 ── entry ──▶ ┌───────┐ ── all entries ──▶ member 0
+    member 1 ── entry ──▶ │ store │ ── all entries ──▶ member 1
+    stranger ── ?  ─────▶ └───────┘ ── nothing, and the connection ends
+
+Each entry carries an HMAC under the epoch's secret, which the router draws and gives to every member
+over its authenticated port. The first entry lets a caller in; who has written none within a moment is
+cut off. Nothing is encrypted: who reads the network reads addresses, and can let itself in by
+repeating an entry, but can write none. PyTorch's own store would take entries from anybody, any amount
+of them, for as long as it lives, and listens on every address of the machine unless told otherwise.
+
+The store listens at one address until the group has formed, or has failed to.
 """
 
+import hmac
+import selectors
 import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from executor.parallel.gloo_sockets import LISTENING
+
+HELLO_TIMEOUT_S = 0.5  # of a caller's first entry
+SEND_TIMEOUT_S = 1.0  # of an entry to a member
+MAX_ENTRY_BYTES = 1 << 16
+# Connections that have written no entry; above it the oldest go. Many turns' worth of arrivals, so
+# that a member's entry has been read by the time that so many have come after it.
+MAX_STRANGERS = 256
+ARRIVALS_AT_ONCE = 16  # so that members need not wait for more
+QUEUED_CONNECTIONS = 4096  # in the kernel, which lets a caller wait for a second if there are more
+
+CONNECT_TIMEOUT_S = 0.3  # of one try
+RETRY_DELAY_S = 0.01
+CUT_OFF = (TimeoutError, ConnectionAbortedError, ConnectionResetError, BrokenPipeError)
+
+_HEADER = struct.Struct("!I32sH")  # bytes of key and value, their HMAC, bytes of the key
+
+
+class StoreLost(RuntimeError):
+    """The store is not there, does not let this member in, or has not what it waits for."""
+
+
+class _Entry(NamedTuple):
+    sealed: bytes
+    key: str
+    value: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    connection: socket.socket
+    deadline: float  # of its first entry
+    received: bytearray = field(default_factory=bytearray)
+
+
+class RendezvousStore:
+    """The store of an epoch, in a thread of its own.
+
+    Args:
+        listening: Where it listens; the store's from here on.
+        secret: The epoch's.
+        on_refused: Called, in that thread, for each connection that brought no entry.
+
+    Attributes:
+        port: Where it listens.
+    """
+
+    def __init__(
+        self, listening: socket.socket, secret: bytes, on_refused: Callable[[], object]
+    ) -> None:
+        self.port: int = listening.getsockname()[1]
+        self._secret = secret
+        self._on_refused = on_refused
+        self._entries: list[bytes] = []
+        self._members: dict[_Caller, None] = {}
+        self._strangers: dict[_Caller, None] = {}  # the oldest first
+        self._listening = listening
+        self._listening.setblocking(False)
+        self._closing, self._close = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listening, self._closing):
+            self._selector.register(each, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends every connection and frees the port. Members keep what was sent to them."""
+        self._close.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._selector, self._listening, self._closing:
+            while self._turn():
+                pass
+            for caller in (*self._members, *self._strangers):
+                caller.connection.close()
+
+    def _turn(self) -> bool:
+        """Does what there is to do. Returns whether to go on."""
+        now = time.monotonic()
+        while self._strangers and (oldest := next(iter(self._strangers))).deadline <= now:
+            self._end(oldest)
+        wait_s = oldest.deadline - now if self._strangers else None
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._closing:
+                return False
+            if key.fileobj is self._listening:
+                self._accept()
+            else:
+                self._read(key.data)
+        return True
+
+    def _accept(self) -> None:
+        for _ in range(ARRIVALS_AT_ONCE):
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # there are no more
+                return
+            connection.setblocking(False)
+            caller = _Caller(connection, time.monotonic() + HELLO_TIMEOUT_S)
+            self._strangers[caller] = None
+            self._selector.register(connection, selectors.EVENT_READ, caller)
+            if len(self._strangers) > MAX_STRANGERS:
+                self._end(next(iter(self._strangers)))
+
+    def _read(self, caller: _Caller) -> None:
+        try:
+            received = caller.connection.recv(MAX_ENTRY_BYTES)
+            caller.received += received
+            while received and (entry := _first_entry(self._secret, caller.received)) is not None:
+                if caller in self._strangers:
+                    self._let_in(caller)
+                self._entries.append(entry.sealed)
+                for member in list(self._members):
+                    self._send(member, entry.sealed)
+            if not received:
+                self._end(caller)
+        except (OSError, ValueError):
+            self._end(caller)
+
+    def _let_in(self, caller: _Caller) -> None:
+        del self._strangers[caller]
+        self._members[caller] = None
+        caller.connection.settimeout(SEND_TIMEOUT_S)
+        self._send(caller, b"".join(self._entries))
+
+    def _send(self, member: _Caller, entries: bytes) -> None:
+        try:
+            member.connection.sendall(entries)
+        except OSError:
+            self._end(member)
+
+    def _end(self, caller: _Caller) -> None:
+        """Ends a connection that may have ended before."""
+        if caller in self._strangers:
+            self._on_refused()
+        elif caller not in self._members:
+            return
+        self._strangers.pop(caller, None)
+        self._members.pop(caller, None)
+        self._selector.unregister(caller.connection)
+        caller.connection.close()
+
+
+class MemberStore(Store):
+    """A member's copy of the store, as PyTorch's process groups use one.
+
+    Its methods have PyTorch's names. One thread waits for entries; after `close` nobody can, and any
+    thread may ask for those that are there: NCCL's looks every second whether a peer has failed. Who
+    gives it to PyTorch keeps it, since C++ refers to half of it.
+
+    Args:
+        host: Where the store listens.
+        port: Its port.
+        secret: The epoch's.
+        member: Name of this member, no other's.
+        timeout_s: How long to wait for the store, and for each entry.
+
+    Raises:
+        StoreLost: The store is not there, or does not let it in.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, member: str, timeout_s: float) -> None:
+        super().__init__()
+        self._address = (host, port)
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._entries: dict[str, bytes] = {}
+        self._received = bytearray()
+        self._connection: socket.socket | None = None
+        with self._failing_as_one():
+            self._connection = self._enter(f"member/{member}")
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Writes an entry for all members."""
+        value = value.encode() if isinstance(value, str) else value
+        if self._connection is None:
+            self._entries[key] = value
+            return
+        with self._failing_as_one():
+            self._connection.settimeout(self._timeout_s)
+            self._connection.sendall(_seal(self._secret, key, value))
+
+    def get(self, key: str) -> bytes:
+        """Returns a member's entry once it is there.
+
+        Raises:
+            StoreLost: It did not come in time, or the store has closed.
+        """
+        self.wait([key])
+        return self._entries[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Returns when all entries are there. Its errors are those of `get`.
+
+        Args:
+            keys: Of the entries.
+            timeout: PyTorch's, of what it does with them; members may come later than that.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [key for key in keys if key not in self._entries]:
+            with self._failing_as_one(f" for {missing[0]}"):
+                self._take_entry(self._connection, deadline)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all entries are there already."""
+        return all(key in self._entries for key in keys)
+
+    def clone(self) -> "MemberStore":
+        """Returns a store that another thread may use."""
+        return self
+
+    def close(self) -> None:
+        """Leaves the store; entries that were read stay."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _enter(self, key: str) -> socket.socket:
+        """Connects, and returns when the store has answered: it has taken the entry."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._received.clear()
+            connection: socket.socket | None = None
+            try:
+                connection = socket.create_connection(self._address, CONNECT_TIMEOUT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(_seal(self._secret, key, b""))
+                self._take_entry(connection, deadline)
+                return connection
+            except (OSError, ValueError) as error:
+                if connection is not None:
+                    connection.close()
+                if not isinstance(error, CUT_OFF) or time.monotonic() > deadline:
+                    raise
+            time.sleep(RETRY_DELAY_S)  # strangers were in the way
+
+    def _take_entry(self, connection: socket.socket | None, deadline: float) -> None:
+        if connection is None:
+            raise ConnectionAbortedError("this member has left it")
+        while (entry := _first_entry(self._secret, self._received)) is None:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            received = connection.recv(MAX_ENTRY_BYTES)
+            if not received:
+                raise ConnectionAbortedError("it has closed")
+            self._received += received
+        self._entries[entry.key] = entry.value
+
+    @contextmanager
+    def _failing_as_one(self, waiting: str = "") -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            host, port = self._address
+            raise StoreLost(
+                f"the rendezvous store at {host}, port {port}{waiting}: {error or 'timed out'}"
+            ) from error
 
 
 def open_store(
-    host: str, *, bind_host: str | None = None, port: int = 0, timeout_s: float = 60.0
-) -> TCPStore:
+    host: str,
+    secret: bytes,
+    *,
+    bind_host: str | None = None,
+    port: int = 0,
+    on_refused: Callable[[], object] = lambda: None,
+) -> RendezvousStore:
     """Opens the store where the ranks of an epoch find one another.
-
-    It lives as long as the returned object; ``store.port`` tells where it listens.
 
     Args:
         host: Address that the other ranks can reach.
+        secret: The epoch's.
         bind_host: Address of this machine to listen on; None is that of `host`.
         port: 0 picks a free one.
-        timeout_s: How long a rank waits for its peers.
+        on_refused: Called for each connection that brought no entry.
 
     Raises:
         OSError: This machine has no such address, or the port is taken; says which.
     """
-    listening = _listen(bind_host or host, port)
-    return TCPStore(
-        host,
-        listening.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # the store's from here on
-    )
+    return RendezvousStore(_listen(bind_host or host, port), secret, on_refused)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -45,7 +319,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         try:
             listening.bind(address)
-            listening.listen()
+            with LISTENING:
+                listening.listen(QUEUED_CONNECTIONS)
         except OSError:
             listening.close()
             raise
@@ -56,3 +331,35 @@ def _listen(host: str, port: int) -> socket.socket:
             f"listen on every address, such as 0.0.0.0"
         ) from error
     return listening
+
+
+def _seal(secret: bytes, key: str, value: bytes) -> bytes:
+    name = key.encode()
+    body = name + value
+    return _HEADER.pack(len(body), _mac(secret, len(name), body), len(name)) + body
+
+
+def _first_entry(secret: bytes, received: bytearray) -> _Entry | None:
+    """Takes the first entry off what was received; None if it is not whole.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if len(received) < _HEADER.size:
+        return None
+    size, mac, key_size = _HEADER.unpack_from(received)
+    if size > MAX_ENTRY_BYTES:
+        raise ValueError(f"an entry of {size} bytes; {MAX_ENTRY_BYTES} is the most")
+    end = _HEADER.size + size
+    if len(received) < end:
+        return None
+    sealed = bytes(received[:end])
+    del received[:end]
+    body = sealed[_HEADER.size :]
+    if not hmac.compare_digest(mac, _mac(secret, key_size, body)):
+        raise ValueError("an entry that is not sealed with the epoch's secret")
+    return _Entry(sealed, body[:key_size].decode(), body[key_size:])
+
+
+def _mac(secret: bytes, key_size: int, body: bytes) -> bytes:
+    return hmac.digest(secret, b"store %d " % key_size + body, "sha256")

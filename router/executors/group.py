@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ T = TypeVar("T")
 # Describe is answered at once, also while a model loads or a step runs.
 DESCRIBE = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Describe"
 DESCRIBE_TIMEOUT_S = 5.0
+SECRET_BYTES = 32  # with which an epoch's members know one another
 PROBE_TIMEOUT_S = 1.0  # for the same, of executors that owe an answer to a step, or a reason
 
 # An executor that is further ahead of all others, and of the epochs that this router has counted,
@@ -406,11 +408,17 @@ class ExecutorGroup:
 
     async def _join(self, members: Sequence[Member]) -> None:
         stub = self._stubs[members[0].address]
-        prepare = pb.PrepareRequest(epoch=self._epoch)
+        secret = secrets.token_bytes(SECRET_BYTES)  # kept by nobody once the group has formed
+        prepare = pb.PrepareRequest(epoch=self._epoch, secret=secret)
         prepared = await _answer(
             stub.Prepare(prepare, timeout=self._settings.form_timeout_s), f"Prepare of {members[0]}"
         )
-        join = pb.JoinRequest(epoch=self._epoch, store_address=prepared.store_address)
+        join = pb.JoinRequest(
+            epoch=self._epoch,
+            store_address=prepared.store_address,
+            secret=secret,
+            peer_hosts=[member.description.peer_host for member in members],
+        )
         await _all(
             [
                 _answer(

@@ -44,7 +44,7 @@ def _leap(target: Target, token: str | None) -> Outcome:
     with _executor(target, 0, token) as ask:
         for leap in (LEAP, 2 * LEAP):
             outcomes.append("Prepare " + ask("Prepare", pb.PrepareRequest(epoch=leap)))
-        join = pb.JoinRequest(epoch=2 * LEAP, store_address="127.0.0.1:9")
+        join = _join(2 * LEAP, "127.0.0.1:9")
         outcomes.append("Join " + ask("Join", join))
     target_end = time.monotonic() + 2 * target.hold_s
     while time.monotonic() < target_end:
@@ -58,10 +58,7 @@ def joins_of_a_stranger(target: Target) -> Outcome:
     with socket.create_server((STRANGER, 0)) as store, _executor(target, 0, None) as ask:
         store.settimeout(0.5)
         host, port = store.getsockname()
-        outcomes = {
-            ask("Join", pb.JoinRequest(epoch=1000 + number, store_address=f"{host}:{port}"))
-            for number in range(5)
-        }
+        outcomes = {ask("Join", _join(1000 + number, f"{host}:{port}")) for number in range(5)}
         fault = ""
         with contextlib.suppress(TimeoutError):
             store.accept()[0].close()
@@ -96,7 +93,7 @@ def store_filled(target: Target) -> Outcome:
 @contextlib.contextmanager
 def _store(address: tuple[str, int]) -> Iterator[socket.socket]:
     """Yields a connection to a store, or to what may be one."""
-    with socket.create_connection(address, 1, source_address=(STRANGER, 0)) as store:
+    with socket.create_connection(address, 0.5, source_address=(STRANGER, 0)) as store:
         store.sendall(bytes((VALIDATE,)) + struct.pack("I", STORE_MAGIC))
         yield store
 
@@ -119,8 +116,7 @@ def _forming_s(target: Target, num_strangers: int) -> float:
         os.kill(target.pids[-1], signal.SIGSTOP)
         try:
             with _executor(target, 0, target.executor_token) as ask:  # any loss would do
-                join = pb.JoinRequest(epoch=_epoch(target) + 1, store_address="127.0.0.1:9")
-                ask("Join", join)
+                ask("Join", _join(_epoch(target) + 1, "127.0.0.1:9"))
             end = time.monotonic() + FORMING_S
             called: Counter[tuple[str, int]] = Counter()
             while time.monotonic() < end:
@@ -177,7 +173,7 @@ def uninvited(target: Target) -> Outcome:
     asked = {
         "Describe": pb.DescribeRequest(),
         "Prepare": pb.PrepareRequest(epoch=1 << 20),
-        "Join": pb.JoinRequest(epoch=1 << 20, store_address="127.0.0.1:9"),
+        "Join": _join(1 << 20, "127.0.0.1:9"),
     }
     with _executor(target, 0, None) as ask:
         outcomes = {method: ask(method, request) for method, request in asked.items()}
@@ -204,6 +200,14 @@ def _outcome(call: Callable[..., Any], *args: Any, **settings: Any) -> str:
     except StopIteration:
         pass
     return "OK"
+
+
+def _join(epoch: int, store_address: str) -> pb.JoinRequest:
+    """Returns a Join that has all that one needs."""
+    host = store_address.rpartition(":")[0]
+    return pb.JoinRequest(
+        epoch=epoch, store_address=store_address, secret=bytes(32), peer_hosts=[host]
+    )
 
 
 def _inner_ports(target: Target) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ import torch
 from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.rendezvous import open_store
 from executor.speculative.speculator import Speculator
 from executor.worker import Worker
@@ -31,6 +32,7 @@ from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
 
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
+SECRET = bytes(32)
 NEWLINE = ord("\n") + 3
 
 
@@ -82,7 +84,7 @@ class Cell:
         self.shape: GroupShape = info.shape
         self.vocab_size = info.model.vocab_size
         self._pool = ThreadPoolExecutor(len(self.workers))
-        self._store = open_store(HOST, timeout_s=TIMEOUT_S) if len(self.workers) > 1 else None
+        self._store = open_store(HOST, SECRET) if len(self.workers) > 1 else None
         self.epoch = 0
         self.runs_deferred = True
 
@@ -90,7 +92,8 @@ class Cell:
         """Begins an epoch, in which no row has started."""
         self.epoch += 1
         address = "" if self._store is None else f"{HOST}:{self._store.port}"
-        list(self._pool.map(lambda worker: worker.join(self.epoch, address), self.workers))
+        attempt = JoinAttempt(self.epoch, SECRET)
+        list(self._pool.map(lambda worker: worker.join(self.epoch, address, attempt), self.workers))
 
     def execute(self, requests: Sequence[bytes]) -> list[pb.StepResponse]:
         """Runs a step on all executors. Returns the answer of each DP rank's first."""
@@ -112,6 +115,8 @@ class Cell:
         for worker in self.workers:
             worker.leave()
         self._pool.shutdown()
+        if self._store is not None:
+            self._store.close()
 
 
 class Router(Stepper):

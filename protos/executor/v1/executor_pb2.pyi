@@ -9,8 +9,8 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
   router                                  executors of a group
     | -- Describe ------------------------> every one: what it is, what it needs alike
-    | -- Prepare{epoch} ------------------> the first: opens the rendezvous store
-    | -- Join{epoch, store} --------------> every one, at the same time
+    | -- Prepare{epoch, secret} ----------> the first: opens the rendezvous store
+    | -- Join{epoch, secret, store} ------> every one, at the same time
     | == Step stream =====================> every one, until the epoch ends
     | -- StepRequest{step_id: 7} --------->   forward, sample
     | -- StepRequest{step_id: 8} --------->   (sent before 7 is answered: depth 2)
@@ -150,6 +150,7 @@ class DescribeResponse(_message.Message):
     AGREEMENT_DIGEST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    PEER_HOST_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -167,6 +168,8 @@ class DescribeResponse(_message.Message):
     """The highest epoch that a Prepare or a Join has named; 0 before the first. The router's next
     one is above every member's.
     """
+    peer_host: _builtins.str
+    """Host at which the group's other executors reach this one."""
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
         """Where this executor stands in its group."""
@@ -208,10 +211,11 @@ class DescribeResponse(_message.Message):
         agreement_digest: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         speculation: Global___Speculation | None = ...,
+        peer_host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,16 +470,23 @@ class PrepareRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Above every epoch used before with this group."""
+    secret: _builtins.bytes
+    """Drawn by the router for this epoch, at least 16 bytes. Entries of the store and the members'
+    connections carry proofs under it, so who does not know it is none of the group. Empty: no store
+    is opened, as where the call only takes the executor nearer to an epoch.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "secret", b"secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,19 +522,29 @@ class JoinRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    PEER_HOSTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch given to Prepare."""
     store_address: _builtins.str
     """From PrepareResponse."""
+    secret: _builtins.bytes
+    """The secret given to Prepare."""
+    @_builtins.property
+    def peer_hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """DescribeResponse.peer_host of each member."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         store_address: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
+        peer_hosts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "store_address", b"store_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "peer_hosts", b"peer_hosts", "secret", b"secret", "store_address", b"store_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

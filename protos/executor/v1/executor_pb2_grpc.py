@@ -82,6 +82,7 @@ class ExecutorServiceServicer:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
         newer one began while the store was being opened.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+        INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +97,8 @@ class ExecutorServiceServicer:
         Errors:
         FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
         INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+        INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
+        member's host. Not of an executor without peers.
         UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
         began, or graphs were not captured.
         """

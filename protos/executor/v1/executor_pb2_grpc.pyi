@@ -9,8 +9,8 @@ what a step says. A group is formed, and formed again after any failure, in the 
 
   router                                  executors of a group
     | -- Describe ------------------------> every one: what it is, what it needs alike
-    | -- Prepare{epoch} ------------------> the first: opens the rendezvous store
-    | -- Join{epoch, store} --------------> every one, at the same time
+    | -- Prepare{epoch, secret} ----------> the first: opens the rendezvous store
+    | -- Join{epoch, secret, store} ------> every one, at the same time
     | == Step stream =====================> every one, until the epoch ends
     | -- StepRequest{step_id: 7} --------->   forward, sample
     | -- StepRequest{step_id: 8} --------->   (sent before 7 is answered: depth 2)
@@ -73,6 +73,7 @@ class ExecutorServiceStub:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                          newer one began while the store was being opened.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+      INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
     """
     Join: _grpc.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -83,6 +84,8 @@ class ExecutorServiceStub:
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+      INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
+                                         member's host. Not of an executor without peers.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -128,6 +131,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                          newer one began while the store was being opened.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+      INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
     """
     Join: _aio.UnaryUnaryMultiCallable[_executor_pb2.JoinRequest, _executor_pb2.JoinResponse]  # type: ignore[assignment]
     """Leaves any older process group, drops all rows and joins this epoch's process group.
@@ -138,6 +142,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     Errors:
       FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
       INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+      INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
+                                         member's host. Not of an executor without peers.
       UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                          began, or graphs were not captured.
     """
@@ -192,6 +198,7 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is not above every one seen before, or a
                                              newer one began while the store was being opened.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+          INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed.
         """
 
     @_abc_1.abstractmethod
@@ -208,6 +215,8 @@ class ExecutorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION  STALE_EPOCH   the epoch is below one seen before, or was joined.
           INVALID_ARGUMENT     INVALID_EPOCH it is more than 2^32 above them.
+          INVALID_ARGUMENT     INVALID_RENDEZVOUS the secret can be guessed, or the store is at no
+                                             member's host. Not of an executor without peers.
           UNAVAILABLE          JOIN_FAILED   another member did not come in time, a newer epoch
                                              began, or graphs were not captured.
         """

@@ -22,13 +22,14 @@ import torch
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups, join_group
 from protos.executor.v1 import executor_pb2 as pb
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
 from tests.bench.support.timing import in_turns
-from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.ranks.ranks import HOST, SECRET, run_ranks
 from tests.executor.support.steps import decodes_part, prompts_part, step
 from tests.support.paths import DEMO_MODEL
 
@@ -54,7 +55,7 @@ def decode(rank: int, port: int, batch_size: int, num_steps: int) -> dict[str, l
             listen=f"{HOST}:0",
         )
     )
-    worker.join(1, f"{HOST}:{port}")
+    worker.join(1, f"{HOST}:{port}", JoinAttempt(1, SECRET))
     seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
     worker.execute(prompts(rank, batch_size))
     for number in range(num_steps):
@@ -95,7 +96,7 @@ def decodes(rank: int, batch_size: int, number: int) -> pb.StepRequest:
 def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
     """Returns the seconds of each collective of ``num_rows`` rows a rank."""
     dp = Topology(dp_rank=rank, dp_size=2)
-    groups = join_group(HOST, port, epoch=1, topology=dp, bind_host=HOST)
+    groups = join_group(HOST, port, SECRET, epoch=1, topology=dp, bind_host=HOST)
     communicator = DpCommunicator(
         topology=dp, max_tokens_per_rank=num_rows, hidden_size=HIDDEN_SIZE, dtype=torch.bfloat16
     )
@@ -115,7 +116,7 @@ def collectives(rank: int, port: int, num_rows: int) -> dict[str, float]:
 
 def inside_a_dp_rank(rank: int, port: int, num_rows: int) -> dict[str, float]:
     tp = Topology(attn_tp_rank=rank, attn_tp_size=2)
-    groups: EpochGroups = join_group(HOST, port, epoch=2, topology=tp, bind_host=HOST)
+    groups: EpochGroups = join_group(HOST, port, SECRET, epoch=2, topology=tp, bind_host=HOST)
     attn_tp = AttnTpCommunicator(
         topology=tp,
         max_shard_tokens_per_rank=num_rows,

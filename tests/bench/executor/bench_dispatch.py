@@ -26,7 +26,7 @@ from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.parallel.process_groups import join_group
 from tests.bench.support.options import parse_options
 from tests.bench.support.quiet import quiet
-from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.ranks.ranks import HOST, SECRET, run_ranks
 
 HIDDEN, EXPERTS, TOP_K, DTYPE = 1024, 128, 8, torch.bfloat16
 EVEN = (1, 8, 64, 512)  # tokens of every executor
@@ -61,7 +61,7 @@ def measure(rank: int, port: int, world_size: int, rounds: int) -> dict[str, Tim
         dtype=DTYPE,
         top_k=TOP_K,
     )
-    communicator.join(join_group(HOST, port, epoch=0, topology=topology, bind_host=HOST))
+    communicator.join(join_group(HOST, port, SECRET, epoch=0, topology=topology, bind_host=HOST))
     results = {}
     for count in EVEN:
         results[f"{count} each"] = one_size(communicator, (count,) * world_size, rounds)

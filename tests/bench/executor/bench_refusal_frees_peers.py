@@ -66,7 +66,9 @@ def run_executor(rank: int, dp_size: int, pipe: Connection) -> None:
 
     async def serve() -> None:
         servicer = ExecutorServicer(
-            is_first=rank == 0, store_host=HOST, open_store=lambda: open_store(HOST)
+            is_first=rank == 0,
+            store_host=HOST,
+            open_store=lambda secret: open_store(HOST, secret),
         )
         server, port = await servicer.start(ServiceConfig(listen=f"{HOST}:0"))
         await servicer.load(build)

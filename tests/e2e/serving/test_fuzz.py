@@ -68,6 +68,7 @@ STEP_ANSWERS = {
 EPOCH_ANSWERS = {
     ("OK", ""),
     ("INVALID_ARGUMENT", "INVALID_EPOCH"),
+    ("INVALID_ARGUMENT", "INVALID_RENDEZVOUS"),
     ("INVALID_ARGUMENT", "MALFORMED_MESSAGE"),
     ("FAILED_PRECONDITION", "STALE_EPOCH"),
 }
@@ -219,7 +220,7 @@ class Driver:
             block_size=described.model.block_size,
         )
         self._epoch, self._next_id = described.epoch + 1, 1
-        store = await self._stub.Prepare(pb.PrepareRequest(epoch=self._epoch))
+        store = await self._stub.Prepare(pb.PrepareRequest(epoch=self._epoch, secret=bytes(32)))
         join = pb.JoinRequest(epoch=self._epoch, store_address=store.store_address)
         await self._stub.Join(join)
 
@@ -252,7 +253,12 @@ class Driver:
         epoch = self._rng.choice((0, 1, self._epoch, self._epoch + 1, 2**63, *[2**64 - 1] * 3))
         address = self._rng.choice(("", "x", "127.0.0.1:1", ":", "[::1]:99999", "h:" + "9" * 5000))
         if self._rng.random() < 0.3:
-            method, message = "Prepare", pb.PrepareRequest(epoch=epoch).SerializeToString()
+            method, message = (
+                "Prepare",
+                pb.PrepareRequest(
+                    epoch=epoch, secret=bytes(self._rng.choice((15, 32)))
+                ).SerializeToString(),
+            )
         else:
             request = pb.JoinRequest(epoch=epoch, store_address=address)
             method, message = "Join", request.SerializeToString()

@@ -10,11 +10,12 @@ import pytest
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.errors import InvalidStep
+from executor.parallel.epochs import JoinAttempt
 from executor.server import agreement_digest
 from executor.worker import Worker
 from protos.executor.v1 import executor_pb2 as pb
 from protos.transport.port import ServiceConfig
-from tests.executor.support.ranks.ranks import HOST, run_ranks
+from tests.executor.support.ranks.ranks import HOST, SECRET, run_ranks
 from tests.executor.support.steps import floats_of, row_starts, sequences, step, tokens_of
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
@@ -158,7 +159,7 @@ def tokens_at_the_budget(
             (sizes.extend[-1], sizes.decode[-1], pb.DP_PADDING_MODE_MAX_LEN),
         )
     ):
-        worker.join(epoch + 1, f"{HOST}:{store_port}")
+        worker.join(epoch + 1, f"{HOST}:{store_port}", JoinAttempt(epoch + 1, SECRET))
         requests = (
             prompts_step(FULL, num_scored=NUM_SCORED, graph_size=extend),
             decodes_step(FULL, graph_size=decode),

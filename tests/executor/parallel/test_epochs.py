@@ -13,7 +13,7 @@ from executor.config import ExecutorConfig
 from executor.errors import JoinFailed
 from executor.parallel.epochs import JoinAttempt
 from tests.executor.support.fake_worker import HeldGroups
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
 
 STORE = f"{HOST}:1"
 
@@ -38,9 +38,9 @@ def test_the_groups_are_formed_at_the_address_that_prepare_gave():
         given.append(place)
         return HeldGroups()
 
-    JoinAttempt(7).form(form, "[::1]:80")
-    JoinAttempt(8).form(form, "executor-0.test:81")
-    assert given == [(7, "::1", 80), (8, "executor-0.test", 81)]
+    JoinAttempt(7, SECRET).form(form, "[::1]:80")
+    JoinAttempt(8, SECRET).form(form, "executor-0.test:81")
+    assert given == [(7, "::1", 80, SECRET), (8, "executor-0.test", 81, SECRET)]
     for address in ("nowhere", ":80", "host:", "host:0", "host:65536", "host:000000080"):
         with pytest.raises(JoinFailed, match=f"store_address='{address}': need host:port"):
             JoinAttempt(9).form(form, address)
@@ -48,7 +48,7 @@ def test_the_groups_are_formed_at_the_address_that_prepare_gave():
 
 
 def test_why_groups_did_not_form_is_told():
-    def form(epoch: int, host: str, port: int) -> HeldGroups:
+    def form(epoch: int, host: str, port: int, secret: bytes) -> HeldGroups:
         raise RuntimeError("rank 1 did not come")
 
     with pytest.raises(JoinFailed, match=f"epoch 3: no group .* at {STORE}: rank 1 did not come"):
@@ -109,5 +109,5 @@ def test_groups_between_gpus_form_on_the_gpu_of_the_executor(
     monkeypatch.setattr(build, "join_group", lambda *place, epoch, **_: done.append(epoch))
     config = ExecutorConfig(model=tiny_checkpoint, dp_size=2, listen=f"{HOST}:1")
     for device in ("cuda:3", "cpu"):
-        build._form_group(config, torch.device(device))(7, HOST, 1)
+        build._form_group(config, torch.device(device))(7, HOST, 1, SECRET)
     assert done == ["cuda:3", 7, 7]

@@ -1,22 +1,29 @@
 """If this fails, a thread that waits for a stopped peer waits on, or a stranger's call is cut off."""
 
+import errno
 import fcntl
+import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from executor.parallel.gloo_sockets import Connections, _address
 from executor.parallel.layout import Topology
-from tests.executor.support.ranks.ranks import join, run_ranks
+from executor.parallel.process_groups import FORM_ATTEMPTS
+from executor.parallel.rendezvous import MemberStore
+from tests.executor.support.ranks.ranks import HOST, join, run_ranks
+from tests.support.listening import listening_at
 
-HOST = "127.0.0.1"
+TCP_SYN_SENT = 2  # of Linux: called, and not answered
 
 Pair = Callable[[socket.socket], tuple[socket.socket, socket.socket]]
 
@@ -118,7 +125,7 @@ def test_connections_end_though_another_thread_borrows_them_for_a_moment(pair: P
 def test_a_descriptor_that_is_a_file_by_now_is_not_kept_open(tmp_path: Path):
     path = tmp_path / "file"
     with path.open("w") as file:
-        assert _address(file.fileno()) == (None, False)
+        assert _address(file.fileno()) == (None, False, False)
         entries = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
         assert [os.path.realpath(entry) for entry in entries].count(str(path)) == 1
 
@@ -141,10 +148,22 @@ def test_what_listens_goes_on_listening(pair: Pair):
         assert is_open(*pair(own))
 
 
+def test_what_will_listen_is_not_shut_down(pair: Pair):
+    """Gloo ends the process when a socket on which it listens does."""
+    connections = Connections()
+    with connections.collect():
+        own = socket.socket()
+        own.bind((HOST, 0))
+    with own:
+        own.listen()
+        connections.shut_down()
+        assert is_open(*pair(own))
+
+
 def num_collected(rank: int, port: int, world_size: int) -> int:
     """Returns how many connections of its own an executor has found; all look before any leaves."""
     groups = join(port, Topology(dp_rank=rank, dp_size=world_size))
-    found = len(groups.host._connections._by_name)
+    found = len(groups.host.connections._by_name)
     groups.host.all_reduce(torch.zeros(1))
     return found
 
@@ -153,3 +172,111 @@ def num_collected(rank: int, port: int, world_size: int) -> int:
 def test_every_executor_of_a_group_can_end_its_connections_to_all_others(world_size: int):
     """Those that it made and those that others made to it. In one process each finds all of them."""
     assert run_ranks(num_collected, world_size, world_size) == [world_size - 1] * world_size
+
+
+# Strangers at gloo's port
+
+
+def test_a_socket_that_takes_no_more_keeps_what_it_has_accepted_and_answers_no_caller(pair: Pair):
+    connections = Connections()
+    with connections.collect_listening():
+        own = socket.create_server((HOST, 0))
+    with own, socket.create_server((HOST, 0)) as other, socket.socket() as late:
+        ends = pair(own)
+        connections.take_no_more()
+        assert is_open(*ends)
+        assert is_open(*pair(other)), "it listened when none was collected"
+        late.setblocking(False)
+        assert late.connect_ex(own.getsockname()) == errno.EINPROGRESS
+        assert late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == bytes([TCP_SYN_SENT])
+
+
+def test_connections_whose_other_end_no_member_holds_end_and_others_go_on(pair: Pair):
+    connections = Connections()
+    with connections.collect(), connections.collect_listening():
+        own = socket.create_server((HOST, 0))
+        member, stranger = pair(own), pair(own)
+    with own:
+        held = connections.ends()
+        assert len(held) == 4, "both ends of each are in this process"
+        calls = f"{HOST} {stranger[0].getsockname()[1]}"
+        connections.keep_members({ends for ends in held if ends.own != calls})
+        assert is_open(*member)
+        assert not is_open(*stranger)
+
+
+def test_calls_that_another_thread_made_for_a_group_of_its_own_go_on(
+    listener: socket.socket, pair: Pair
+):
+    connections = Connections()
+    with connections.collect():
+        others = pair(listener)
+    assert len(connections.ends()) == 1, "it may be of this group, as far as the kernel tells"
+    connections.keep_members(set())
+    connections.shut_down()
+    assert is_open(*others)
+
+
+# Calls the ports that answer as each rank of two, and tells how much it heard until they hung up.
+STRANGER = """
+import json, socket, struct, sys
+calls = []
+for address in json.loads(sys.argv[1]):
+    for seat in (0, 1):
+        try:
+            calls.append(socket.create_connection(tuple(address), 0.5))
+        except OSError:
+            break
+        calls[-1].settimeout(60)
+        calls[-1].sendall(struct.pack("=q", seat))
+print("seated" if calls else "no seats", flush=True)
+print(sum(len(call.recv(1 << 16)) for call in calls), flush=True)
+"""
+
+
+def take_seats() -> subprocess.Popen[str]:
+    """Calls every port of this process from another one."""
+    addresses = json.dumps(sorted(listening_at(os.getpid())))
+    stranger = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", STRANGER, addresses],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert stranger.stdout is not None
+    assert stranger.stdout.readline() == "seated\n"
+    return stranger
+
+
+def form_beside_strangers(rank: int, port: int, num_attempts: int) -> tuple[str, list[int]]:
+    """Returns what became of a forming, and how much was heard in all seats of its first attempts."""
+    strangers, write = [], MemberStore.set
+
+    def write_late(store: MemberStore, key: str, value: bytes) -> None:
+        if key in [f"epoch-0/host/{attempt}/0/{rank}" for attempt in range(num_attempts)]:
+            strangers.append(take_seats())
+        write(store, key, value)
+
+    outcome = "formed"
+    with patch.object(MemberStore, "set", write_late):
+        try:
+            groups = join(port, Topology(dp_rank=rank, dp_size=2))
+        except RuntimeError as error:
+            outcome = str(error)
+        else:
+            total = torch.ones(1)
+            groups.host.all_reduce(total)
+            groups.close()
+            assert total.item() == 2
+    return outcome, [int(stranger.communicate()[0]) for stranger in strangers]
+
+
+def test_a_stranger_that_takes_a_members_place_is_found_out_and_the_group_forms_without_it():
+    formed = run_ranks(form_beside_strangers, 2, 1)
+    assert formed == [("formed", [0])] * 2
+
+
+def test_a_group_that_strangers_get_into_each_time_does_not_form():
+    for problem, heard in run_ranks(form_beside_strangers, 2, FORM_ATTEMPTS):
+        assert f"host: no connections in {FORM_ATTEMPTS} attempts" in problem
+        assert heard == [0] * FORM_ATTEMPTS

@@ -3,7 +3,6 @@
 Each rank of gloo's groups is a thread here, with connections of its own.
 """
 
-import os
 import socket
 import sys
 import threading
@@ -18,17 +17,19 @@ import torch
 from torch.distributed import HashStore, PrefixStore, distributed_c10d
 
 from executor.parallel import process_groups as parallel
+from executor.parallel.gloo_sockets import still_open
 from executor.parallel.layout import Topology
 from executor.parallel.process_groups import (
     EpochGroups,
     GlooGroup,
     NcclGroup,
+    Place,
     RankGroup,
     join_group,
 )
 from executor.parallel.rendezvous import open_store
 from tests.executor.support.ranks.rank_threads import on_every_rank, topologies
-from tests.executor.support.ranks.ranks import HOST, TIMEOUT_S
+from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
 
 # What gloo says of a connection that a peer ended: when it reads, and when it writes.
 SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
@@ -36,9 +37,11 @@ LOST = ("closed by peer", "reset by peer", "Broken pipe", "left the group")
 
 
 @pytest.fixture
-def store() -> Any:
+def store() -> Iterator[Any]:
     """Where the ranks of a test meet."""
-    return open_store(HOST, timeout_s=TIMEOUT_S)
+    store = open_store(HOST, SECRET)
+    yield store
+    store.close()
 
 
 def sums(place: Topology, groups: EpochGroups) -> list[int]:
@@ -119,7 +122,12 @@ def test_a_group_that_does_not_form_leaves_nothing_behind(
     monkeypatch.setattr(parallel, "_nccl_group", fail)
     with pytest.raises(RuntimeError, match="no NCCL here"):
         join_group(
-            HOST, store.port, epoch=1, topology=Topology(dp_size=2), device=torch.device("cuda", 0)
+            HOST,
+            store.port,
+            SECRET,
+            epoch=1,
+            topology=Topology(dp_size=2),
+            device=torch.device("cuda"),
         )
     assert closed == ["host"]
 
@@ -163,7 +171,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> NcclGroup:
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", RecordingNccl, raising=False)
     store = PrefixStore("a", HashStore())
     device = torch.device("cuda", 3)
-    return parallel._nccl_group(store, 1, range(2, 4), device, timedelta(seconds=7), "attn-tp-1")
+    place, board = Place("attn-tp-1", 1, 2), object()
+    return parallel._nccl_group(store, place, range(2, 4), device, timedelta(seconds=7), board)
 
 
 @pytest.fixture
@@ -233,7 +242,7 @@ def test_what_nccl_is_called_with_every_backend_takes():
     kind = distributed_c10d.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=HOST)]
-    alone = NcclGroup(0, 1, kind(PrefixStore("alone", HashStore()), 0, 1, options))
+    alone = NcclGroup(0, 1, kind(PrefixStore("alone", HashStore()), 0, 1, options), None)
     for collect, *_ in COLLECTIVES:
         collect(alone)
 
@@ -297,9 +306,8 @@ def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_cl
 
 def set_pace(group: GlooGroup, bytes_per_s: float) -> None:
     """Has the kernel send so much at most through each of a group's connections."""
-    for number in group._connections._by_name.values():
-        with socket.socket(fileno=os.dup(number)) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
+    for _, connection in still_open(group.connections._by_name):
+        connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(bytes_per_s))
 
 
 @contextmanager

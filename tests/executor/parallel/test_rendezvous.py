@@ -1,55 +1,214 @@
-"""The store that executors of an epoch meet at must be open to them, and on no other address."""
+"""The store that executors of an epoch meet at must be open to them, and to nobody else."""
 
-import gc
+import hmac
 import os
 import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from executor.__main__ import _keep_in
-from executor.parallel.rendezvous import open_store
+from executor.parallel import rendezvous
+from executor.parallel.rendezvous import MemberStore, RendezvousStore, StoreLost, open_store
+from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
 from tests.support.listening import listening_at
+
+Member = Callable[..., MemberStore]
+
+
+class Strangers:
+    """Those that the store has turned away."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self._came = threading.Condition()
+
+    def count(self) -> None:
+        with self._came:
+            self.num_refused += 1
+            self._came.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._came:
+            assert self._came.wait_for(lambda: self.num_refused >= count, TIMEOUT_S)
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def strangers() -> Strangers:
+    return Strangers()
+
+
+@pytest.fixture
+def store(cleanup: ExitStack, strangers: Strangers) -> RendezvousStore:
+    store = open_store(HOST, SECRET, on_refused=strangers.count)
+    cleanup.callback(store.close)
+    return store
+
+
+@pytest.fixture
+def member(store: RendezvousStore, cleanup: ExitStack) -> Member:
+    """Makes a member of the group by its name."""
+
+    def enter(name: str, secret: bytes = SECRET, timeout_s: float = TIMEOUT_S) -> MemberStore:
+        entered = MemberStore(HOST, store.port, secret, name, timeout_s)
+        cleanup.callback(entered.close)
+        return entered
+
+    return enter
+
+
+@pytest.fixture
+def stranger(store: RendezvousStore, cleanup: ExitStack) -> Callable[[bytes], socket.socket]:
+    """Connects to the store and sends it some bytes."""
+
+    def call(sent: bytes = b"") -> socket.socket:
+        connection = cleanup.enter_context(socket.create_connection((HOST, store.port)))
+        connection.settimeout(TIMEOUT_S)
+        connection.sendall(sent)
+        return connection
+
+    return call
 
 
 def addresses_at(port: int) -> set[str]:
     return {address for address, number in listening_at(os.getpid()) if number == port}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
-def test_the_store_listens_at_its_host_alone(host: str) -> None:
-    store = open_store(host)
-    peer = TCPStore(host, store.port, is_master=False, wait_for_workers=False)
-    peer.set("key", "value")
+def entry(secret: bytes, key: bytes, value: bytes, size: int | None = None) -> bytes:
+    """Builds an entry as the wire has it, independently of the product."""
+    mac = hmac.digest(secret, b"store %d " % len(key) + key + value, "sha256")
+    return struct.pack("!I32sH", size or len(key + value), mac, len(key)) + key + value
 
-    assert store.get("key") == b"value"
+
+def test_what_a_member_writes_every_other_reads_also_those_that_come_later(member: Member):
+    first, second = member("0"), member("1")
+    PrefixStore("epoch-1", first).set("host/0", "address 0")
+    second.set("epoch-1/host/1", b"address 1")
+    for each in (first, second, member("2")):
+        assert PrefixStore("epoch-1", each).get("host/0") == b"address 0"
+        assert each.get("epoch-1/host/1") == b"address 1"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: executor-0\r\nAccept: text/html\r\n\r\n",
+        bytes(1000),
+        entry(b"another secret of this length", b"member/0", b""),
+        entry(SECRET, b"member/0", b"", size=1 << 31),
+        entry(SECRET, b"member/0", b"address")[:-1] + b"X",
+    ],
+)
+def test_who_does_not_know_the_secret_is_cut_off_and_reads_nothing(
+    member: Member, stranger: Any, strangers: Strangers, sent: bytes
+):
+    member("0").set("host/0", b"address 0")
+    assert stranger(sent).recv(1) == b""
+    strangers.wait_for(1)
+    assert member("1").get("host/0") == b"address 0"
+
+
+@pytest.mark.parametrize("sent", [b"", entry(SECRET, b"member/0", b"address")[:-1]])
+def test_who_says_nothing_or_half_an_entry_is_cut_off(
+    stranger: Any, strangers: Strangers, monkeypatch: pytest.MonkeyPatch, sent: bytes
+):
+    monkeypatch.setattr(rendezvous, "HELLO_TIMEOUT_S", 0.01)
+    assert stranger(sent).recv(1) == b""
+    assert strangers.num_refused == 1
+
+
+def test_any_number_of_silent_strangers_leave_room_for_a_member(
+    member: Member, stranger: Any, strangers: Strangers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rendezvous, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(rendezvous, "HELLO_TIMEOUT_S", TIMEOUT_S)
+    silent = [stranger() for _ in range(20)]
+    assert silent[0].recv(1) == b""
+    member("0").set("host/0", b"address 0")
+    assert member("1").get("host/0") == b"address 0"
+    strangers.wait_for(16)
+
+
+def test_what_a_store_says_that_does_not_know_the_secret_is_not_believed(cleanup: ExitStack):
+    listener = cleanup.enter_context(socket.create_server((HOST, 0)))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(entry(b"another secret of this length", b"host/0", b"address"))
+            connection.recv(1)
+
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(StoreLost, match="not sealed with the epoch's secret"):
+        MemberStore(HOST, listener.getsockname()[1], SECRET, "1", TIMEOUT_S)
+
+
+def test_a_member_is_told_what_it_has_waited_for_in_vain(store: RendezvousStore, member: Member):
+    waiting = member("0", timeout_s=0.05)
+    with pytest.raises(StoreLost, match=f"port {store.port} for host/1: timed out"):
+        waiting.get("host/1")
+    with pytest.raises(StoreLost, match="it has closed"):
+        member("1", b"another secret of this length", timeout_s=0.05)
+    patient = member("2")
+    store.close()
+    with pytest.raises(StoreLost, match="for host/1: it has closed"):
+        patient.get("host/1")
+    with pytest.raises(StoreLost, match="Connection refused"):
+        member("3")
+
+
+def test_a_member_that_has_left_keeps_what_it_has_read(member: Member):
+    """NCCL goes on asking its store whether a peer has failed, in threads of its own."""
+    first = member("0")
+    first.set("host/0", b"address 0")
+    assert first.get("host/0") == b"address 0"
+    first.close()
+    first.clone().set("exception_dump", b"1")
+    assert first.check(["host/0", "exception_dump"])
+    assert not first.check(["host/0", "remote_error"])
+    with pytest.raises(StoreLost, match="has left it"):
+        first.get("host/1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_the_store_listens_at_its_host_alone(host: str, cleanup: ExitStack) -> None:
+    store = open_store(host, SECRET)
+    cleanup.callback(store.close)
+    MemberStore(host, store.port, SECRET, "0", TIMEOUT_S).close()
     assert addresses_at(store.port) == {socket.gethostbyname(host)}
 
 
-def test_it_can_listen_on_every_address_and_be_reached_at_one() -> None:
-    store = open_store("127.0.0.1", bind_host="0.0.0.0")
-
-    TCPStore("127.0.0.2", store.port, is_master=False, wait_for_workers=False).set("key", "value")
-    assert store.get("key") == b"value"
+def test_it_can_listen_on_every_address_and_be_reached_at_one(cleanup: ExitStack) -> None:
+    store = open_store("127.0.0.1", SECRET, bind_host="0.0.0.0")
+    cleanup.callback(store.close)
+    MemberStore("127.0.0.2", store.port, SECRET, "0", TIMEOUT_S).close()
     assert addresses_at(store.port) == {"0.0.0.0"}
 
 
-def test_the_port_is_free_when_the_store_is_gone() -> None:
-    store = open_store("127.0.0.1")
-    port = store.port
-    del store
-    gc.collect()
-
-    assert addresses_at(port) == set()
-    open_store("127.0.0.1", port=port)
+def test_the_port_is_free_when_the_store_has_closed(store: RendezvousStore, member: Member) -> None:
+    member("0")
+    store.close()
+    store.close()
+    assert addresses_at(store.port) == set()
 
 
-def test_a_host_of_another_machine_or_a_port_that_is_taken_is_named() -> None:
+def test_a_host_of_another_machine_or_a_port_that_is_taken_is_named(store: RendezvousStore) -> None:
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1.*set advertised_host"):
-        open_store("192.0.2.1")
-    store = open_store("127.0.0.1")
+        open_store("192.0.2.1", SECRET)
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {store.port}: "):
-        open_store("127.0.0.1", port=store.port)
+        open_store(HOST, SECRET, port=store.port)
 
 
 @pytest.mark.parametrize(

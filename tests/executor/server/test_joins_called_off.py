@@ -20,14 +20,15 @@ from executor.errors import JoinFailed, PeerLost
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.parallel.rendezvous import open_store
-from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import TIMEOUT_S, FakeWorker, HeldGroups, until
+from tests.executor.support.ranks.ranks import SECRET
 from tests.executor.support.servers import (
     HOST,
     Client,
     config_of,
     error_of,
     form_group,
+    join_request,
     reason_of,
     serving,
 )
@@ -40,7 +41,7 @@ async def joining(fake: Any) -> AsyncIterator[tuple[FakeWorker, Client, Any]]:
     worker, client = fake
     groups = HeldGroups()
     worker.has_peers, worker.form_group = True, groups.form
-    call = client.executor.Join(pb.JoinRequest(epoch=1))
+    call = client.executor.Join(join_request(1))
     waiting = asyncio.ensure_future(error_of(call))
     await until(groups.begun.is_set)
     worker.form_group = None  # the next one has all its members
@@ -61,7 +62,7 @@ async def test_who_forms_an_epoch_is_freed_by_the_prepare_or_the_join_of_the_nex
     """Only a group's first executor is asked to prepare."""
     worker, client, (_, waiting) = joining
     if is_prepared:
-        await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+        await client.prepare(2)
     else:
         await client.join(2)
     assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
@@ -129,11 +130,11 @@ async def test_a_join_that_is_called_off_as_it_succeeds_has_failed(
         assert may_return.wait(TIMEOUT_S)
 
     monkeypatch.setattr(worker, "join", join)
-    waiting = asyncio.ensure_future(error_of(client.executor.Join(pb.JoinRequest(epoch=1))))
+    waiting = asyncio.ensure_future(error_of(client.executor.Join(join_request(1))))
     await asyncio.to_thread(has_joined.wait)
     num_leaves = worker.num_leaves
     if way == "prepare":
-        ending = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=2)))
+        ending = asyncio.ensure_future(client.prepare(2))
     else:
         ending = asyncio.ensure_future(worker.servicer.stop())
     await until(lambda: worker.num_leaves == num_leaves + 1)
@@ -149,19 +150,20 @@ async def test_of_two_prepares_at_once_the_newer_ones_store_stays_open(fake: Any
     worker, client = fake
     may_open, num_opened = threading.Event(), 0
 
-    def open_slowly() -> Any:
+    def open_slowly(secret: bytes) -> Any:
         nonlocal num_opened
         num_opened += 1
         assert num_opened > 1 or may_open.wait(TIMEOUT_S)
-        return open_store(HOST)
+        return open_store(HOST, secret)
 
     worker.servicer._open_store = open_slowly
-    older = asyncio.ensure_future(client.executor.Prepare(pb.PrepareRequest(epoch=1)))
+    older = asyncio.ensure_future(client.prepare(1))
     await until(lambda: num_opened == 1)
-    newer = await client.executor.Prepare(pb.PrepareRequest(epoch=2))
+    newer = await client.prepare(2)
     may_open.set()
     assert await reason_of(older) == "STALE_EPOCH"
-    assert newer.store_address == f"{HOST}:{worker.servicer._store.port}"
+    [(epoch, store)] = worker.servicer._stores.items()
+    assert (epoch, newer) == (2, f"{HOST}:{store.port}")
 
 
 # Real workers
@@ -193,7 +195,7 @@ def test_a_worker_that_is_called_off_or_fails_while_it_captures_leaves_and_says_
     group: Any = SimpleNamespace(rank=0, world_size=1, close=lambda: closed.append(True))
     attempt = JoinAttempt(3)
     monkeypatch.setattr(
-        alone, "_form_group", lambda epoch, host, port: EpochGroups(epoch, group, None, group)
+        alone, "_form_group", lambda epoch, *place: EpochGroups(epoch, group, None, group)
     )
 
     def capture() -> None:
@@ -258,12 +260,12 @@ async def test_an_executor_whose_peer_never_comes_is_in_the_next_epoch(
         serving(build(1), dp_rank=1) as (second, to_second),
     ):
         clients, servicers = [to_first, to_second], [first, second]
-        old_store = open_store(HOST)
-        to_join = pb.JoinRequest(epoch=1, store_address=f"{HOST}:{old_store.port}")
+        old_store = open_store(HOST, SECRET)
+        to_join = join_request(1, f"{HOST}:{old_store.port}")
         waiting = asyncio.ensure_future(error_of(clients[comes].executor.Join(to_join)))
         await until(lambda: servicers[comes]._joining is not None)
         await form_group(clients, 2)
         assert await ended(waiting) == ("JOIN_FAILED", "epoch 1: epoch 2 has begun")
         for servicer in servicers:
             assert servicer.epoch == 2
-        del old_store  # ends what was left behind
+        old_store.close()  # ends what was left behind

@@ -1,5 +1,6 @@
 """If this fails, an executor stays in a group that is over, or does not get into the next one."""
 
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from executor.errors import InvalidStep, JoinFailed, PeerLost
 from protos.executor.epochs import MAX_EPOCH_LEAP
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.fake_worker import FakeWorker, held_step, read_ids, until
-from tests.executor.support.servers import HOST, error_of, reason_of, serving
+from tests.executor.support.ranks.ranks import HOST, SECRET
+from tests.executor.support.servers import error_of, reason_of, serving
+from tests.support.listening import listening_at
 
 
 @pytest.mark.parametrize(
@@ -100,17 +103,67 @@ async def test_a_step_of_another_epoch_leaves_the_group_alone(fake: Any):
 
 async def test_epochs_only_rise(fake: Any):
     worker, client = fake
-    prepare = client.executor.Prepare
-    assert (await prepare(pb.PrepareRequest(epoch=3))).store_address.startswith(f"{HOST}:")
-    assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
+    assert (await client.prepare(3)).startswith(f"{HOST}:")
+    assert await reason_of(client.prepare(3)) == "STALE_EPOCH"
     assert await reason_of(client.join(2)) == "STALE_EPOCH"
     await client.join(3)
     assert await reason_of(client.join(3)) == "STALE_EPOCH"
-    assert await reason_of(prepare(pb.PrepareRequest(epoch=3))) == "STALE_EPOCH"
-    await prepare(pb.PrepareRequest(epoch=4))
+    assert await reason_of(client.prepare(3)) == "STALE_EPOCH"
+    await client.prepare(4)
     description = await client.executor.Describe(pb.DescribeRequest())
     assert description.epoch == 4  # the next one must be above
     assert worker.num_joins == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("secret", b""),
+        ("secret", bytes(15)),
+        ("store_address", "10.0.0.7:1"),
+        ("store_address", "[::1]:1"),
+        ("peer_hosts", ["executor-0.test", "executor-1.test"]),
+        ("peer_hosts", []),
+    ],
+)
+async def test_a_join_without_a_secret_or_to_a_store_of_no_member_changes_nothing(
+    member: Any, field: str, wrong: Any
+):
+    """Who calls it could else have the executor connect to any address."""
+    worker, client = member
+    fields = {"secret": SECRET, "store_address": f"{HOST}:1", "peer_hosts": ["h", HOST]}
+    request = pb.JoinRequest(epoch=2, **{**fields, field: wrong})
+    reason, message = await error_of(client.executor.Join(request))
+    assert reason == "INVALID_RENDEZVOUS"
+    assert "can be guessed" in message if field == "secret" else "host of a member" in message
+    assert [r.step_id async for r in client.steps(1)] == [1]
+    assert worker.num_joins == 1
+    await client.executor.Join(pb.JoinRequest(epoch=2, **fields))
+
+
+async def test_a_prepare_without_a_secret_opens_nothing(fake: Any):
+    worker, client = fake
+    call = client.executor.Prepare(pb.PrepareRequest(epoch=1, secret=bytes(15)))
+    assert await reason_of(call) == "INVALID_RENDEZVOUS"
+    assert not worker.servicer._stores
+    await client.prepare(1)
+
+
+@pytest.mark.parametrize("way", ["joined", "failed", "stopped", "prepared again"])
+async def test_a_store_closes_when_its_group_has_formed_or_never_will(fake: Any, way: str):
+    worker, client = fake
+    port = int((await client.prepare(1)).rpartition(":")[2])
+    assert (HOST, port) in listening_at(os.getpid())
+    if way == "joined":
+        await client.join(1)
+    elif way == "failed":
+        worker.failure = JoinFailed("rank 1 did not come")
+        assert await reason_of(client.join(1)) == "JOIN_FAILED"
+    elif way == "stopped":
+        await worker.servicer.stop()
+    else:
+        await client.prepare(2)
+    assert (HOST, port) not in listening_at(os.getpid())
 
 
 async def test_a_join_that_fails_leaves_the_executor_joinable(fake: Any):
@@ -134,7 +187,8 @@ async def test_every_executor_is_taken_to_far_epochs_in_leaps_and_only_the_first
             assert await reason_of(prepare(pb.PrepareRequest(epoch=too_far))) == "INVALID_EPOCH"
             assert await reason_of(client.join(too_far)) == "INVALID_EPOCH"
             prepared = await prepare(pb.PrepareRequest(epoch=leap * MAX_EPOCH_LEAP))
-            assert bool(prepared.store_address) == (dp_rank == 0)
+            assert not prepared.store_address
         assert (await client.executor.Describe(pb.DescribeRequest())).epoch == 3 * MAX_EPOCH_LEAP
+        assert bool(await client.prepare(3 * MAX_EPOCH_LEAP + 1)) == (dp_rank == 0)
         assert worker.num_joins == 0
         assert await client.joins_and_runs(3 * MAX_EPOCH_LEAP + 1)

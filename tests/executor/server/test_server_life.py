@@ -29,7 +29,7 @@ async def test_an_executor_that_loads_is_alive_and_says_that_it_is_not_loaded():
         assert await client.status("readiness") != serving_status
         for call in (
             client.executor.Describe(pb.DescribeRequest()),
-            client.executor.Prepare(pb.PrepareRequest(epoch=1)),
+            client.prepare(1),
             client.join(1),
             client.steps(1),
         ):

@@ -81,9 +81,9 @@ async def test_a_member_that_does_not_come_fails_the_join_and_not_the_next(
 ):
     """Nor is it waited for as long as a peer in a collective."""
     async with group_of(tiny_checkpoint, 2, peer_timeout_s=10_000.0) as clients:
-        prepared = await clients[0].executor.Prepare(pb.PrepareRequest(epoch=1))
+        store_address = await clients[0].prepare(1)
         with monkeypatch.context() as impatient:
             impatient.setattr(parallel, "FORM_TIMEOUT_S", 0.3)
-            assert await reason_of(clients[0].join(1, prepared.store_address)) == "JOIN_FAILED"
+            assert await reason_of(clients[0].join(1, store_address)) == "JOIN_FAILED"
         await form_group(clients, 2)
         assert len(await generate(clients, [PROMPTS[0], [1]], 2, 2)) == 2

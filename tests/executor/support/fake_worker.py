@@ -24,7 +24,9 @@ class FakeWorker:
         self.begun: list[int] = []
         self.num_joins = self.num_leaves = 0
         self.has_peers = False
-        self.form_group: Callable[[int, str, int], Any] | None = None  # what a join waits for
+        self.form_group: Callable[[int, str, int, bytes], Any] | None = (
+            None  # what a join waits for
+        )
         self.failure: Exception | None = None
         self.servicer: Any = None  # who has it
         self.trails = self.has_deferred = False
@@ -71,7 +73,7 @@ class HeldGroups:
         self.is_closed = threading.Event()
         self.num_closed = 0
 
-    def form(self, epoch: int, host: str, port: int) -> "HeldGroups":
+    def form(self, epoch: int, host: str, port: int, secret: bytes) -> "HeldGroups":
         self.begun.set()
         assert self.may_form.wait(TIMEOUT_S)
         return self

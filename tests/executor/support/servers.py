@@ -20,9 +20,8 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.transport.errors import error_details
 from protos.transport.port import ServiceConfig
+from tests.executor.support.ranks.ranks import HOST, SECRET
 from tests.executor.support.steps import idle_part, step
-
-HOST = "127.0.0.1"
 
 
 class Client:
@@ -33,8 +32,13 @@ class Client:
         self.health = health_pb2_grpc.HealthStub(channel)
         self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
 
-    async def join(self, epoch: int, store_address: str = "") -> None:
-        await self.executor.Join(pb.JoinRequest(epoch=epoch, store_address=store_address))
+    async def join(self, epoch: int, store_address: str = f"{HOST}:1") -> None:
+        await self.executor.Join(join_request(epoch, store_address))
+
+    async def prepare(self, epoch: int) -> str:
+        """Prepares an epoch. Returns where its store is."""
+        request = pb.PrepareRequest(epoch=epoch, secret=SECRET)
+        return (await self.executor.Prepare(request)).store_address
 
     async def joins_and_runs(self, epoch: int) -> bool:
         """Joins an epoch. Returns whether its first step is answered."""
@@ -55,6 +59,12 @@ class Client:
         for step_id in step_ids:
             await call.write(request(step_id, epoch))
         return call
+
+
+def join_request(epoch: int, store_address: str = f"{HOST}:1") -> pb.JoinRequest:
+    return pb.JoinRequest(
+        epoch=epoch, store_address=store_address, secret=SECRET, peer_hosts=[HOST]
+    )
 
 
 def request(step_id: int, epoch: int = 1) -> pb.StepRequest:
@@ -80,7 +90,7 @@ async def serving(
     servicer = ExecutorServicer(
         is_first=dp_rank == 0,
         store_host=HOST,
-        open_store=lambda: open_store(HOST),
+        open_store=lambda secret: open_store(HOST, secret),
         measures=measures,
     )
     server, port = await servicer.start(ServiceConfig(listen=f"{HOST}:0"))
@@ -123,7 +133,7 @@ def config_of(
 
 
 async def form_group(clients: list[Client], epoch: int) -> None:
-    address = (await clients[0].executor.Prepare(pb.PrepareRequest(epoch=epoch))).store_address
+    address = await clients[0].prepare(epoch)
     await asyncio.gather(*(client.join(epoch, address) for client in clients))
 
 

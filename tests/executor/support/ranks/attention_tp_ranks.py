@@ -12,10 +12,11 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.model.families.config import ModelConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+from executor.parallel.epochs import JoinAttempt
 from executor.parallel.layout import DpPaddingMode, Topology
 from executor.parallel.process_groups import EpochGroups
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.ranks.ranks import HOST, join, topology_of
+from tests.executor.support.ranks.ranks import HOST, SECRET, join, topology_of
 from tests.executor.support.serving import Rank, layout_of
 
 MAX_ROWS = 64
@@ -166,7 +167,7 @@ def answer_steps(
         if name == "at odds" and rank == 1:
             run = worker._runner.run
             worker._runner.run = lambda batch, run=run: -run(batch)  # type: ignore
-        worker.join(epoch, f"{HOST}:{port}")
+        worker.join(epoch, f"{HOST}:{port}", JoinAttempt(epoch, SECRET))
         worker._sampler.last_tokens.zero_()
         answered[name] = Answered([], [], [])
         for request in requests:

@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -15,6 +16,7 @@ from executor.parallel.process_groups import EpochGroups, join_group
 from executor.parallel.rendezvous import open_store
 
 HOST = "127.0.0.1"
+SECRET = b"a test's epochs all have this one"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
 PRELOADED = ["torch", "pytest", "executor.build.executor", __name__]
 
@@ -25,6 +27,7 @@ def be_patient() -> None:
     A router asks again where a busy peer came too late; nobody does here.
     """
     parallel.FORM_TIMEOUT_S = TIMEOUT_S
+    parallel.CONNECT_TIMEOUT = timedelta(seconds=TIMEOUT_S)
 
 
 def topology_of(rank: int, dp_size: int, attn_tp_size: int) -> Topology:
@@ -38,7 +41,7 @@ def topology_of(rank: int, dp_size: int, attn_tp_size: int) -> Topology:
 def join(port: int, topology: Topology, epoch: int = 0) -> EpochGroups:
     """Returns the groups of an executor once all have joined at the store of this port."""
     return join_group(
-        HOST, port, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
+        HOST, port, SECRET, epoch=epoch, topology=topology, bind_host=HOST, timeout_s=TIMEOUT_S
     )
 
 
@@ -57,7 +60,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     every core make each other wait.
     """
     context = fork_server()
-    store = open_store(HOST, timeout_s=TIMEOUT_S)
+    store = open_store(HOST, SECRET)
     ends, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
@@ -73,6 +76,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         answers.append(receiver.recv() if receiver.poll(TIMEOUT_S) else (False, "no answer"))
         process.join(TIMEOUT_S)
         receiver.close()
+    store.close()
     errors = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
     assert not errors, f"by rank: {errors}"
     return [value for _, value in answers]
