@@ -24,6 +24,7 @@ LEAP = 1 << 32  # the furthest that an executor's epoch was let go at once
 VALIDATE, SET, COUNT_KEYS = 0, 1, 7
 STORE_MAGIC = 0x3C85F7CE
 VALUE_BYTES = 1 << 20
+SECRET = bytes(32)  # of an epoch
 GET_STATUS = "/lockstep.serving.v1.GenerationService/GetStatus"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 FORMING_S = 1.5  # in which one member of a group that forms stands still
@@ -43,7 +44,9 @@ def _leap(target: Target, token: str | None) -> Outcome:
     outcomes = []
     with _executor(target, 0, token) as ask:
         for leap in (LEAP, 2 * LEAP):
-            outcomes.append("Prepare " + ask("Prepare", pb.PrepareRequest(epoch=leap)))
+            outcomes.append(
+                "Prepare " + ask("Prepare", pb.PrepareRequest(epoch=leap, secret=SECRET))
+            )
         join = _join(2 * LEAP, "127.0.0.1:9")
         outcomes.append("Join " + ask("Join", join))
     target_end = time.monotonic() + 2 * target.hold_s
@@ -172,7 +175,7 @@ def uninvited(target: Target) -> Outcome:
     """Everything that a stranger may ask of executors and router."""
     asked = {
         "Describe": pb.DescribeRequest(),
-        "Prepare": pb.PrepareRequest(epoch=1 << 20),
+        "Prepare": pb.PrepareRequest(epoch=1 << 20, secret=SECRET),
         "Join": _join(1 << 20, "127.0.0.1:9"),
     }
     with _executor(target, 0, None) as ask:
@@ -206,7 +209,7 @@ def _join(epoch: int, store_address: str) -> pb.JoinRequest:
     """Returns a Join that has all that one needs."""
     host = store_address.rpartition(":")[0]
     return pb.JoinRequest(
-        epoch=epoch, store_address=store_address, secret=bytes(32), peer_hosts=[host]
+        epoch=epoch, store_address=store_address, secret=SECRET, peer_hosts=[host]
     )
 
 

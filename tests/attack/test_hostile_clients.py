@@ -29,6 +29,7 @@ MOST_MORE_MIB = 150  # of any process, by the limits of the ports
         strangers.epoch_leaps,
         strangers.epoch_leaps_with_the_token,
         strangers.joins_of_a_stranger,
+        strangers.store_filled,
         strangers.half_scrapes,
         strangers.uninvited,
     ],
