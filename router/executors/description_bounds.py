@@ -32,6 +32,7 @@ BOUNDS = {
 }
 LENGTHS = {
     "instance_id": MAX_INSTANCE_ID_LEN,
+    "peer_host": 255,
     "model.architecture": 256,
     "model.fingerprint": 256,
     "model.eos_token_ids": 256,

@@ -67,6 +67,7 @@ def test_a_number_out_of_bounds_is_named_with_what_is_possible(path: str, value:
     ("fields", "problem"),
     [
         ({"instance_id": "x" * 65}, "instance_id of length 65, where at most 64"),
+        ({"peer_host": "x" * 256}, "peer_host of length 256, where at most 255"),
         ({"agreement": {str(n): "1" for n in range(300)}}, "agreement of length 300"),
         ({"agreement": {"name": "x" * 40_000}}, "agreement with an entry of 40004 characters"),
         ({"agreement_digest": bytes(99)}, "agreement_digest of length 99"),
