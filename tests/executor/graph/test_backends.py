@@ -5,7 +5,7 @@ checks what is called in which order, and not that a GPU takes it.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,14 @@ from tests.executor.support.recording.fake_cuda_device import FakeDevice
 from tests.executor.support.recording.recording_backend import RecordingBackend
 
 KEY = ShapeKey(4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _thawed() -> Iterator[None]:
+    """What the suite froze is seen, so that a freeze is a capture's own."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

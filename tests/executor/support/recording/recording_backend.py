@@ -383,16 +383,22 @@ _known: dict[int | None, torch.Tensor] = {}  # within `known_world`
 
 @contextmanager
 def known_world() -> Iterator[None]:
-    """Has tensors looked for once among all that a run has made, and then only among newer objects."""
+    """Has tensors looked for once among all that a run has made, and then only among newer objects.
+
+    Where something was frozen before, as `make test` has it, the older ones stay so behind it.
+    """
     if _known:  # from further out
         yield
         return
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
     _known.update(living_memory())
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         _known.clear()
 
 
