@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
@@ -46,7 +45,9 @@ def make_worker(path: Path) -> Worker:
 
 @pytest.fixture(scope="session")
 def reference(tiny_checkpoint: Path) -> Any:
-    return transformers.Qwen3MoeForCausalLM.from_pretrained(tiny_checkpoint).eval()
+    from transformers import Qwen3MoeForCausalLM  # seconds
+
+    return Qwen3MoeForCausalLM.from_pretrained(tiny_checkpoint).eval()
 
 
 @pytest.fixture

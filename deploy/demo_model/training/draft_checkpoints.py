@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import nn
-from transformers import DynamicCache, Qwen3MoeForCausalLM
 
 from deploy.demo_model.training.draft_models import (
     EagleDraft,
@@ -35,6 +34,8 @@ class Target:
     """
 
     def __init__(self, path: Path) -> None:
+        from transformers import Qwen3MoeForCausalLM  # seconds
+
         self.config: dict[str, Any] = json.loads((path / "config.json").read_text())
         self.model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.model.requires_grad_(False)
@@ -67,6 +68,8 @@ class Target:
     @torch.no_grad()
     def read(self, ids: torch.Tensor, roots: torch.Tensor) -> Context:
         """Runs rows through the model: ids int64 [B, S], roots int64 [B, R]."""
+        from transformers import DynamicCache
+
         cache = DynamicCache()
         output = self.model.model(ids, past_key_values=cache, use_cache=True)
         layers = cast(list[Any], cache.layers)

@@ -15,15 +15,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from deploy.local.demo_tasks import (
     FIRST_BYTE_ID,
@@ -36,6 +33,9 @@ from deploy.local.demo_tasks import (
     text_of,
     token_ids,
 )
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, Qwen3MoeForCausalLM
 
 logger = logging.getLogger("train_demo_model")
 
@@ -72,8 +72,10 @@ PHASES = (
 )
 
 
-def build_model() -> Qwen3MoeForCausalLM:
+def build_model() -> "Qwen3MoeForCausalLM":
     """Builds the untrained model in float32."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     shape: dict[str, Any] = {"head_dim": 128}  # read by the model, not declared by its config
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -201,13 +203,15 @@ def draw_row(rng: random.Random, row_len: int, even_lengths: bool) -> tuple[list
 
 
 def train_step(
-    model: Qwen3MoeForCausalLM, rng: random.Random, phase: Phase, use_bfloat16: bool
+    model: "Qwen3MoeForCausalLM", rng: random.Random, phase: Phase, use_bfloat16: bool
 ) -> torch.Tensor:
     """Runs a batch forward and backward.
 
     Returns:
         The mean loss of the answer bytes, without gradient.
     """
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
     row_len = rng.choice(phase.row_lens)
     num_rows = TOKENS_PER_STEP // row_len
     rows = [draw_row(rng, row_len, phase.even_lengths) for _ in range(num_rows)]
@@ -225,7 +229,7 @@ def train_step(
 
 
 def train(
-    model: Qwen3MoeForCausalLM, num_steps: int, seed: int, out: Path, use_bfloat16: bool
+    model: "Qwen3MoeForCausalLM", num_steps: int, seed: int, out: Path, use_bfloat16: bool
 ) -> None:
     """Trains the model through all phases, and writes it to `out` at every check."""
     optimizers = make_optimizers(model)
@@ -245,7 +249,7 @@ def train(
 
 
 @torch.inference_mode()
-def answer(model: Qwen3MoeForCausalLM, prompts: Sequence[str]) -> list[str]:
+def answer(model: "Qwen3MoeForCausalLM", prompts: Sequence[str]) -> list[str]:
     """Completes the prompts greedily, in batches with padding at the left."""
     completions: list[str] = []
     for start in range(0, len(prompts), 50):
@@ -262,7 +266,7 @@ def answer(model: Qwen3MoeForCausalLM, prompts: Sequence[str]) -> list[str]:
     return completions
 
 
-def log_scores(model: Qwen3MoeForCausalLM, count: int) -> None:
+def log_scores(model: "Qwen3MoeForCausalLM", count: int) -> None:
     """Counts right answers of the model as it is written, to problems that it has not seen.
 
     A quarter of them is asked again after `LONG_CONTEXT` tokens of other problems.
@@ -285,15 +289,17 @@ def log_scores(model: Qwen3MoeForCausalLM, count: int) -> None:
             logger.info("%s after %d: %s, wrong: %s", kind.value, context_tokens, score, wrong[:6])
 
 
-def as_bfloat16(model: Qwen3MoeForCausalLM) -> Qwen3MoeForCausalLM:
+def as_bfloat16(model: "Qwen3MoeForCausalLM") -> "Qwen3MoeForCausalLM":
     """Returns a copy as it is written and served."""
     copied = copy.deepcopy(model)
     copied.bfloat16()
     return copied
 
 
-def generation_config(max_new_tokens: int | None = None) -> GenerationConfig:
+def generation_config(max_new_tokens: int | None = None) -> "GenerationConfig":
     """Greedy, to the newline that ends an answer or the end-of-text id."""
+    from transformers import GenerationConfig
+
     return GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -303,7 +309,7 @@ def generation_config(max_new_tokens: int | None = None) -> GenerationConfig:
     )
 
 
-def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
+def save(model: "Qwen3MoeForCausalLM", out: Path) -> None:
     """Writes weights, configuration and tokenizer in Hugging Face's format."""
     out.mkdir(parents=True, exist_ok=True)
     as_bfloat16(model).save_pretrained(out)
@@ -313,6 +319,8 @@ def save(model: Qwen3MoeForCausalLM, out: Path) -> None:
 
 def save_tokenizer(out: Path) -> None:
     """Writes a tokenizer whose ids are the UTF-8 bytes + 3."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     vocab = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
     symbols = bytes_to_unicode()
     vocab |= {symbols[byte]: byte + FIRST_BYTE_ID for byte in range(256)}

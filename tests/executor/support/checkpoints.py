@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB_SIZE = 96
 
@@ -28,6 +27,8 @@ def save_qwen3_moe(
     Weights have a standard deviation of fan_in^-0.5: at the usual 0.02 logits are nearly flat,
     and greedy tokens would hang on the last bit.
     """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # seconds
+
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,

@@ -6,13 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from executor.batch.read_step import PARAMETERS, RowStarts
 from executor.model.sampling.fixed_shape import TorchFilters
@@ -22,11 +15,11 @@ from tests.executor.support.chi_square import p_value
 from tests.executor.support.sampling import starts
 
 VOCAB_SIZE = 20
-WARPERS: dict[str, Any] = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
+WARPERS = {
+    "temperature": "TemperatureLogitsWarper",
+    "top_k": "TopKLogitsWarper",
+    "top_p": "TopPLogitsWarper",
+    "min_p": "MinPLogitsWarper",
 }
 
 
@@ -111,11 +104,15 @@ def random_logits(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
 def test_samples_follow_the_distribution_that_transformers_would_sample_from(
     columns: dict[str, Any], vocab_size: int
 ):
+    import transformers  # seconds
+
     count = 4096
     logits = random_logits(vocab_size)
     expected = logits[None].clone()
     for name, value in columns.items():
-        expected = WARPERS[name](value)(torch.zeros(1, 0, dtype=torch.long), expected)
+        expected = getattr(transformers, WARPERS[name])(value)(
+            torch.zeros(1, 0, dtype=torch.long), expected
+        )
     sampler = sampler_of([{"temperature": 1.0, **columns}] * count, vocab_size)
 
     tokens = sampler.sample(logits.expand(count, -1), np.arange(count), np.full(count, 7))
@@ -131,6 +128,8 @@ def test_no_and_tiny_temperature_take_the_likeliest_token(temperature: float):
 
 @pytest.mark.parametrize("penalty", [1.7, 0.4])
 def test_repetition_penalty_equals_transformers(penalty: float):
+    from transformers import RepetitionPenaltyLogitsProcessor  # seconds
+
     logits = random_logits()
     prompt, output = [3, 5, 5, 8], [1, 8]
     processor = RepetitionPenaltyLogitsProcessor(penalty)
