@@ -18,7 +18,8 @@ from executor.parallel.rendezvous import open_store
 HOST = "127.0.0.1"
 SECRET = b"a test's epochs all have this one"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
-PRELOADED = ["torch", "pytest", "executor.build.executor", __name__]
+# Some operators of a capture import torch._dynamo at their first call, for more than a second.
+PRELOADED = ["torch", "torch._dynamo", "pytest", "executor.build.executor", __name__]
 
 
 def be_patient() -> None:
