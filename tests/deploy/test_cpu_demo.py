@@ -2,7 +2,8 @@
 
 Each pod gets an address of its own in 127.0.0.0/8, where it listens at the manifest's ports. What a
 process cannot have is what an image and a cluster add: the files below /opt are the repository's,
-and names are answered by tests/deploy/resolver.
+and names are answered by tests/deploy/resolver. Processes are forked off a server that has imported
+what they import.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from tests.deploy.rendering import (
     render,
     render_folder,
 )
+from tests.e2e.support.fork_server import fork_server
 from tests.support.certificates import Authority
 from tests.support.echo_server import calling
 from tests.support.scraping import scrape_text
@@ -55,6 +57,12 @@ TOKENS = (
     ("lockstep-caller-tokens", "tokens", f"operator {OPERATOR_TOKEN}\n{CALLER_TOKEN}"),
     ("lockstep-executor-token", "token", EXECUTOR_TOKEN),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with fork_server(tmp_path_factory.mktemp("forks"), python_path=str(RESOLVER)):
+        yield
 
 
 def free_address(ports: list[int]) -> str:

@@ -50,20 +50,28 @@ class Fork:
 
 
 @contextmanager
-def fork_server(folder: Path) -> Iterator[None]:
-    """Has `Process` fork what runs a module off one server, within the block. Linux only."""
+def fork_server(folder: Path, python_path: str | None = None) -> Iterator[None]:
+    """Has `Process` fork what runs a module off one server, within the block. Linux only.
+
+    Args:
+        folder: Gets the server's socket.
+        python_path: PYTHONPATH of the server, and of what is forked off it: others start anew.
+    """
     if sys.platform != "linux":
         yield
         return
     address = str(folder / "fork-server")
     command = [sys.executable, "-m", __name__, address]
     env = {**os.environ, THREADS: "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if python_path is not None:
+        env["PYTHONPATH"] = python_path
+    python_path = env.get("PYTHONPATH")
     server = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE)
     assert server.stdout is not None
     assert server.stdout.readline() == b"listening\n"
 
     def fork(args: Sequence[str], env: Mapping[str, str]) -> "Fork | subprocess.Popen[str]":
-        if args[0] != "-m" or env.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
+        if args[0] != "-m" or env.get("PYTHONPATH") != python_path:
             return start_anew(args, env)
         output, written = os.pipe()
         connection = socket.socket(socket.AF_UNIX)
