@@ -6,6 +6,7 @@ every way that there is, and prints what it did to the router and to an honest c
 
 import argparse
 import asyncio
+import json
 import resource
 import sys
 import tempfile
@@ -18,8 +19,8 @@ from pathlib import Path
 from deploy.local.launch import LocalStack
 from deploy.local.ports import held_port
 from deploy.local.processes import ROOT
-from router.client import Options
-from tests.attack import callers, strangers
+from router.client import Client, Options
+from tests.attack import callers, guesses, ports, strangers
 from tests.attack.besieged import (
     MIB,
     Memory,
@@ -30,11 +31,12 @@ from tests.attack.besieged import (
     target_of,
     watched,
 )
-from tests.attack.honest import KINDS, SCORED, honest_calls
+from tests.attack.honest import KINDS, PLAIN, SCORED, Calls, honest_calls
 from tests.attack.hostile_executor import LIES, Lie, hostile_executor
-from tests.attack.target import Attack
+from tests.attack.target import Attack, Outcome
 from tests.e2e.support.envoy import Envoy, envoy_before, until_ready
 
+GUESSES = "A8 guesses at another caller's prompts"
 ATTACKS: Sequence[tuple[str, Attack]] = (
     ("A1 header bombs", callers.header_bombs),
     ("A2 leaps of the epoch, by a stranger", strangers.epoch_leaps),
@@ -45,26 +47,29 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("A6 Watch without end", callers.watches),
     ("A7 half-sent messages", callers.half_sent_messages),
     ("A8 another caller's requests", callers.others_requests),
+    (GUESSES, guesses.guessed_prompts),
     ("A9 silent strangers while a group forms", strangers.silent_strangers),
     ("B3 half scrapes", strangers.half_scrapes),
     ("B7 rapid resets", callers.rapid_resets),
     ("B9 unread answers", callers.unread_answers),
-    ("ports without credentials", strangers.uninvited),
+    ("ports without credentials", ports.every_port),
 )
 FAILS_OVER_SOON = ("--failover-after-s", "0.2")
 
 HEAD = """\
-| attack | what was sent | router MiB before / most / after | executor MiB | honest p99 ms, \
+| attack | what was sent | router MiB before / most / after | executor MiB | honest p50 and p99 ms, \
 at rest / attacked | failed | verdict |
 |---|---|---|---|---|---|---|"""
 
-Run = Callable[[Memory], Awaitable[tuple[str, list[str]]]]
-"""Attacks; returns what was sent, and the faults that were seen by then."""
+Run = Callable[[Memory], Awaitable[Outcome]]
+"""Attacks; returns what came of it by then."""
 
 # The group itself is made to form again, for which honest calls wait.
 FORMS_AGAIN = ("A2 leaps of the epoch, with the token", "A9")
 
 REST_S, SETTLE_S = 6.0, 2.0
+GUESS_PAUSE_S = 0.5
+LONG_PROMPT = list(range(30, 230))
 TOLD_S, LIE_S = 10.0, 2.0  # in which a router asks for a lie, and hears it
 MOST_MORE_MIB = 150.0 * 1e6 / MIB
 MOST_KEPT_MIB = 50.0  # of that, once the attack is over
@@ -79,17 +84,20 @@ class Row:
         sent: What was sent, and what came of it.
         router_mib: Memory of the router before, at most, and after.
         executor_mib: Of the executor that gained most, or Envoy, before and at most.
-        p99_ms: Of honest calls at rest, and under attack.
+        p50_ms, p99_ms: Of honest calls at rest, and under attack.
         failed: Honest calls that failed or were answered wrong, and all.
         faults: Bounds that were passed, as people read them.
+        details: What stands below the table.
     """
 
     sent: str
     router_mib: tuple[float, float, float]
     executor_mib: tuple[float, float]
+    p50_ms: tuple[float, float]
     p99_ms: tuple[float, float]
     failed: tuple[int, int]
     faults: list[str] = field(default_factory=list)
+    details: tuple[str, ...] = ()
 
     def judge(self, *, is_timed: bool) -> None:
         before, peak, after = self.router_mib
@@ -106,11 +114,11 @@ class Row:
 
     def __str__(self) -> str:
         router = " / ".join(f"{mib:.0f}" for mib in self.router_mib)
-        p99 = " / ".join(f"{ms:.0f}" for ms in self.p99_ms)
+        p50, p99 = (" / ".join(f"{ms:.0f}" for ms in pair) for pair in (self.p50_ms, self.p99_ms))
         verdict = ", ".join(self.faults) or "holds"
         executor = f"+{self.executor_mib[1] - self.executor_mib[0]:.0f}"
         failed = f"{self.failed[0]} of {self.failed[1]}"
-        return f"{self.sent} | {router} | {executor} | {p99} | {failed} | {verdict}"
+        return f"{self.sent} | {router} | {executor} | {p50}; {p99} | {failed} | {verdict}"
 
 
 class Siege:
@@ -128,33 +136,39 @@ class Siege:
         self._public = stack.address if envoy is None else envoy.address
         self._listen = hostile_listen
         self._usual_args = list(stack.router_args)
-        self._p99_at_rest = 0.0
+        self._at_rest = Calls()
 
     async def measure_rest(self) -> None:
+        async with Client(self._public, token=self._stack.token) as client:
+            await client.complete(
+                LONG_PROMPT, max_tokens=1
+            )  # or an attack's takes the memory first
         async with honest_calls(self._public, self._stack.token):
             await asyncio.sleep(1.0)
         async with honest_calls(self._public, self._stack.token) as calls:
             await asyncio.sleep(REST_S)
         assert not calls.failures, calls.failures
-        self._p99_at_rest = calls.p99_ms
+        self._at_rest = calls
 
     def all_attacks(self) -> Iterator[tuple[str, Callable[[], Awaitable[Row]]]]:
         """Yields each attack's name, and what measures it."""
         for name, attack in ATTACKS:
-            yield name, partial(self.attack, attack, is_timed=not name.startswith(FORMS_AGAIN))
+            is_timed = not name.startswith(FORMS_AGAIN)
+            pause_s = GUESS_PAUSE_S if name == GUESSES else 0.0  # it measures times itself
+            yield name, partial(self.attack, attack, is_timed=is_timed, pause_s=pause_s)
         for name, lie in LIES.items():
             yield f"A4 {name}", partial(self.lie, name, lie)
 
-    async def attack(self, attack: Attack, *, is_timed: bool) -> Row:
+    async def attack(self, attack: Attack, *, is_timed: bool, pause_s: float) -> Row:
         await self._renew(self._usual_args)
         target = replace(await target_of(self._stack), public=self._public)
 
-        async def run(router: Memory) -> tuple[str, list[str]]:
-            sent, fault = await run_apart(attack, target, router)
+        async def run(router: Memory) -> Outcome:
+            outcome = await run_apart(attack, target, router)
             await asyncio.sleep(SETTLE_S / 2)
-            return sent, [fault] if fault else []
+            return outcome
 
-        row = await self._beside_honest_calls(run)
+        row = await self._beside_honest_calls(run, (PLAIN,) if pause_s else KINDS, pause_s)
         row.judge(is_timed=is_timed)
         return row
 
@@ -164,7 +178,7 @@ class Siege:
         address, token = stack.executor_addresses[0], target.executor_token
         async with hostile_executor(self._listen, address, token) as hostile:
 
-            async def run(_: Memory) -> tuple[str, list[str]]:
+            async def run(_: Memory) -> Outcome:
                 hostile.tell(lie)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TOLD_S):
@@ -172,9 +186,11 @@ class Siege:
                             await asyncio.sleep(0.05)
                 await asyncio.sleep(LIE_S)
                 faults = ["the router died"] if stack.router.has_ended else []
-                if not self._is_named(lie):
+                lines = self._lines_about(lie)
+                if not lines:
                     faults.append("not named in the log")
-                return f"an executor says: {name} ({hostile.num_told} times)", faults
+                sent = f"an executor says: {name} ({hostile.num_told} times)"
+                return Outcome(sent, ", ".join(faults), lines[:1])
 
             await self._renew([*self._usual_args, "--group", self._listen, *FAILS_OVER_SOON])
             kinds = (SCORED,) * 3 if lie.is_scored else KINDS
@@ -182,29 +198,35 @@ class Siege:
         row.judge(is_timed=True)
         return row
 
-    def _is_named(self, lie: Lie) -> bool:
-        """Whether the log of this router says which executor lied, and in which field."""
+    def _lines_about(self, lie: Lie) -> tuple[str, ...]:
+        """Returns what the log of this router says of the executor and the field that it lied in."""
         log = self._stack.router.log_path.read_text().rpartition('"event": "configuration"')[2]
-        return any(self._listen in line and lie.word in line for line in log.splitlines())
+        lines = [line for line in log.splitlines() if self._listen in line and lie.word in line]
+        told = [json.loads(line) for line in lines if line.startswith("{")]
+        return tuple(f"{line['event']}: {line['problem']}" for line in told if "problem" in line)
 
-    async def _beside_honest_calls(self, run: Run, kinds: Sequence[Options] = KINDS) -> Row:
+    async def _beside_honest_calls(
+        self, run: Run, kinds: Sequence[Options] = KINDS, pause_s: float = 0.0
+    ) -> Row:
         stack = self._stack
         pids = [stack.router.pid, *(executor.pid for executor in stack.executors)]
         if self._envoy is not None:
             pids.append(self._envoy.process.pid)
         async with watched(*pids) as [router, *executors]:
-            async with honest_calls(self._public, stack.token, kinds) as calls:
-                sent, faults = await run(router)
+            async with honest_calls(self._public, stack.token, kinds, pause_s) as calls:
+                outcome = await run(router)
             await asyncio.sleep(SETTLE_S)
             after = rss_mib(router.pid)
         most = max(executors, key=lambda memory: memory.peak - memory.before)
         row = Row(
-            sent,
+            outcome.sent,
             (router.before, router.peak, after),
             (most.before, most.peak),
-            (self._p99_at_rest, calls.p99_ms),
+            (self._at_rest.ms(0.5), calls.ms(0.5)),
+            (self._at_rest.ms(0.99), calls.ms(0.99)),
             (len(calls.failures), calls.num_calls),
-            faults,
+            [outcome.fault] if outcome.fault else [],
+            outcome.details,
         )
         for failure in calls.failures[:2]:
             print("   ", failure.replace("\n", " ")[:200], file=sys.stderr)
@@ -282,6 +304,11 @@ def main() -> int:
         for number, rows in enumerate(tables.values()):
             if name in rows:
                 print(f"| {name if not number else ''} | {rows[name]} |")
+    for root, rows in tables.items():
+        print(f"\nWhat strangers learnt of {root}, and what its router's log says of executors:\n")
+        for name, row in rows.items():
+            for detail in row.details:
+                print(f"* {name}: {detail}")
     return int(any(row.faults for row in tables[root].values()))
 
 

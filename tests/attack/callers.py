@@ -163,7 +163,7 @@ def others_requests(target: Target) -> Outcome:
     asked = pb.GenerateRequest(token_ids=secret, request_id=f"order-{uuid.uuid4().hex[:8]}")
     asked.stop.max_tokens = 400
     asked.stop.ignore_eos = True
-    with _calling(target, 0) as owner, _calling(target, 1) as other:
+    with calling(target, 0) as owner, calling(target, 1) as other:
         answers = owner("Generate", asked)
         next(iter(answers))
         guess = pb.GenerateRequest(token_ids=secret, stop=pb.StopConditions(max_tokens=1))
@@ -180,7 +180,7 @@ def others_requests(target: Target) -> Outcome:
 
 
 @contextlib.contextmanager
-def _calling(target: Target, caller: int) -> Iterator[Callable[[str, Any], Any]]:
+def calling(target: Target, caller: int) -> Iterator[Callable[[str, Any], Any]]:
     """Yields a function that calls a method as one of the callers does."""
     metadata = [("authorization", f"Bearer {token}") for token in target.tokens[caller:][:1]]
     options = [("grpc.use_local_subchannel_pool", 1)]

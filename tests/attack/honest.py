@@ -37,10 +37,9 @@ class Calls:
     failures: list[str] = field(default_factory=list)
     _tokens: list[int] = field(default_factory=list)
 
-    @property
-    def p99_ms(self) -> float:
-        """Slowest but one in a hundred."""
-        return 1e3 * sorted(self.seconds)[int(0.99 * (len(self.seconds) - 1))]
+    def ms(self, share: float) -> float:
+        """Returns the time in which this share of the calls was answered."""
+        return 1e3 * sorted(self.seconds)[int(share * (len(self.seconds) - 1))]
 
     async def generate(self, client: Client, options: Options) -> None:
         self.num_calls += 1

@@ -1,12 +1,13 @@
 """Target of attacks: the ports of a running stack, and what an attacker knows of them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.attack.frames import Connection, call_headers
+from tests.support.listening import listening_at
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -45,6 +46,14 @@ class Target:
         """Returns the headers of a call, by another caller than the honest one."""
         return call_headers(path, *self.tokens[-1:])
 
+    def inner_ports(self) -> Iterator[tuple[str, int]]:
+        """Yields the ports on which executors listen for one another."""
+        known = {int(address.rpartition(":")[2]) for address in self.executors}
+        for pid in self.pids:
+            for host, port in sorted(listening_at(pid)):
+                if port not in known:
+                    yield host, port
+
     def share(self, count: int) -> int:
         return max(1, round(count * self.size))
 
@@ -61,10 +70,12 @@ class Outcome(NamedTuple):
     Attributes:
         sent: And what came of it.
         fault: What it gained that it must not; "" if nothing.
+        details: What stands below the table.
     """
 
     sent: str
     fault: str = ""
+    details: tuple[str, ...] = ()
 
 
 Attack = Callable[[Target], Outcome]
