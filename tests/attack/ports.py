@@ -10,13 +10,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from protos.executor.v1 import executor_pb2
 from protos.serving.v1 import serving_pb2
 from tests.attack.frames import STRANGER
-from tests.attack.strangers import REFLECTION
 from tests.attack.target import CHECK, WATCH, Outcome, Target
 
 SERVICES: tuple[ServiceDescriptor, ...] = (
     *serving_pb2.DESCRIPTOR.services_by_name.values(),
     *executor_pb2.DESCRIPTOR.services_by_name.values(),
 )
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 LIST = "/grpc.health.v1.Health/List"
 METHODS = (
     *(f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods),

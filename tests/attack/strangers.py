@@ -16,8 +16,7 @@ import grpc
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from tests.attack.frames import STRANGER
-from tests.attack.target import CHECK, Outcome, Target
-from tests.support.listening import listening_at
+from tests.attack.target import Outcome, Target
 
 LEAP = 1 << 32  # the furthest that an executor's epoch was let go at once
 # PyTorch's TCPStore speaks so: a query's number, then lengths and bytes (TCPStoreBackend.hpp).
@@ -25,8 +24,6 @@ VALIDATE, SET, COUNT_KEYS = 0, 1, 7
 STORE_MAGIC = 0x3C85F7CE
 VALUE_BYTES = 1 << 20
 SECRET = bytes(32)  # of an epoch
-GET_STATUS = "/lockstep.serving.v1.GenerationService/GetStatus"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 FORMING_S = 1.5  # in which one member of a group that forms stands still
 
 
@@ -72,7 +69,7 @@ def joins_of_a_stranger(target: Target) -> Outcome:
 def store_filled(target: Target) -> Outcome:
     """A5: values for the rendezvous store of a group that has formed, and connections to it."""
     num_keys, num_bytes, num_connections = 0, 0, 0
-    ports = list(_inner_ports(target))
+    ports = list(target.inner_ports())
     value = struct.pack("Q", VALUE_BYTES) + bytes(VALUE_BYTES)
     for address in ports:
         with contextlib.suppress(OSError), _store(address) as store:
@@ -123,7 +120,7 @@ def _forming_s(target: Target, num_strangers: int) -> float:
             end = time.monotonic() + FORMING_S
             called: Counter[tuple[str, int]] = Counter()
             while time.monotonic() < end:
-                for address in _inner_ports(target):
+                for address in target.inner_ports():
                     if called[address] < num_strangers:
                         with contextlib.suppress(OSError):
                             strangers.enter_context(socket.create_connection(address, 0.2))
@@ -171,37 +168,12 @@ def half_scrapes(target: Target) -> Outcome:
     return Outcome(f"{num_open} half requests, closed all at once")
 
 
-def uninvited(target: Target) -> Outcome:
-    """Everything that a stranger may ask of executors and router."""
-    asked = {
-        "Describe": pb.DescribeRequest(),
-        "Prepare": pb.PrepareRequest(epoch=1 << 20, secret=SECRET),
-        "Join": _join(1 << 20, "127.0.0.1:9"),
-    }
-    with _executor(target, 0, None) as ask:
-        outcomes = {method: ask(method, request) for method, request in asked.items()}
-    for address in (target.public, target.health, *target.executors):
-        with grpc.insecure_channel(address) as channel:
-            for method in (GET_STATUS, REFLECTION, CHECK):
-                outcomes[f"{method.rpartition('/')[2]} at {address}"] = _outcome(
-                    channel.stream_stream(method), iter([b""])
-                )
-    heard = [name for name, outcome in outcomes.items() if outcome == "OK" and "Check" not in name]
-    return Outcome(
-        f"{len(outcomes)} calls", f"told a stranger: {', '.join(heard)}" if heard else ""
-    )
-
-
 def _outcome(call: Callable[..., Any], *args: Any, **settings: Any) -> str:
     """Makes a call, and returns how it ended."""
     try:
-        answer = call(*args, timeout=1, **settings)
-        if isinstance(answer, grpc.Call):  # a stream
-            next(answer)
+        call(*args, timeout=1, **settings)
     except grpc.RpcError as error:
         return str(error.code().name)
-    except StopIteration:
-        pass
     return "OK"
 
 
@@ -211,15 +183,6 @@ def _join(epoch: int, store_address: str) -> pb.JoinRequest:
     return pb.JoinRequest(
         epoch=epoch, store_address=store_address, secret=SECRET, peer_hosts=[host]
     )
-
-
-def _inner_ports(target: Target) -> Iterator[tuple[str, int]]:
-    """Yields the ports on which executors listen for one another."""
-    known = {int(address.rpartition(":")[2]) for address in target.executors}
-    for pid in target.pids:
-        for host, port in sorted(listening_at(pid)):
-            if port not in known:
-                yield host, port
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from deploy.local.launch import LocalStack
-from tests.attack import callers, strangers
+from tests.attack import callers, ports, strangers
 from tests.attack.besieged import watched
 from tests.attack.honest import honest_calls
 from tests.attack.target import Attack, Target
@@ -31,7 +31,7 @@ MOST_MORE_MIB = 150  # of any process, by the limits of the ports
         strangers.joins_of_a_stranger,
         strangers.store_filled,
         strangers.half_scrapes,
-        strangers.uninvited,
+        ports.every_port,
     ],
     ids=lambda attack: attack.__name__,
 )
