@@ -28,11 +28,13 @@ class ProcessEnded(Exception):
     """A process ended before the event that was waited for."""
 
 
-def spawn(args: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":
-    """Starts ``python ARGS``, in a session of its own."""
+def spawn(
+    args: Sequence[str], env: Mapping[str, str], root: Path = ROOT
+) -> "subprocess.Popen[str]":
+    """Starts ``python ARGS`` of a checkout, in a session of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
-        cwd=ROOT,
+        cwd=root,
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

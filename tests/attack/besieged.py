@@ -37,18 +37,10 @@ def processes_of(root: Path) -> Iterator[None]:
     assert all(file.startswith(f"{root}/") for file in found.stdout.split()), found.stdout
     usual = processes.spawn
 
-    def spawn(args: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "deploy.local.child", str(os.getpid()), *args],
-            cwd=root,
-            env={**env, "PYTHONPATH": str(root)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+    def spawn(
+        args: Sequence[str], env: Mapping[str, str], _: Path = root
+    ) -> "subprocess.Popen[str]":
+        return usual(args, {**env, "PYTHONPATH": str(root)}, root)
 
     processes.spawn = spawn
     try:

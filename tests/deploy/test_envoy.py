@@ -11,17 +11,27 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from tests.attack.frames import (
+    CANCEL,
+    END_HEADERS,
+    END_STREAM,
+    FIRST_INDEXED,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    call_headers,
+    frame,
+    literal,
+)
 from tests.e2e.support.envoy import CONFIG, Envoy, envoy_before
 from tests.support.echo_server import ECHO, STREAM, ask, calling, exchange, refusal, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MAX_STREAMS, MAX_CONNECTIONS = 100, 12
-HEADERS, RST_STREAM, SETTINGS, PING = 1, 3, 4, 6
-END_HEADERS = 4
-REFUSED_STREAM, CANCEL = 7, 8
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-NEWEST = b"\xbe"  # the newest entry of the header table, by its number
+REFUSED_STREAM = 7
 
 Frame = tuple[int, int, bytes]  # kind, stream, payload
 
@@ -49,28 +59,7 @@ def routes(config: Any) -> Any:
     return host["routes"]
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def header(name: str, value: str, start: bytes = b"\0") -> bytes:
-    """Returns a header as a literal; it enters the table where ``start`` is b"@"."""
-    given, left = value.encode(), len(value) - 127
-    length = bytes([len(given)]) if left < 0 else bytes([127, left & 127 | 128, left >> 7])
-    return start + bytes([len(name)]) + name.encode() + length + given
-
-
-CALL = b"".join(
-    header(name, value)
-    for name, value in {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": STREAM,
-        ":authority": "lockstep",
-        "content-type": "application/grpc",
-        "te": "trailers",
-    }.items()
-)
+CALL = call_headers(STREAM)
 
 
 async def sent(address: str, data: bytes, until: int | None = None, count: int = 1) -> list[Frame]:
@@ -113,8 +102,10 @@ async def test_long_and_numerous_headers_are_refused(gateway: Envoy) -> None:
 
 async def test_small_frames_that_stand_for_large_headers_cost_nothing(gateway: Envoy) -> None:
     """15,000 references of a byte to an entry of 3.9 KB: 58 MB of headers from each frame."""
-    entry = frame(HEADERS, END_HEADERS, 1, CALL + header("x", "a" * 3900, start=b"@"))
-    bombs = [frame(HEADERS, END_HEADERS, 3 + 2 * i, CALL + NEWEST * 15_000) for i in range(100)]
+    entry = frame(HEADERS, END_HEADERS, 1, CALL + literal("x", "a" * 3900, is_indexed=True))
+    bombs = [
+        frame(HEADERS, END_HEADERS, 3 + 2 * i, CALL + FIRST_INDEXED * 15_000) for i in range(100)
+    ]
     before = gateway.memory_mb
     async with calling(gateway.address) as channel:
         data = entry + b"".join(bombs)
@@ -138,9 +129,8 @@ async def test_a_connection_has_so_many_streams_and_no_more(gateway: Envoy) -> N
 
 
 async def test_a_connection_that_resets_its_streams_at_once_is_ended(gateway: Envoy) -> None:
-    cancel = struct.pack(">I", CANCEL)
     pairs = [
-        frame(HEADERS, END_HEADERS, 1 + 2 * i, CALL) + frame(RST_STREAM, 0, 1 + 2 * i, cancel)
+        frame(HEADERS, END_HEADERS, 1 + 2 * i, CALL) + frame(RST_STREAM, 0, 1 + 2 * i, CANCEL)
         for i in range(5000)
     ]
     ping = frame(PING, 0, 0, b"honestly")  # is answered if the connection gets as far
@@ -162,8 +152,10 @@ async def test_callers_share_no_connection_to_a_router(gateway: Envoy) -> None:
 
 
 async def test_what_is_not_grpc_goes_no_further(gateway: Envoy) -> None:
-    call = CALL.replace(header("content-type", "application/grpc"), b"")
-    frames = await sent(gateway.address, frame(HEADERS, END_HEADERS | 1, 1, call), until=HEADERS)
+    call = CALL.replace(literal("content-type", "application/grpc"), b"")
+    frames = await sent(
+        gateway.address, frame(HEADERS, END_HEADERS | END_STREAM, 1, call), until=HEADERS
+    )
     assert frames[-1][1] == 1
     async with calling(gateway.address) as channel:
         assert (await refusal(channel, "/test.Echo/None")).code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,7 +1,7 @@
 """Whatever the network brings to a router or an executor is answered with a reason, and forgotten.
 
 Thousands of messages that are random, damaged, huge, late, doubled or right but for one thing
-(tests/fuzz) go to real processes over real sockets. LOCKSTEP_FUZZ sets how many to each of the
+(tests/together/fuzz) go to real processes over real sockets. LOCKSTEP_FUZZ sets how many to each of the
 two, LOCKSTEP_FUZZ_SEED which.
 """
 
@@ -29,9 +29,9 @@ from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import scraped
 from tests.e2e.support.stacks import served
 from tests.executor.support.steps import prompt_part, step, tokens_of
-from tests.fuzz.mutations import damaged, random_bytes
-from tests.fuzz.requests import Call, any_call, right_request
-from tests.fuzz.steps import Sizes, any_step, right_step
+from tests.together.fuzz.mutations import damaged, random_bytes
+from tests.together.fuzz.requests import Call, any_call, right_request
+from tests.together.fuzz.steps import Sizes, any_step, right_step
 
 NUM_MESSAGES = int(os.environ.get("LOCKSTEP_FUZZ", "2500"))
 SEED = int(os.environ.get("LOCKSTEP_FUZZ_SEED", "1"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.support.steps import decode_part, idle_part, prompt_part, step
-from tests.fuzz.mutations import changed, column, damaged, filled, random_bytes
+from tests.together.fuzz.mutations import changed, column, damaged, filled, random_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos.serving.v1 import serving_pb2 as pb
-from tests.fuzz.mutations import changed, damaged, filled, random_bytes
+from tests.together.fuzz.mutations import changed, damaged, filled, random_bytes
 
 SERVICE = "/lockstep.serving.v1.GenerationService"
 VLLM_SERVICE = "/vllm.grpc.engine.VllmEngine"

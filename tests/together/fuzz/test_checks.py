@@ -28,9 +28,9 @@ from protos.transport.errors import RpcError
 from router.api.messages import read_request
 from router.api.vllm_messages import read_generate, use_field_names
 from router.requests.request import Listeners, Request
-from tests.fuzz.requests import any_request, any_vllm_request
-from tests.fuzz.steps import Sizes, any_step
 from tests.router.support import fake_engines
+from tests.together.fuzz.requests import any_request, any_vllm_request
+from tests.together.fuzz.steps import Sizes, any_step
 
 VOCAB_SIZE = 264
 MAX_MODEL_LEN = 64
