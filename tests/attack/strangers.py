@@ -100,17 +100,31 @@ def _store(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 def silent_strangers(target: Target) -> Outcome:
     """A9: what listens while a group forms hears from strangers who then say nothing."""
-    alone_s = _forming_s(target, num_strangers=0)
-    beset_s = _forming_s(target, num_strangers=4)
-    sent = f"the group formed in {alone_s:.2f} s alone, in {beset_s:.2f} s among strangers"
+    alone_s, _ = _forming_s(target, num_strangers=0)
+    beset_s, num_met = _forming_s(target, num_strangers=4)
+    sent = (
+        f"the group formed in {alone_s:.2f} s alone, in {beset_s:.2f} s among {num_met} strangers"
+    )
     return Outcome(sent, "delayed" if beset_s > alone_s + 0.5 else "")
 
 
-def _forming_s(target: Target, num_strangers: int) -> float:
+def _forming_s(target: Target, num_strangers: int) -> tuple[float, int]:
     """Has the group form again, and calls all of its ports meanwhile.
 
-    Returns how long the last member took from when it could: it stands still until strangers came.
+    Returns how long the last member took from when it could, as it stands still until strangers
+    came, and how many were let in.
     """
+    num_met, called = 0, Counter[tuple[str, int]]()
+
+    def meet() -> None:
+        nonlocal num_met
+        for address in target.inner_ports():
+            if called[address] < num_strangers:
+                called[address] += 1
+                with contextlib.suppress(OSError):
+                    strangers.enter_context(socket.create_connection(address, 0.02))
+                    num_met += 1
+
     num_joins = sum(map(len, _join_times(target)))
     with contextlib.ExitStack() as strangers:
         os.kill(target.pids[-1], signal.SIGSTOP)
@@ -118,13 +132,8 @@ def _forming_s(target: Target, num_strangers: int) -> float:
             with _executor(target, 0, target.executor_token) as ask:  # any loss would do
                 ask("Join", _join(_epoch(target) + 1, "127.0.0.1:9"))
             end = time.monotonic() + FORMING_S
-            called: Counter[tuple[str, int]] = Counter()
             while time.monotonic() < end:
-                for address in target.inner_ports():
-                    if called[address] < num_strangers:
-                        with contextlib.suppress(OSError):
-                            strangers.enter_context(socket.create_connection(address, 0.2))
-                        called[address] += 1
+                meet()
                 time.sleep(0.01)
         finally:
             os.kill(target.pids[-1], signal.SIGCONT)
@@ -132,8 +141,9 @@ def _forming_s(target: Target, num_strangers: int) -> float:
         while sum(map(len, _join_times(target))) < num_joins + len(target.pids):
             if time.monotonic() > begun + 25:
                 break
-            time.sleep(0.02)
-        return time.monotonic() - begun
+            meet()  # the store, and what members listen on, are there only now
+            time.sleep(0.002)
+        return time.monotonic() - begun, num_met
 
 
 def _join_times(target: Target) -> list[list[float]]:
