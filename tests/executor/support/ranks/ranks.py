@@ -20,6 +20,7 @@ SECRET = b"a test's epochs all have this one"
 TIMEOUT_S = 300.0  # of waits that should not end this way, on a machine that is busy
 # Some operators of a capture import torch._dynamo at their first call, for more than a second.
 PRELOADED = ["torch", "torch._dynamo", "pytest", "executor.build.executor", __name__]
+PRELOADED += [f"{__package__}.preloaded_world"]
 
 
 def be_patient() -> None:

@@ -379,6 +379,16 @@ def _memory_of(x: torch.Tensor) -> int | None:
 
 
 _known: dict[int | None, torch.Tensor] = {}  # within `known_world`
+_is_known = False  # of a process without tensors, too
+
+
+def know_world() -> None:
+    """Does once and for all in this process, and in its forks, what `known_world` does in a block."""
+    global _is_known
+    gc.unfreeze()
+    _known.update(living_memory())
+    gc.freeze()
+    _is_known = True
 
 
 @contextmanager
@@ -387,19 +397,19 @@ def known_world() -> Iterator[None]:
 
     Where something was frozen before, as `make test` has it, the older ones stay so behind it.
     """
-    if _known:  # from further out
+    global _is_known
+    if _is_known:  # from further out
         yield
         return
     was_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    _known.update(living_memory())
-    gc.freeze()
+    know_world()
     try:
         yield
     finally:
         if not was_frozen:
             gc.unfreeze()
         _known.clear()
+        _is_known = False
 
 
 def living_memory() -> dict[int | None, torch.Tensor]:
