@@ -80,11 +80,12 @@ def fork_server(folder: Path, python_path: str | None = None) -> Iterator[None]:
         os.close(written)
         return Fork(connection, output)
 
+    usual = processes.spawn
     processes.spawn = fork  # type: ignore[assignment]
     try:
         yield
     finally:
-        processes.spawn = start_anew
+        processes.spawn = usual
         server.kill()
         server.communicate()
 
