@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from protos.telemetry.metrics import Family, new_registry
+from protos.transport.credentials import AUTHORIZATION, SCHEME, UNAUTHENTICATED, AcceptedTokens
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -48,6 +49,7 @@ def serve_metrics(
     listen: str,
     collect: Callable[[], Iterable[Family]],
     *,
+    tokens: AcceptedTokens | None = None,
     max_scrapes: int = MAX_SCRAPES,
     on_refused: Callable[[str], None] = lambda reason: None,
 ) -> MetricsPort:
@@ -56,8 +58,10 @@ def serve_metrics(
     Args:
         listen: host:port; port 0 takes a free one.
         collect: Returns everything there is, on a thread of the port.
+        tokens: Of which a scrape needs one; None: anybody may scrape.
         max_scrapes: Connections open at once; a new one ends the oldest.
-        on_refused: Called with SCRAPE_EVICTED for each that is ended so.
+        on_refused: Called with SCRAPE_EVICTED for each that is ended so, and with UNAUTHENTICATED
+            for each scrape without a token.
 
     Raises:
         OSError: The address cannot be bound.
@@ -67,7 +71,7 @@ def serve_metrics(
         [(family, _, _, _, address), *_] = socket.getaddrinfo(
             host.strip("[]"), int(number), type=socket.SOCK_STREAM
         )
-        server = _Server(family, address, _Page(collect), max_scrapes, on_refused)
+        server = _Server(family, address, _Page(collect), tokens, max_scrapes, on_refused)
     except OSError as error:
         raise OSError(
             f"metrics_listen={listen}: the address cannot be bound: {error}; free it, or choose "
@@ -106,6 +110,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SOCKET_TIMEOUT_S
 
     def do_GET(self) -> None:
+        if not self.server.takes(self.headers.get(AUTHORIZATION, "")):
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", SCHEME.strip())
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         text = self.server.page.text()
         if text is None:
             self.send_error(500, "the metrics cannot be collected now")
@@ -115,6 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def version_string(self) -> str:
+        """Tells strangers nothing of Python's version."""
+        return "lockstep"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
@@ -130,16 +144,26 @@ class _Server(ThreadingTCPServer):
         family: int,
         address: Any,
         page: _Page,
+        tokens: AcceptedTokens | None,
         max_scrapes: int,
         on_refused: Callable[[str], None],
     ) -> None:
         self.address_family = family
         self.page = page
+        self._tokens = tokens
         self._on_refused = on_refused
         self._free = BoundedSemaphore(max_scrapes)
         self._lock = Lock()
         self._open: dict[int, socket.socket] = {}  # by descriptor, oldest first
         super().__init__(address, _Handler)
+
+    def takes(self, authorization: str) -> bool:
+        """Returns whether a scrape brings a token, if it needs one; counts those that do not."""
+        if self._tokens is None or self._tokens.name_of_bearer(authorization) is not None:
+            return True
+        with self._lock:
+            self._on_refused(UNAUTHENTICATED)
+        return False
 
     def process_request(self, request: Any, client_address: Any) -> None:
         while not self._free.acquire(blocking=False):

@@ -35,6 +35,7 @@ NUM_READS = 5  # of TLS files, while somebody writes them
 TOKEN_RELOAD_S = 1.0  # a file of tokens is looked at so often at most, since every call asks
 MIN_TOKEN_LENGTH = 16
 AUTHORIZATION, SCHEME = "authorization", "Bearer "  # of the metadata that bring a token
+UNAUTHENTICATED = "UNAUTHENTICATED"  # reason of a caller without what is asked for
 
 _NAME_KEY = secrets.token_bytes(16)  # without it, no guess at a token can be tried on its name
 
@@ -287,14 +288,18 @@ def read_tokens(path: Path) -> dict[str, str]:
 class AcceptedTokens:
     """Tokens that a port takes. Only their hashes are kept.
 
+    Args:
+        path: File of the tokens.
+        setting: That names the file, for the log.
+
     Raises:
         OSError: The file cannot be read.
         ValueError: It makes no sense.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, setting: str = "auth_tokens") -> None:
         self._hashes = Watched(
-            "auth_tokens",
+            setting,
             lambda: [(_hash(token), name) for token, name in read_tokens(path).items()],
             lambda hashes: hashes,
             interval_s=TOKEN_RELOAD_S,
@@ -307,6 +312,11 @@ class AcceptedTokens:
             if hmac.compare_digest(given, known):
                 found = name
         return found
+
+    def name_of_bearer(self, value: str) -> str | None:
+        """Returns the name of the token in "Bearer TOKEN"; None if there is none that is taken."""
+        is_bearer = value[: len(SCHEME)].lower() == SCHEME.lower()
+        return self.name_of(value[len(SCHEME) :]) if is_bearer else None
 
 
 def token_sender(path: Path) -> Callable[[], str]:

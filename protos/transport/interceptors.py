@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from protos.telemetry.scrapes import SCRAPE_EVICTED
 from protos.transport.admission import Admission, FirstMessageLate, Refusals, TooManyCalls
 from protos.transport.channel import KINDS
-from protos.transport.credentials import AUTHORIZATION, SCHEME, AcceptedTokens
+from protos.transport.credentials import AUTHORIZATION, SCHEME, UNAUTHENTICATED, AcceptedTokens
 from protos.transport.errors import RpcError, abort_on_error, refuse
 from protos.transport.limits import PortLimits
 
@@ -47,7 +47,7 @@ class Unauthenticated(RpcError):
     """The caller is not identified. The message says what is missing, never what was sent."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
+    reason = UNAUTHENTICATED
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -65,6 +65,9 @@ class ServiceConfig(PortLimits):
     """A second port for probes, such as a kubelet's: grpc.health.v1 only, in plain text."""
     metrics_listen: str | None = setting(None, ADDRESS, unset="nowhere")
     """Where Prometheus may scrape metrics."""
+    metrics_tokens: Path | None = setting(None, unset="anybody who reaches the port may scrape")
+    """File of bearer tokens, one a line; scrapes then need one of them. Read again when it
+    changes."""
     log_level: str = setting("info", one_of("debug", "info", "warning", "error"))
     """Least severe level that is logged."""
 
@@ -91,8 +94,10 @@ class ServiceConfig(PortLimits):
                 f"or none"
             )
         check_files("tls_cert", self._tls_files.read_whole)
-        if self.auth_tokens is not None:
-            check_files("auth_tokens", partial(read_tokens, self.auth_tokens))
+        for name in ("auth_tokens", "metrics_tokens"):
+            path = getattr(self, name)
+            if path is not None:
+                check_files(name, partial(read_tokens, path))
         if self.tls_cert is None and self.plaintext != "on" and not is_loopback(self.listen):
             raise ValueError(
                 f"listen={self.listen}: without TLS this would be plain text that others can read: "
@@ -103,7 +108,7 @@ class ServiceConfig(PortLimits):
             address = getattr(self, name)
             if address is not None and self.plaintext == "off" and not is_loopback(address):
                 raise ValueError(
-                    f"{name}={address}: this port is plain text without a token: listen on "
+                    f"{name}={address}: this port is plain text that others can read: listen on "
                     f"loopback, such as 127.0.0.1:9090; or, where the network itself keeps others "
                     f"out, plaintext=side-ports"
                 )
@@ -185,12 +190,18 @@ class ServiceConfig(PortLimits):
             on_refused: Called with the reason of each scrape that is refused, on such a thread.
 
         Raises:
-            OSError: The address cannot be bound.
+            OSError: The address cannot be bound, or the file of tokens cannot be read.
+            ValueError: It makes no sense.
         """
         if self.metrics_listen is None:
             return None
+        path = self.metrics_tokens
         return serve_metrics(
-            self.metrics_listen, collect, max_scrapes=self.max_scrapes, on_refused=on_refused
+            self.metrics_listen,
+            collect,
+            tokens=None if path is None else AcceptedTokens(path, "metrics_tokens"),
+            max_scrapes=self.max_scrapes,
+            on_refused=on_refused,
         )
 
 

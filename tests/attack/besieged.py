@@ -58,8 +58,11 @@ def guarded_stack(folder: Path, *, asks_for_tokens: bool) -> LocalStack:
         token, inner = folder / "callers.token", folder / "executors.token"
         token.write_text("a-caller-of-the-router\nanother-caller-of-it\n")
         inner.write_text("the-router-of-executors\n")
+        scrapes = folder / "scrapes.token"
+        scrapes.write_text("the-prometheus-of-all\n")
         executor_args += ("--auth-tokens", str(inner))
         router_args += ("--auth-tokens", str(token), "--executor-token", str(inner))
+        router_args += ("--metrics-tokens", str(scrapes))
     return LocalStack(
         executor_args=executor_args, router_args=router_args, log_dir=folder, token=token
     )

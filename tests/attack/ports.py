@@ -41,7 +41,10 @@ def every_port(target: Target) -> Outcome:
         details.append(f"{name}: answers {learnt}; to the rest {', '.join(codes)}")
         if told - HEALTH:
             faults.append(f"{name} tells {learnt}")
-    details.append(f"metrics: {_scraped(target.metrics)}")
+    status, num_names = _scraped(target.metrics)
+    details.append(f"metrics: {status}, {num_names} names")
+    if num_names:
+        faults.append(f"metrics tells {num_names} names, counts and times")
     for host, port in target.inner_ports():
         answer = _said(host, port)
         details.append(f"among executors, {host}: {answer}")
@@ -64,7 +67,8 @@ def _called(address: str, method: str) -> str:
         return "OK"
 
 
-def _scraped(address: str) -> str:
+def _scraped(address: str) -> tuple[str, int]:
+    """Returns the answer's first line, and how many metrics are in it."""
     host, _, port = address.rpartition(":")
     page = bytearray()
     with _connected(host, int(port)) as connection:
@@ -72,10 +76,8 @@ def _scraped(address: str) -> str:
         with contextlib.suppress(OSError):
             while data := connection.recv(1 << 16):
                 page += data
-    num_names = len(
-        {line.split(b" ")[2] for line in bytes(page).splitlines() if line[:6] == b"# HELP"}
-    )
-    return f"{num_names} metrics, without a token: names, counts and times"
+    status, *lines = page.decode().splitlines() or ["no answer"]
+    return status, sum(line.startswith("# HELP") for line in lines)
 
 
 def _said(host: str, port: int) -> str:

@@ -52,17 +52,20 @@ def test_networks_that_services_are_on_exist() -> None:
         assert set(service["networks"]) <= COMPOSE["networks"].keys()
 
 
-def test_executors_and_the_router_share_a_token_that_git_does_not_have() -> None:
-    [(name, source)] = COMPOSE["secrets"].items()
-    assert f"/deploy/{Path(source['file'])}" in (ROOT / ".gitignore").read_text().splitlines()
+def test_executors_the_router_and_prometheus_share_tokens_that_git_does_not_have() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    for source in COMPOSE["secrets"].values():
+        assert f"/deploy/{Path(source['file'])}" in ignored
+    assert COMPOSE["services"]["prometheus"]["secrets"] == ["metrics-token"]
     for service in COMPOSE["services"].values():
         if "build" not in service:
             continue
         command = COMMANDS[service["image"].partition(":")[0]]
         settings = settings_of(command, service["environment"])
         setting = "executor_token" if "executor_token" in settings else "auth_tokens"
-        assert settings[setting] == Path("/run/secrets", name)
-        assert service["secrets"] == [name]
+        assert settings[setting] == Path("/run/secrets/executor-token")
+        assert settings["metrics_tokens"] == Path("/run/secrets/metrics-token")
+        assert service["secrets"] == ["executor-token", "metrics-token"] == [*COMPOSE["secrets"]]
 
 
 def test_there_is_time_to_drain_before_a_container_is_killed() -> None:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 
 import grpc
 import pytest
@@ -52,10 +53,11 @@ SERVICES = (
 RESOLVER = Path(__file__).parent / "resolver"
 NUM_REQUESTS = 24
 WAIT_S = 120.0
-CALLER_TOKEN, OPERATOR_TOKEN, EXECUTOR_TOKEN = "c" * 64, "o" * 64, "e" * 64
+CALLER_TOKEN, OPERATOR_TOKEN, EXECUTOR_TOKEN, METRICS_TOKEN = (64 * letter for letter in "coem")
 TOKENS = (
     ("lockstep-caller-tokens", "tokens", f"operator {OPERATOR_TOKEN}\n{CALLER_TOKEN}"),
     ("lockstep-executor-token", "token", EXECUTOR_TOKEN),
+    ("lockstep-executor-token", "metrics", METRICS_TOKEN),
 )
 
 
@@ -188,7 +190,7 @@ async def answers(address: str, service: str, method: str) -> bool:
 async def running(manifests: list[Manifest], folder: Path) -> AsyncIterator[LoopbackCluster]:
     """Runs an overlay, with Secrets for its tokens, until the block ends."""
     for secret, file, token in TOKENS:
-        (folder / "secrets" / secret).mkdir(parents=True)
+        (folder / "secrets" / secret).mkdir(parents=True, exist_ok=True)
         (folder / "secrets" / secret / file).write_text(token)
     cluster = LoopbackCluster(manifests, folder)
     try:
@@ -205,9 +207,9 @@ def router_address(cluster: LoopbackCluster) -> str:
     return f"{cluster.pod('lockstep-router-0').ip}:{service['spec']['ports'][0]['port']}"
 
 
-async def metrics(pod: Pod) -> str:
+async def metrics(pod: Pod, token: str | None = METRICS_TOKEN) -> str:
     [port] = [p["containerPort"] for p in pod.containers[0].spec["ports"] if p["name"] == "metrics"]
-    return await scrape_text(f"{pod.ip}:{port}")
+    return await scrape_text(f"{pod.ip}:{port}", token=token)
 
 
 async def answer_right(address: str, seed: int) -> None:
@@ -228,6 +230,9 @@ async def test_the_demo_answers_right_also_after_a_pod_came_back_elsewhere(
         await answer_right(address, SEED)
         for pod in pods.cluster.pods:
             assert "# HELP lockstep_" in await metrics(pod)
+            for other in (None, EXECUTOR_TOKEN, CALLER_TOKEN):
+                with pytest.raises(HTTPError, match="401"):
+                    await metrics(pod, other)
             port = 50051 if pod is router else 50061
             service = SERVICES[0 if pod is router else 1]
             for method in service.methods:

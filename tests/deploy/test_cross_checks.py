@@ -100,7 +100,7 @@ def executor_config(container: Container) -> ExecutorConfig:
     with NamedTemporaryFile("w") as tokens:
         tokens.write("t" * 64)
         tokens.flush()
-        files["auth_tokens"] = Path(tokens.name)
+        files["auth_tokens"] = files["metrics_tokens"] = Path(tokens.name)
         return ExecutorConfig(**{**settings, **files, "plaintext": "on", "model": DEMO_MODEL})
 
 
@@ -186,12 +186,12 @@ def test_every_port_of_the_programs_asks_for_a_token(running: Cluster) -> None:
     for pod, container in containers(running):
         settings, volumes = container.settings, {v["name"]: v for v in pod.spec["volumes"]}
         is_router = container.image == "lockstep-router"
-        used = {"auth_tokens": ("lockstep-executor-token", "token")}
+        used = {
+            "executor_token" if is_router else "auth_tokens": ("lockstep-executor-token", "token"),
+            "metrics_tokens": ("lockstep-executor-token", "metrics"),
+        }
         if is_router:
-            used = {
-                "auth_tokens": ("lockstep-caller-tokens", "tokens"),
-                "executor_token": used["auth_tokens"],
-            }
+            used["auth_tokens"] = ("lockstep-caller-tokens", "tokens")
         for setting, (secret, file) in used.items():
             path = settings[setting]
             [mount] = [
@@ -420,6 +420,9 @@ def test_every_container_is_scraped_as_a_job_that_the_alerts_know(overlay: str) 
                     p["name"]: p["containerPort"] for c in pod.containers for p in c.spec["ports"]
                 }
                 scraped |= {(pod.name, ports[e["port"]]) for e in spec["podMetricsEndpoints"]}
+                secret = {"name": "lockstep-executor-token", "key": "metrics"}
+                sent = {"credentials": secret} if pod.containers[0].is_ours else None
+                assert all(e.get("authorization") == sent for e in spec["podMetricsEndpoints"])
     listening = {(pod.name, port_of(c, "metrics_listen")) for pod, c in containers(running)}
     assert scraped == listening | {(pod.name, 50150) for pod in running.pods_of("envoy")}
 

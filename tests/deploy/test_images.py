@@ -267,6 +267,8 @@ def test_prometheus_scrapes_every_service_where_it_can_reach_it() -> None:
     jobs = {
         job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]
     }
+    for job in config["scrape_configs"]:
+        assert job["authorization"] == {"credentials_file": "/run/secrets/metrics-token"}
     expected: dict[str, list[str]] = {"lockstep-router": [], "lockstep-executor": []}
     networks = set(COMPOSE["services"]["prometheus"]["networks"])
     for name, service in OWN_SERVICES.items():

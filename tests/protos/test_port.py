@@ -45,6 +45,8 @@ def test_only_loopback_counts_as_loopback():
         ),
         ({"plaintext": "on", "auth_tokens": "none"}, "auth_tokens: .*none"),
         ({"plaintext": "on", "auth_tokens": "empty"}, "has no token: write one on each line"),
+        ({"plaintext": "on", "metrics_tokens": "none"}, "metrics_tokens: .*none"),
+        ({"plaintext": "on", "metrics_tokens": "empty"}, "metrics_tokens: .* has no token"),
         ({"plaintext": "on", "open_services": "status"}, "open_services=status: need health"),
         ({"plaintext": "on", "log_level": "loud"}, "log_level=loud: need one of debug, info"),
     ],

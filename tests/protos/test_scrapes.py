@@ -6,13 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
 from protos.telemetry import scrapes
 from protos.telemetry.metrics import Family
 from protos.telemetry.scrapes import MetricsPort, serve_metrics
-from tests.support.scraping import scrape
+from protos.transport.credentials import stale_files
+from protos.transport.port import ServiceConfig
+from tests.support.scraping import scrape, scrape_text
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
 
@@ -73,3 +77,33 @@ async def test_a_connection_without_a_byte_is_ended(monkeypatch: pytest.MonkeyPa
         silent = socket.create_connection(("127.0.0.1", port.number))
         assert await asyncio.to_thread(silent.recv, 1) == b""
         silent.close()
+
+
+async def test_a_scrape_needs_one_of_the_tokens_where_there_are_some(tmp_path: Path):
+    (tmp_path / "tokens").write_text("prometheus right-token-0123456789\nother-token-9876543210\n")
+    config = ServiceConfig(metrics_listen="127.0.0.1:0", metrics_tokens=tmp_path / "tokens")
+    refused, num_pages = Counter[str](), 0
+
+    def collect() -> Iterable[Family]:
+        nonlocal num_pages
+        num_pages += 1
+        return ()
+
+    port = config.serve_metrics(collect, lambda reason: refused.update([reason]))
+    assert port is not None
+    address = f"127.0.0.1:{port.number}"
+    num_made = num_pages  # as the port opens
+    try:
+        for token in (None, "", "right-token-0123456788", "prometheus"):
+            with pytest.raises(HTTPError) as caught:
+                await scrape_text(address, token=token)
+            assert (caught.value.code, caught.value.read()) == (401, b"")
+            assert caught.value.headers["WWW-Authenticate"] == "Bearer"
+            assert caught.value.headers["Server"] == "lockstep"
+        assert (refused, num_pages) == ({"UNAUTHENTICATED": 4}, num_made)
+        for token in ("right-token-0123456789", "other-token-9876543210"):
+            assert "process_resident_memory_bytes" in await scrape_text(address, token=token)
+        assert refused.total() == 4
+        assert stale_files()["metrics_tokens"] == 0
+    finally:
+        port.close()

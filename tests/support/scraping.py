@@ -10,11 +10,17 @@ TIMEOUT_S = 120.0
 Samples = dict[str, dict[tuple[str, ...], float]]
 
 
-async def scrape_text(address: str, path: str = "/metrics") -> str:
-    """Returns what a port for metrics answers."""
+async def scrape_text(address: str, path: str = "/metrics", token: str | None = None) -> str:
+    """Returns what a port for metrics answers.
+
+    Raises:
+        urllib.error.HTTPError: It refuses.
+    """
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"http://{address}{path}", headers=headers)
 
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             text: str = answer.read().decode()
             return text
 
