@@ -285,6 +285,7 @@ def test_a_thread_that_has_received_half_a_message_is_freed_when_its_group_is_cl
     received = torch.zeros(2**26, dtype=torch.uint8)
 
     def send_slowly_or_receive(place: Topology, groups: EpochGroups) -> None:
+        groups.host.wait_for_peers(timedelta(seconds=60))  # so long a thread outlives the test
         if place.world_rank == 1:
             set_pace(groups.host, len(received) / TIMEOUT_S)
             with closing_after(is_freed.is_set, groups):
