@@ -202,8 +202,8 @@ class Siege:
     def _lines_about(self, lie: Lie) -> tuple[str, ...]:
         """Returns what the log of this router says of the executor and the field that it lied in."""
         log = self._stack.router.log_path.read_text().rpartition('"event": "configuration"')[2]
-        lines = [line for line in log.splitlines() if self._listen in line and lie.word in line]
-        told = [json.loads(line) for line in lines if line.startswith("{")]
+        lines = [line for line in log.splitlines() if line.startswith("{") and self._listen in line]
+        told = [line for line in map(json.loads, lines) if lie.word in line.get("problem", "")]
         return tuple(f"{line['event']}: {line['problem']}" for line in told if "problem" in line)
 
     async def _beside_honest_calls(
