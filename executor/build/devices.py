@@ -21,8 +21,8 @@ from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention

@@ -18,8 +18,8 @@ from executor.build.plan import Blueprint
 from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.slots import GraphSlot, draft_extend_slots, eagle_draft_slots, frozen_kv_slots
-from executor.model.families.draft import DraftModel
-from executor.model.families.draft_config import DraftConfig
+from executor.model.drafts.config import DraftConfig
+from executor.model.drafts.draft import DraftModel
 from executor.model.layers.attention import Attention
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.layout import require_mlp_tp_gather

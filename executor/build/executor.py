@@ -23,9 +23,9 @@ from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
+from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.drafts.draft import DraftModel, load_draft_model
 from executor.model.families import Model, load_model
-from executor.model.families.draft import DraftModel, load_draft_model
-from executor.model.families.kernels import Kernels, Peers
 from executor.model.layers.linear import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup

@@ -17,8 +17,8 @@ from executor.budget.capture_sizes import (
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.model.families.config import ModelConfig
-from executor.model.families.draft_config import DraftConfig
+from executor.model.decoder.config import ModelConfig
+from executor.model.drafts.config import DraftConfig
 from executor.model.moe.dispatch import DISPATCHERS
 from executor.parallel.layout import divisors, require_gathered_buffer
 

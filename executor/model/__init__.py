@@ -1,1 +1,1 @@
-"""Models: weights, families, layers, experts, sampling, and FlashInfer's kernels."""
+"""Models: weights, families, the decoder, drafts, layers, experts, sampling, and FlashInfer's kernels."""

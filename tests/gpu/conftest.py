@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from tests.executor.support.recording.recording_backend import known_world
 from tests.gpu.support import results

@@ -13,7 +13,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import EagerBackend
-from executor.model.families.kernels import cpu_kernels
+from executor.model.decoder.kernels import cpu_kernels
 from executor.runners import Runner
 from tests.executor.support.recording.lazy_attention import LazyAttention
 from tests.gpu.support.cases import (

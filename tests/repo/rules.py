@@ -26,7 +26,9 @@ LAYERS = {
     "executor": [
         {"__main__"},
         {"build"},
-        {"worker", "model.families"},
+        {"worker", "model.drafts"},
+        {"model.families"},
+        {"model.decoder"},
         {"runners", "model.moe"},
         {"speculative", "model.layers"},
         {"model.sampling", "config", "server"},

@@ -9,8 +9,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, Peers, cpu_kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Embedding, LMHead
 from executor.model.weights import OnProgress, WeightGroup, load_weights

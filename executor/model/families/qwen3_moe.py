@@ -18,9 +18,9 @@ from itertools import chain
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.model.families.config import ModelConfig
-from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
-from executor.model.families.kernels import Kernels, Peers
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Embedding, LMHead, vocab_slice
 from executor.model.layers.operators import RMSNorm

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
 
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import cpu_kernels
 from executor.model.families import Model, load_model
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import cpu_kernels
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from tests.bench.support.options import parse_options

@@ -18,8 +18,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import EagerBackend
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import cpu_kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import cpu_kernels
 from executor.parallel.layout import DpLayout
 from executor.runners import Runner
 from tests.bench.executor.bench_cpu_model import PROMPT_LEN, clock, make_checkpoint

@@ -11,7 +11,7 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from tests.executor.support.checkpoints import save_qwen3_moe
 
 NO_GRAPHS = GraphSizes()

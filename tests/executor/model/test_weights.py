@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
 from executor.model import weights
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Peers
 from executor.model.families import load_model
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Peers
 from executor.model.weights import Part, WeightGroup, load_weights, tensor_names
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import Topology

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from executor.model.decoder.config import ModelConfig
 from executor.model.families import load_model
-from executor.model.families.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support.checkpoints import VOCAB_SIZE, save_qwen3_moe

@@ -14,7 +14,7 @@ import torch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.runners.target import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend

@@ -25,9 +25,9 @@ from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
 )
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Peers, stacked_kernels
 from executor.model.families import load_model
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Peers, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention

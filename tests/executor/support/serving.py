@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Peers
 from executor.model.families import load_model
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Peers
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator

@@ -8,7 +8,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention

@@ -17,8 +17,8 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, Peers, stacked_kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, Peers, stacked_kernels
 from executor.model.families.qwen3_moe import Qwen3MoeForCausalLM
 from executor.model.flashinfer.cutedsl import why_not
 from executor.model.flashinfer.operators import FlashInferOps

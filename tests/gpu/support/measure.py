@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.moe.layer import Dispatched
 from tests.gpu.support.cases import Case, device_kernels, flashinfer_attention, torch_attention
 from tests.gpu.support.machine import IS_STAND_IN, Machine

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from executor.budget.capture_sizes import default_decode_sizes, default_prefill_sizes
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from tests.gpu.support.machine import IS_STAND_IN
 
 VERIFY_WIDTH = 4  # tokens per sequence that a verify step runs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.weights import Part
 
 # Takes a checkpoint's name and a shape to a tensor.

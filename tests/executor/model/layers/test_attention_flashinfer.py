@@ -10,7 +10,7 @@ import torch
 
 from executor.batch.kv_pool import KVPool
 from executor.build.devices import AttentionGraphs
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_tables import look_up_pages, plan_pages
 from executor.model.layers.attention_workspace import AttentionWorkspace

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, cpu_kernels, stacked_kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe import experts
 from executor.model.moe.experts import Experts

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from executor.graph.backend import ShapeKey
-from executor.model.families.kernels import cpu_kernels
+from executor.model.decoder.kernels import cpu_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.moe import runner_grouped

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from executor.budget.token_budget import TokenBudget
-from executor.model.families.kernels import stacked_kernels
+from executor.model.decoder.kernels import stacked_kernels
 from executor.model.flashinfer import cutedsl
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.layer import Dispatched

@@ -20,9 +20,9 @@ from executor.build import drafts
 from executor.build.devices import AttentionGraphs
 from executor.graph.backend import RunnerBackend
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from executor.model.families.draft import load_draft_model
-from executor.model.families.draft_config import DraftConfig
-from executor.model.families.kernels import stacked_kernels
+from executor.model.decoder.kernels import stacked_kernels
+from executor.model.drafts.config import DraftConfig
+from executor.model.drafts.draft import load_draft_model
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology

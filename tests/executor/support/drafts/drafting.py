@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.model.families.config import ModelConfig
-from executor.model.families.draft import load_draft_model
-from executor.model.families.draft_config import DraftConfig
-from executor.model.families.kernels import Kernels
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels
+from executor.model.drafts.config import DraftConfig
+from executor.model.drafts.draft import load_draft_model
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.layout import DpLayout

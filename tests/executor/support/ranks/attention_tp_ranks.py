@@ -10,7 +10,7 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.layout import DpPaddingMode, Topology

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
 from tests.executor.support.ranks.attention_tp_ranks import MAX_ROWS, communicators

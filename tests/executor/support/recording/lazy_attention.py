@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 
 
 class LazyAttention:

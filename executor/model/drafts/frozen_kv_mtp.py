@@ -13,12 +13,12 @@ from itertools import chain
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
+from executor.model.decoder.kernels import Kernels
+from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.drafts.config import DraftConfig
+from executor.model.drafts.draft import DraftShare
+from executor.model.drafts.mtp import Combine
 from executor.model.families import Model
-from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
-from executor.model.families.draft import DraftShare
-from executor.model.families.draft_config import DraftConfig
-from executor.model.families.kernels import Kernels
-from executor.model.families.mtp import Combine
 from executor.model.layers.attention import Stages
 from executor.model.weights import WeightGroup
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
-from executor.model.families.config import ModelConfig
-from executor.model.families.draft_config import DraftConfig
+from executor.model.decoder.config import ModelConfig
+from executor.model.drafts.config import DraftConfig
 from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft

@@ -14,11 +14,11 @@ Source: Li et al. 2025, EAGLE-3, section 3; SGLang, models/llama_eagle3.py.
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
+from executor.model.decoder.kernels import Kernels
+from executor.model.decoder.layer import Qwen3MoeAttention, Qwen3MoeMLP
+from executor.model.drafts.config import DraftConfig
+from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
-from executor.model.families.decoder_layer import Qwen3MoeAttention, Qwen3MoeMLP
-from executor.model.families.draft import DraftShare
-from executor.model.families.draft_config import DraftConfig
-from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Linear
 from executor.model.weights import WeightGroup

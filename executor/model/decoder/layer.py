@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from executor.model.families.config import ModelConfig
-from executor.model.families.kernels import Kernels, Peers
+from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.layers.attention import AttentionCall
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm

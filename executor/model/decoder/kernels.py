@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.model.families.config import ModelConfig
+from executor.model.decoder.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import (

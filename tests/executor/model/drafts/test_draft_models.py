@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.model.families.kernels import stacked_kernels
+from executor.model.decoder.kernels import stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import (

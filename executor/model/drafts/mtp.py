@@ -22,11 +22,11 @@ from itertools import chain
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
+from executor.model.decoder.kernels import Kernels
+from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.drafts.config import DraftConfig, DraftLayout
+from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
-from executor.model.families.decoder_layer import Qwen3MoeDecoderLayer, is_left_to_others
-from executor.model.families.draft import DraftShare
-from executor.model.families.draft_config import DraftConfig, DraftLayout
-from executor.model.families.kernels import Kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Linear, LMHead
 from executor.model.layers.operators import RMSNorm

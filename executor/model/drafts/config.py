@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from executor.batch.kv_pool import KVShape
-from executor.model.families.config import MAX_LAYERS, Fields, ModelConfig
+from executor.model.decoder.config import MAX_LAYERS, Fields, ModelConfig
 from executor.model.weights import tensor_names
 from executor.parallel.layout import Topology
 

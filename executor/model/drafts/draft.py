@@ -22,19 +22,19 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
+from executor.model.decoder.kernels import Kernels, cpu_kernels
+from executor.model.drafts.config import DraftConfig, DraftLayout
 from executor.model.families import Model
-from executor.model.families.draft_config import DraftConfig, DraftLayout
-from executor.model.families.kernels import Kernels, cpu_kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import LMHead
 from executor.model.layers.operators import RMSNorm
 from executor.model.weights import OnProgress, WeightGroup, load_weights, tensor_names
 
 _CLASSES = {
-    DraftLayout.EAGLE3: "executor.model.families.eagle3:Eagle3Draft",
-    DraftLayout.NEXTN: "executor.model.families.mtp:MTPDraft",
-    DraftLayout.MTP: "executor.model.families.mtp:MTPDraft",
-    DraftLayout.FROZEN_KV: "executor.model.families.frozen_kv_mtp:FrozenKvMTPDraft",
+    DraftLayout.EAGLE3: "executor.model.drafts.eagle3:Eagle3Draft",
+    DraftLayout.NEXTN: "executor.model.drafts.mtp:MTPDraft",
+    DraftLayout.MTP: "executor.model.drafts.mtp:MTPDraft",
+    DraftLayout.FROZEN_KV: "executor.model.drafts.frozen_kv_mtp:FrozenKvMTPDraft",
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from executor.errors import CheckpointError
+from executor.model.decoder.config import MAX_CONFIG_BYTES, ModelConfig
 from executor.model.families import load_model
-from executor.model.families.config import MAX_CONFIG_BYTES, ModelConfig
 from executor.parallel.layout import Topology
 
 BEFORE_5: dict[str, Any] = {

@@ -135,7 +135,7 @@ class MlaSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClampedSwiGlu:
-    """SwiGLU of gpt-oss: (clip(u, ±limit) + 1) · g σ(alpha g), with g = min(gate, limit)."""
+    """SwiGLU of gpt-oss: (clip(u, ±limit) + 1) · g sigmoid(alpha g), with g = min(gate, limit)."""
 
     alpha: float
     limit: float
@@ -191,7 +191,7 @@ class SharedSpec:
 
     Attributes:
         intermediate_size: Its hidden width.
-        gated: Whether its output is multiplied by σ(x · w), one number per token.
+        gated: Whether its output is multiplied by sigmoid(x · w), one number per token.
     """
 
     intermediate_size: int

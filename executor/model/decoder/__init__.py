@@ -1,0 +1,1 @@
+"""Decoder that runs every family, and the description that it is built from."""

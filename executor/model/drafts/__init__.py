@@ -1,0 +1,1 @@
+"""Draft models for speculation, from checkpoints of their own or of their target."""
