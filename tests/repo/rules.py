@@ -34,7 +34,7 @@ LAYERS = {
         {"model.sampling", "config", "server"},
         {"batch"},
         {"parallel"},
-        {"graph", "metrics", "model.weights", "model.flashinfer"},
+        {"graph", "metrics", "model.spec", "model.weights", "model.flashinfer"},
         {"budget", "errors"},
     ],
 }
