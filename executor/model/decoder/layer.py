@@ -20,6 +20,8 @@ from executor.model.layers.attention import AttentionCall
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.moe.layer import MoELayer
+from executor.model.moe.routing import Router
+from executor.model.spec import MoeSpec, RouterSpec
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
@@ -201,16 +203,15 @@ class Qwen3MoeSparseBlock:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.gate = Linear(config.hidden_size, config.num_experts, dtype=dtype, device=device)
-        self.experts = kernels.new_experts(peers.topology)
-        self._layer = MoELayer(
-            self.gate,
-            config.num_experts_per_tok,
+        spec = MoeSpec(
             num_experts=config.num_experts,
-            renormalize=config.norm_topk_prob,
-            dispatcher=peers.dispatcher,
-            runner=self.experts.runner,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            router=RouterSpec(renormalise=config.norm_topk_prob),
         )
+        self.router = Router(spec, config.hidden_size, dtype=dtype, device=device)
+        self.experts = kernels.new_experts(peers.topology)
+        self._layer = MoELayer(self.router, dispatcher=peers.dispatcher, runner=self.experts.runner)
 
     def __call__(
         self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
@@ -218,8 +219,9 @@ class Qwen3MoeSparseBlock:
         return self._layer(x, layout, is_padding)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        gate = WeightGroup({f"{prefix}gate.weight": self.gate.weight}, self.gate.finish)
-        return [gate, *self.experts.weight_groups(f"{prefix}experts.")]
+        gate = self.router.gate
+        gate_group = WeightGroup({f"{prefix}gate.weight": gate.weight}, gate.finish)
+        return [gate_group, *self.experts.weight_groups(f"{prefix}experts.")]
 
 
 class Qwen3MoeDecoderLayer:

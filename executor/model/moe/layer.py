@@ -1,7 +1,8 @@
 """Mixture-of-experts layer: route, dispatch, run experts, combine.
 
-    x [T, D] ──▶ gate, top-k ──▶ dispatch ──▶ experts ──▶ combine ──▶ [T, D]
-                                    └─── other EP ranks ────┘
+    x [T, D] ─┬▶ router ──▶ dispatch ──▶ experts ──▶ combine ─┬▶ [T, D]
+              │                └─── other EP ranks ────┘      │
+              └───────────── shared expert, if any ───────────┘
 
 A dispatcher does both dispatch and combine, because one undoes the other. Any dispatcher works
 with any runner: Dispatched is all they share.
@@ -21,7 +22,8 @@ import torch
 from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import Linear
+from executor.model.moe.routing import Router
+from executor.model.moe.shared import SharedExpert
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
@@ -213,33 +215,27 @@ class ExpertScratch:
 
 
 class MoELayer:
-    """The routed experts of one decoder layer. Shared experts belong to the model.
+    """The experts of one decoder layer.
 
     Args:
-        gate: Router projection, D to E.
-        top_k: K.
-        num_experts: E.
-        renormalize: Whether a token's K weights are scaled to sum to 1.
+        router: Chooses each token's experts.
         dispatcher: Moves rows between EP ranks.
         runner: Computes this rank's experts.
+        shared: What every token goes through as well; None if there is nothing.
     """
 
     def __init__(
         self,
-        gate: Linear,
-        top_k: int,
+        router: Router,
         *,
-        num_experts: int,
-        renormalize: bool,
         dispatcher: Dispatcher,
         runner: MoERunner,
+        shared: SharedExpert | None = None,
     ) -> None:
-        self.gate = gate
-        self.top_k = top_k
-        self.num_experts = num_experts
-        self.renormalize = renormalize
+        self.router = router
         self.dispatcher = dispatcher
         self.runner = runner
+        self.shared = shared
 
     def __call__(
         self, x_TD: torch.Tensor, layout: DpLayout, is_padding_T1: torch.Tensor | None = None
@@ -252,33 +248,10 @@ class MoELayer:
             is_padding_T1: bool, rows that no expert may see, though they are counted in
                 ``layout``; None if there are none.
         """
-        ids_TK, weights_TK = topk_softmax(self.gate(x_TD), self.top_k, renormalize=self.renormalize)
+        ids_TK, weights_TK = self.router(x_TD)
         if is_padding_T1 is not None:
-            ids_TK.masked_fill_(is_padding_T1, self.num_experts)
+            ids_TK.masked_fill_(is_padding_T1, self.router.num_experts)
         dispatched = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, layout)
         y_RD = self.runner.run(dispatched)
-        return self.dispatcher.combine(y_RD, dispatched)
-
-
-def topk_softmax(
-    logits_TE: torch.Tensor, top_k: int, *, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Picks each token's experts and their weights.
-
-    Softmax runs in float32 for logits of any type: ties in bfloat16 pick other experts.
-
-    Args:
-        logits_TE: Router logits, any float dtype.
-        top_k: K, from 1 to E.
-        renormalize: Whether a token's weights are scaled to sum to 1.
-
-    Returns:
-        Expert ids [T, K] int32 and weights [T, K] float32, largest weight first.
-
-    Source: Transformers, Qwen3MoeTopKRouter.forward with norm_topk_prob.
-    """
-    weights_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    weights_TK, ids_TK = torch.topk(weights_TE, top_k, dim=-1)
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return ids_TK.to(torch.int32), weights_TK
+        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        return y_TD if self.shared is None else self.shared(x_TD).add_(y_TD)

@@ -18,7 +18,6 @@ from executor.model.decoder.kernels import cpu_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.moe import runner_grouped
-from executor.model.moe.layer import topk_softmax
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.moe.runner_torch import SmallExpertsRunner
 from executor.model.weights import load_weights
@@ -289,14 +288,3 @@ def test_widths_that_a_grouped_product_cannot_take_are_refused() -> None:
     w13, w2 = torch.zeros(2, 8, 20).bfloat16(), torch.zeros(2, 20, 4).bfloat16()
     with pytest.raises(ValueError, match=r"D=20 in torch.bfloat16: .* multiple of 16 bytes"):
         GroupedMMRunner(w13, w2, lambda x: x)
-
-
-# Routing.
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_routing_picks_the_largest_first(renormalize: bool) -> None:
-    ids, weights = topk_softmax(torch.tensor([[0.0, 3.0, 1.0, 2.0]]), 2, renormalize=renormalize)
-    assert ids.tolist() == [[1, 3]]
-    total = weights.sum().item()
-    assert (abs(total - 1.0) < 1e-6) is renormalize

@@ -1,0 +1,132 @@
+"""Router of an expert layer: a row's logits to the experts that it goes to, and their weights.
+
+    x ──▶ gate ──▶ logits ──▶ scores ──▶ + correction ──▶ groups kept ──▶ top K ──▶ ids
+                                └──────────────────────────────────────────▶ weights
+
+Dimensions as in ``layer.py``.
+"""
+
+import torch
+
+from executor.model.layers.linear import Linear
+from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores
+
+_LEAST_SUM = 1e-20  # added to a sum of sigmoids, which may all be 0
+
+
+class Router:
+    """The gate of a layer's experts, and the choice among them.
+
+    Args:
+        spec: The layer's.
+        hidden_size: D.
+        dtype: Type of the hidden states.
+        device: Where it lives.
+
+    Attributes:
+        gate: Projection, D to E.
+        correction: float32 [E], added to scores for the choice; None without.
+        num_experts: E.
+
+    Raises:
+        ValueError: Experts, groups and K do not fit one another.
+    """
+
+    def __init__(
+        self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        router = spec.router
+        _check(spec)
+        self.num_experts = spec.num_experts
+        self.gate = Linear(
+            hidden_size,
+            spec.num_experts,
+            has_bias=router.bias,
+            dtype=torch.float32 if router.in_float32 else dtype,
+            device=device,
+        )
+        self.correction: torch.Tensor | None = None
+        if router.correction_bias:
+            self.correction = torch.empty(spec.num_experts, dtype=torch.float32, device=device)
+        self._spec = router
+        self._top_k = spec.top_k
+
+    def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns expert ids [T, K] int32 and weights [T, K] float32 of x [T, D]."""
+        logits_TE = self.gate(x_TD.float() if self._spec.in_float32 else x_TD)
+        return choose_experts(logits_TE, self._top_k, self._spec, self.correction)
+
+
+def choose_experts(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    spec: RouterSpec,
+    correction_E: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Picks each token's experts and their weights.
+
+    Scores are float32 for logits of any type: ties in bfloat16 pick other experts. Nothing waits for
+    the device.
+
+    Args:
+        logits_TE: Router logits, any float dtype.
+        top_k: K, from 1 to the experts of the groups that are kept.
+        spec: How.
+        correction_E: float32, added to the scores for the choice; None adds nothing.
+
+    Returns:
+        Expert ids [T, K] int32 and weights [T, K] float32, the first choice first.
+
+    Source: Transformers, Qwen3MoeTopKRouter.forward, DeepseekV3MoE.route_tokens_to_experts,
+    DeepseekV2MoE.route_tokens_to_experts, GptOssTopKRouter.forward.
+    """
+    if spec.scores is Scores.SOFTMAX:
+        scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    else:
+        scores_TE = logits_TE.float().sigmoid()
+    choice_TE = scores_TE if correction_E is None else scores_TE + correction_E
+    if spec.num_groups > 1:
+        choice_TE = _of_kept_groups(choice_TE, spec)
+    weights_TK, ids_TK = torch.topk(choice_TE, top_k, dim=-1)
+    if correction_E is not None:
+        weights_TK = scores_TE.gather(-1, ids_TK)
+    if spec.renormalise:
+        total_T1 = weights_TK.sum(dim=-1, keepdim=True)
+        if spec.scores is Scores.SIGMOID:
+            total_T1 += _LEAST_SUM
+        weights_TK = weights_TK / total_T1
+    if spec.factor != 1:
+        weights_TK = weights_TK * spec.factor
+    return ids_TK.to(torch.int32), weights_TK
+
+
+def _of_kept_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Returns the scores, those of other groups than each token's best -inf: they may be negative."""
+    num_tokens, num_experts = choice_TE.shape
+    by_group = choice_TE.view(num_tokens, spec.num_groups, num_experts // spec.num_groups)
+    if spec.group_score is GroupScore.MAX:
+        of_groups = by_group.amax(dim=-1)
+    else:
+        of_groups = by_group.topk(2, dim=-1).values.sum(dim=-1)
+    kept = of_groups.topk(spec.num_kept_groups, dim=-1, sorted=False).indices
+    is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, kept, False)
+    return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _check(spec: MoeSpec) -> None:
+    experts, groups, kept = spec.num_experts, spec.router.num_groups, spec.router.num_kept_groups
+    if groups < 1 or experts % groups:
+        raise ValueError(f"{experts} experts do not divide into n_group={groups}")
+    least = 2 if groups > 1 and spec.router.group_score is GroupScore.TOP2 else 1
+    if experts // groups < least:
+        raise ValueError(
+            f"n_group={groups} leaves {experts // groups} of {experts} experts to a group, which is "
+            f"chosen by its best {least}"
+        )
+    if not 1 <= kept <= groups:
+        raise ValueError(f"topk_group={kept} of n_group={groups}")
+    if not 1 <= spec.top_k <= kept * (experts // groups):
+        raise ValueError(
+            f"num_experts_per_tok={spec.top_k}: the topk_group={kept} groups that are kept have "
+            f"{kept * (experts // groups)} experts"
+        )
