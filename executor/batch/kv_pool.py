@@ -2,8 +2,8 @@
 
 The router decides which block belongs to which sequence.
 
-    key_cache[layer]   [num_physical_blocks * block_size, kv_heads, head_dim]     value_cache alike
-    block_table        [num_rows, max_blocks_per_row], a sequence's blocks in order
+    caches[layer][part]  [num_physical_blocks * block_size, heads, width], keys and values, say
+    block_table          [num_rows, max_blocks_per_row], a sequence's blocks in order
 
     token p of row r   lives at block_table[r, p // block_size] * block_size + p % block_size
 
@@ -20,7 +20,6 @@ Nobody reads there what an earlier step wrote.
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,29 +30,95 @@ from executor.batch.columns import Int64Array
 SCRATCH_BLOCK = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVShape:
-    """Sizes of the keys and values that grouped-query attention keeps per token.
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """One tensor that a layer keeps per token.
 
     Attributes:
-        num_layers: Layers that keep keys and values.
-        num_kv_heads: KV heads on this rank.
-        head_dim: Width of a head.
-        block_size: Tokens per block.
-        dtype: Type of keys and values.
+        name: What it is.
+        num_heads: Heads on this rank.
+        width: Of a head.
+        dtype: Of its elements.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    name: str
+    num_heads: int
+    width: int
     dtype: torch.dtype
 
     @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep alike.
+
+    Attributes:
+        layers: Their numbers.
+        parts: What each keeps: first keys, then values, unless these are columns of the keys.
+        value_width: Columns of a head that are values, from the first of the last part.
+    """
+
+    layers: tuple[int, ...]
+    parts: tuple[KVPart, ...]
+    value_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Sizes of what attention keeps per token.
+
+    Attributes:
+        groups: Have each layer once.
+        block_size: Tokens per block.
+    """
+
+    groups: tuple[KVGroup, ...]
+    block_size: int
+
+    @classmethod
+    def of_heads(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> "KVShape":
+        """Returns what grouped-query attention keeps: keys and values."""
+        parts = tuple(KVPart(name, num_kv_heads, head_dim, dtype) for name in ("keys", "values"))
+        return cls((KVGroup(tuple(range(num_layers)), parts, head_dim),), block_size)
+
+    @classmethod
+    def of_latents(
+        cls,
+        *,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> "KVShape":
+        """Returns what multi-head latent attention keeps: [latent ; rotated key], for all heads."""
+        part = KVPart("latents", 1, latent_dim + rope_dim, dtype)
+        return cls((KVGroup(tuple(range(num_layers)), (part,), latent_dim),), block_size)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, keys and values, all layers."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return per_token * self.block_size * self.dtype.itemsize
+        """Bytes of one block, all parts of all layers."""
+        per_token = sum(
+            len(group.layers) * part.bytes_per_token
+            for group in self.groups
+            for part in group.parts
+        )
+        return per_token * self.block_size
 
 
 class KVPool:
@@ -69,8 +134,7 @@ class KVPool:
         device: Where keys, values and block table live.
 
     Attributes:
-        key_cache: One tensor per layer, [num_physical_blocks * block_size, kv_heads, head_dim].
-        value_cache: The same for values.
+        caches: The parts of each layer, [num_physical_blocks * block_size, heads, width].
         block_table: int32 [num_rows, max_blocks_per_row] on ``device``.
         block_table_cpu: The same on the host; shares memory with it if ``device`` is the CPU.
         row_num_blocks: int64 [num_rows] on the host, blocks that each row holds.
@@ -101,8 +165,7 @@ class KVPool:
         self.spill_blocks_per_row = spill_blocks_per_row
         self.device = torch.device(device)
         self.shape = shape
-        self.key_cache: list[torch.Tensor] = []
-        self.value_cache: list[torch.Tensor] = []
+        self.caches: list[tuple[torch.Tensor, ...]] = []
         self._per_block: list[tuple[int, Callable[[], None]]] = []  # of siblings, too
         self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
         self.block_table = self.block_table_cpu.to(self.device)
@@ -172,11 +235,20 @@ class KVPool:
         return pool
 
     def _make_caches(self) -> None:
-        shape = self.shape
-        size = (self.num_physical_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
-        zeros = partial(torch.zeros, size, dtype=shape.dtype, device=self.device)
-        self.key_cache = [zeros() for _ in range(shape.num_layers)]
-        self.value_cache = [zeros() for _ in range(shape.num_layers)]
+        num_tokens = self.num_physical_blocks * self.block_size
+        parts = {layer: group.parts for group in self.shape.groups for layer in group.layers}
+        self.caches = [
+            tuple(
+                torch.zeros(num_tokens, p.num_heads, p.width, dtype=p.dtype, device=self.device)
+                for p in parts[layer]
+            )
+            for layer in range(self.shape.num_layers)
+        ]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All parts of all layers."""
+        return [cache for parts in self.caches for cache in parts]
 
     @property
     def num_spill_blocks(self) -> int:
@@ -194,7 +266,7 @@ class KVPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, keys and values, all layers."""
+        """Bytes of one block, all parts of all layers."""
         return self.shape.bytes_per_block
 
     @property
@@ -259,7 +331,7 @@ class KVPool:
         Args:
             rows: [T] row of each token.
             positions: [T] its place in the sequence.
-            out: [T] its place in ``key_cache`` and ``value_cache``; may be ``rows``.
+            out: [T] its place in ``caches``; may be ``rows``.
         """
         columns = positions // self.block_size
         np.subtract(self._table[rows, columns], columns, out=out)
@@ -270,9 +342,9 @@ class KVPool:
         """Copies keys and values of all layers from slots to other slots: first all are read.
 
         Args:
-            sources, targets: int64 [N] places in ``key_cache`` and ``value_cache``, on the device.
+            sources, targets: int64 [N] places in ``caches``, on the device.
         """
-        for cache in (*self.key_cache, *self.value_cache):
+        for cache in self.tensors:
             cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def clear_rows(self, rows: Int64Array) -> None:

@@ -77,13 +77,10 @@ class Device(ABC):
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
         """
-        shape = kv_pool.shape
+        [group] = kv_pool.shape.groups
+        keys = group.parts[0]
         return TorchAttention(
-            num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            dtype=shape.dtype,
-            num_workers=self.num_workers,
+            num_heads, keys.num_heads, keys.width, dtype=keys.dtype, num_workers=self.num_workers
         )
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:

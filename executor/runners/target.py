@@ -278,10 +278,10 @@ class PiecewisePrefillRunner:
         self._num_layers = pool.shape.num_layers
         self._hidden = forward_pass.new_hidden(rows)
         zeros = partial(torch.zeros, dtype=forward_pass.dtype, device=pool.device)
-        self._q = zeros(rows, forward_pass.num_heads, pool.shape.head_dim)
-        self._k = zeros(rows, pool.shape.num_kv_heads, pool.shape.head_dim)
-        self._v = torch.zeros_like(self._k)
-        self._attended = zeros(rows, forward_pass.num_heads * pool.shape.head_dim)
+        [group] = pool.shape.groups
+        self._q = zeros(rows, forward_pass.num_heads, group.parts[0].width)
+        self._kv = [zeros(rows, part.num_heads, part.width) for part in group.parts]
+        self._attended = zeros(rows, forward_pass.num_heads * group.value_width)
         self._cut_passes: dict[int, _CutPass] = {}
 
     def discard(self) -> None:
@@ -303,7 +303,8 @@ class PiecewisePrefillRunner:
         size = len(_load(self._pass, self.graphs, batch).input_ids)
         attention = self._pass.attention
         attention.init_forward_metadata_in_graph()
-        q, k, v, attended = (x[:size] for x in (self._q, self._k, self._v, self._attended))
+        q, attended = self._q[:size], self._attended[:size]
+        k, v = (*(x[:size] for x in self._kv), None)[:2]
         with closing(self._cut_passes[size]):
             for layer_id in range(self._num_layers):
                 self.graphs.replay(size, layer_id)
@@ -323,11 +324,9 @@ class PiecewisePrefillRunner:
         return partial(self._pass.run, view), cut.pieces(self._num_layers)
 
     def _keep_call(self, call: AttentionCall) -> None:
-        assert call.k is not None, "prompts have keys of their own"
-        assert call.v is not None, "prompts have keys of their own"
-        size = len(call.q)
-        for buffer, x in ((self._q, call.q), (self._k, call.k), (self._v, call.v)):
-            buffer[:size].copy_(x)
+        kept = [x for x in (call.k, call.v) if x is not None]
+        for buffer, x in zip((self._q, *self._kv), (call.q, *kept), strict=True):
+            buffer[: len(x)].copy_(x)
 
     def _keep_hidden(self, out: torch.Tensor) -> None:
         hidden = self._pass.keep_features(out)

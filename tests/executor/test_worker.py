@@ -209,14 +209,14 @@ def test_a_refused_step_leaves_no_trace(worker: Worker):
     """The refused step would start a row, write blocks and sample, had it been run."""
     expected = generate(worker, 0, PROMPT, 6)
     generate(worker, 0, PROMPT, 3)
-    caches = [cache.clone() for cache in worker._kv_pool.key_cache]
+    caches = [cache.clone() for cache in worker._kv_pool.tensors]
     bad = prompt_part(0, [1, 2, 3, 4, 5], [1, 2], temperature=[2.0])
     bad.sequences.MergeFrom(sequences(num_scored=[1], scored_ids=[10_000]))
 
     with pytest.raises(InvalidStep, match="scored_ids"):
         worker.execute(step(4, bad, num_tokens=[5], num_logits=[2]))
 
-    for before, after in zip(caches, worker._kv_pool.key_cache, strict=True):
+    for before, after in zip(caches, worker._kv_pool.tensors, strict=True):
         assert torch.equal(before, after)
     assert worker._kv_pool.row_num_blocks[0] == 3
     tokens = [

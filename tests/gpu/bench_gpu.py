@@ -203,9 +203,7 @@ def _transformers_cache(case: Case, batch: Any) -> Any:
     slots = table[:, places // size] * size + places % size
     cache: Any = DynamicCache()
     for layer_id in range(case.config.num_hidden_layers):
-        keys, values = (
-            kv[layer_id][slots].transpose(1, 2) for kv in (pool.key_cache, pool.value_cache)
-        )
+        keys, values = (cache[slots].transpose(1, 2) for cache in pool.caches[layer_id])
         cache.update(keys, values, layer_id)
     return cache
 

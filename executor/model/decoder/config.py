@@ -296,7 +296,7 @@ class ModelConfig:
         Raises:
             ValueError: As ``attention_share``.
         """
-        return KVShape(
+        return KVShape.of_heads(
             num_layers=self.num_hidden_layers,
             num_kv_heads=len(self.attention_share(topology or Topology()).kv_heads),
             head_dim=self.head_dim,

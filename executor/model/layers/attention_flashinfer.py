@@ -99,12 +99,14 @@ class FlashInferAttention:
         self._workspace = workspace
         self._kv_pool = kv_pool
         self._num_heads = num_heads
+        [group] = kv_pool.shape.groups
+        keys, _ = group.parts
         self._shape = PagedShape(
             num_heads=num_heads,
-            num_kv_heads=kv_pool.shape.num_kv_heads,
-            head_dim=kv_pool.shape.head_dim,
+            num_kv_heads=keys.num_heads,
+            head_dim=keys.width,
             block_size=kv_pool.block_size,
-            dtype=kv_pool.shape.dtype,
+            dtype=keys.dtype,
         )
         self._use_tensor_cores = num_heads // self._shape.num_kv_heads >= _TENSOR_CORE_GROUP
         most_pages = kv_pool.num_rows * kv_pool.max_blocks_per_row
@@ -341,8 +343,9 @@ class _WholePool:
     def pages(self, layer_id: int) -> KVPages:
         """Returns a layer's keys and values, each [num_physical_blocks, block_size, N, D]."""
         pool = self._kv_pool
-        shape = (pool.num_physical_blocks, pool.block_size, *pool.key_cache[layer_id].shape[1:])
-        return pool.key_cache[layer_id].view(shape), pool.value_cache[layer_id].view(shape)
+        keys, values = pool.caches[layer_id]
+        shape = (pool.num_physical_blocks, pool.block_size, *keys.shape[1:])
+        return keys.view(shape), values.view(shape)
 
     def store(
         self,

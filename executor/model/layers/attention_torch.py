@@ -331,19 +331,18 @@ class _Workspace:
         row_tokens = kv_pool.max_blocks_per_row * kv_pool.block_size
         self.kv_pool = kv_pool
         self.num_blocks = max(_WORKSPACE_TOKENS, row_tokens) // kv_pool.block_size
-        width = kv_pool.block_size * kv_pool.shape.num_kv_heads * kv_pool.shape.head_dim
-        size = (2, self.num_blocks, width)  # keys, values
-        room = torch.zeros(size, dtype=kv_pool.shape.dtype, device=kv_pool.device)
+        [group] = kv_pool.shape.groups
+        self._part, self._value_width = group.parts[0], group.value_width
+        width = kv_pool.block_size * self._part.num_heads * self._part.width
+        size = (len(group.parts), self.num_blocks, width)  # keys, values
+        room = torch.zeros(size, dtype=self._part.dtype, device=kv_pool.device)
         self._room = room
         # A fill writes element by element: of eight bytes, it takes half as long as of two.
         num_tokens = self.num_blocks * kv_pool.block_size
-        self._words = room.view(torch.int64).view(2, num_tokens, -1)
+        self._words = room.view(torch.int64).view(len(room), num_tokens, -1)
         # By blocks, for each layer.
         num_blocks = kv_pool.num_physical_blocks
-        self._caches = [
-            (keys.view(num_blocks, -1), values.view(num_blocks, -1))
-            for keys, values in zip(kv_pool.key_cache, kv_pool.value_cache, strict=True)
-        ]
+        self._caches = [[cache.view(num_blocks, -1) for cache in parts] for parts in kv_pool.caches]
         # Room for so many sequences of so many blocks: making views costs more than small copies.
         self._views = lru_cache(_MAX_CACHED_VIEWS)(self._make_views)
 
@@ -351,10 +350,9 @@ class _Workspace:
         self, blocks: torch.Tensor, layer_id: int, num_sequences: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of the blocks, each [num_sequences, N, S, D]."""
-        (into_keys, keys), (into_values, values) = self._views(blocks.shape[0], num_sequences)
-        key_cache, value_cache = self._caches[layer_id]
-        torch.index_select(key_cache, 0, blocks, out=into_keys)
-        torch.index_select(value_cache, 0, blocks, out=into_values)
+        rooms, keys, values = self._views(blocks.shape[0], num_sequences)
+        for cache, room in zip(self._caches[layer_id], rooms, strict=True):
+            torch.index_select(cache, 0, blocks, out=room)
         return keys, values
 
     def clear(self, places: torch.Tensor) -> None:
@@ -363,14 +361,12 @@ class _Workspace:
 
     def _make_views(
         self, num_blocks: int, num_sequences: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns room for keys, then for values: by block, and as ``take`` gives it."""
-        shape = self.kv_pool.shape
-        by_token = (num_sequences, -1, shape.num_kv_heads, shape.head_dim)
-        return [
-            (room[:num_blocks], room[:num_blocks].view(by_token).transpose(1, 2))
-            for room in self._room
-        ]
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Returns room for each part by block, then keys and values as ``take`` gives them."""
+        by_token = (num_sequences, -1, self._part.num_heads, self._part.width)
+        rooms = [room[:num_blocks] for room in self._room]
+        views = [room.view(by_token).transpose(1, 2) for room in rooms]
+        return rooms, views[0], views[-1][..., : self._value_width]
 
 
 class TorchAttention:
@@ -507,8 +503,8 @@ class TorchAttention:
     ) -> torch.Tensor:
         if k is not None and v is not None:
             pool, slots = metadata.kv_pool, metadata.out_cache_loc
-            pool.key_cache[layer_id].index_copy_(0, slots, k)
-            pool.value_cache[layer_id].index_copy_(0, slots, v)
+            for cache, x in zip(pool.caches[layer_id], (k, v), strict=True):
+                cache.index_copy_(0, slots, x)
         if metadata.grouped_rows is None:
             return self._attend_groups(q, metadata, layer_id)
         out = q.new_zeros(q.shape[0], q.shape[1] * self.head_dim)

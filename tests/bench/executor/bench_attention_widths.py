@@ -51,7 +51,7 @@ class Case:
     ) -> None:
         lens = np.linspace(SHORTEST, LONGEST, num_sequences).astype(np.int64)
         lens = np.random.default_rng(0).permutation(lens)
-        shape = KVShape(
+        shape = KVShape.of_heads(
             num_layers=NUM_LAYERS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
@@ -60,7 +60,7 @@ class Case:
         )
         self.pool = full_pool(shape, num_sequences, LONGEST)
         rows = np.arange(num_sequences)
-        for cache in (*self.pool.key_cache, *self.pool.value_cache):
+        for cache in self.pool.tensors:
             cache.normal_()
         new_lens = np.full(num_sequences, width)
         self.batch = batch_of(self.pool, rows, lens - width, new_lens)

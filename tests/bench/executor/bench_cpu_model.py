@@ -68,7 +68,7 @@ class Ours:
 
     def fill(self) -> None:
         """Puts random keys and values everywhere, in place of a prefill."""
-        for cache in (*self._pool.key_cache, *self._pool.value_cache):
+        for cache in self._pool.tensors:
             cache.normal_()
 
     def run(self, rows: list[int], num_computed: int, ids: torch.Tensor) -> torch.Tensor:

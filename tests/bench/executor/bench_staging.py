@@ -58,7 +58,7 @@ class NoModel:
 
 def make_worker(size: int) -> Worker:
     num_blocks = size * BLOCKS_PER_ROW + 1
-    shape = KVShape(
+    shape = KVShape.of_heads(
         num_layers=1, num_kv_heads=1, head_dim=2, block_size=BLOCK_SIZE, dtype=torch.float32
     )
     model: Any = NoModel(size)

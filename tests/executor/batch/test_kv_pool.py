@@ -1,15 +1,23 @@
 """If this fails, one user's tokens are written over another's."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from executor.batch.kv_pool import SCRATCH_BLOCK, KVPool, KVShape
+from executor.batch.kv_pool import SCRATCH_BLOCK, KVGroup, KVPart, KVPool, KVShape
 from tests.executor.support.kv import out_cache_loc
 
-SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.bfloat16)
+new_shape = partial(
+    KVShape.of_heads,
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=4,
+    dtype=torch.bfloat16,
+)
+SHAPE = new_shape()
 
 
 @pytest.fixture
@@ -18,8 +26,28 @@ def pool() -> KVPool:
 
 
 def test_bytes_per_block_counts_keys_and_values_of_all_layers(pool: KVPool):
-    held = sum(cache.nbytes for cache in (*pool.key_cache, *pool.value_cache))
+    held = sum(cache.nbytes for cache in pool.tensors)
     assert pool.bytes_per_block == held // pool.num_blocks
+
+
+def test_layers_of_several_groups_each_keep_the_parts_of_their_own():
+    heads, latents = (
+        KVGroup(
+            (0, 2), (KVPart("keys", 2, 8, torch.float32), KVPart("values", 2, 4, torch.float32)), 4
+        ),
+        KVGroup((1,), (KVPart("latents", 1, 20, torch.bfloat16),), 16),
+    )
+    pool = KVPool(KVShape((heads, latents), 4), num_blocks=3, num_rows=1, max_blocks_per_row=2)
+    kept = [[tuple(cache.shape) for cache in parts] for parts in pool.caches]
+    assert kept == [[(12, 2, 8), (12, 2, 4)], [(12, 1, 20)], [(12, 2, 8), (12, 2, 4)]]
+    assert pool.bytes_per_block == sum(cache.nbytes for cache in pool.tensors) // 3
+
+
+def test_latents_take_as_many_bytes_as_published_for_deepseek_v3():
+    shape = KVShape.of_latents(
+        num_layers=61, latent_dim=512, rope_dim=64, block_size=1, dtype=torch.bfloat16
+    )
+    assert shape.bytes_per_block == 70_272
 
 
 def test_tokens_go_where_the_block_table_says(pool: KVPool):
@@ -52,18 +80,18 @@ def test_the_places_of_new_blocks_bring_another_table_up_to_date(pool: KVPool):
 
 def test_a_sibling_has_keys_and_values_of_its_own_in_the_same_blocks(pool: KVPool):
     pool.append_blocks([1], [0], [2], [5, 6])
-    draft = pool.sibling(replace(SHAPE, num_layers=1, num_kv_heads=1, head_dim=16))
-    assert [cache.shape for cache in draft.key_cache] == [(48, 1, 16)]
+    draft = pool.sibling(new_shape(num_layers=1, num_kv_heads=1, head_dim=16))
+    assert [[cache.shape for cache in parts] for parts in draft.caches] == [[(48, 1, 16)] * 2]
     assert draft.bytes_per_block == 2 * 16 * 4 * 2
-    draft.key_cache[0].fill_(1.0)
-    assert not pool.key_cache[0].any()
-    assert len(pool.key_cache) == len(pool.value_cache) == 2
+    draft.caches[0][0].fill_(1.0)
+    assert not any(cache.any() for cache in pool.tensors)
+    assert [len(parts) for parts in pool.caches] == [2, 2]
     assert out_cache_loc(draft, [1], [3], [3]).tolist() == [23, 24, 25]
 
 
 @pytest.mark.parametrize("appends_to_draft", [False, True])
 def test_blocks_appended_to_one_sibling_are_in_both(pool: KVPool, appends_to_draft: bool):
-    draft = pool.sibling(replace(SHAPE, num_layers=1))
+    draft = pool.sibling(new_shape(num_layers=1))
     (draft if appends_to_draft else pool).append_blocks([2], [0], [2], [7, 3])
     for either in (pool, draft):
         assert out_cache_loc(either, [2], [3], [2]).tolist() == [31, 12]
@@ -73,7 +101,7 @@ def test_blocks_appended_to_one_sibling_are_in_both(pool: KVPool, appends_to_dra
 
 def test_a_sibling_of_another_block_size_is_refused(pool: KVPool):
     with pytest.raises(ValueError, match="block_size=8: the blocks that it shares have 4 tokens"):
-        pool.sibling(replace(SHAPE, block_size=8))
+        pool.sibling(new_shape(block_size=8))
 
 
 def test_locations_may_be_written_over_the_rows(pool: KVPool):
@@ -110,9 +138,9 @@ def spilling_pool(count: int, *, is_apart: bool = False) -> KVPool:
 def test_spill_blocks_lie_behind_those_that_are_handed_out():
     pool = spilling_pool(2)
     assert (pool.num_blocks, pool.num_spill_blocks, pool.num_physical_blocks) == (24, 6, 30)
-    draft = pool.sibling(replace(SHAPE, num_layers=1, head_dim=16))
+    draft = pool.sibling(new_shape(num_layers=1, head_dim=16))
     for either in (pool, draft):
-        assert {len(cache) for cache in (*either.key_cache, *either.value_cache)} == {30 * 4}
+        assert {len(cache) for cache in either.tensors} == {30 * 4}
 
 
 def test_a_row_that_begins_leads_to_its_own_spill_blocks_in_turn():
@@ -176,4 +204,4 @@ def test_no_row_shares_a_place_with_another_nor_uses_one_twice_in_a_step(
             slots = np.empty(end, dtype=np.int64)
             pool.locate(np.full(end, row), np.arange(end), out=slots)
             assert len(np.unique(slots)) == end, "two positions at one place"
-            assert slots.max(initial=0) < len(pool.key_cache[0])
+            assert slots.max(initial=0) < len(pool.caches[0][0])

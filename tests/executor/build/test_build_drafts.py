@@ -52,11 +52,11 @@ def test_all_that_is_kept_for_each_block_fits_in_the_memory_for_kv(name: str):
     )
     speculation, pool = worker._speculation, worker._kv_pool
     assert speculation is not None
-    kept = [*pool.key_cache, *pool.value_cache, speculation.speculator._state._block_carries]
+    kept = [*pool.tensors, speculation.speculator._state._block_carries]
     runner: Any = speculation.speculator._extender
     if runner is not None:
         passes = runner._passes if name == "mtp3" else [runner._pass]
-        kept += [*passes[0].kv_pool.key_cache, *passes[0].kv_pool.value_cache]
+        kept += passes[0].kv_pool.tensors
     taken = sum(tensor.numel() * tensor.itemsize for tensor in kept)
     assert num_bytes - taken // pool.num_physical_blocks < taken <= num_bytes
 
@@ -80,7 +80,7 @@ def test_a_pool_has_spill_blocks_for_each_row_beside_those_that_the_router_is_to
     pool = worker._kv_pool
     assert description.num_kv_blocks == pool.num_blocks == 20
     assert pool.num_spill_blocks == count
-    assert len(pool.key_cache[0]) == (20 + count) * config.block_size
+    assert len(pool.caches[0][0]) == (20 + count) * config.block_size
     assert worker._limits.num_kv_blocks == 20
 
 

@@ -214,7 +214,7 @@ def frozen_expand(
     expected: Any, case: DraftCase, row: int, length: int, token: int, given: torch.Tensor
 ) -> Expand:
     slots = out_cache_loc(case.pool, [row], [0], [length - 1])
-    kept = [(case.pool.key_cache[i][slots], case.pool.value_cache[i][slots]) for i in (2, 0)]
+    kept = [[cache[slots] for cache in case.pool.caches[i]] for i in (2, 0)]
 
     def hidden_after(path: Path_) -> torch.Tensor:
         before = hidden_after(path[:-1]) if path else given

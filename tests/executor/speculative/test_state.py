@@ -13,7 +13,9 @@ HIDDEN = 3
 
 
 def pool() -> KVPool:
-    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype=torch.float32)
+    shape = KVShape.of_heads(
+        num_layers=1, num_kv_heads=1, head_dim=2, block_size=4, dtype=torch.float32
+    )
     return KVPool(shape, num_blocks=6, num_rows=4, max_blocks_per_row=4)
 
 

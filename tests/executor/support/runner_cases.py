@@ -152,7 +152,7 @@ class RunnerCase:
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        return [*self.pool.key_cache, *self.pool.value_cache]
+        return self.pool.tensors
 
     def build(
         self,
@@ -301,7 +301,7 @@ def fill_heads(pool: KVPool, config: ModelConfig, topology: Topology, *, seed: i
     """Fills a pool with its executor's heads of random keys and values, the same on each of a group."""
     torch.manual_seed(seed)
     heads = config.attention_share(topology).kv_heads
-    for cache in (*pool.key_cache, *pool.value_cache):
+    for cache in pool.tensors:
         size = (len(cache), config.num_key_value_heads, config.head_dim)
         cache.copy_(torch.randn(size, dtype=cache.dtype)[:, heads.start : heads.stop])
 

@@ -68,9 +68,8 @@ class Twins:
         what = (mix, heads, graph_size, tree_mask, has_keys)
         ours = self._planned(attention, self.ours, *what)()
         assert_close(ours, self._planned(authority, self.theirs, *what)())
-        for caches in ("key_cache", "value_cache"):
-            [stored], [right] = getattr(self.ours, caches), getattr(self.theirs, caches)
-            assert torch.equal(stored.to(CPU, torch.float32), right), caches
+        for stored, right in zip(self.ours.tensors, self.theirs.tensors, strict=True):
+            assert torch.equal(stored.to(CPU, torch.float32), right)
 
     def check_together(
         self, attentions: Sequence[Attention], mix_of: Callable[[int], list[tuple[int, int]]]
@@ -127,7 +126,7 @@ class Twins:
         """Plans a batch, and returns what attends."""
         batch = batch_of(pool, mix, graph_size)
         batch.tree_mask = None if tree_mask is None else tree_mask.to(pool.device)
-        q, k, v = self.split(heads.to(pool.device, pool.shape.dtype))
+        q, k, v = self.split(heads.to(pool.device, pool.tensors[0].dtype))
         attention.init_forward_metadata_out_graph(batch, pool)
 
         def attend() -> torch.Tensor:

@@ -63,7 +63,7 @@ def torch_attention(config: ModelConfig, pool: KVPool, sizes: Sizes) -> TorchAtt
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
-        dtype=pool.shape.dtype,
+        dtype=pool.tensors[0].dtype,
         num_workers=1,
     )
 
@@ -120,11 +120,9 @@ def new_pool(config: ModelConfig, sizes: Sizes, device: torch.device) -> KVPool:
 
 def fill_pool(pool: KVPool, made_on: torch.device = CPU) -> None:
     """Fills a pool with random keys and values, the same for every pool of its sizes."""
-    for name, caches in (("keys", pool.key_cache), ("values", pool.value_cache)):
-        for layer_id, cache in enumerate(caches):
-            shape = tuple(cache.shape)
-            x = random_tensor(f"{name} {layer_id}", shape, dtype=torch.bfloat16, device=made_on)
-            cache.copy_(x)
+    for i, cache in enumerate(pool.tensors):
+        x = random_tensor(f"kv {i}", tuple(cache.shape), dtype=torch.bfloat16, device=made_on)
+        cache.copy_(x)
 
 
 @dataclass(slots=True)
@@ -188,7 +186,7 @@ class Case:
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        return [*self.pool.key_cache, *self.pool.value_cache]
+        return self.pool.tensors
 
     # Runners.
 

@@ -130,7 +130,7 @@ def assert_frozen_drafts_like(
     """The draft attends to all keys of the target, and keeps none."""
     for chunk in ({0: 9}, {2: 5, 0: 1}):
         rank.target.step({row: entries[row][0][:count] for row, count in chunk.items()})
-    before = [cache.clone() for cache in (*rank.pool.key_cache, *rank.pool.value_cache)]
+    before = [cache.clone() for cache in rank.pool.tensors]
     last = {row: (ids[-1:], hidden[-1:]) for row, (ids, hidden) in entries.items()}
     for row, (hidden, logits) in rank.step_frozen(last, offset).items():
         [token], given = last[row]
@@ -139,14 +139,15 @@ def assert_frozen_drafts_like(
         theirs = expected.frozen(token, given[0], length + offset, kept)
         assert_close(hidden[0], theirs)
         assert_close(logits[0], theirs @ expected.target.head.T)
-    after = (*rank.pool.key_cache, *rank.pool.value_cache)
+    after = rank.pool.tensors
     assert all(map(torch.equal, before, after)), "it stored something"
 
 
 def _kept(rank: DraftRank, row: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     length = rank.target.num_computed[row]
     slots = out_cache_loc(rank.pool, [row], [0], [length])
-    return rank.pool.key_cache[layer][slots], rank.pool.value_cache[layer][slots]
+    keys, values = rank.pool.caches[layer]
+    return keys[slots], values[slots]
 
 
 @pytest.mark.parametrize("name", DEMO_DRAFTS)

@@ -63,7 +63,7 @@ class Case:
         blocks = [-(-n // BLOCK_SIZE) for n in self.num_keys]
         self.rows = list(range(len(mix), 0, -1))
         self.pool = KVPool(
-            KVShape(
+            KVShape.of_heads(
                 num_layers=2,
                 num_kv_heads=KV_HEADS,
                 head_dim=HEAD_DIM,
@@ -91,14 +91,15 @@ class Case:
         ):
             before = random(2, prefix, KV_HEADS, HEAD_DIM)
             at = out_cache_loc(self.pool, [row], [0], [prefix])
-            self.pool.key_cache[1][at], self.pool.value_cache[1][at] = before
+            for cache, x in zip(self.pool.caches[1], before, strict=True):
+                cache[at] = x
             self.keys.append(torch.cat((before[0], k)))
             self.values.append(torch.cat((before[1], v)))
         self.batch = batch_of(self.pool, self.rows, prefixes, self.counts, layout=layout)
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        return [*self.pool.key_cache, *self.pool.value_cache]
+        return self.pool.tensors
 
     def attention(self, backend: str = "torch", num_workers: int = 1) -> Attention:
         if backend == "flashinfer":
@@ -148,8 +149,8 @@ class Case:
         """Every key and value lies where the block table says, the pass's own ones included."""
         for row, keys, values in zip(self.rows, self.keys, self.values, strict=True):
             at = out_cache_loc(self.pool, [row], [0], [len(keys)])
-            assert torch.equal(self.pool.key_cache[1][at], keys)
-            assert torch.equal(self.pool.value_cache[1][at], values)
+            for cache, x in zip(self.pool.caches[1], (keys, values), strict=True):
+                assert torch.equal(cache[at], x)
 
     def pad(self, num_rows: int, value: float) -> None:
         """Adds rows behind the sequences' own, which write to the scratch block."""

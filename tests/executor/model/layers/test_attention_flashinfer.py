@@ -263,8 +263,7 @@ def test_the_torch_backend_attends_like_the_library(mix: Mix, real: Any) -> None
     places = torch.arange(plan.num_pages, dtype=torch.int32)
     kv_indices = look_up_pages(pool.block_table, batch.req_pool_indices, kv_indptr, places)
     pages = [
-        cache[1].view(pool.num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-        for cache in (pool.key_cache, pool.value_cache)
+        cache.view(pool.num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for cache in pool.caches[1]
     ]
     if batch.extend_seq_lens_cpu is None:
         run, rows = reference("gqa_paged_decode"), []
@@ -280,9 +279,7 @@ def test_keys_are_stored_by_the_library_where_the_pool_says(library: CpuFlashInf
     case.run(case.flashinfer())
     [stored] = keywords(library, "append_paged_kv_cache")
     shape = stored["paged_kv_cache"][0].shape
-    pages = tuple(
-        cache[1].view(shape) for cache in (before.pool.key_cache, before.pool.value_cache)
-    )
+    pages = tuple(cache.view(shape) for cache in before.pool.caches[1])
     reference("append_paged_kv_cache")(**{**stored, "paged_kv_cache": pages})
     before.check_stored()
     for ours, theirs in zip(case.caches, before.caches, strict=True):

@@ -51,7 +51,7 @@ def test_a_sequence_that_overflowed_poisons_no_other(mix: Mix, poison: float):
         num_blocks = pool.row_num_blocks[row]
         pool.append_blocks([row], [num_blocks], [1], blocks[:1])
         pool.append_blocks([row], [num_blocks], [0], [])
-    for cache in (pool.key_cache[1], pool.value_cache[1]):
+    for cache in pool.caches[1]:
         cache.view(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)[blocks] = poison
     theirs = slice(mix[0][1], None)
     out = poisoned.run(poisoned.attention())

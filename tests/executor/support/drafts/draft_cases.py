@@ -177,7 +177,7 @@ class DraftCase:
 
     @property
     def caches(self) -> list[torch.Tensor]:
-        return [*self.pool.key_cache, *self.pool.value_cache]
+        return self.pool.tensors
 
     def build(
         self,
@@ -216,8 +216,8 @@ class DraftCase:
     ) -> Attention:
         if self._new_attention is not None and graphs[0].sizes:
             return self._new_attention(num_heads, pool, graphs)
-        shape = pool.shape
-        return TorchAttention(num_heads, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+        keys = pool.shape.groups[0].parts[0]
+        return TorchAttention(num_heads, keys.num_heads, keys.width, dtype=keys.dtype)
 
     # ---- batches
 

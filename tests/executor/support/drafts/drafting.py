@@ -102,7 +102,7 @@ class DraftRank:
         return self._run(replace(batch, positions=positions), entries, 0)
 
     def _run(self, batch: ForwardBatch, entries: Entries, layer: int) -> Drafted:
-        none = torch.zeros(0, self.model.hidden_size, dtype=self.pool.shape.dtype)
+        none = torch.zeros(0, self.model.hidden_size, dtype=self.pool.tensors[0].dtype)
         given = torch.cat([none, *(hidden for _, hidden in entries.values())])
         batch = replace(batch, hidden_states=given.clone())
         self._attention.init_forward_metadata_out_graph(batch, self.pool)

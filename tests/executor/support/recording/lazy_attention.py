@@ -56,16 +56,14 @@ class LazyAttention:
         assert batch is not None
         assert pool is not None
         if k is not None and v is not None:
-            pool.key_cache[layer_id].index_copy_(0, batch.out_cache_loc, k)
-            pool.value_cache[layer_id].index_copy_(0, batch.out_cache_loc, v)
+            for cache, x in zip(pool.caches[layer_id], (k, v), strict=True):
+                cache.index_copy_(0, batch.out_cache_loc, x)
         if self._upgraded is None:
             self._upgraded = self._upgrade(batch, pool)
         slots, is_seen = self._upgraded
         keys, values = (
-            cache[layer_id]
-            .index_select(0, slots.flatten())
-            .view(*slots.shape, *cache[layer_id].shape[1:])
-            for cache in (pool.key_cache, pool.value_cache)
+            cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
+            for cache in pool.caches[layer_id]
         )
         width = len(q) // len(slots)
         queries = q.view(len(slots), width, self.num_kv_heads * self.group_size, -1)
