@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from executor.model.decoder.config import ModelConfig
-from executor.model.weights import Part
+from executor.model.weights.targets import Cut
 
 # Takes a checkpoint's name and a shape to a tensor.
 NewTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
@@ -73,12 +73,10 @@ def decided_weights(config: ModelConfig) -> NewTensor:
 def fill(model: Any, new_tensor: NewTensor) -> None:
     """Fills a model in place of the loader."""
     for group in model.weight_groups():
-        for name, target in group.targets.items():
-            if isinstance(target, Part):
-                whole = new_tensor(name, target.whole_shape)
-                target.target.copy_(whole[target.index])
-            else:
-                target.copy_(new_tensor(name, tuple(target.shape)))
+        for source, target in group.targets.items():
+            cut = Cut.of(source, target)
+            if cut.index is not None:
+                cut.fill(new_tensor(cut.source.name, cut.shape)[cut.index])
         group.finish()
 
 

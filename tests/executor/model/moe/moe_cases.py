@@ -13,7 +13,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe import experts
 from executor.model.moe.experts import Experts
 from executor.model.moe.layer import Dispatched, MoERunner
-from executor.model.weights import Part
+from executor.model.weights.targets import Cut
 from executor.parallel.layout import Topology
 
 D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
@@ -118,12 +118,12 @@ def checkpoint(dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> Tensors:
 def fill(layer: Experts, tensors: Tensors) -> None:
     """Fills experts in place of the loader."""
     for group in layer.weight_groups(PREFIX):
-        for name, target in group.targets.items():
-            if isinstance(target, Part):
-                assert tensors[name].shape == target.whole_shape
-                target.target.copy_(tensors[name][target.index])
-            else:
-                target.copy_(tensors[name])
+        for source, target in group.targets.items():
+            cut = Cut.of(source, target)
+            whole = tensors[cut.source.name]
+            assert whole.shape == cut.shape
+            assert cut.index is not None
+            cut.fill(whole[cut.index])
         group.finish()
 
 

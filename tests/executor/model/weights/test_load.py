@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.model import weights
 from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Peers
 from executor.model.families import load_model
-from executor.model.weights import Part, WeightGroup, load_weights, tensor_names
+from executor.model.weights import (
+    Part,
+    Source,
+    WeightGroup,
+    check_weights,
+    checkpoint,
+    load_weights,
+    tensor_names,
+)
+from executor.model.weights.targets import rope_rows_to_halves
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import reference_logits, save_qwen3_moe
@@ -135,7 +144,7 @@ def test_an_index_that_makes_no_sense_is_named(tmp_path: Path, text: str):
         tensor_names(tmp_path)
 
 
-@pytest.mark.parametrize("size", [2**62, weights.MAX_HEADER_BYTES + 1])
+@pytest.mark.parametrize("size", [2**62, checkpoint.MAX_HEADER_BYTES + 1])
 def test_a_header_beyond_its_bound_is_not_read(tmp_path: Path, size: int):
     (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=rf"model\.safetensors .* header .* {size:,} bytes"):
@@ -151,10 +160,10 @@ def test_a_checkpoint_has_so_many_bytes_of_headers_and_tensors_in_all(
     index = {"weight_map": {tensor: file for file, tensor in files.items()}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert tensor_names(tmp_path) == {"a", "b"}
-    monkeypatch.setattr(weights, "MAX_TENSORS", 1)
+    monkeypatch.setattr(checkpoint, "MAX_TENSORS", 1)
     with pytest.raises(CheckpointError, match=r"b\.safetensors: .* more than 1 tensors"):
         tensor_names(tmp_path)
-    monkeypatch.setattr(weights, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "MAX_HEADER_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"b\.safetensors .* those of all files may have 100"):
         tensor_names(tmp_path)
 
@@ -199,3 +208,75 @@ def test_a_dense_mlp_that_cannot_be_split_names_the_setting_that_keeps_it_whole(
     with pytest.raises(ValueError, match=r"intermediate_size=40 .*, or set moe_dense_tp_size=1"):
         load(tmp_path, **rank_0_of(three, 3))
     load(tmp_path, **rank_0_of(three, 3, moe_dense_tp_size=1))
+
+
+E, D, F = 3, 8, 6
+
+
+@pytest.fixture
+def stacked(tmp_path: Path) -> torch.Tensor:
+    """Weights of E experts, inputs first, gate and up alternating: [E, D, 2F]."""
+    saved = torch.arange(float(E * D * 2 * F)).view(E, D, 2 * F)
+    save_file({"w": saved, "norm": torch.arange(4.0)}, tmp_path / "model.safetensors")
+    return saved
+
+
+@pytest.mark.parametrize("up", [0, 1])
+@pytest.mark.parametrize("cut", [range(F), range(2, 5), range(2, 2)])
+def test_a_matrix_is_read_from_a_stack_in_which_two_alternate(
+    stacked: torch.Tensor, tmp_path: Path, up: int, cut: range
+):
+    source = Source(name="w", index=1, count=E, transposed=True, first=up, every=2)
+    target = torch.full((len(cut), D), -1.0)
+    group = WeightGroup({source: Part(target, 0, cut, F)})
+    check_weights(tmp_path, [group], skipped=lambda name: name == "norm")
+    assert (target == -1).all(), "a check reads nothing"
+    load_weights(tmp_path, [group], skipped=lambda name: name == "norm")
+    torch.testing.assert_close(target, stacked[1].T[up::2][cut.start : cut.stop])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"count": E + 1}, {"every": 1}, {"transposed": False}, {"index": None}]
+)
+def test_a_stack_of_another_shape_is_named(
+    stacked: torch.Tensor, tmp_path: Path, wrong: dict[str, Any]
+):
+    how = {"index": 1, "count": E, "transposed": True, "every": 2} | wrong
+    groups = [WeightGroup({Source(name="w", **how): torch.zeros(F, D)})]
+    with pytest.raises(CheckpointError, match=r"w in .* has shape \[3, 8, 12\]; this model needs"):
+        check_weights(tmp_path, groups, skipped=lambda _: True)
+
+
+def test_one_row_fills_those_of_all_heads(stacked: torch.Tensor, tmp_path: Path):
+    heads = torch.zeros(3, 4)
+    groups = [WeightGroup({Source(name="norm", spread=True): heads})]
+    load_weights(tmp_path, groups, skipped=lambda _: True)
+    assert heads.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_rope_rows_of_some_heads_go_to_halves(tmp_path: Path):
+    """Of each head of 5 rows, 4 turn, of which the even ones come first."""
+    saved = torch.arange(30.0).view(15, 2)
+    save_file({"q": saved}, tmp_path / "model.safetensors")
+    target = torch.zeros(10, 2)
+    source = Source(name="q", turn=rope_rows_to_halves(5, 4))
+    load_weights(tmp_path, [WeightGroup({source: Part(target, 0, range(5, 15), 15)})])
+    assert target[:, 0].div(2).tolist() == [5, 6, 8, 7, 9, 10, 11, 13, 12, 14]
+
+
+def test_groups_are_finished_in_order_and_full(tmp_path: Path):
+    """Threads read ahead of the group that is finished; some group's finish reads another's."""
+    names = [f"w{i}" for i in range(20)]
+    save_file({name: torch.ones(50, 50) for name in names}, tmp_path / "model.safetensors")
+    targets = {name: torch.zeros(50, 50, dtype=torch.bfloat16) for name in names}
+    finished: list[str] = []
+
+    def finish(name: str) -> None:
+        assert targets[name].all()
+        finished.append(name)
+
+    groups = [WeightGroup({name: targets[name]}, partial(finish, name)) for name in names]
+    threads = torch.get_num_threads()
+    load_weights(tmp_path, groups)
+    assert finished == names
+    assert torch.get_num_threads() == threads

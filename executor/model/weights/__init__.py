@@ -1,0 +1,22 @@
+"""Weights: safetensors files streamed into a model's parameters.
+
+checkpoint   tensors of a folder, by their names
+formats      numbers of fewer bits, dequantised as they are read
+targets      what fills which parameter
+load         checks all of it, then copies
+"""
+
+from executor.model.weights.formats import Format
+from executor.model.weights.load import OnProgress, check_weights, load_weights, tensor_names
+from executor.model.weights.targets import Part, Source, WeightGroup
+
+__all__ = [
+    "Format",
+    "OnProgress",
+    "Part",
+    "Source",
+    "WeightGroup",
+    "check_weights",
+    "load_weights",
+    "tensor_names",
+]

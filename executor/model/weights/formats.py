@@ -1,0 +1,205 @@
+"""Formats of weights: numbers of fewer bits, with scales in tensors beside them.
+
+Read in float32 and rounded once, when a parameter takes them, which is as exact as its type allows.
+Only the blocks that an executor's part touches are read.
+
+format               tensors of a weight W                              W =
+FP8, 128 x 128       W F8_E4M3 [n, k], W_scale_inv [n/128, k/128]       W * scale of its block
+MXFP4                W_blocks U8 [E, n, k/32, 16], W_scales U8          table[nibble] * 2^(scale - 127),
+                     [E, n, k/32]; W is [E, k, n]                       low nibble first
+INT4, groups of 32   W_packed I32 [n, k/8], W_scale [n, k/32],          (nibble - 8) * scale,
+                     W_shape [2]                                        lowest nibble first
+
+Source: Transformers, integrations/finegrained_fp8.py and mxfp4.py; compressed-tensors,
+compressors/quantized_compressors/pack_quantized.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from executor.errors import CheckpointError
+from executor.model.weights.checkpoint import Index, Stored
+
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
+_FP4_PAIRS = torch.stack((_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)), dim=-1)
+_INT4_IN_INT32 = 8
+
+
+class Format(ABC):
+    """How a checkpoint holds weights of fewer bits.
+
+    Attributes:
+        suffixes: Of the names of a weight's tensors, the numbers' first.
+        block: Consecutive numbers of a row that share a scale.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]]
+    block: int
+
+    def weight_of(self, name: str) -> str:
+        """Returns the name of the weight that a tensor belongs to; its own for a plain one."""
+        for suffix in filter(None, self.suffixes):
+            if name.endswith(suffix):
+                return name.removesuffix(suffix)
+        return name
+
+    def names_of(self, weight: str, found: Mapping[str, Stored]) -> tuple[str, ...]:
+        """Returns the names of a weight's tensors; its own if it is not quantised."""
+        names = tuple(weight + suffix for suffix in self.suffixes)
+        if all(name not in found for name in names if name != weight):
+            return (weight,)
+        return names
+
+    def open(self, weight: str, found: Mapping[str, Stored]) -> Stored:
+        """Returns a weight, to be dequantised.
+
+        Args:
+            weight: Its name; all of ``names_of`` are in the checkpoint.
+            found: The checkpoint.
+
+        Raises:
+            CheckpointError: Its tensors' types or shapes do not fit one another.
+        """
+        names = self.names_of(weight, found)
+        if len(names) == 1:
+            return found[weight]
+        parts = [found[name] for name in names]
+        problem = self._problem(*parts)
+        if problem is not None:
+            shown = ", ".join(f"{one.name} {one.dtype} {list(one.shape)}" for one in parts)
+            raise CheckpointError(f"{parts[0].file} has {shown}: {problem}")
+        return self._open(*parts)
+
+    @abstractmethod
+    def _problem(self, *parts: Stored) -> str | None:
+        """Returns what the tensors should be, if they are not."""
+
+    @abstractmethod
+    def _open(self, *parts: Stored) -> Stored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format(Format):
+    """FP8 E4M3 of DeepSeek-V3 and others, with a scale per block of as many rows as columns."""
+
+    block: int = 128
+    suffixes: ClassVar[tuple[str, ...]] = ("", "_scale_inv")
+
+    def _problem(self, *parts: Stored) -> str | None:
+        weight, scale = parts
+        if weight.dtype != "F8_E4M3" or scale.dtype not in _SCALES:
+            return f"FP8 weights are F8_E4M3, with scales of {', '.join(_SCALES)}"
+        shape = tuple(-(-size // self.block) for size in weight.shape)
+        if len(shape) != 2 or scale.shape != shape:
+            return f"with blocks of {self.block} there are {list(shape)} scales"
+        return None
+
+    def _open(self, *parts: Stored) -> Stored:
+        weight, scale = parts
+
+        def read(index: Index) -> torch.Tensor:
+            rows, row_cover = _blocks(_range(index[0]), self.block)
+            columns, column_cover = _blocks(_range(index[1]), self.block)
+            scales = scale.read((row_cover, column_cover)).float()
+            return weight.read(index).float() * scales[rows][:, columns]
+
+        return weight.dequantised(weight.shape, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format(Format):
+    """MXFP4 of gpt-oss: stacked, outputs first where its weights in bfloat16 have inputs first."""
+
+    block: int = 32
+    suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+
+    def _problem(self, *parts: Stored) -> str | None:
+        blocks, scales = parts
+        if (blocks.dtype, scales.dtype) != ("U8", "U8"):
+            return "MXFP4 has U8 for both"
+        if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, self.block // 2):
+            return f"{self.block // 2} bytes have one scale"
+        return None
+
+    def _open(self, *parts: Stored) -> Stored:
+        blocks, scales = parts
+        count, size, groups, _ = blocks.shape
+
+        def read(index: Index) -> torch.Tensor:
+            *expert, inputs, outputs = index
+            inside, cover = _inside(_range(inputs), self.block)
+            at = (*expert, outputs, cover)
+            exponents = scales.read(at).int() - 127
+            values = _FP4_PAIRS[blocks.read(at).int()].flatten(-2)
+            values = torch.ldexp(values, exponents[..., None])
+            return values.flatten(-2)[..., inside].transpose(-1, -2)
+
+        return blocks.dequantised((count, groups * self.block, size), read)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Format(Format):
+    """INT4 of compressed-tensors, symmetric: eight in an int32, and a scale per group of a row."""
+
+    block: int = 32
+    suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_scale", "_shape")
+
+    def _problem(self, *parts: Stored) -> str | None:
+        packed, scale, shape = parts
+        if packed.dtype != "I32" or scale.dtype not in _SCALES or shape.dtype not in ("I64", "I32"):
+            return f"INT4 is packed in I32, with scales of {', '.join(_SCALES)}"
+        rows, words = packed.shape if len(packed.shape) == 2 else (0, 0)
+        if not words or scale.shape != (rows, -(-words * _INT4_IN_INT32 // self.block)):
+            return f"with groups of {self.block} of a row each has one scale"
+        return None if shape.shape == (2,) else "the shape has 2 numbers"
+
+    def _open(self, *parts: Stored) -> Stored:
+        packed, scale, shape = parts
+        whole = (packed.shape[0], packed.shape[1] * _INT4_IN_INT32)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+
+        def read(index: Index) -> torch.Tensor:
+            said = shape.read((slice(None),)).tolist()
+            if said != list(whole):
+                raise CheckpointError(
+                    f"{shape.name} in {shape.file} says {said}, not {list(whole)}"
+                )
+            rows, columns = index
+            inside, cover = _inside(_range(columns), self.block)
+            words = self.block // _INT4_IN_INT32
+            at = slice(cover.start * words, min(cover.stop * words, packed.shape[1]))
+            nibbles = (packed.read((rows, at))[..., None] >> shifts) & 15
+            values = (nibbles.flatten(-2) - 8).float()
+            scales = scale.read((rows, cover)).float().repeat_interleave(self.block, dim=-1)
+            return (values * scales[..., : values.shape[-1]])[..., inside]
+
+        return packed.dequantised(whole, read)
+
+
+def _range(at: int | slice) -> range:
+    assert isinstance(at, slice), "a matrix is cut by slices"
+    return range(at.start, at.stop, at.step or 1)
+
+
+def _cover(at: range, block: int) -> slice:
+    """Returns the blocks that have these indices."""
+    return slice(at[0] // block, at[-1] // block + 1)
+
+
+def _blocks(at: range, block: int) -> tuple[torch.Tensor, slice]:
+    """Returns the block of each index, counted from the first, and the blocks."""
+    cover = _cover(at, block)
+    return torch.arange(at.start, at.stop, at.step) // block - cover.start, cover
+
+
+def _inside(at: range, block: int) -> tuple[slice, slice]:
+    """Returns the indices, counted from the first block's start, and the blocks."""
+    cover = _cover(at, block)
+    start = cover.start * block
+    return slice(at.start - start, at.stop - start, at.step), cover

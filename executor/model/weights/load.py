@@ -1,0 +1,178 @@
+"""Loading: what a model says that it needs, checked against a checkpoint and copied.
+
+A group at a time is finished, in order, so that it can be packed and its plain copy dropped; threads
+read and dequantise the next few meanwhile. What other ranks hold, whole tensors or parts of one, is
+never read.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from executor.errors import CheckpointError
+from executor.model.weights.checkpoint import Checkpoint, Stored
+from executor.model.weights.formats import Format
+from executor.model.weights.targets import Cut, WeightGroup
+
+_FLOATS = ("BF16", "F16", "F32")
+_INTEGERS = ("I64", "I32")
+_THREADS = 4  # also groups that are read at once, which bounds the memory beside the model
+
+OnProgress = Callable[[int, int], None]
+Skips = Callable[[str], bool]
+
+
+def load_weights(
+    path: str | Path,
+    groups: Iterable[WeightGroup],
+    *,
+    weight_format: Format | None = None,
+    skipped: Skips = lambda name: False,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Fills every group from the checkpoint in ``path``.
+
+    Values are converted to the type of the parameter: floats to floats, integers to integers.
+
+    Args:
+        path: Directory with model.safetensors, or shards and their index.
+        groups: What to fill; consumed, so that a finished group's memory can go.
+        weight_format: Of quantised weights, which are dequantised; None if there are none.
+        skipped: Whether a tensor that no group names may be left unread; of a quantised one, asked
+            once, with the weight's name.
+        on_progress: Called with tensors loaded and tensors in all, after each.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape, is of a type that cannot be
+            converted, or is one that the model has no place for.
+    """
+    pending = deque(groups)
+    del groups  # or it would keep every group to the end
+    num_threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        found = Checkpoint(Path(path), stack)
+        weights = _checked(found, pending, weight_format, skipped)
+        stack.callback(torch.set_num_threads, num_threads)  # which threads set for those to come
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, initializer=_keep_to_one_core))
+        done, total = 0, sum(len(group.targets) for group in pending)
+        ahead: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
+        while pending or ahead:
+            while pending and len(ahead) < _THREADS:
+                group = pending.popleft()
+                ahead.append((_submit(pool, group, weights), group.finish))
+                del group
+            copies, finish = ahead.popleft()
+            for copy in copies:
+                copy.result()
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, total)
+            finish()
+            del finish
+
+
+def check_weights(
+    path: str | Path,
+    groups: Sequence[WeightGroup],
+    *,
+    weight_format: Format | None = None,
+    skipped: Skips = lambda name: False,
+) -> None:
+    """Checks all that ``load_weights`` would, from the files' headers; parameters stay as they are.
+
+    Raises:
+        CheckpointError: As of ``load_weights``.
+    """
+    with ExitStack() as stack:
+        _checked(Checkpoint(Path(path), stack), groups, weight_format, skipped)
+
+
+def tensor_names(path: str | Path) -> frozenset[str]:
+    """Returns the names of the tensors in ``path``.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it cannot be read.
+    """
+    with ExitStack() as stack:
+        return frozenset(Checkpoint(Path(path), stack))
+
+
+def _checked(
+    found: Checkpoint,
+    groups: Iterable[WeightGroup],
+    weight_format: Format | None,
+    skipped: Skips,
+) -> dict[str, Stored]:
+    """Returns every weight that a group names, once all of them are seen to fit."""
+    cuts = (Cut.of(*target) for group in groups for target in group.targets.items())
+    needs = {(cut.source.name, cut.shape, cut.target.is_floating_point()) for cut in cuts}
+    _check_names(found, {name for name, _, _ in needs}, weight_format, skipped)
+    weights: dict[str, Stored] = {}
+    for name, shape, is_float in sorted(needs):
+        if name not in weights:
+            weights[name] = weight_format.open(name, found) if weight_format else found[name]
+        _check(weights[name], shape, is_float)
+    return weights
+
+
+def _check_names(
+    found: Checkpoint, needed: set[str], weight_format: Format | None, skipped: Skips
+) -> None:
+    weight_of = {name: name for name in found}
+    names = needed
+    if weight_format is not None:
+        weight_of = {name: weight_format.weight_of(name) for name in found}
+        quantised = {weight for name, weight in weight_of.items() if name != weight}
+        names = needed | quantised
+        names = {part for name in names for part in weight_format.names_of(name, found)}
+    missing = sorted(names - found.keys())
+    if missing:
+        raise CheckpointError(f"{found.path} lacks {_listed(missing)}")
+    unexpected = sorted(
+        name for name, weight in weight_of.items() if weight not in needed and not skipped(weight)
+    )
+    if unexpected:
+        raise CheckpointError(
+            f"{found[unexpected[0]].file} has {_listed(unexpected)}, for which this model has no "
+            f"place: config.json and the tensors disagree"
+        )
+
+
+def _check(weight: Stored, shape: tuple[int, ...], is_float: bool) -> None:
+    where = f"{weight.name} in {weight.file}"
+    if weight.shape != shape:
+        raise CheckpointError(
+            f"{where} has shape {list(weight.shape)}; this model needs {list(shape)}"
+        )
+    loadable = _FLOATS if is_float else _INTEGERS
+    if weight.dtype not in loadable:
+        raise CheckpointError(
+            f"{where} has type {weight.dtype}; {', '.join(loadable)} can be loaded, and others with "
+            f"their scales, as quantization_config in config.json says"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
+
+
+def _submit(
+    pool: ThreadPoolExecutor, group: WeightGroup, weights: Mapping[str, Stored]
+) -> list[Future[None]]:
+    cuts = [Cut.of(*target) for target in group.targets.items()]
+    return [pool.submit(_copy, weights[cut.source.name], cut) for cut in cuts]
+
+
+@torch.inference_mode()  # which is a thread's own
+def _copy(weight: Stored, cut: Cut) -> None:
+    if cut.index is not None:
+        cut.fill(weight.read(cut.index))
+
+
+def _keep_to_one_core() -> None:
+    torch.set_num_threads(1)
