@@ -36,6 +36,7 @@ from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.spec import MoeSpec
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
@@ -46,13 +47,14 @@ class Kernels:
 
     Attributes:
         operators: Norms, rotation and activation.
-        new_experts: Makes an executor's share of one layer's experts, given its place in the group.
+        new_experts: Makes an executor's share of one layer's experts, given these and its place in
+            the group.
         workers: Threads that share a layer on the CPU.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
     """
 
     operators: Operators
-    new_experts: Callable[[Topology], Experts]
+    new_experts: Callable[[MoeSpec, Topology], Experts]
     workers: WorkerPool
     scratch: ExpertScratch | None = None
 
@@ -72,8 +74,13 @@ def cpu_kernels(
     workers = WorkerPool(num_workers)
     return Kernels(
         operators=_torch_operators(config, dtype, device),
-        new_experts=lambda topology: PackedExperts(
-            _share(config, topology), config.hidden_size, workers, dtype=dtype, device=device
+        new_experts=lambda spec, topology: PackedExperts(
+            spec,
+            ExpertShare.of(topology, spec),
+            config.hidden_size,
+            workers,
+            dtype=dtype,
+            device=device,
         ),
         workers=workers,
     )
@@ -125,8 +132,9 @@ def stacked_kernels(
         scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=config.num_experts_per_tok)
     return Kernels(
         operators=operators,
-        new_experts=lambda topology: StackedExperts(
-            _share(config, topology),
+        new_experts=lambda spec, topology: StackedExperts(
+            spec,
+            ExpertShare.of(topology, spec),
             config.hidden_size,
             kind,
             scratch or operators.silu_and_mul,
@@ -136,10 +144,6 @@ def stacked_kernels(
         workers=WorkerPool(1),
         scratch=scratch,
     )
-
-
-def _share(config: ModelConfig, topology: Topology) -> ExpertShare:
-    return ExpertShare.of(topology, config.num_experts, config.moe_intermediate_size)
 
 
 def _torch_operators(

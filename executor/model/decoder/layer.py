@@ -210,7 +210,7 @@ class Qwen3MoeSparseBlock:
             router=RouterSpec(renormalise=config.norm_topk_prob),
         )
         self.router = Router(spec, config.hidden_size, dtype=dtype, device=device)
-        self.experts = kernels.new_experts(peers.topology)
+        self.experts = kernels.new_experts(spec, peers.topology)
         self._layer = MoELayer(self.router, dispatcher=peers.dispatcher, runner=self.experts.runner)
 
     def __call__(

@@ -5,11 +5,20 @@ R rows of experts    L experts on this rank    F expert hidden    K experts per 
 """
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 KVPages = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [blocks, block_size, N, D]
+
+
+class ClampOfExperts(NamedTuple):
+    """gate' sigmoid(alpha gate') (up' + beta), both clipped at the limit: float32 [L] each."""
+
+    alpha: torch.Tensor
+    beta: torch.Tensor
+    limit: torch.Tensor
+
 
 LAYOUT = "NHD"  # [block, place in the block, head, width], as the KV pool lies
 
@@ -172,6 +181,8 @@ class FlashInferOps:
         w31: torch.Tensor,
         w2: torch.Tensor,
         *,
+        clamp: ClampOfExperts | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor,
         workspace: torch.Tensor,
         max_num_rows: int,
@@ -184,6 +195,8 @@ class FlashInferOps:
             topk_weights_RK: float32.
             w31: [L, 2F, D], **up** projection first, then gate.
             w2: [L, D, F].
+            clamp: Of the activation; None for silu(gate) * up.
+            biases: [L, 2F], up first, and [L, D], in the type of x; None without.
             out: [R, D]; rows without experts here become 0.
             workspace: uint8, of ``fused_moe_workspace_size``.
             max_num_rows: R at most, ever.
@@ -199,6 +212,11 @@ class FlashInferOps:
             fc2_expert_weights=w2,
             output_dtype=out.dtype,
             quant_scales=[],
+            fc1_expert_biases=None if biases is None else biases[0],
+            fc2_expert_biases=None if biases is None else biases[1],
+            swiglu_alpha=None if clamp is None else clamp.alpha,
+            swiglu_beta=None if clamp is None else clamp.beta,
+            swiglu_limit=None if clamp is None else clamp.limit,
             tp_size=1,
             tp_rank=0,
             ep_size=2,
@@ -207,18 +225,21 @@ class FlashInferOps:
             enable_alltoall=False,
             tune_max_num_tokens=max_num_rows,
             enable_pdl=self.enable_pdl,
-            activation_type=self.library.ActivationType.Swiglu,
+            activation_type=self._activation_type(is_clamped=clamp is not None),
             use_fused_finalize=False,
             workspace_buffer=workspace,
         )
 
-    def fused_moe_workspace_size(self, max_num_rows: int, top_k: int, w2: torch.Tensor) -> int:
+    def fused_moe_workspace_size(
+        self, max_num_rows: int, top_k: int, w2: torch.Tensor, *, is_clamped: bool = False
+    ) -> int:
         """Returns the bytes of workspace for at most ``max_num_rows`` rows. Needs the GPU.
 
         Args:
             max_num_rows: R at most.
             top_k: K.
             w2: [L, D, F], for its sizes.
+            is_clamped: Whether there will be a ``clamp``.
         """
         num_local, hidden_size, intermediate_size = w2.shape
         num_bytes: int = self.library.fused_moe.cutlass_fused_moe_workspace_size(
@@ -230,7 +251,7 @@ class FlashInferOps:
             x_dtype=w2.dtype,
             weight_dtype=w2.dtype,
             output_dtype=w2.dtype,
-            activation_type=self.library.ActivationType.Swiglu,
+            activation_type=self._activation_type(is_clamped=is_clamped),
             tp_size=1,
             tp_rank=0,
             ep_size=2,
@@ -239,3 +260,8 @@ class FlashInferOps:
             device=w2.device,
         )
         return num_bytes
+
+    def _activation_type(self, *, is_clamped: bool) -> Any:
+        """Plain Swiglu takes the numbers of a clamp and ignores them."""
+        types = self.library.ActivationType
+        return types.SwigluBias if is_clamped else types.Swiglu

@@ -5,7 +5,7 @@ each: rows of gate and up, columns of down. What they compute adds up to the exp
 is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor holds of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,18 @@ from typing import Any
 import torch
 
 from executor.model.layers.linear import Linear, WorkerPool
-from executor.model.moe.layer import MoERunner, StackedMoERunner
+from executor.model.moe.activation import activation_of
+from executor.model.moe.layer import ExpertBiases, MoERunner, StackedMoERunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
+from executor.model.spec import ActivationSpec, MoeSpec
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import Topology, share_of
 
-# Takes w13 [L, 2F, D], w2 [L, D, F], and an activation or scratch memory.
-NewRunner = Callable[[torch.Tensor, torch.Tensor, Any], StackedMoERunner]
+# Takes w13 [L, 2F, D], w2 [L, D, F], a kernel for silu(gate) * up or scratch memory, what takes the
+# place of that activation, and biases.
+NewRunner = Callable[
+    [torch.Tensor, torch.Tensor, Any, ActivationSpec, ExpertBiases | None], StackedMoERunner
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +42,32 @@ class ExpertShare:
     intermediate_size: int
 
     @classmethod
-    def of(cls, topology: Topology, num_experts: int, intermediate_size: int) -> "ExpertShare":
+    def of(cls, topology: Topology, spec: MoeSpec) -> "ExpertShare":
         """Returns the share of one executor.
 
         Args:
             topology: Its place in the group.
-            num_experts: Of the layer, on all executors.
-            intermediate_size: Hidden columns of a whole expert.
+            spec: Of the layer.
 
         Raises:
             ValueError: Experts or columns do not divide. Says which sizes there could be.
         """
         columns = share_of(
-            "moe_intermediate_size", intermediate_size, topology.moe_tp_rank, topology.moe_tp_size
+            "moe_intermediate_size",
+            spec.intermediate_size,
+            topology.moe_tp_rank,
+            topology.moe_tp_size,
         )
-        return cls(topology.local_experts(num_experts), columns, intermediate_size)
+        return cls(topology.local_experts(spec.num_experts), columns, spec.intermediate_size)
+
+    @property
+    def adds_down_bias(self) -> bool:
+        """Whether it is the one of the executors with these experts that adds their last bias."""
+        return self.columns.start == 0
 
     def targets(
         self, prefix: str, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-    ) -> dict[str, Part]:
+    ) -> dict[str, torch.Tensor | Part]:
         """Returns where the tensors of one expert go: this executor's part of each.
 
         Args:
@@ -72,11 +84,30 @@ class ExpertShare:
             f"{prefix}{expert}.down_proj.weight": Part(down, 1, columns, size),
         }
 
+    def bias_targets(
+        self,
+        prefix: str,
+        expert: int,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor | Part]:
+        """Returns where the biases of one expert go: [F], [F] and, if it adds that one, [D]."""
+        size, columns = self.intermediate_size, self.columns
+        targets: dict[str, torch.Tensor | Part] = {
+            f"{prefix}{expert}.gate_proj.bias": Part(gate, 0, columns, size),
+            f"{prefix}{expert}.up_proj.bias": Part(up, 0, columns, size),
+        }
+        if self.adds_down_bias and down is not None:
+            targets[f"{prefix}{expert}.down_proj.bias"] = down
+        return targets
+
 
 class PackedExperts:
     """Each expert's products by themselves, packed for the CPU; small ones side by side as well.
 
     Args:
+        spec: The layer's.
         share: What this executor holds.
         hidden_size: D.
         workers: Share the experts of a step.
@@ -87,6 +118,7 @@ class PackedExperts:
 
     def __init__(
         self,
+        spec: MoeSpec,
         share: ExpertShare,
         hidden_size: int,
         workers: WorkerPool,
@@ -94,19 +126,27 @@ class PackedExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        def linear(in_features: int, out_features: int) -> Linear:
-            return Linear(in_features, out_features, dtype=dtype, device=device)
+        def linear(in_features: int, out_features: int, *, has_bias: bool) -> Linear:
+            return Linear(in_features, out_features, has_bias=has_bias, dtype=dtype, device=device)
 
         count, size = len(share.experts), len(share.columns)
+        has_down_bias = spec.bias and share.adds_down_bias
+        activation = activation_of(spec.activation)
         self._share = share
-        self._w13 = [linear(hidden_size, 2 * size) for _ in share.experts]
-        self._w2 = [linear(size, hidden_size) for _ in share.experts]
+        self._w13 = [linear(hidden_size, 2 * size, has_bias=spec.bias) for _ in share.experts]
+        self._w2 = [linear(size, hidden_size, has_bias=has_down_bias) for _ in share.experts]
         self._side_by_side: tuple[Linear, Linear] | None = None
-        self.runner: MoERunner = TorchMoERunner(self._w13, self._w2, workers)
+        self._down_bias: torch.Tensor | None = None
+        self.runner: MoERunner = TorchMoERunner(self._w13, self._w2, workers, activation)
         if are_small(count, hidden_size, size, dtype.itemsize):
-            w13, w2 = linear(hidden_size, 2 * count * size), linear(count * size, hidden_size)
+            w13 = linear(hidden_size, 2 * count * size, has_bias=spec.bias)
+            w2 = linear(count * size, hidden_size, has_bias=False)
             self._side_by_side = w13, w2
-            self.runner = SmallExpertsRunner(w13, w2, count, self.runner)
+            if has_down_bias:
+                self._down_bias = torch.empty(count, hidden_size, dtype=dtype, device=device)
+            self.runner = SmallExpertsRunner(
+                w13, w2, count, self.runner, activation, self._down_bias
+            )
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
@@ -114,6 +154,9 @@ class PackedExperts:
         for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
             gate, up = w13.weight.chunk(2)
             targets = self._share.targets(prefix, expert, gate, up, w2.weight)
+            if w13.bias is not None:
+                gate, up = w13.bias.chunk(2)
+                targets |= self._share.bias_targets(prefix, expert, gate, up, w2.bias)
             groups.append(WeightGroup(targets, partial(_finish, w13, w2)))
         if self._side_by_side is None:
             return groups
@@ -122,10 +165,13 @@ class PackedExperts:
 
     def _finish_side_by_side(self) -> None:
         assert self._side_by_side is not None
-        gates_ups = zip(*(linear.weight.chunk(2) for linear in self._w13), strict=True)
-        weights = torch.cat([weight for part in gates_ups for weight in part])
-        self._side_by_side[0].finish(weights)
-        self._side_by_side[1].finish(torch.cat([linear.weight for linear in self._w2], dim=1))
+        w13, w2 = self._side_by_side
+        if w13.bias is not None:
+            w13.bias.copy_(_gates_then_ups(x.bias for x in self._w13 if x.bias is not None))
+        if self._down_bias is not None:
+            torch.stack([x.bias for x in self._w2 if x.bias is not None], out=self._down_bias)
+        w13.finish(_gates_then_ups(x.weight for x in self._w13))
+        w2.finish(torch.cat([linear.weight for linear in self._w2], dim=1))
         _finish(*self._w13, *self._w2)
 
 
@@ -133,10 +179,11 @@ class StackedExperts:
     """All experts' weights in two tensors, for kernels that run all experts at once.
 
     Args:
+        spec: The layer's.
         share: What this executor holds.
         hidden_size: D.
         kind: What runs them.
-        tool: Its third argument: an activation or scratch memory, which all layers share.
+        tool: Its third argument, which all layers share.
 
     Attributes:
         runner: Runs them, once all weight groups are filled.
@@ -144,6 +191,7 @@ class StackedExperts:
 
     def __init__(
         self,
+        spec: MoeSpec,
         share: ExpertShare,
         hidden_size: int,
         kind: NewRunner,
@@ -156,23 +204,38 @@ class StackedExperts:
         count, size = len(share.experts), len(share.columns)
         self._w13 = torch.empty(count, 2 * size, hidden_size, dtype=dtype, device=device)
         self._w2 = torch.empty(count, hidden_size, size, dtype=dtype, device=device)
-        self.runner = kind(self._w13, self._w2, tool)
+        self._biases: ExpertBiases | None = None
+        if spec.bias:
+            b13 = torch.empty(count, 2 * size, dtype=dtype, device=device)
+            self._biases = ExpertBiases(b13, b13.new_zeros(count, hidden_size))
+        self.runner = kind(self._w13, self._w2, tool, spec.activation, self._biases)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
         groups = []
-        for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
-            first, second = w13.chunk(2)
-            gate, up = (first, second) if self.runner.gate_first else (second, first)
-            targets = self._share.targets(prefix, expert, gate, up, w2)
+        for i, expert in enumerate(self._share.experts):
+            w13, w2 = self._w13[i], self._w2[i]
+            targets = self._share.targets(prefix, expert, *self._gate_up(w13), w2)
+            if self._biases is not None:
+                b13, b2 = (bias[i] for bias in self._biases)
+                targets |= self._share.bias_targets(prefix, expert, *self._gate_up(b13), b2)
             groups.append(WeightGroup(targets, partial(self._arrange, w13)))
         return groups
+
+    def _gate_up(self, w13: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = w13.chunk(2)
+        return (first, second) if self.runner.gate_first else (second, first)
 
     def _arrange(self, w13: torch.Tensor) -> None:
         w13.copy_(self.runner.arrange(w13))
 
 
 Experts = PackedExperts | StackedExperts
+
+
+def _gates_then_ups(of_experts: Iterable[torch.Tensor]) -> torch.Tensor:
+    gates_ups = zip(*(tensor.chunk(2) for tensor in of_experts), strict=True)
+    return torch.cat([tensor for part in gates_ups for tensor in part])
 
 
 def _finish(*linears: Linear) -> None:

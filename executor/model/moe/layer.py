@@ -15,7 +15,7 @@ Dimensions, here and in the files beside this one:
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -157,12 +157,26 @@ class MoERunner(ABC):
         """Returns [R, D], each row's outputs of this rank's experts, weighted and summed."""
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of stacked experts.
+
+    Attributes:
+        b13: [L, 2F], as the rows of w13 lie.
+        b2: [L, D], added inside the routing weight. Zeros on all but one of the executors that share
+            these experts, as their results are summed.
+    """
+
+    b13: torch.Tensor
+    b2: torch.Tensor
+
+
 class StackedMoERunner(MoERunner):
     """A runner of experts whose weights are two stacked tensors.
 
     Args:
         w13: [L, 2F, D], gate and up projections of each expert.
         w2: [L, D, F], down projections.
+        biases: Of both; None without.
 
     Attributes:
         gate_first: Whether gate or up comes first in w13.
@@ -173,7 +187,9 @@ class StackedMoERunner(MoERunner):
 
     gate_first: bool = True
 
-    def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def __init__(
+        self, w13: torch.Tensor, w2: torch.Tensor, biases: ExpertBiases | None = None
+    ) -> None:
         num_local, hidden_size, intermediate_size = w2.shape
         if w13.shape != (num_local, 2 * intermediate_size, hidden_size):
             raise ValueError(
@@ -182,6 +198,7 @@ class StackedMoERunner(MoERunner):
             )
         self._w13 = w13
         self._w2 = w2
+        self._biases = biases
 
     @staticmethod
     def arrange(w13: torch.Tensor, /) -> torch.Tensor:

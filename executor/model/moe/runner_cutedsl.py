@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from executor.model.flashinfer.cutedsl import CuteDslExperts, interleave_up_gate, scratch_rows
-from executor.model.moe.layer import Dispatched, ExpertScratch, StackedMoERunner
+from executor.model.moe.layer import Dispatched, ExpertBiases, ExpertScratch, StackedMoERunner
+from executor.model.spec import ActivationSpec
 
 
 class CuteDslWrapper(NamedTuple):
@@ -59,15 +60,30 @@ class CuteDslMoERunner(StackedMoERunner):
         w31: [L, 2F, D], up and gate projections of each expert, as ``arrange`` returns them.
         w2: [L, D, F], down projections.
         sizing: For passes as large as any.
+        activation: None: the kernels have SwiGLU only.
+        biases: None: the kernels add none.
 
     Raises:
-        ValueError: The weights do not fit one another, or as ``CuteDslExperts``.
+        ValueError: The weights do not fit one another, the kernels lack what the experts need, or
+            as ``CuteDslExperts``.
     """
 
     gate_first = False
     arrange = staticmethod(interleave_up_gate)
 
-    def __init__(self, w31: torch.Tensor, w2: torch.Tensor, sizing: CuteDslSizing) -> None:
+    def __init__(
+        self,
+        w31: torch.Tensor,
+        w2: torch.Tensor,
+        sizing: CuteDslSizing,
+        activation: ActivationSpec = None,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        if activation is not None or biases is not None:
+            raise ValueError(
+                "moe_runner=cutedsl: its kernels have neither biases nor a clamped SwiGLU, which this "
+                "model's experts need: set moe_runner to cutlass or grouped"
+            )
         super().__init__(w31, w2)
         self._sizing = sizing
         self._wrapper = sizing.ensure_cutedsl_wrapper(w2)

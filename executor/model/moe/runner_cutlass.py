@@ -2,7 +2,9 @@
 
 import torch
 
-from executor.model.moe.layer import Dispatched, ExpertScratch, StackedMoERunner
+from executor.model.flashinfer.operators import ClampOfExperts
+from executor.model.moe.layer import Dispatched, ExpertBiases, ExpertScratch, StackedMoERunner
+from executor.model.spec import ActivationSpec
 
 
 class CutlassWorkspace(ExpertScratch):
@@ -10,10 +12,12 @@ class CutlassWorkspace(ExpertScratch):
 
     _buffer: torch.Tensor | None = None
 
-    def for_layer(self, w2: torch.Tensor) -> torch.Tensor:
+    def for_layer(self, w2: torch.Tensor, *, is_clamped: bool) -> torch.Tensor:
         """Returns the memory, uint8. All layers have the sizes of the first, w2 [L, D, F]."""
         if self._buffer is None:
-            num_bytes = self.ops.fused_moe_workspace_size(self.max_num_rows, self.top_k, w2)
+            num_bytes = self.ops.fused_moe_workspace_size(
+                self.max_num_rows, self.top_k, w2, is_clamped=is_clamped
+            )
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=w2.device)
         return self._buffer
 
@@ -28,14 +32,29 @@ class CutlassMoERunner(StackedMoERunner):
         w31: [L, 2F, D], **up** and gate projections of each expert, in this order.
         w2: [L, D, F], down projections.
         workspace: For passes as large as any.
+        activation: Between the two.
+        biases: Of both; None without.
     """
 
     gate_first = False
 
-    def __init__(self, w31: torch.Tensor, w2: torch.Tensor, workspace: CutlassWorkspace) -> None:
-        super().__init__(w31, w2)
+    def __init__(
+        self,
+        w31: torch.Tensor,
+        w2: torch.Tensor,
+        workspace: CutlassWorkspace,
+        activation: ActivationSpec = None,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        super().__init__(w31, w2, biases)
         self._workspace = workspace
-        self._buffer = workspace.for_layer(w2)
+        self._buffer = workspace.for_layer(w2, is_clamped=activation is not None)
+        self._clamp: ClampOfExperts | None = None
+        if activation is not None:
+            numbers = (activation.alpha, 1.0, activation.limit)
+            self._clamp = ClampOfExperts(
+                *(torch.full((len(w2),), x, device=w2.device) for x in numbers)
+            )
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         self._workspace.check(dispatched)
@@ -46,6 +65,8 @@ class CutlassMoERunner(StackedMoERunner):
             dispatched.topk_weights_RK,
             self._w13,
             self._w2,
+            clamp=self._clamp,
+            biases=self._biases,
             out=out,
             workspace=self._buffer,
             max_num_rows=self._workspace.max_num_rows,

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from executor.model.moe.layer import Dispatched, StackedMoERunner
+from executor.model.moe.activation import clamped_swiglu
+from executor.model.moe.layer import Dispatched, ExpertBiases, StackedMoERunner
+from executor.model.spec import ActivationSpec
 
 # Where there is no public one yet: torch 2.8 and 2.9 have it under the other name.
 _grouped_mm: Callable[..., torch.Tensor] = getattr(
@@ -27,6 +29,8 @@ class GroupedMMRunner(StackedMoERunner):
         w13: [L, 2F, D], gate and up projections of each expert.
         w2: [L, D, F], down projections. D and F are multiples of 16 bytes.
         silu_and_mul: Takes [P, 2F] to [P, F], gate first.
+        activation: In its place; None for that.
+        biases: Of both products; None without.
 
     Raises:
         ValueError: The weights do not fit one another, or the grouped product.
@@ -37,8 +41,10 @@ class GroupedMMRunner(StackedMoERunner):
         w13: torch.Tensor,
         w2: torch.Tensor,
         silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
+        activation: ActivationSpec = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
-        super().__init__(w13, w2)
+        super().__init__(w13, w2, biases)
         num_local, hidden_size, intermediate_size = w2.shape
         for name, size in (("D", hidden_size), ("F", intermediate_size)):
             if size * w2.itemsize % 16:
@@ -46,7 +52,9 @@ class GroupedMMRunner(StackedMoERunner):
                     f"{name}={size} in {w2.dtype}: the grouped product needs rows of a multiple "
                     f"of 16 bytes; use another MoE runner"
                 )
-        self._silu_and_mul = silu_and_mul
+        self._activate = silu_and_mul
+        if activation is not None:
+            self._activate = lambda hidden: clamped_swiglu(activation, *hidden.chunk(2, dim=-1))
         self._experts = torch.arange(num_local, dtype=torch.int32, device=w2.device)
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
@@ -58,7 +66,12 @@ class GroupedMMRunner(StackedMoERunner):
         ends_L = torch.searchsorted(ids_P, self._experts, right=True, out_int32=True)
         x_PD = x_RD.index_select(0, order_P // top_k)
         hidden = _grouped_mm(x_PD, self._w13.transpose(-2, -1), offs=ends_L)
-        y_PD = _grouped_mm(self._silu_and_mul(hidden), self._w2.transpose(-2, -1), offs=ends_L)
+        if self._biases is not None:
+            local_P = ids_P.clamp(max=len(self._experts) - 1)
+            hidden += self._biases.b13.index_select(0, local_P)
+        y_PD = _grouped_mm(self._activate(hidden), self._w2.transpose(-2, -1), offs=ends_L)
+        if self._biases is not None:
+            y_PD += self._biases.b2.index_select(0, local_P)
         # Rows past the last expert's were never written, and may hold anything.
         y_PD.masked_fill_((ids_P == len(self._experts)).unsqueeze(1), 0)
         unsorted_P = torch.empty_like(order_P)

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.moe.activation import Activation, swiglu
 from executor.model.moe.layer import Dispatched, MoERunner
 
 _EXPERT_COST = 8  # reading an expert's weights from memory takes as long as computing 8 rows
@@ -35,16 +35,22 @@ class TorchMoERunner(MoERunner):
     to run.
 
     Args:
-        w13: Gate and up projections of each expert, stacked, D to 2F.
+        w13: Gate and up projections of each expert, stacked, D to 2F. May have biases, as w2 may.
         w2: Down projection of each expert, F to D.
         workers: Run the experts; None leaves them to the caller's thread.
+        activation: Between the two.
     """
 
     def __init__(
-        self, w13: Sequence[Linear], w2: Sequence[Linear], workers: WorkerPool | None = None
+        self,
+        w13: Sequence[Linear],
+        w2: Sequence[Linear],
+        workers: WorkerPool | None = None,
+        activation: Activation = swiglu,
     ) -> None:
         self._w13 = w13
         self._w2 = w2
+        self._activation = activation
         self._workers = workers or WorkerPool(1)
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
@@ -100,7 +106,7 @@ class TorchMoERunner(MoERunner):
         """What one thread runs of ``_experts``. One activation for all: small operators cost."""
         hidden = torch.cat([self._w13[expert](x) for expert, x in zip(experts, xs, strict=True)])
         gate, up = hidden.chunk(2, dim=-1)
-        activated = torch.split_with_sizes(F.silu(gate).mul_(up), [len(x) for x in xs])
+        activated = torch.split_with_sizes(self._activation(gate, up), [len(x) for x in xs])
         return torch.cat([self._w2[e](x) for e, x in zip(experts, activated, strict=True)])
 
 
@@ -123,17 +129,29 @@ class SmallExpertsRunner(MoERunner):
     """Runs all experts on all rows while these are few, and hands more rows on.
 
     Args:
-        w13: D to 2·L·F: gates of all experts, then their up projections.
+        w13: D to 2·L·F: gates of all experts, then their up projections. May have a bias.
         w2: L·F to D: their down projections.
         num_experts: L.
         one_by_one: Runs more rows.
+        activation: Between the two.
+        down_bias: [L, D], of the down projections; None without.
     """
 
-    def __init__(self, w13: Linear, w2: Linear, num_experts: int, one_by_one: MoERunner) -> None:
+    def __init__(
+        self,
+        w13: Linear,
+        w2: Linear,
+        num_experts: int,
+        one_by_one: MoERunner,
+        activation: Activation = swiglu,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
         self._w13 = w13
         self._w2 = w2
         self._num_experts = num_experts
         self._one_by_one = one_by_one
+        self._activation = activation
+        self._down_bias = down_bias
         layer_bytes = w2.weight.numel() * w2.weight.itemsize
         self._min_rows = 1 if layer_bytes <= _MAX_ONE_ROW_BYTES else 2
         self._max_rows = _MAX_ROWS_BYTES * num_experts // layer_bytes
@@ -155,7 +173,10 @@ class SmallExpertsRunner(MoERunner):
         weights.scatter_add_(1, dispatched.topk_ids_RK.long(), weights_RK)
         weights_RL1 = weights[:, :num_experts].to(x_RD.dtype).unsqueeze(-1)
         gate, up = self._w13(x_RD).chunk(2, dim=-1)
-        hidden_RLF = F.silu(gate).mul_(up).view(num_rows, num_experts, -1)
+        hidden_RLF = self._activation(gate, up).view(num_rows, num_experts, -1)
         # Filled as well as multiplied: what an expert that nobody chose computes may be infinite.
         hidden_RLF.mul_(weights_RL1).masked_fill_(weights_RL1 == 0, 0)
-        return self._w2(hidden_RLF.flatten(1))
+        y_RD = self._w2(hidden_RLF.flatten(1))
+        return (
+            y_RD if self._down_bias is None else y_RD.addmm_(weights_RL1[..., 0], self._down_bias)
+        )

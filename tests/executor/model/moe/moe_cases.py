@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,6 +14,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe import experts
 from executor.model.moe.experts import Experts
 from executor.model.moe.layer import Dispatched, MoERunner
+from executor.model.spec import ClampedSwiGlu, MoeSpec, RouterSpec
 from executor.model.weights.targets import Cut
 from executor.parallel.layout import Topology
 
@@ -23,6 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 CPU = torch.device("cpu")
 
+CLAMPED = ClampedSwiGlu(alpha=1.702, limit=1.0)  # low, so that many values are clipped
 Tensors = dict[str, torch.Tensor]
 NewKernels = Callable[[ModelConfig, FlashInferOps | None], Kernels]
 
@@ -53,6 +56,17 @@ def config(dtype: torch.dtype, num_experts: int = NUM_EXPERTS, **sizes: int) -> 
         eos_token_ids=(),
     )
     return replace(model, **sizes)  # type: ignore[arg-type]
+
+
+def moe_spec(model: ModelConfig, **changed: Any) -> MoeSpec:
+    """Returns the description of its experts."""
+    sizes = MoeSpec(
+        num_experts=model.num_experts,
+        top_k=TOP_K,
+        intermediate_size=model.moe_intermediate_size,
+        router=RouterSpec(),
+    )
+    return replace(sizes, **changed)
 
 
 def _stacked(moe_runner: str) -> NewKernels:
@@ -89,10 +103,12 @@ class Kind:
     is_small: bool = False
     takes_place: bool = False
 
-    def new(self, model: ModelConfig, ops: FlashInferOps | None, topology: Topology) -> Experts:
-        """Returns an executor's experts, not filled yet."""
+    def new(
+        self, model: ModelConfig, ops: FlashInferOps | None, topology: Topology, **spec: Any
+    ) -> Experts:
+        """Returns an executor's experts, not filled yet. ``spec`` are fields of their MoeSpec."""
         with patch.object(experts, "are_small", lambda *sizes: self.is_small):
-            return self.new_kernels(model, ops).new_experts(topology)
+            return self.new_kernels(model, ops).new_experts(moe_spec(model, **spec), topology)
 
 
 KINDS = {
@@ -115,6 +131,16 @@ def checkpoint(dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> Tensors:
     return tensors
 
 
+def biases(dtype: torch.dtype, num_experts: int = NUM_EXPERTS) -> Tensors:
+    """Returns the biases of as many experts, likewise."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        f"{PREFIX}{expert}.{name}_proj.bias": torch.randn(size, generator=generator).to(dtype)
+        for expert in range(num_experts)
+        for name, size in (("gate", FF), ("up", FF), ("down", D))
+    }
+
+
 def fill(layer: Experts, tensors: Tensors) -> None:
     """Fills experts in place of the loader."""
     for group in layer.weight_groups(PREFIX):
@@ -127,10 +153,11 @@ def fill(layer: Experts, tensors: Tensors) -> None:
         group.finish()
 
 
-def new_runner(kind: Kind, tensors: Tensors, ops: FlashInferOps | None) -> MoERunner:
+def new_runner(kind: Kind, tensors: Tensors, ops: FlashInferOps | None, **spec: Any) -> MoERunner:
     """Returns what runs all experts of a checkpoint on one executor."""
     dtype = next(iter(tensors.values())).dtype
-    layer = kind.new(config(dtype, len(tensors) // 3), ops, Topology())
+    num_experts = sum(name.endswith("down_proj.weight") for name in tensors)
+    layer = kind.new(config(dtype, num_experts), ops, Topology(), **spec)
     fill(layer, tensors)
     return layer.runner
 
@@ -162,8 +189,31 @@ def run_pairs(
     return y_RD.index_add_(0, row_P, weights_RK[row_P, k_P].double().unsqueeze(1) * y_PD)
 
 
+def clamped_pairs(tensors: Tensors, dispatched: Dispatched) -> torch.Tensor:
+    """Every pair of a row and a gpt-oss expert by itself, in float64, with biases."""
+    y = torch.zeros(dispatched.x_RD.shape, dtype=torch.float64)
+    for row, ids in enumerate(dispatched.topk_ids_RK.tolist()):
+        for k, expert in enumerate(ids):
+            named = f"{PREFIX}{expert}.{{}}_proj.{{}}"
+            if named.format("down", "weight") not in tensors:
+                continue
+            gate, up, down = (
+                (tensors[named.format(part, "weight")], tensors[named.format(part, "bias")])
+                for part in ("gate", "up", "down")
+            )
+            x = dispatched.x_RD[row].double()
+            g = (gate[0].double() @ x + gate[1].double()).clamp(max=CLAMPED.limit)
+            u = (up[0].double() @ x + up[1].double()).clamp(-CLAMPED.limit, CLAMPED.limit)
+            hidden = (u + 1) * g / (1 + torch.exp(-CLAMPED.alpha * g))
+            weight = dispatched.topk_weights_RK[row, k].double()
+            y[row] += weight * (down[0].double() @ hidden + down[1].double())
+    return y
+
+
 def authority(tensors: Tensors, dispatched: Dispatched) -> torch.Tensor:
     """Rows through all experts of a checkpoint, in float64."""
+    if any(name.endswith("bias") for name in tensors):
+        return clamped_pairs(tensors, dispatched)
     x, ids, weights = dispatched.x_RD, dispatched.topk_ids_RK, dispatched.topk_weights_RK
     w13 = stack(tensors, "gate", "up").unflatten(1, (2, FF))
     return run_pairs(x, ids, weights, w13, stack(tensors, "down"))

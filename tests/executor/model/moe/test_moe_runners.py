@@ -24,6 +24,7 @@ from executor.model.weights import load_weights
 from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
     CASES,
+    CLAMPED,
     CPU,
     DTYPES,
     FF,
@@ -37,8 +38,10 @@ from tests.executor.model.moe.moe_cases import (
     D,
     Kind,
     L,
+    Tensors,
     assert_right,
     authority,
+    biases,
     checkpoint,
     config,
     new_runner,
@@ -137,6 +140,32 @@ def test_rows_and_places_that_do_not_fit_are_refused(name: str, problem: str, op
         runner.run(dispatched)
 
 
+# Biases and a clamped activation.
+
+BIASED = {"activation": CLAMPED, "bias": True}
+BIASED_WAYS = pytest.mark.parametrize(
+    ("name", "dtype"), [way for way in OPTIONS.values() if way[0] != "cutedsl"], ids=str
+)
+
+
+@pytest.mark.parametrize(
+    "case", ["no rows", "one row, some elsewhere", "some elsewhere", "padding between"]
+)
+@BIASED_WAYS
+def test_biased_clamped_experts_equal_a_loop_over_pairs(
+    name: str, dtype: torch.dtype, case: str, ops_of: Any
+) -> None:
+    tensors, dispatched = checkpoint(dtype) | biases(dtype), CASES[case](dtype)
+    runner = new_runner(KINDS[name], tensors, ops_of(name), **BIASED)
+    assert_right(runner.run(dispatched), tensors, dispatched)
+
+
+def test_kernels_without_biases_refuse_them_and_name_others(ops_of: Any) -> None:
+    for spec in ({"bias": True}, {"activation": CLAMPED}):
+        with pytest.raises(ValueError, match=r"moe_runner=cutedsl: .* to cutlass or grouped"):
+            KINDS["cutedsl"].new(config(torch.bfloat16), ops_of("cutedsl"), Topology(), **spec)
+
+
 # Shares of experts.
 
 
@@ -146,25 +175,41 @@ def test_executors_that_share_experts_add_up_to_all_of_them(
     name: str, dtype: torch.dtype, ep_size: int, ops_of: Any, tmp_path: Path
 ) -> None:
     """Each of four loads its part of a checkpoint, and sees experts elsewhere as one number."""
-    num_experts = 8
-    tensors = checkpoint(dtype, num_experts)
-    save_file(tensors, tmp_path / "model.safetensors")
+    sizes = add_up(KINDS[name], checkpoint(dtype, 8), ep_size, ops_of(name), tmp_path)
+    assert sizes == {8 * 3 * D * FF // 4}, "every executor holds as much"
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+@BIASED_WAYS
+def test_executors_that_share_biased_experts_add_each_bias_once(
+    name: str, dtype: torch.dtype, ep_size: int, ops_of: Any, tmp_path: Path
+) -> None:
+    tensors = checkpoint(dtype, 8) | biases(dtype, 8)
+    add_up(KINDS[name], tensors, ep_size, ops_of(name), tmp_path, **BIASED)
+
+
+def add_up(
+    kind: Kind, tensors: Tensors, ep_size: int, ops: Any, path: Path, **spec: Any
+) -> set[int]:
+    """Compares the sum over four executors; returns how many numbers they loaded."""
+    num_experts, dtype = 8, next(iter(tensors.values())).dtype
+    save_file(tensors, path / "model.safetensors")
     rows = routed(11, 0, num_experts + 1, dtype)
     total = torch.zeros(11, D, dtype=torch.float64)
     sizes = set()
     for rank in range(4):
         topology = Topology(dp_rank=rank, dp_size=4, ep_size=ep_size)
-        layer = KINDS[name].new(config(dtype, num_experts), ops_of(name), topology)
+        layer = kind.new(config(dtype, num_experts), ops, topology, **spec)
         groups = layer.weight_groups(PREFIX)
         sizes.add(sum(_numel(target) for group in groups for target in group.targets.values()))
-        load_weights(tmp_path, groups, skipped=lambda _: True)
+        load_weights(path, groups, skipped=lambda _: True)
         local = topology.local_experts(num_experts)
         ids = rows.topk_ids_RK - local.start
         ids[(ids < 0) | (ids >= len(local))] = len(local)
         total += layer.runner.run(replace(rows, topk_ids_RK=ids)).double()
-    assert sizes == {num_experts * 3 * D * FF // 4}, "every executor holds as much"
     tolerance = TOLERANCES[dtype] * (1 if dtype == torch.float32 else 2)
     torch.testing.assert_close(total, authority(tensors, rows), atol=tolerance, rtol=tolerance)
+    return sizes
 
 
 def _numel(target: Any) -> int:

@@ -33,6 +33,7 @@ from tests.executor.model.moe.moe_cases import (
     checkpoint,
     config,
     fill,
+    moe_spec,
     routed,
     stack,
 )
@@ -112,7 +113,7 @@ def test_a_small_first_batch_does_not_size_the_wrapper(
         max_moe_rows=budget,
     )
     tensors = checkpoint(torch.bfloat16)
-    layers = [kernels.new_experts(Topology()) for _ in range(2)]
+    layers = [kernels.new_experts(moe_spec(config(torch.bfloat16)), Topology()) for _ in range(2)]
     for layer in layers:
         fill(layer, tensors)
     assert library.names() == ["cutedsl.__init__"], "made with the model, and once for all layers"

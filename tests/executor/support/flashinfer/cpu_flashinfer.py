@@ -244,11 +244,17 @@ def _cutlass_fused_moe(
     token_final_scales: torch.Tensor,
     fc1_expert_weights: torch.Tensor,
     fc2_expert_weights: torch.Tensor,
+    fc1_expert_biases: torch.Tensor | None,
+    fc2_expert_biases: torch.Tensor | None,
     output: torch.Tensor,
     workspace_buffer: torch.Tensor,
     ep_size: int,
     ep_rank: int,
     use_fused_finalize: bool,
+    activation_type: Any,
+    swiglu_alpha: torch.Tensor | None,
+    swiglu_beta: torch.Tensor | None,
+    swiglu_limit: torch.Tensor | None,
     **_: Any,
 ) -> None:
     assert len(input), "the library refuses no rows"
@@ -258,14 +264,29 @@ def _cutlass_fused_moe(
     assert workspace_buffer.dtype == torch.uint8
     assert token_selected_experts.numel() <= len(workspace_buffer), "workspace overflow"
     num_local = len(fc2_expert_weights)
+    biases = (fc1_expert_biases, fc2_expert_biases)
+    clamp = (swiglu_alpha, swiglu_beta, swiglu_limit)
+    assert (biases[0] is None) == (biases[1] is None), "both or none"
+    assert all(bias is None or bias.dtype == output.dtype for bias in biases)
+    assert all(x is None or (x.dtype, len(x)) == (torch.float32, num_local) for x in clamp)
     assert int(token_selected_experts.max()) < num_local * ep_size, "no rank has this expert"
     output.zero_()
     for row, ids in enumerate(token_selected_experts.tolist()):
         for k, expert in enumerate(ids):
             local = expert - ep_rank * num_local
             if 0 <= local < num_local:
-                up, gate = (fc1_expert_weights[local] @ input[row]).chunk(2)
-                y = fc2_expert_weights[local] @ (F.silu(gate) * up)
+                hidden = fc1_expert_weights[local] @ input[row]
+                if biases[0] is not None:
+                    hidden = hidden + biases[0][local]
+                up, gate = hidden.chunk(2)
+                if activation_type.name == "SwigluBias":
+                    alpha, beta, limit = (x[local] for x in clamp if x is not None)
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                    y = fc2_expert_weights[local] @ (gate * (gate * alpha).sigmoid() * (up + beta))
+                else:
+                    y = fc2_expert_weights[local] @ (F.silu(gate) * up)
+                if biases[1] is not None:
+                    y = y + biases[1][local]
                 output[row] += token_final_scales[row, k].to(y.dtype) * y
 
 
