@@ -111,16 +111,19 @@ def check_model_fits(config: ExecutorConfig, model: ModelConfig) -> None:
     world_size, num_parts = config.world_size, config.topology.num_expert_parts
     if model.num_experts:
         num_experts, width = model.num_experts, model.moe_intermediate_size
+        block = 1 if model.quantization is None else model.quantization.block
         fitting = [
             size
             for size in divisors(world_size)
-            if num_experts % size == 0 and width % (world_size // size) == 0
+            if num_experts % size == 0
+            and (size == world_size or width % (world_size // size * block) == 0)
         ]
         if num_parts not in fitting:
             problem = f"num_experts={num_experts} does not divide by it"
             if num_experts % num_parts == 0:
+                blocks = f" in blocks of {block}, which share a scale," if block > 1 else ""
                 problem = (
-                    f"moe_intermediate_size={width} does not divide among the "
+                    f"moe_intermediate_size={width} does not divide{blocks} among the "
                     f"{config.topology.moe_tp_size} executors that share each expert"
                 )
             raise ValueError(

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from executor.model.weights import Format
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Yarn:
@@ -252,6 +254,7 @@ class ModelSpec:
         max_position_embeddings: Longest sequence, in tokens.
         eos_token_ids: Tokens that end a text.
         mtp_layers: Draft layers that the checkpoint holds after the model's.
+        quantization: Format of quantised weights; None if the checkpoint has none.
     """
 
     architecture: str
@@ -265,3 +268,4 @@ class ModelSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     mtp_layers: tuple[LayerSpec, ...] = field(default=())
+    quantization: Format | None = None

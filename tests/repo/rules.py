@@ -34,7 +34,8 @@ LAYERS = {
         {"model.sampling", "config", "server"},
         {"batch"},
         {"parallel"},
-        {"graph", "metrics", "model.spec", "model.weights", "model.flashinfer"},
+        {"graph", "metrics", "model.spec", "model.flashinfer"},
+        {"model.weights"},
         {"budget", "errors"},
     ],
 }

@@ -15,6 +15,8 @@ import torch
 
 from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
+from executor.model.decoder.quantization import read_quantization
+from executor.model.weights import Format
 from executor.parallel.layout import Topology, divisors, share_of
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -124,7 +126,6 @@ _SUPPORTED = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
-    "quantization_config": (),
 }
 
 
@@ -161,6 +162,7 @@ class ModelConfig:
         eos_token_ids: Tokens that end a text.
         has_qk_norm: Whether each head of queries and keys is normalised.
         num_nextn_predict_layers: Layers of a draft (MTP) that the checkpoint holds after the model's.
+        quantization: Format of quantised weights; None if the checkpoint has none.
     """
 
     architecture: str
@@ -186,6 +188,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     has_qk_norm: bool = True
     num_nextn_predict_layers: int = 0
+    quantization: Format | None = None
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -250,6 +253,7 @@ class ModelConfig:
             num_nextn_predict_layers=fields.integer(
                 "num_nextn_predict_layers", default=0, most=MAX_LAYERS
             ),
+            quantization=read_quantization(fields.get("quantization_config"), fields.error),
         )
 
     def is_moe_layer(self, layer_id: int) -> bool:

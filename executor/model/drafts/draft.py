@@ -164,7 +164,13 @@ def load_draft_model(
     module, name = _CLASSES[config.layout].split(":")
     new_draft = getattr(import_module(module), name)
     draft: DraftModel = new_draft(config, target, kernels, tensor_names(path))
-    load_weights(path, draft.weight_groups(), skipped=draft.skips, on_progress=on_progress)
+    load_weights(
+        path,
+        draft.weight_groups(),
+        weight_format=config.layers.quantization,
+        skipped=draft.skips,
+        on_progress=on_progress,
+    )
     if draft.target_ids is not None:
         _check_target_ids(path, draft.target_ids, config.layers.vocab_size)
     return draft

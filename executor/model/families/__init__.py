@@ -104,5 +104,11 @@ def load_model(
         kernels=kernels or cpu_kernels(config, dtype=dtype),
         aux_layers=aux_layers,
     )
-    load_weights(path, model.weight_groups(), skipped=model.skips, on_progress=on_progress)
+    load_weights(
+        path,
+        model.weight_groups(),
+        weight_format=config.quantization,
+        skipped=model.skips,
+        on_progress=on_progress,
+    )
     return model

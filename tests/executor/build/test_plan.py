@@ -12,6 +12,7 @@ from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
 from executor.model.decoder.config import ModelConfig
+from executor.model.weights.formats import Fp8Format
 from tests.executor.support.checkpoints import save_qwen3_moe
 
 NO_GRAPHS = GraphSizes()
@@ -117,6 +118,17 @@ def test_a_group_that_a_model_does_not_divide_among_is_named_with_what_fits(
 ):
     with pytest.raises(ValueError, match=problem):
         check_model_fits(config(tiny_checkpoint, **settings), model)
+
+
+def test_executors_that_would_cut_blocks_of_numbers_with_one_scale_are_refused(
+    tiny_checkpoint: Path, model: ModelConfig
+):
+    fp8 = replace(model, moe_intermediate_size=1536, quantization=Fp8Format())
+    problem = "ep_size=1: .*=1536 does not divide in blocks of 128, .* the 8 .* use ep_size 2 or 4"
+    with pytest.raises(ValueError, match=problem):
+        check_model_fits(config(tiny_checkpoint, dp_size=8, ep_size=1), fp8)
+    check_model_fits(config(tiny_checkpoint, dp_size=8, ep_size=2), fp8)
+    check_model_fits(config(tiny_checkpoint, dp_size=8), replace(fp8, moe_intermediate_size=24))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_sparse_steps_and_mlp_only_layers_pick_the_layers_with_experts(tmp_path:
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
         {"use_sliding_window": True},
         {"hidden_act": "gelu"},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "awq"}},
         {"partial_rotary_factor": 0.5},
         {"torch_dtype": "float8_e4m3fn"},
         {"num_key_value_heads": 3},

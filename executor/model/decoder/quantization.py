@@ -1,0 +1,139 @@
+"""Quantisation of a checkpoint: the quantization_config of its config.json, all unknown refused.
+
+quant_method         tensors                               dequantised at load as
+fp8                  weight, weight_scale_inv              FP8 E4M3, a scale per block of a matrix
+mxfp4                ..._blocks, ..._scales                MXFP4 of gpt-oss
+compressed-tensors   weight_packed, weight_scale, _shape   INT4, a scale per group of a row
+
+Which modules are quantised is read off their tensors, not off the lists of modules in it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from executor.errors import CheckpointError
+from executor.model.weights import Format
+from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
+
+_Error = Callable[[str], CheckpointError]
+_Known = Mapping[str, tuple[Any, ...] | None]  # by field, values that fit; None: all do
+
+_LISTS: _Known = dict.fromkeys(
+    ("quant_method", "modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize")
+)
+_FP8: _Known = {
+    **_LISTS,
+    "fmt": ("e4m3",),
+    "activation_scheme": ("dynamic",),
+    "expert_dtype": ("fp8",),
+    "scale_fmt": ("float", "ue8m0"),
+    "weight_block_size": None,
+}
+_COMPRESSED: _Known = {
+    **dict.fromkeys(
+        ("quant_method", "version", "ignore", "global_compression_ratio", "dequantize")
+    ),
+    "format": ("pack-quantized",),
+    "quantization_status": ("compressed",),
+    "kv_cache_scheme": (),
+    "sparsity_config": ({},),
+    "transform_config": ({},),
+    "config_groups": None,
+}
+_GROUP: _Known = {
+    "targets": (["Linear"],),
+    "format": ("pack-quantized",),
+    "input_activations": (),
+    "output_activations": (),
+    "weights": None,
+}
+_INT4: _Known = {
+    **dict.fromkeys(("observer", "observer_kwargs", "group_size", "scale_dtype", "zp_dtype")),
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "actorder": (False,),
+    "block_structure": (),
+}
+
+
+def read_quantization(config: Any, error: _Error) -> Format | None:
+    """Returns the format of a checkpoint's quantised weights; None if it has none.
+
+    Args:
+        config: The quantization_config of its config.json, None without.
+        error: Makes an error that names the file.
+
+    Raises:
+        CheckpointError: It is a format that cannot be dequantised, or has an unknown field.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, dict) or config.get("quant_method") not in _READERS:
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise error(
+            f"quantization_config: quant_method={method!r} is not supported; "
+            f"{', '.join(_READERS)} are"
+        )
+    return _READERS[config["quant_method"]](config, error)
+
+
+def _fp8(config: dict[str, Any], error: _Error) -> Format:
+    _check(config, _FP8, error)
+    size = config.get("weight_block_size")
+    sides = set(size) if isinstance(size, list | tuple) and len(size) == 2 else set()
+    if len(sides) != 1:
+        raise error(
+            f"quantization_config: weight_block_size={size!r} is not supported; square blocks, as "
+            f"[128, 128], are"
+        )
+    return Fp8Format(_positive("weight_block_size", sides.pop(), 1, error))
+
+
+def _mxfp4(config: dict[str, Any], error: _Error) -> Format:
+    _check(config, _LISTS, error)
+    return Mxfp4Format()
+
+
+def _compressed(config: dict[str, Any], error: _Error) -> Format:
+    _check(config, _COMPRESSED, error)
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise error(f"quantization_config: config_groups={groups!r} is not supported; one group is")
+    [group] = groups.values()
+    _check(group, _GROUP, error)
+    weights = group.get("weights")
+    _check(weights, _INT4, error)
+    for name in ("num_bits", "strategy"):
+        if weights.get(name) is None:
+            raise error(f"quantization_config: {name} is missing in weights={weights!r}")
+    return Int4Format(_positive("group_size", weights.get("group_size"), 8, error))
+
+
+_READERS: Mapping[str, Callable[[dict[str, Any], _Error], Format]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+}
+
+
+def _check(section: Any, known: _Known, error: _Error) -> None:
+    if not isinstance(section, dict):
+        raise error(f"quantization_config: {section!r} is no object")
+    for name, value in section.items():
+        if name not in known:
+            raise error(
+                f"quantization_config: {name}={value!r} is not known here; it may change the numbers"
+            )
+        values = known[name]
+        if values is not None and value is not None and value not in values:
+            fits = " or ".join(map(repr, values)) or "leaving it out"
+            raise error(f"quantization_config: {name}={value!r} is not supported; {fits} is")
+
+
+def _positive(name: str, value: Any, unit: int, error: _Error) -> int:
+    if not isinstance(value, int) or value < 1 or value % unit:
+        raise error(f"quantization_config: {name}={value!r} is no multiple of {unit}")
+    return value

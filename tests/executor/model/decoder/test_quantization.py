@@ -1,0 +1,119 @@
+"""If this fails, a quantised checkpoint is refused, or read in a way that it is not written."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.errors import CheckpointError
+from executor.model.decoder.quantization import read_quantization
+from executor.model.weights import Format
+from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
+from tests.executor.support.checkpoints import save_fp8_twins, save_qwen3_moe
+from tests.executor.support.serving import Rank
+
+# As published, with what beside these are lists of modules.
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+WEIGHTS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": 32,
+    "num_bits": 4,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
+INT4 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": WEIGHTS,
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def error(message: str) -> CheckpointError:
+    return CheckpointError(message)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, None),
+        (FP8, Fp8Format(128)),
+        (FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}, Fp8Format(128)),
+        (MXFP4, Mxfp4Format()),
+        (INT4, Int4Format(32)),
+    ],
+)
+def test_published_formats_are_read(config: Any, expected: Format | None) -> None:
+    assert read_quantization(config, error) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "problem"),
+    [
+        (FP8, {"quant_method": "gptq"}, "quant_method='gptq' is not supported; fp8, mxfp4, comp"),
+        (FP8, {"activation_scheme": "static"}, "activation_scheme='static' .*; 'dynamic' is"),
+        (FP8, {"weight_block_size": [128, 64]}, r"weight_block_size=\[128, 64\] is not"),
+        (FP8, {"weight_block_size": None}, "weight_block_size=None is not"),
+        (FP8, {"fmt": "e5m2"}, "fmt='e5m2'"),
+        (FP8, {"rotation": "hadamard"}, "rotation='hadamard' is not known"),
+        (MXFP4, {"block": 16}, "block=16 is not known"),
+        (INT4, {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        (INT4, {"transform_config": {"r1": 1}}, "transform_config="),
+        (INT4, {"config_groups": {}}, "config_groups={} is not supported; one group is"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused_by_name(
+    config: dict[str, Any], changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        read_quantization(config | changed, error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"symmetric": False}, "symmetric=False is not supported; True is"),
+        ({"num_bits": 8}, "num_bits=8"),
+        ({"num_bits": None}, "num_bits is missing"),
+        ({"group_size": 12}, "group_size=12 is no multiple of 8"),
+        ({"actorder": "group"}, "actorder='group'"),
+        ({"zero": 1}, "zero=1 is not known"),
+    ],
+)
+def test_int4_that_is_packed_otherwise_is_refused_by_name(
+    changed: dict[str, Any], problem: str
+) -> None:
+    config: dict[str, Any] = deepcopy(INT4)
+    config["config_groups"]["group_0"]["weights"] |= changed
+    with pytest.raises(CheckpointError, match=problem):
+        read_quantization(config, error)
+
+
+def test_a_model_in_fp8_answers_as_its_dequantised_twin(tmp_path: Path) -> None:
+    """To the last bit; matrices have whole and partial blocks."""
+    save_qwen3_moe(tmp_path / "model", "plain", hidden_size=144, moe_intermediate_size=136)
+    save_fp8_twins(tmp_path / "model", tmp_path / "fp8", tmp_path / "plain")
+    logits = [Rank(tmp_path / twin).step({0: [5, 9, 11, 80]})[0] for twin in ("fp8", "plain")]
+    assert logits[0].equal(logits[1])
+    assert logits[0].std() > 0.1
