@@ -65,6 +65,11 @@ class KVGroup:
     parts: tuple[KVPart, ...]
     value_width: int
 
+    @property
+    def latent_dim(self) -> int | None:
+        """Columns of the keys that are the values; None where these are a part of their own."""
+        return self.value_width if len(self.parts) == 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

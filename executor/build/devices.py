@@ -67,7 +67,12 @@ class Device(ABC):
         """Returns what the model's layers call, for passes of so many rows of experts."""
 
     def attention(
-        self, num_heads: int, kv_pool: KVPool, graphs: list[AttentionGraphs], budget: TokenBudget
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: list[AttentionGraphs],
+        budget: TokenBudget,
+        scale: float | None = None,
     ) -> Attention:
         """Returns an attention backend, ready for these graphs.
 
@@ -76,11 +81,18 @@ class Device(ABC):
             kv_pool: Keys and values of its KV heads, and the block table.
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
+            scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
         """
         [group] = kv_pool.shape.groups
         keys = group.parts[0]
         return TorchAttention(
-            num_heads, keys.num_heads, keys.width, dtype=keys.dtype, num_workers=self.num_workers
+            num_heads,
+            keys.num_heads,
+            keys.width,
+            dtype=keys.dtype,
+            num_workers=self.num_workers,
+            scale=scale,
+            latent_dim=group.latent_dim,
         )
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:
@@ -188,12 +200,22 @@ class Cuda(Device):
         )
 
     def attention(
-        self, num_heads: int, kv_pool: KVPool, graphs: list[AttentionGraphs], budget: TokenBudget
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: list[AttentionGraphs],
+        budget: TokenBudget,
+        scale: float | None = None,
     ) -> Attention:
         if self.ops is None or self._workspace is None:
-            return super().attention(num_heads, kv_pool, graphs, budget)
+            return super().attention(num_heads, kv_pool, graphs, budget, scale)
         attention = FlashInferAttention(
-            self.ops, kv_pool, num_heads, self._workspace, max_num_tokens=budget.max_tokens_per_rank
+            self.ops,
+            kv_pool,
+            num_heads,
+            self._workspace,
+            max_num_tokens=budget.max_tokens_per_rank,
+            scale=scale,
         )
         for sizes, width, has_tree in graphs:
             if sizes:

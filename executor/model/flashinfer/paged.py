@@ -5,7 +5,6 @@
 A page is a block of the KV pool.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ class PagedShape:
         head_dim: D.
         block_size: Tokens per page.
         dtype: Type of queries, keys, values and results.
+        sm_scale: What scores are multiplied by before the softmax.
     """
 
     num_heads: int
@@ -38,11 +38,7 @@ class PagedShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-
-    @property
-    def sm_scale(self) -> float:
-        """What scores are multiplied by before the softmax."""
-        return 1.0 / math.sqrt(self.head_dim)
+    sm_scale: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +116,7 @@ class PagedAttention:
         self._wrapper = wrapper
         self._arguments = arguments
         self._enable_pdl = enable_pdl
-        self._schedule = _Schedule(wrapper.device)
+        self._schedule = PlanSchedule(wrapper.device)
 
     def workspace_size(self, table: PageTable) -> tuple[int, int]:
         """Returns the bytes of float and of int workspace that planning this batch needs.
@@ -287,7 +283,7 @@ def _prefill_arguments(
     }
 
 
-class _Schedule:
+class PlanSchedule:
     """Guards the pinned memory in which planning leaves its schedule to be copied from.
 
     FlashInfer copies it without waiting and writes it anew at the next planning; with two steps in

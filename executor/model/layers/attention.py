@@ -1,6 +1,6 @@
 """Attention backends as a model calls them, and a forward pass that stops at each call.
 
-T token rows    H query heads    N KV heads    D head width
+T token rows    H query heads    N KV heads    D head width    V width of values, D but for latents
 """
 
 from collections.abc import Callable, Generator
@@ -22,7 +22,7 @@ class AttentionCall(NamedTuple):
     layer_id: int
 
 
-# A forward pass that yields its attention calls, is sent their results [T, H * D], and returns
+# A forward pass that yields its attention calls, is sent their results [T, H * V], and returns
 # the hidden states [T, D].
 Stages = Generator[AttentionCall, torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
@@ -78,10 +78,10 @@ class Attention(Protocol):
             k: [T, N, D], rotated. None: nothing is stored, and each sequence, which has one query
                 then, sees all keys that it has. It may have none, and several sequences may be
                 one row of the block table.
-            v: [T, N, D]; None where k is.
+            v: [T, N, V]; None where k is, or where values are the first V columns of the keys.
             layer_id: Layer of the KV pool.
 
         Returns:
-            [T, H * D]. Rows that belong to no sequence are finite and mean nothing.
+            [T, H * V]. Rows that belong to no sequence are finite and mean nothing.
         """
         ...

@@ -1,4 +1,4 @@
-"""Grouped-query attention by FlashInfer: on CUDA, whole in a captured graph.
+"""Attention by FlashInfer, grouped-query or latent: on CUDA, whole in a captured graph.
 
     planning   host: offsets (attention_tables.py), pages looked up on the device, FlashInfer's schedule
     in graph   slots of this pass's keys, as int32; the tree mask, as bits (attention_tables.py)
@@ -7,18 +7,21 @@
 A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
 its page table and mask where the graph reads them. Every other batch goes to one of three wrappers
 for any size: one query row per sequence, several, or several with a tree mask. The last is planned
-when the pass begins, since planning packs the mask, and then waits for the device.
+when the pass begins, since planning packs the mask, and then waits for the device. Latents have wrappers
+of one kind for any number of query rows, and none for trees.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
+from executor.model.flashinfer.latent import LatentShape, PagedLatent
 from executor.model.flashinfer.operators import FlashInferOps, KVPages
 from executor.model.flashinfer.paged import (
     MaskBuffers,
@@ -41,6 +44,7 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
 
+_Paged: TypeAlias = PagedAttention | PagedLatent
 _GraphKey = tuple[int, int, bool]  # sequences, rows of each, and whether there is a tree mask
 
 
@@ -59,7 +63,7 @@ class _Metadata:
     out_cache_loc: torch.Tensor
     slots: torch.Tensor
     num_rows: int
-    attention: PagedAttention | None
+    attention: _Paged | None
     begin: Callable[[], None] | None
 
 
@@ -79,6 +83,7 @@ class FlashInferAttention:
         num_heads: H, query heads.
         workspace: The executor's, which other attention on the same stream shares.
         max_num_tokens: Token rows of the largest pass.
+        scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
         extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
             graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
     """
@@ -93,6 +98,7 @@ class FlashInferAttention:
         workspace: AttentionWorkspace,
         *,
         max_num_tokens: int,
+        scale: float | None = None,
         extend_backend: str = "auto",
     ) -> None:
         self._ops = ops
@@ -100,27 +106,40 @@ class FlashInferAttention:
         self._kv_pool = kv_pool
         self._num_heads = num_heads
         [group] = kv_pool.shape.groups
-        keys, _ = group.parts
+        keys = group.parts[0]
+        self._value_width = group.value_width
+        self._latent: LatentShape | None = None
+        scale = keys.width**-0.5 if scale is None else scale
+        if group.latent_dim is not None:
+            self._latent = _latent_shape(kv_pool, num_heads, scale, max_num_tokens)
         self._shape = PagedShape(
             num_heads=num_heads,
             num_kv_heads=keys.num_heads,
             head_dim=keys.width,
             block_size=kv_pool.block_size,
             dtype=keys.dtype,
+            sm_scale=scale,
         )
-        self._use_tensor_cores = num_heads // self._shape.num_kv_heads >= _TENSOR_CORE_GROUP
+        self._use_tensor_cores = num_heads // keys.num_heads >= _TENSOR_CORE_GROUP
         most_pages = kv_pool.num_rows * kv_pool.max_blocks_per_row
         workspace.counting(max(most_pages, kv_pool.num_physical_blocks))  # now, not in a step
         self._slots = _WholePool(kv_pool, workspace, max_num_tokens)
-        self._decode = workspace.adopt(
-            paged_decode(ops, self._shape, workspace.float, use_tensor_cores=self._use_tensor_cores)
-        )
-        self._extend = workspace.adopt(
-            paged_prefill(ops, self._shape, workspace.float, backend=extend_backend)
-        )
+        self._decode, self._extend = self._for_any_batch(extend_backend)
         self._by_tree: PagedAttention | None = None  # made when first needed
-        self._by_graph: dict[_GraphKey, tuple[PagedAttention, TreeBits | None]] = {}
+        self._by_graph: dict[_GraphKey, tuple[_Paged, TreeBits | None]] = {}
         self._metadata: _Metadata | None = None
+
+    def _for_any_batch(self, extend_backend: str) -> tuple[_Paged, _Paged]:
+        """Returns what runs batches outside graphs: of one row per sequence, and of several."""
+        ops, workspace = self._ops, self._workspace
+        if self._latent is not None:
+            latent = PagedLatent(ops, self._latent, workspace.float, backend=extend_backend)
+            return (workspace.adopt(latent, 0),) * 2
+        decode = paged_decode(
+            ops, self._shape, workspace.float, use_tensor_cores=self._use_tensor_cores
+        )
+        extend = paged_prefill(ops, self._shape, workspace.float, backend=extend_backend)
+        return workspace.adopt(decode), workspace.adopt(extend)
 
     def init_cuda_graph_state(
         self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False
@@ -134,6 +153,7 @@ class FlashInferAttention:
             num_tokens_per_bs: Query rows of each sequence.
             has_tree: Whether batches have a tree mask.
         """
+        assert not has_tree or self._latent is None, "refused at start: no trees over latents"
         width = num_tokens_per_bs
         sizes = [size for size in sizes if (size, width, has_tree) not in self._by_graph]
         if not sizes:
@@ -193,11 +213,13 @@ class FlashInferAttention:
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
     ) -> torch.Tensor:
         metadata = self._planned()
-        pages = self._slots.pages(layer_id)
-        if k is not None and v is not None:
+        pages: Any = self._slots.pages(layer_id)
+        if self._latent is not None and k is not None:
+            self._kv_pool.caches[layer_id][0].index_copy_(0, metadata.out_cache_loc, k)
+        elif k is not None and v is not None:
             self._slots.store(self._ops, k, v, pages, metadata.slots)
         num_rows = metadata.num_rows
-        shape = (len(q), self._num_heads, self._shape.head_dim)
+        shape = (len(q), self._num_heads, self._value_width)
         out = q.new_empty(shape) if num_rows == len(q) else q.new_zeros(shape)
         if metadata.attention is not None:
             metadata.attention.run(q[:num_rows], pages, out[:num_rows])
@@ -207,9 +229,7 @@ class FlashInferAttention:
         assert self._metadata is not None, "init_forward_metadata_out_graph runs before each pass"
         return self._metadata
 
-    def _choose(
-        self, batch: ForwardBatch, plan: PagePlan
-    ) -> tuple[PagedAttention, TreeBits | None]:
+    def _choose(self, batch: ForwardBatch, plan: PagePlan) -> tuple[_Paged, TreeBits | None]:
         """Returns the wrapper of a batch, and in a graph the bits of its tree mask."""
         layout, has_tree = batch.layout, batch.tree_mask is not None
         if layout.graph_size is not None and not layout.has_extend:
@@ -265,13 +285,15 @@ class FlashInferAttention:
 
     def _for_graph(
         self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None
-    ) -> PagedAttention:
+    ) -> _Paged:
         buffers = PageTableBuffers(
             qo_indptr=room.qo_indptr[: size + 1],
             kv_indptr=room.kv_indptr[: size + 1],
             last_page_len=room.last_page_len[:size],
             kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
         )
+        if self._latent is not None:
+            return PagedLatent(self._ops, self._latent, self._workspace.float, buffers=buffers)
         if width == 1 and tree is None:
             return paged_decode(
                 self._ops,
@@ -310,9 +332,30 @@ class FlashInferAttention:
 
 
 def _plan_tree(
-    attention: PagedAttention, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
+    attention: _Paged, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
 ) -> None:
     attention.plan(replace(table, mask=flat_mask(tree_mask, num_keys)))
+
+
+def _latent_shape(
+    kv_pool: KVPool, num_heads: int, scale: float, max_num_tokens: int
+) -> LatentShape:
+    """Returns the sizes of latent attention, once passes of so many rows are seen to fit."""
+    [group] = kv_pool.shape.groups
+    [latents] = group.parts
+    shape = LatentShape(
+        num_heads=num_heads,
+        latent_dim=group.value_width,
+        rope_dim=latents.width - group.value_width,
+        block_size=kv_pool.block_size,
+        dtype=latents.dtype,
+        sm_scale=scale,
+    )
+    num_processors = 0
+    if kv_pool.device.type == "cuda":
+        num_processors = torch.cuda.get_device_properties(kv_pool.device).multi_processor_count
+    shape.check_rows(max_num_tokens, kv_pool.num_rows, num_processors)
+    return shape
 
 
 class _WholePool:
@@ -340,12 +383,17 @@ class _WholePool:
         )
         return self._slots[:num_tokens]
 
-    def pages(self, layer_id: int) -> KVPages:
-        """Returns a layer's keys and values, each [num_physical_blocks, block_size, N, D]."""
+    def pages(self, layer_id: int) -> KVPages | torch.Tensor:
+        """Returns a layer's keys and values, each [num_physical_blocks, block_size, N, D].
+
+        Latents are one tensor [num_physical_blocks, block_size, D].
+        """
         pool = self._kv_pool
-        keys, values = pool.caches[layer_id]
+        keys, *values = pool.caches[layer_id]
+        if not values:
+            return keys.view(pool.num_physical_blocks, pool.block_size, -1)
         shape = (pool.num_physical_blocks, pool.block_size, *keys.shape[1:])
-        return keys.view(shape), values.view(shape)
+        return keys.view(shape), values[0].view(shape)
 
     def store(
         self,

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged KV pool, in plain PyTorch.
+"""Grouped-query and latent attention over the paged KV pool, in plain PyTorch.
 
     B sequences    Q new tokens of each    T token rows    H query heads    N KV heads
     G = H / N query heads per KV head      D head width    S keys           W tree's keys
@@ -19,9 +19,12 @@ It is sized by the pool's longest row, never by a batch.
 Query heads of one KV head are laid along the query dimension (groups) or the head dimension
 (extend) with the KV head as batch dimension, so keys and values are never repeated: repeating them,
 as ``enable_gqa`` does, costs a copy of the context per layer.
+
+Latent attention (MLA) has one KV head, whose first columns are the values. It is two products with a
+softmax between: ``scaled_dot_product_attention`` takes four times as long where widths differ.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -43,6 +46,9 @@ MAX_GROUPED_WIDTH = 16
 _FEW_BLOCKS = 8  # up to this, padding costs less than another group
 _WORKSPACE_TOKENS = 2048  # 1 MiB of keys for 4 heads of 64 in bfloat16; more if a row is longer
 _QUERY_TILE = 128  # queries per tile: each tile leaves out the keys in its future
+_LATENT_TILE_ROWS = (
+    2048  # queries * heads per tile of latent attention, whose scores are kept whole
+)
 _MAX_CACHED_VIEWS = 1024
 
 
@@ -380,6 +386,9 @@ class TorchAttention:
         head_dim: D.
         dtype: Type of q, k, v and the KV pool.
         num_workers: Threads of its worker pool; as many as OpenMP has if None.
+        scale: What scores are multiplied by; 1 / sqrt(D) if None.
+        latent_dim: Columns of the one KV head that are its values; None: these are tensors of their
+            own, as wide as keys.
     """
 
     is_capturable = False
@@ -392,11 +401,20 @@ class TorchAttention:
         *,
         dtype: torch.dtype,
         num_workers: int | None = None,
+        scale: float | None = None,
+        latent_dim: int | None = None,
     ) -> None:
+        assert latent_dim is None or num_kv_heads == 1, "all heads share one latent"
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.latent_dim = latent_dim
+        self.value_width = latent_dim or head_dim
+        self._query_tile = _QUERY_TILE
+        if latent_dim is not None:
+            self._query_tile = min(_QUERY_TILE, max(1, _LATENT_TILE_ROWS // num_heads))
         self._metadata: _Metadata | None = None
         self._is_tree_read = False
         self._workers = WorkerPool(num_workers)
@@ -417,6 +435,7 @@ class TorchAttention:
         grouped = np.arange(batch.batch_size)
         extended: tuple[_ExtendSequence, ...] = ()
         if batch.tree_mask is not None:
+            assert self.latent_dim is None, "refused at start: no trees over latents"
             num_sequences, num_queries, tree_width = batch.tree_mask.shape
             given = [1] * batch.batch_size if new_lens is None else new_lens.tolist()
             assert given == [num_queries] * num_sequences, (
@@ -455,7 +474,7 @@ class TorchAttention:
             self._planner = GroupPlanner(
                 kv_pool=kv_pool,
                 max_blocks=self._workspaces[0].num_blocks,
-                group_size=self.group_size,
+                group_size=self.group_size if self.latent_dim is None else 1,  # heads broadcast it
                 dtype=self.dtype,
             )
         return self._planner
@@ -465,11 +484,11 @@ class TorchAttention:
     ) -> _ExtendSequence:
         prefix_len = seq_len - new_len
         tiles = []
-        for first in range(0, new_len, _QUERY_TILE):
-            last = min(first + _QUERY_TILE, new_len)
+        for first in range(0, new_len, self._query_tile):
+            last = min(first + self._query_tile, new_len)
             num_keys = prefix_len + last
             mask = None
-            if prefix_len + first > 0:
+            if prefix_len + first > 0 or self.latent_dim is not None:
                 seen = torch.ones(last - first, num_keys, dtype=torch.bool)
                 hidden = ~seen.tril_(prefix_len + first)
                 mask = torch.zeros(hidden.shape, dtype=self.dtype)
@@ -501,24 +520,23 @@ class TorchAttention:
         metadata: _Metadata,
         layer_id: int,
     ) -> torch.Tensor:
-        if k is not None and v is not None:
-            pool, slots = metadata.kv_pool, metadata.out_cache_loc
-            for cache, x in zip(pool.caches[layer_id], (k, v), strict=True):
-                cache.index_copy_(0, slots, x)
+        kept = [x for x in (k, v) if x is not None]
+        for cache, x in zip(metadata.kv_pool.caches[layer_id], kept, strict=bool(kept)):
+            cache.index_copy_(0, metadata.out_cache_loc, x)
         if metadata.grouped_rows is None:
             return self._attend_groups(q, metadata, layer_id)
-        out = q.new_zeros(q.shape[0], q.shape[1] * self.head_dim)
+        out = q.new_zeros(q.shape[0], q.shape[1] * self.value_width)
         if metadata.groups:
             attended = self._attend_groups(q[metadata.grouped_rows], metadata, layer_id)
             out.index_copy_(0, metadata.grouped_rows, attended)
         for sequence in metadata.extend_sequences:
             assert k is not None, "without keys each sequence has one query"
-            assert v is not None, "without keys each sequence has one query"
-            self._extend(q, k, v, sequence, metadata.workspaces[0], layer_id, out)
+            values = k[..., : self.latent_dim] if v is None else v
+            self._extend(q, k, values, sequence, metadata.workspaces[0], layer_id, out)
         return out
 
     def _attend_groups(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
-        """Returns [T, H * D] for q [T, H, D], group after group. Workers share the groups."""
+        """Returns [T, H * V] for q [T, H, D], group after group. Workers share the groups."""
         groups = metadata.groups
         if len(groups) == 1:
             return self._run_groups(q, groups, metadata.workspaces[0], layer_id)[0]
@@ -533,17 +551,24 @@ class TorchAttention:
     def _run_groups(
         self, q: torch.Tensor, groups: tuple[Group, ...], workspace: _Workspace, layer_id: int
     ) -> list[torch.Tensor]:
-        """Returns [B * Q, H * D] of each group."""
+        """Returns [B * Q, H * V] of each group."""
         attended = []
         for group in groups:
             count, width = group.num_sequences, group.width
             k, v = workspace.take(group.blocks, layer_id, count)
             if group.unwritten is not None:
                 workspace.clear(group.unwritten)
+            if self.latent_dim is not None:
+                queries = q[group.start : group.stop].view(count, width, *q.shape[1:])
+                out = self._attend_latents(queries, k, v, group.mask)
+                attended.append(out.flatten(0, 1).flatten(1))
+                continue
             by_token = (count, width, self.num_kv_heads, self.group_size, self.head_dim)
             by_head = (count, self.num_kv_heads, width, self.group_size, self.head_dim)
             queries = q[group.start : group.stop].reshape(by_token).transpose(1, 2)
-            out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
+            out = F.scaled_dot_product_attention(
+                queries.flatten(2, 3), k, v, attn_mask=group.mask, scale=self.scale
+            )
             out = out.view(by_head).transpose(1, 2)
             attended.append(out.reshape(group.stop - group.start, -1))
         return attended
@@ -558,22 +583,79 @@ class TorchAttention:
         layer_id: int,
         out: torch.Tensor,
     ) -> None:
-        """Writes the sequence's rows of ``out`` [T, H * D]. Workers share the tiles."""
+        """Writes the sequence's rows of ``out`` [T, H * V]. Workers share the tiles."""
         if sequence.blocks is None:
             keys, values = (x[sequence.start : sequence.stop].transpose(0, 1) for x in (k, v))
         else:
             keys, values = (x[0] for x in workspace.take(sequence.blocks, layer_id))
-        shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
-        q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
-        out = out.view(shape).permute(1, 2, 0, 3)
-        keys, values = self._per_group(keys), self._per_group(values)
+        run: Callable[..., None] = self._run_latent_tiles
+        if self.latent_dim is None:
+            run = self._run_tiles
+            shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
+            q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
+            out = out.view(shape).permute(1, 2, 0, 3)
+            keys, values = self._per_group(keys), self._per_group(values)
         tiles = sequence.tiles
         shares = self._workers.shares([(tile.stop - tile.start) * tile.num_keys for tile in tiles])
-        self._workers.run([partial(_run_tiles, q, keys, values, out, tiles[s]) for s in shares])
+        self._workers.run([partial(run, q, keys, values, out, tiles[s]) for s in shares])
 
     def _per_group(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x [N, S, D] as [N, G, S, D] without copying."""
         return x[:, None].expand(-1, self.group_size, -1, -1)
+
+    def _run_tiles(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        tiles: tuple[_ExtendTile, ...],
+    ) -> None:
+        """Writes the tiles' part of ``out``. Everything is [N, G, rows, D]."""
+        for tile in tiles:
+            out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
+                q[:, :, tile.start : tile.stop],
+                keys[:, :, : tile.num_keys],
+                values[:, :, : tile.num_keys],
+                attn_mask=tile.mask,
+                is_causal=tile.mask is None,
+                scale=self.scale,
+            )
+
+    def _run_latent_tiles(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        tiles: tuple[_ExtendTile, ...],
+    ) -> None:
+        """Writes the tiles' part of ``out`` [T, H * V], for q [T, H, D] and keys [1, S, D]."""
+        for tile in tiles:
+            attended = self._attend_latents(
+                q[None, tile.start : tile.stop],
+                keys[:, None, : tile.num_keys],
+                values[:, None, : tile.num_keys],
+                tile.mask,
+            )
+            out[tile.start : tile.stop] = attended[0].flatten(1)
+
+    def _attend_latents(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns [B, Q, H, V] for q [B, Q, H, D], keys [B, 1, S, D] and values [B, 1, S, V].
+
+        Args:
+            mask: What is added to the scores of each query, whatever its head: [B, 1, Q, S], or
+                [Q, S].
+        """
+        count, width, num_heads, _ = q.shape
+        scores = torch.bmm(q.flatten(1, 2), keys[:, 0].transpose(1, 2))
+        scores = scores.view(count, width, num_heads, -1).float().mul_(self.scale)
+        if mask is not None:
+            scores.add_(mask.view(-1, width, 1, mask.shape[-1]))
+        weights = scores.softmax(-1).to(q.dtype).flatten(1, 2)
+        return torch.bmm(weights, values[:, 0]).view(count, width, num_heads, -1)
 
 
 def _rows_of(
@@ -598,24 +680,6 @@ def _rows_of(
     joined = np.concatenate(rows)
     is_whole = len(joined) == num_rows and bool((joined == np.arange(num_rows)).all())
     return None if groups and is_whole else joined
-
-
-def _run_tiles(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    tiles: tuple[_ExtendTile, ...],
-) -> None:
-    """Writes the tiles' part of ``out``. Everything is [N, G, rows, D]."""
-    for tile in tiles:
-        out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
-            q[:, :, tile.start : tile.stop],
-            keys[:, :, : tile.num_keys],
-            values[:, :, : tile.num_keys],
-            attn_mask=tile.mask,
-            is_causal=tile.mask is None,
-        )
 
 
 def _least(most: int) -> int:

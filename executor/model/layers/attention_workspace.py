@@ -17,10 +17,15 @@ Source: FlashInfer 0.7.2, attention/scheduler.cuh, DecodePlanImpl and PrefillPla
 csrc/batch_decode.cu (``tmp_v`` and ``tmp_s``); decode.py and prefill.py, ``reset_workspace_buffer``.
 """
 
+from typing import TypeVar
+
 import torch
 
 from executor.budget.report import BudgetLine
+from executor.model.flashinfer.latent import PagedLatent
 from executor.model.flashinfer.paged import PagedAttention
+
+Paged = TypeVar("Paged", bound=PagedAttention | PagedLatent)
 
 # Bytes that plans of batches outside graphs find room in. Such a plan splits keys over at most two
 # blocks of threads per SM, 128 rows each: 42 MiB with 160 SMs and heads of 256.
@@ -44,13 +49,13 @@ class AttentionWorkspace:
 
     def __init__(self, device: torch.device | str, float_bytes: int | None = None) -> None:
         self._device = torch.device(device)
-        self._wrappers: list[tuple[PagedAttention, torch.Tensor]] = []
+        self._wrappers: list[tuple[PagedAttention | PagedLatent, torch.Tensor]] = []
         self._counting = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._table_bytes = 0
         self._is_fixed = False
         self.float = self._zeros(FLOAT_BYTES if float_bytes is None else float_bytes, torch.uint8)
 
-    def adopt(self, wrapper: PagedAttention, plan_bytes: int | None = None) -> PagedAttention:
+    def adopt(self, wrapper: Paged, plan_bytes: int | None = None) -> Paged:
         """Gives a wrapper memory for its plans, in place of what it came with, and returns it.
 
         Args:

@@ -10,6 +10,7 @@ import torch
 
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
 from executor.model.flashinfer.cutedsl import CuteDslExperts, scratch_rows
+from executor.model.flashinfer.latent import LatentShape, PagedLatent
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.flashinfer.paged import (
     MaskBuffers,
@@ -25,7 +26,9 @@ from tests.executor.support.flashinfer.cpu_flashinfer import (
     CpuFlashInfer,
 )
 
-SHAPE = PagedShape(num_heads=8, num_kv_heads=2, head_dim=64, block_size=4, dtype=torch.bfloat16)
+SHAPE = PagedShape(
+    num_heads=8, num_kv_heads=2, head_dim=64, block_size=4, dtype=torch.bfloat16, sm_scale=0.125
+)
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -144,6 +147,36 @@ def call_attention(ops: FlashInferOps) -> None:
         attention.run(half(2, 8, 64), pages, half(2, 8, 64))
 
 
+def call_latent_attention(ops: FlashInferOps) -> None:
+    shape = LatentShape(
+        num_heads=3,
+        latent_dim=8,
+        rope_dim=4,
+        block_size=4,
+        dtype=torch.bfloat16,
+        sm_scale=0.125,
+    )
+    buffers = PageTableBuffers(
+        qo_indptr=int32(0, 0, 0),
+        kv_indptr=int32(0, 0, 0),
+        last_page_len=int32(0, 0),
+        kv_indices=torch.zeros(9, dtype=torch.int32),
+    )
+    table = PageTable(
+        qo_indptr=int32(0, 1, 3),
+        kv_indptr=int32(0, 1, 3),
+        last_page_len=int32(3, 1),
+        kv_indices=int32(1, 2, 3),
+    )
+    workspace = torch.zeros(WORKSPACE[0], dtype=torch.uint8)
+    for attention in (
+        PagedLatent(ops, shape, workspace),
+        PagedLatent(ops, shape, workspace, buffers=buffers),
+    ):
+        attention.plan(table)
+        attention.run(half(3, 3, 12), torch.zeros(6, 4, 12).bfloat16(), half(3, 3, 8))
+
+
 CALLS = [
     call_small_operators,
     call_filters,
@@ -151,6 +184,7 @@ CALLS = [
     call_cutedsl_experts,
     call_all_to_all,
     call_attention,
+    call_latent_attention,
 ]
 
 
@@ -177,7 +211,7 @@ def test_one_switch_decides_about_dependent_launches(
     for call in CALLS:
         call(ops)
     said = {name: kwargs["enable_pdl"] for name, kwargs in library.calls if "enable_pdl" in kwargs}
-    assert len(said) == 10
+    assert len(said) == 11
     assert set(said.values()) == {enable_pdl}
 
 

@@ -15,6 +15,7 @@ from tests.executor.support.flashinfer.attention import flashinfer_attention
 from tests.executor.support.kv import batch_of, out_cache_loc
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_LEN = 6, 2, 8, 4, 96
+LATENT_DIM, ROPE_DIM = 8, 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 Mix = Sequence[tuple[int, int]]  # of each sequence, keys before the pass and new tokens in it
@@ -44,6 +45,7 @@ class Case:
         num_heads: Query heads.
         garbage: The value of what is nobody's.
         spare_blocks: Blocks of the pool that belong to none of them.
+        is_latent: Whether all heads share one latent, whose first columns are the values.
         layout: Of the pass; that of an executor without peers and graphs if None.
     """
 
@@ -56,20 +58,34 @@ class Case:
         garbage: float = torch.nan,
         spare_blocks: int = 2,
         layout: DpLayout | None = None,
+        is_latent: bool = False,
     ) -> None:
-        self.dtype, self.num_heads = dtype, num_heads
+        self.dtype, self.num_heads, self.is_latent = dtype, num_heads, is_latent
+        self.kv_heads, self.width, self.value_width = KV_HEADS, HEAD_DIM, HEAD_DIM
+        self.scale = HEAD_DIM**-0.5
+        shape = KVShape.of_heads(
+            num_layers=2,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            block_size=BLOCK_SIZE,
+            dtype=dtype,
+        )
+        if is_latent:
+            self.kv_heads, self.width, self.value_width = 1, LATENT_DIM + ROPE_DIM, LATENT_DIM
+            self.scale = 0.3
+            shape = KVShape.of_latents(
+                num_layers=2,
+                latent_dim=LATENT_DIM,
+                rope_dim=ROPE_DIM,
+                block_size=BLOCK_SIZE,
+                dtype=dtype,
+            )
         prefixes, self.counts = [p for p, _ in mix], [n for _, n in mix]
         self.num_keys = [p + n for p, n in mix]
         blocks = [-(-n // BLOCK_SIZE) for n in self.num_keys]
         self.rows = list(range(len(mix), 0, -1))
         self.pool = KVPool(
-            KVShape.of_heads(
-                num_layers=2,
-                num_kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM,
-                block_size=BLOCK_SIZE,
-                dtype=dtype,
-            ),
+            shape,
             num_blocks=1 + sum(blocks) + spare_blocks,
             num_rows=len(mix) + 1,
             max_blocks_per_row=max([MAX_LEN // BLOCK_SIZE, *blocks]) + 1,
@@ -83,18 +99,20 @@ class Case:
         def random(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator).to(dtype)
 
-        heads = random(sum(self.counts), num_heads + 2 * KV_HEADS, HEAD_DIM)
-        self.q, self.k, self.v = heads.split((num_heads, KV_HEADS, KV_HEADS), dim=1)
+        heads = random(sum(self.counts), num_heads + 2 * self.kv_heads, self.width)
+        self.q, self.k, v = heads.split((num_heads, self.kv_heads, self.kv_heads), dim=1)
+        self.v = None if is_latent else v
         self.keys, self.values = [], []
-        for row, prefix, k, v in zip(
-            self.rows, prefixes, self.k.split(self.counts), self.v.split(self.counts), strict=True
+        for row, prefix, k, new_values in zip(
+            self.rows, prefixes, self.k.split(self.counts), v.split(self.counts), strict=True
         ):
-            before = random(2, prefix, KV_HEADS, HEAD_DIM)
+            before = random(2, prefix, self.kv_heads, self.width)
             at = out_cache_loc(self.pool, [row], [0], [prefix])
-            for cache, x in zip(self.pool.caches[1], before, strict=True):
+            for cache, x in zip(self.pool.caches[1], before, strict=False):
                 cache[at] = x
             self.keys.append(torch.cat((before[0], k)))
-            self.values.append(torch.cat((before[1], v)))
+            values = self.keys[-1][..., : self.value_width]
+            self.values.append(values if is_latent else torch.cat((before[1], new_values)))
         self.batch = batch_of(self.pool, self.rows, prefixes, self.counts, layout=layout)
 
     @property
@@ -105,13 +123,23 @@ class Case:
         if backend == "flashinfer":
             return self.flashinfer()
         return TorchAttention(
-            self.num_heads, KV_HEADS, HEAD_DIM, dtype=self.dtype, num_workers=num_workers
+            self.num_heads,
+            self.kv_heads,
+            self.width,
+            dtype=self.dtype,
+            num_workers=num_workers,
+            scale=self.scale,
+            latent_dim=self.value_width if self.is_latent else None,
         )
 
     def flashinfer(self, workspace: AttentionWorkspace | None = None) -> FlashInferAttention:
         """Returns the backend for passes of up to 64 more rows than this one."""
         return flashinfer_attention(
-            self.num_heads, self.pool, workspace=workspace, max_num_tokens=len(self.q) + 64
+            self.num_heads,
+            self.pool,
+            workspace=workspace,
+            max_num_tokens=len(self.q) + 64,
+            scale=self.scale,
         )
 
     def run(self, attention: Attention, *, stores: bool = True) -> torch.Tensor:
@@ -129,7 +157,7 @@ class Case:
         outs = []
         for i, queries in enumerate(self.q.float().split(self.counts)):
             k, v = (
-                x[i].float().repeat_interleave(self.num_heads // KV_HEADS, dim=1)
+                x[i].float().repeat_interleave(self.num_heads // self.kv_heads, dim=1)
                 for x in (self.keys, self.values)
             )
             count = self.counts[i]
@@ -137,7 +165,7 @@ class Case:
                 torch.ones(count, len(k)).bool().tril(len(k) - count) if seen is None else seen[i]
             )
             for query, mine in zip(queries, shown, strict=True):
-                scores = torch.einsum("hd,shd->hs", query, k[mine]) * HEAD_DIM**-0.5
+                scores = torch.einsum("hd,shd->hs", query, k[mine]) * self.scale
                 outs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[mine]).flatten())
         return torch.stack(outs)
 
@@ -149,7 +177,7 @@ class Case:
         """Every key and value lies where the block table says, the pass's own ones included."""
         for row, keys, values in zip(self.rows, self.keys, self.values, strict=True):
             at = out_cache_loc(self.pool, [row], [0], [len(keys)])
-            for cache, x in zip(self.pool.caches[1], (keys, values), strict=True):
+            for cache, x in zip(self.pool.caches[1], (keys, values), strict=not self.is_latent):
                 assert torch.equal(cache[at], x)
 
     def pad(self, num_rows: int, value: float) -> None:
@@ -158,6 +186,6 @@ class Case:
         self.batch.input_ids = torch.cat((self.batch.input_ids, zeros))
         self.batch.out_cache_loc = torch.cat((self.batch.out_cache_loc, zeros))
         self.q, self.k, self.v = (
-            torch.cat((x, torch.full((num_rows, *x.shape[1:]), value)))
+            None if x is None else torch.cat((x, torch.full((num_rows, *x.shape[1:]), value)))
             for x in (self.q, self.k, self.v)
         )

@@ -246,6 +246,48 @@ def test_an_extend_between_graph_segments_attends_to_its_own_batch(
         assert_close(case.run(runner, batch), plain.run_eagerly(batch), 1e-4)
 
 
+# Latents.
+
+
+def test_one_wrapper_of_latents_runs_decodes_and_extends_and_each_graph_has_its_own(
+    library: CpuFlashInfer,
+) -> None:
+    workspace = AttentionWorkspace("cpu", WORKSPACE[0])
+    case = Case([(5, 1)] * 4, layout=DpLayout.single(4, 4), is_latent=True)
+    attention = case.flashinfer(workspace)
+    attention.init_cuda_graph_state(SIZES)
+    made = keywords(library, "latent.__init__")
+    assert [given["use_cuda_graph"] for given in made] == [False, *[True] * len(SIZES)]
+    assert len({given["float_workspace_buffer"].data_ptr() for given in made}) == 1
+    assert len({given["kv_indices"].data_ptr() for given in made[1:]}) == 1
+    library.names()
+    case.check(case.run(attention))
+    assert library.names() == ["latent.plan", "latent.run"]
+    [plans] = [line.bytes for line in workspace.lines() if line.what.startswith("plans")]
+    assert plans == len(made) * (8 << 20)  # which wrappers take by themselves
+
+
+def test_a_graph_of_several_rows_over_latents_pads_heads_that_divide_no_tile(
+    library: CpuFlashInfer,
+) -> None:
+    mix = [(5, 3), (9, 3)]
+    case = Case(mix, num_heads=3, layout=DpLayout.single(6, 6), is_latent=True)
+    attention = case.flashinfer()
+    attention.init_cuda_graph_state([2], 3)
+    case.check(case.run(attention))
+    assert [given["num_heads"] for given in keywords(library, "latent.plan")] == [4]
+
+
+def test_what_planning_would_refuse_is_refused_at_start(library: CpuFlashInfer) -> None:
+    pool = Case([], is_latent=True).pool
+    with pytest.raises(ValueError, match=r"129 heads of latent attention .* raise attn_tp_size"):
+        flashinfer_attention(129, pool)
+    most = 16384 - 2 * pool.num_rows  # 128 heads fill a tile with a row
+    flashinfer_attention(100, pool, max_num_tokens=most)
+    with pytest.raises(ValueError, match=f"={most + 1}: .* rows of 100 heads .* at most {most}"):
+        flashinfer_attention(100, pool, max_num_tokens=most + 1)
+
+
 # The torch backend, and how keys are stored, against the library's own references.
 
 

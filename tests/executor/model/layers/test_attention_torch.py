@@ -7,43 +7,48 @@ from tests.executor.model.layers.attention_cases import (
     BLOCK_SIZE,
     HEAD_DIM,
     HEADS,
-    KV_HEADS,
     MIXES,
     Case,
     Mix,
 )
 
+KINDS = pytest.mark.parametrize("is_latent", [False, True], ids=["heads", "latents"])
 EVERY_MIX = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 
 
-@pytest.mark.parametrize("num_heads", [2, HEADS, 8])
+@pytest.mark.parametrize(
+    ("num_heads", "is_latent"), [(2, False), (HEADS, False), (8, False), (3, True), (8, True)]
+)
 @EVERY_MIX
 def test_every_mix_equals_plain_attention_and_is_stored_where_the_pool_says(
-    mix: Mix, num_heads: int, backend: str
+    mix: Mix, num_heads: int, is_latent: bool, backend: str
 ):
-    case = Case(mix, num_heads=num_heads)
+    case = Case(mix, num_heads=num_heads, is_latent=is_latent)
     case.check(case.run(case.attention(backend)))
     case.check_stored()
 
 
+@KINDS
 @EVERY_MIX
-def test_workers_change_no_bit(mix: Mix):
-    alone, shared = Case(mix), Case(mix)
+def test_workers_change_no_bit(mix: Mix, is_latent: bool):
+    alone, shared = Case(mix, is_latent=is_latent), Case(mix, is_latent=is_latent)
     expected = alone.run(alone.attention())
     assert torch.equal(shared.run(shared.attention(num_workers=3)), expected)
 
 
 @pytest.mark.parametrize("garbage", [1e30, torch.inf, -torch.inf, torch.nan])
+@KINDS
 @EVERY_MIX
-def test_what_unused_slots_hold_does_not_matter(mix: Mix, garbage: float):
-    clean, dirty = Case(mix, garbage=0.0), Case(mix, garbage=garbage)
+def test_what_unused_slots_hold_does_not_matter(mix: Mix, is_latent: bool, garbage: float):
+    clean, dirty = (Case(mix, garbage=left, is_latent=is_latent) for left in (0.0, garbage))
     assert torch.equal(dirty.run(dirty.attention()), clean.run(clean.attention()))
 
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+@KINDS
 @EVERY_MIX
-def test_a_sequence_that_overflowed_poisons_no_other(mix: Mix, poison: float):
-    clean, poisoned = Case(mix), Case(mix)
+def test_a_sequence_that_overflowed_poisons_no_other(mix: Mix, is_latent: bool, poison: float):
+    clean, poisoned = Case(mix, is_latent=is_latent), Case(mix, is_latent=is_latent)
     first, *others = poisoned.rows
     pool = poisoned.pool
     blocks = pool.block_table_cpu[first, : pool.row_num_blocks[first]]
@@ -52,20 +57,22 @@ def test_a_sequence_that_overflowed_poisons_no_other(mix: Mix, poison: float):
         pool.append_blocks([row], [num_blocks], [1], blocks[:1])
         pool.append_blocks([row], [num_blocks], [0], [])
     for cache in pool.caches[1]:
-        cache.view(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)[blocks] = poison
+        cache.view(-1, BLOCK_SIZE, *cache.shape[1:])[blocks] = poison
     theirs = slice(mix[0][1], None)
     out = poisoned.run(poisoned.attention())
     assert torch.equal(out[theirs], clean.run(clean.attention())[theirs])
 
 
-def test_no_sequences_attend_to_nothing(backend: str):
-    case = Case([])
+@KINDS
+def test_no_sequences_attend_to_nothing(is_latent: bool, backend: str):
+    case = Case([], is_latent=is_latent)
     assert case.run(case.attention(backend)).shape == (0, HEADS * HEAD_DIM)
 
 
+@KINDS
 @pytest.mark.parametrize("mix", [MIXES["mixed"], MIXES["ragged decodes"]])
-def test_padding_rows_write_to_the_scratch_block_only(mix: Mix, backend: str):
-    plain, padded = Case(mix, garbage=0.0), Case(mix, garbage=0.0)
+def test_padding_rows_write_to_the_scratch_block_only(mix: Mix, is_latent: bool, backend: str):
+    plain, padded = (Case(mix, garbage=0.0, is_latent=is_latent) for _ in range(2))
     padded.pad(3, torch.nan)
     out = padded.run(padded.attention(backend))
     total = sum(padded.counts)

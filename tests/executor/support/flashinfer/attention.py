@@ -17,11 +17,14 @@ def flashinfer_attention(
     *,
     workspace: AttentionWorkspace | None = None,
     max_num_tokens: int = 64,
+    scale: float | None = None,
 ) -> FlashInferAttention:
     """Returns the backend, ready for graphs; its workspace is its own if None."""
     ops = FlashInferOps(enable_pdl=True)
     workspace = workspace or AttentionWorkspace(pool.device, WORKSPACE[0])
-    attention = FlashInferAttention(ops, pool, num_heads, workspace, max_num_tokens=max_num_tokens)
+    attention = FlashInferAttention(
+        ops, pool, num_heads, workspace, max_num_tokens=max_num_tokens, scale=scale
+    )
     for sizes, width, has_tree in graphs:
         attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
     return attention

@@ -82,6 +82,13 @@ class CpuFlashInfer:
         self.BatchPrefillWithPagedKVCacheWrapper = self._wrapper(
             real.BatchPrefillWithPagedKVCacheWrapper, _PrefillWrapper, plan="plan"
         )
+        mla = import_module("flashinfer.mla")
+        self.mla = SimpleNamespace(
+            BatchMLAPagedAttentionWrapper=self._wrapper(
+                mla.BatchMLAPagedAttentionWrapper, _LatentWrapper, plan="plan"
+            ),
+            MLAPlanMetadata=mla.MLAPlanMetadata,
+        )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -140,6 +147,8 @@ class CpuFlashInfer:
             ("workspace_size", "workspace_size"),
             ("reset_workspace_buffer", "reset_workspace_buffer"),
         ):
+            if not hasattr(real, real_name):
+                continue
             methods[name] = self._bound(
                 f"{short}.{name}", getattr(real, real_name), getattr(ours, name), is_method=True
             )
@@ -435,6 +444,39 @@ class _PrefillWrapper(_Wrapper):
         buffer[: len(packed)].copy_(packed)
         indptr_buffer.copy_(indptr)
         return buffer, indptr_buffer
+
+
+class _LatentWrapper(_Wrapper):
+    """Reads its metadata as the library does: with the number of keys of each sequence."""
+
+    def __init__(self, *, backend: str, **options: Any) -> None:
+        backend = "fa2" if backend == "auto" else backend  # which one it is, the library decides
+        super().__init__(kv_layout="NHD", backend=backend, **options)
+
+    def plan(self, *, metadata: Any, causal: bool, **what: Any) -> None:
+        options, page_size = self.options, what["page_size"]
+        num_rows, num_heads = metadata.qo_indptr.diff(), what["num_heads"]
+        assert causal == bool((num_rows > 1).any())
+        assert not causal or 128 % num_heads == 0, "it would miss a key of some lengths"
+        assert (what["query_layout"], what["kv_cache_layout"]) == ("packed", "packed")
+        num_pages = metadata.kv_indptr.diff()
+        assert torch.equal(-(-metadata.kv_len_arr // page_size), num_pages)
+        last = metadata.kv_len_arr - (num_pages - 1) * page_size
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+        table = [metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, last.int()]
+        self.keep([options[name] for name in names], table, **what)
+
+    def run(
+        self, *, query: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor, return_lse: bool
+    ) -> None:
+        assert len(query) == self.num_rows, "planned for other queries"
+        assert out.is_contiguous()
+        assert out.dtype == query.dtype == self.what["q_data_type"] == self.what["kv_data_type"]
+        assert query.shape[1:] == (self.what["num_heads"], kv_cache.shape[2])
+        assert kv_cache.shape[2] == self.what["head_dim_ckv"] + self.what["head_dim_kpe"]
+        keys = kv_cache.unsqueeze(2)
+        values = keys[..., : self.what["head_dim_ckv"]]
+        self.launch(_attend)(query, keys, values, out, self.what["sm_scale"], *self.table)
 
 
 def _packbits(bits: torch.Tensor) -> torch.Tensor:
