@@ -22,6 +22,21 @@ class AttentionCall(NamedTuple):
     layer_id: int
 
 
+class LayerOptions(NamedTuple):
+    """What a layer's attention does that a plain softmax over all keys before a query does not.
+
+    Attributes:
+        window: Keys that a query sees, with its own; None for all.
+        sinks: [H], a logit of each head that joins its softmax and has no value; None without.
+    """
+
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = LayerOptions()
+
+
 # A forward pass that yields its attention calls, is sent their results [T, H * V], and returns
 # the hidden states [T, D].
 Stages = Generator[AttentionCall, torch.Tensor, torch.Tensor]

@@ -24,7 +24,7 @@ Latent attention (MLA) has one KV head, whose first columns are the values. It i
 softmax between: ``scaled_dot_product_attention`` takes four times as long where widths differ.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from executor.batch.columns import Int64Array
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
+from executor.model.layers.attention import PLAIN, LayerOptions
 from executor.model.layers.linear import WorkerPool
 
 # Most new tokens of a sequence that goes into a group. A verify pass has 2 to 16. One by one, 32
@@ -141,6 +142,7 @@ class GroupPlanner:
         seq_lens: Int64Array,
         rows: Int64Array,
         tree_width: int | None,
+        sliding: int | None = None,
     ) -> tuple[Group, ...]:
         """Returns the groups of some of a batch's sequences.
 
@@ -151,9 +153,17 @@ class GroupPlanner:
                 fewer than new tokens: it then sees zeros.
             rows: [batch] rows of the block table.
             tree_width: W if the batch has a tree mask.
+            sliding: Keys that a query sees, with its own; None for all. Blocks before them are left
+                out.
         """
         if not len(sequences):
             return ()
+        firsts = np.zeros_like(seq_lens)  # the first block of each that is taken
+        if sliding is not None:
+            assert tree_width is None, "refused at start: no trees over sliding windows"
+            unseen = seq_lens + 1 - sliding - (1 if new_lens is None else new_lens)
+            firsts = np.maximum(unseen, 0) // self.kv_pool.block_size
+            seq_lens = seq_lens - firsts * self.kv_pool.block_size
         by_width = [(1, sequences)]
         if new_lens is not None:
             widths = new_lens[sequences]
@@ -177,7 +187,9 @@ class GroupPlanner:
                         seq_lens[members],
                         shown_lens[at],
                         num_blocks[at],
+                        firsts[members],
                         tree_width,
+                        sliding,
                     )
                 )
                 start = groups[-1].stop
@@ -218,19 +230,21 @@ class GroupPlanner:
         seq_lens: Int64Array,
         shown_lens: Int64Array,
         num_blocks: Int64Array,
+        firsts: Int64Array,
         tree_width: int | None,
+        sliding: int | None,
     ) -> Group:
         device, most = self.kv_pool.device, int(num_blocks.max())
         num_keys = most * self.kv_pool.block_size
         # A mask hides neither NaN nor infinity, and a slot without a token of the sequence holds
         # what another left there. Its first block is its own: in the padding it saves clearing.
-        if int(num_blocks.min()) == most:
+        if int(num_blocks.min()) == most and not firsts.any():
             blocks = self._table[rows, :most]
             positions = self._positions[:most].reshape(1, num_keys)
         else:
             columns = self._columns[:most]
             columns = np.where(columns < num_blocks[:, None], columns, 0)
-            blocks = self._table[rows[:, None], columns]
+            blocks = self._table[rows[:, None], firsts[:, None] + columns]
             positions = self._positions[columns].reshape(-1, num_keys)
         unwritten = (positions >= seq_lens[:, None]).ravel().nonzero()[0]
         # One past the last key that each query sees: with a tree, that is up to the tree.
@@ -241,6 +255,7 @@ class GroupPlanner:
         elif width > 1:
             ends = ends + np.arange(1 - width, 1)
         is_masked = window is not None or width > 1 or int(ends.min()) < num_keys
+        is_masked |= sliding is not None and int(ends.max()) > sliding
         return Group(
             start=start,
             stop=start + len(members) * width,
@@ -248,16 +263,22 @@ class GroupPlanner:
             members=members,
             blocks=torch.from_numpy(blocks.astype(np.int64).ravel()).to(device),
             unwritten=torch.from_numpy(unwritten).to(device) if len(unwritten) else None,
-            mask=self._mask(ends, num_keys) if is_masked else None,
+            mask=self._mask(ends, num_keys, sliding) if is_masked else None,
             window=window,
         )
 
-    def _mask(self, ends: Int64Array, num_keys: int) -> torch.Tensor:
-        """Returns [B, 1, Q * G, S], which hides keys from ``ends`` [B, Q] on."""
+    def _mask(self, ends: Int64Array, num_keys: int, sliding: int | None) -> torch.Tensor:
+        """Returns [B, 1, Q * G, S], which hides keys from ``ends`` [B, Q] on, and before windows."""
         count, size = len(ends), len(self._step) // 2
         firsts = torch.from_numpy(np.repeat(size - ends, self.group_size)).to(self._step.device)
         lines = self._step.as_strided((size + 1, num_keys), (1, 1))
-        return lines.index_select(0, firsts).view(count, 1, -1, num_keys)
+        mask = lines.index_select(0, firsts).view(count, 1, -1, num_keys)
+        if sliding is not None:
+            first_seen = torch.from_numpy(np.repeat(ends - sliding, self.group_size))
+            keys = torch.arange(num_keys, device=mask.device)
+            is_before = keys < first_seen.to(mask.device).view(count, 1, -1, 1)
+            mask.masked_fill_(is_before, -torch.inf)
+        return mask
 
     def _window(
         self, members: Int64Array, seq_lens: Int64Array, width: int, tree_width: int, num_keys: int
@@ -282,12 +303,15 @@ class _ExtendTile:
 
     Attributes:
         start, stop: Rows in q.
-        num_keys: Keys up to the last query's own.
-        mask: [stop - start, num_keys], 0 or -inf; None if causal from the sequence's start.
+        first_key: The first that any of them sees, among those taken.
+        num_keys: Keys up to the last query's own, with those before the first.
+        mask: [stop - start, num_keys - first_key], 0 or -inf; None if causal from the sequence's
+            start.
     """
 
     start: int
     stop: int
+    first_key: int
     num_keys: int
     mask: torch.Tensor | None
 
@@ -298,7 +322,7 @@ class _ExtendSequence:
 
     Attributes:
         start, stop: Its rows in q, k and v.
-        blocks: int64, its blocks; None if all its keys and values are in this very pass.
+        blocks: int64, its blocks, from the first that any query sees; None if all its keys and values are in this very pass.
         tiles: Its queries.
     """
 
@@ -309,22 +333,33 @@ class _ExtendSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Metadata:
-    """What ``forward`` needs of a batch, the same for every layer.
+class _Plan:
+    """What layers with one window need of a batch.
 
     Attributes:
         grouped_rows: int64, the rows in q of sequences in groups, group after group; None if these
             are all rows, in order.
+    """
+
+    grouped_rows: torch.Tensor | None
+    groups: tuple[Group, ...]
+    extend_sequences: tuple[_ExtendSequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What ``forward`` needs of a batch.
+
+    Attributes:
+        plans: By the window of layers.
         tree_mask: The batch's.
     """
 
     out_cache_loc: torch.Tensor
     kv_pool: KVPool
     workspaces: "tuple[_Workspace, ...]"
-    grouped_rows: torch.Tensor | None
-    groups: tuple[Group, ...]
+    plans: Mapping[int | None, _Plan]
     tree_mask: torch.Tensor | None
-    extend_sequences: tuple[_ExtendSequence, ...]
 
 
 class _Workspace:
@@ -389,6 +424,7 @@ class TorchAttention:
         scale: What scores are multiplied by; 1 / sqrt(D) if None.
         latent_dim: Columns of the one KV head that are its values; None: these are tensors of their
             own, as wide as keys.
+        layers: What layers do that others do not, by their number; those behind them are plain.
     """
 
     is_capturable = False
@@ -403,6 +439,7 @@ class TorchAttention:
         num_workers: int | None = None,
         scale: float | None = None,
         latent_dim: int | None = None,
+        layers: Sequence[LayerOptions] = (),
     ) -> None:
         assert latent_dim is None or num_kv_heads == 1, "all heads share one latent"
         self.num_kv_heads = num_kv_heads
@@ -416,6 +453,9 @@ class TorchAttention:
         if latent_dim is not None:
             self._query_tile = min(_QUERY_TILE, max(1, _LATENT_TILE_ROWS // num_heads))
         self._metadata: _Metadata | None = None
+        self._layers = tuple(layers)
+        self._windows = {layer.window for layer in layers} or {None}
+        self._needs_masks = latent_dim is not None or any(x.sinks is not None for x in layers)
         self._is_tree_read = False
         self._workers = WorkerPool(num_workers)
         self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
@@ -430,6 +470,17 @@ class TorchAttention:
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         planner = self._use(kv_pool)
+        self._is_tree_read = False
+        self._metadata = _Metadata(
+            out_cache_loc=batch.out_cache_loc,
+            kv_pool=kv_pool,
+            workspaces=self._workspaces,
+            plans={window: self._plan(batch, planner, window) for window in self._windows},
+            tree_mask=batch.tree_mask,
+        )
+
+    def _plan(self, batch: ForwardBatch, planner: GroupPlanner, window: int | None) -> _Plan:
+        kv_pool = planner.kv_pool
         seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices.cpu().numpy()
         new_lens, tree_width = batch.extend_seq_lens_cpu, None
         grouped = np.arange(batch.batch_size)
@@ -448,22 +499,22 @@ class TorchAttention:
             starts = np.cumsum(new_lens) - new_lens
             extended = tuple(
                 self._plan_extend(
-                    int(starts[i]), int(new_lens[i]), int(seq_lens[i]), int(rows[i]), kv_pool
+                    int(starts[i]),
+                    int(new_lens[i]),
+                    int(seq_lens[i]),
+                    int(rows[i]),
+                    kv_pool,
+                    window,
                 )
                 for i in np.flatnonzero(~is_grouped)
             )
-        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width)
+        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width, window)
         grouped_rows = _rows_of(groups, new_lens, batch.input_ids.shape[0])
-        self._is_tree_read = False
-        self._metadata = _Metadata(
-            out_cache_loc=batch.out_cache_loc,
-            kv_pool=kv_pool,
-            workspaces=self._workspaces,
+        return _Plan(
             grouped_rows=(
                 None if grouped_rows is None else torch.from_numpy(grouped_rows).to(kv_pool.device)
             ),
             groups=groups,
-            tree_mask=batch.tree_mask,
             extend_sequences=extended,
         )
 
@@ -480,23 +531,34 @@ class TorchAttention:
         return self._planner
 
     def _plan_extend(
-        self, start: int, new_len: int, seq_len: int, row: int, kv_pool: KVPool
+        self,
+        start: int,
+        new_len: int,
+        seq_len: int,
+        row: int,
+        kv_pool: KVPool,
+        window: int | None,
     ) -> _ExtendSequence:
-        prefix_len = seq_len - new_len
+        before = seq_len - new_len
+        first_block = 0 if window is None else max(before + 1 - window, 0) // kv_pool.block_size
+        prefix_len = before - first_block * kv_pool.block_size  # of what is taken
         tiles = []
         for first in range(0, new_len, self._query_tile):
             last = min(first + self._query_tile, new_len)
-            num_keys = prefix_len + last
-            mask = None
-            if prefix_len + first > 0 or self.latent_dim is not None:
-                seen = torch.ones(last - first, num_keys, dtype=torch.bool)
-                hidden = ~seen.tril_(prefix_len + first)
-                mask = torch.zeros(hidden.shape, dtype=self.dtype)
-                mask = mask.masked_fill_(hidden, -torch.inf).to(kv_pool.device)
-            tiles.append(_ExtendTile(start + first, start + last, num_keys, mask))
+            num_keys, position = prefix_len + last, prefix_len + first
+            first_key, mask = 0, None
+            if position > 0 or self._needs_masks or (window is not None and num_keys > window):
+                seen = torch.ones(last - first, num_keys, dtype=torch.bool).tril_(position)
+                if window is not None:
+                    first_key = max(position + 1 - window, 0)
+                    seen.triu_(position + 1 - window)
+                mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
+                mask = mask[:, first_key:].contiguous().to(kv_pool.device)
+            tiles.append(_ExtendTile(start + first, start + last, first_key, num_keys, mask))
         blocks = None
-        if prefix_len:
-            table_row = kv_pool.block_table_cpu[row, : -(-seq_len // kv_pool.block_size)]
+        if before:
+            num_blocks = -(-seq_len // kv_pool.block_size)
+            table_row = kv_pool.block_table_cpu[row, first_block:num_blocks]
             blocks = table_row.to(kv_pool.device, torch.int64)
         return _ExtendSequence(start, start + new_len, blocks, tuple(tiles))
 
@@ -506,8 +568,9 @@ class TorchAttention:
         metadata = self._metadata
         assert metadata is not None, "init_forward_metadata_out_graph runs before each pass"
         if metadata.tree_mask is not None and not self._is_tree_read:
-            for group in metadata.groups:
-                group.read_tree(metadata.tree_mask)
+            for plan in metadata.plans.values():
+                for group in plan.groups:
+                    group.read_tree(metadata.tree_mask)
             self._is_tree_read = True
         with self._workers.sharing(q.shape[0]):
             return self._attend(q, k, v, metadata, layer_id)
@@ -523,33 +586,53 @@ class TorchAttention:
         kept = [x for x in (k, v) if x is not None]
         for cache, x in zip(metadata.kv_pool.caches[layer_id], kept, strict=bool(kept)):
             cache.index_copy_(0, metadata.out_cache_loc, x)
-        if metadata.grouped_rows is None:
-            return self._attend_groups(q, metadata, layer_id)
+        options = self._layers[layer_id] if layer_id < len(self._layers) else PLAIN
+        plan, sinks = metadata.plans[options.window], self._by_head(options.sinks)
+        if plan.grouped_rows is None:
+            return self._attend_groups(q, metadata, plan, layer_id, sinks)
         out = q.new_zeros(q.shape[0], q.shape[1] * self.value_width)
-        if metadata.groups:
-            attended = self._attend_groups(q[metadata.grouped_rows], metadata, layer_id)
-            out.index_copy_(0, metadata.grouped_rows, attended)
-        for sequence in metadata.extend_sequences:
+        if plan.groups:
+            attended = self._attend_groups(q[plan.grouped_rows], metadata, plan, layer_id, sinks)
+            out.index_copy_(0, plan.grouped_rows, attended)
+        for sequence in plan.extend_sequences:
             assert k is not None, "without keys each sequence has one query"
             values = k[..., : self.latent_dim] if v is None else v
-            self._extend(q, k, values, sequence, metadata.workspaces[0], layer_id, out)
+            self._extend(q, k, values, sequence, metadata.workspaces[0], layer_id, out, sinks)
         return out
 
-    def _attend_groups(self, q: torch.Tensor, metadata: _Metadata, layer_id: int) -> torch.Tensor:
+    def _by_head(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns sinks as float32 [N, G, 1, 1]."""
+        if sinks is None:
+            return None
+        return sinks.float().view(self.num_kv_heads, self.group_size, 1, 1)
+
+    def _attend_groups(
+        self,
+        q: torch.Tensor,
+        metadata: _Metadata,
+        plan: _Plan,
+        layer_id: int,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Returns [T, H * V] for q [T, H, D], group after group. Workers share the groups."""
-        groups = metadata.groups
+        groups = plan.groups
         if len(groups) == 1:
-            return self._run_groups(q, groups, metadata.workspaces[0], layer_id)[0]
+            return self._run_groups(q, groups, metadata.workspaces[0], layer_id, sinks)[0]
         shares = self._workers.shares([len(group.blocks) for group in groups])
         pieces = [
-            partial(self._run_groups, q, groups[share], workspace, layer_id)
+            partial(self._run_groups, q, groups[share], workspace, layer_id, sinks)
             for share, workspace in zip(shares, metadata.workspaces, strict=False)
         ]
         attended = [x for piece in self._workers.run(pieces) for x in piece]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _run_groups(
-        self, q: torch.Tensor, groups: tuple[Group, ...], workspace: _Workspace, layer_id: int
+        self,
+        q: torch.Tensor,
+        groups: tuple[Group, ...],
+        workspace: _Workspace,
+        layer_id: int,
+        sinks: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Returns [B * Q, H * V] of each group."""
         attended = []
@@ -566,9 +649,19 @@ class TorchAttention:
             by_token = (count, width, self.num_kv_heads, self.group_size, self.head_dim)
             by_head = (count, self.num_kv_heads, width, self.group_size, self.head_dim)
             queries = q[group.start : group.stop].reshape(by_token).transpose(1, 2)
-            out = F.scaled_dot_product_attention(
-                queries.flatten(2, 3), k, v, attn_mask=group.mask, scale=self.scale
-            )
+            if sinks is None:
+                out = F.scaled_dot_product_attention(
+                    queries.flatten(2, 3), k, v, attn_mask=group.mask, scale=self.scale
+                )
+            else:
+                mask = (
+                    None
+                    if group.mask is None
+                    else group.mask.view(count, 1, width, self.group_size, -1)
+                )
+                out = _attend_with_sinks(
+                    queries, k, v, sinks.view(-1, 1, self.group_size, 1), mask, self.scale
+                )
             out = out.view(by_head).transpose(1, 2)
             attended.append(out.reshape(group.stop - group.start, -1))
         return attended
@@ -582,6 +675,7 @@ class TorchAttention:
         workspace: _Workspace,
         layer_id: int,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Writes the sequence's rows of ``out`` [T, H * V]. Workers share the tiles."""
         if sequence.blocks is None:
@@ -590,7 +684,7 @@ class TorchAttention:
             keys, values = (x[0] for x in workspace.take(sequence.blocks, layer_id))
         run: Callable[..., None] = self._run_latent_tiles
         if self.latent_dim is None:
-            run = self._run_tiles
+            run = partial(self._run_tiles, sinks)
             shape = (-1, self.num_kv_heads, self.group_size, self.head_dim)
             q = q.view(shape).permute(1, 2, 0, 3)  # N, G, T, D
             out = out.view(shape).permute(1, 2, 0, 3)
@@ -605,6 +699,7 @@ class TorchAttention:
 
     def _run_tiles(
         self,
+        sinks: torch.Tensor | None,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -613,14 +708,22 @@ class TorchAttention:
     ) -> None:
         """Writes the tiles' part of ``out``. Everything is [N, G, rows, D]."""
         for tile in tiles:
-            out[:, :, tile.start : tile.stop] = F.scaled_dot_product_attention(
-                q[:, :, tile.start : tile.stop],
-                keys[:, :, : tile.num_keys],
-                values[:, :, : tile.num_keys],
-                attn_mask=tile.mask,
-                is_causal=tile.mask is None,
-                scale=self.scale,
-            )
+            queries = q[:, :, tile.start : tile.stop]
+            k, v = (x[:, :, tile.first_key : tile.num_keys] for x in (keys, values))
+            if sinks is None:
+                attended = F.scaled_dot_product_attention(
+                    queries,
+                    k,
+                    v,
+                    attn_mask=tile.mask,
+                    is_causal=tile.mask is None,
+                    scale=self.scale,
+                )
+            else:  # one KV head's keys are the same for its group
+                attended = _attend_with_sinks(
+                    queries, k[:, 0], v[:, 0], sinks, tile.mask, self.scale
+                )
+            out[:, :, tile.start : tile.stop] = attended
 
     def _run_latent_tiles(
         self,
@@ -656,6 +759,31 @@ class TorchAttention:
             scores.add_(mask.view(-1, width, 1, mask.shape[-1]))
         weights = scores.softmax(-1).to(q.dtype).flatten(1, 2)
         return torch.bmm(weights, values[:, 0]).view(count, width, num_heads, -1)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Softmax attention with one more logit per head, which has no value.
+
+    Args:
+        q: [.., A, R, D], of one KV head.
+        k, v: [.., S, D].
+        sinks: Fits [.., A, R, 1].
+        mask: Fits [.., A, R, S], 0 or -inf; None hides nothing.
+    """
+    scores = (q.flatten(-3, -2) @ k.transpose(-2, -1)).float().mul_(scale)
+    scores = scores.view(*q.shape[:-1], -1)
+    if mask is not None:
+        scores.add_(mask)
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)
+    weights = scores.sub_(total).exp_().to(v.dtype)
+    return (weights.flatten(-3, -2) @ v).view(q.shape)
 
 
 def _rows_of(

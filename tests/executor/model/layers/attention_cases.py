@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.model.layers.attention import Attention
+from executor.model.layers.attention import Attention, LayerOptions
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
@@ -45,6 +45,8 @@ class Case:
         num_heads: Query heads.
         garbage: The value of what is nobody's.
         spare_blocks: Blocks of the pool that belong to none of them.
+        window: Keys that a query of layer 1 sees; None for all.
+        sinks: Whether its softmax has a sink for each head.
         is_latent: Whether all heads share one latent, whose first columns are the values.
         layout: Of the pass; that of an executor without peers and graphs if None.
     """
@@ -59,7 +61,11 @@ class Case:
         spare_blocks: int = 2,
         layout: DpLayout | None = None,
         is_latent: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
     ) -> None:
+        self.window = window
+        self.sinks = torch.linspace(-2, 4, num_heads).to(dtype) if sinks else None
         self.dtype, self.num_heads, self.is_latent = dtype, num_heads, is_latent
         self.kv_heads, self.width, self.value_width = KV_HEADS, HEAD_DIM, HEAD_DIM
         self.scale = HEAD_DIM**-0.5
@@ -130,6 +136,7 @@ class Case:
             num_workers=num_workers,
             scale=self.scale,
             latent_dim=self.value_width if self.is_latent else None,
+            layers=(LayerOptions(), LayerOptions(self.window, self.sinks)),
         )
 
     def flashinfer(self, workspace: AttentionWorkspace | None = None) -> FlashInferAttention:
@@ -164,8 +171,17 @@ class Case:
             shown = (
                 torch.ones(count, len(k)).bool().tril(len(k) - count) if seen is None else seen[i]
             )
-            for query, mine in zip(queries, shown, strict=True):
+            for j, (query, mine) in enumerate(zip(queries, shown, strict=True)):
+                if self.window is not None:
+                    place = len(k) - count + j
+                    mine = mine & (torch.arange(len(k)) > place - self.window)
                 scores = torch.einsum("hd,shd->hs", query, k[mine]) * self.scale
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks.float()[:, None]), dim=1)
+                    outs.append(
+                        torch.einsum("hs,shd->hd", scores.softmax(-1)[:, :-1], v[mine]).flatten()
+                    )
+                    continue
                 outs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v[mine]).flatten())
         return torch.stack(outs)
 

@@ -80,3 +80,45 @@ def test_padding_rows_write_to_the_scratch_block_only(mix: Mix, is_latent: bool,
     assert backend == "torch" or not out[total:].any()
     for ours, theirs in zip(padded.caches, plain.caches, strict=True):
         assert torch.equal(ours[BLOCK_SIZE:], theirs[BLOCK_SIZE:])
+
+
+# Windows and sinks.
+
+OPTIONS = pytest.mark.parametrize(
+    ("window", "sinks"), [(1, False), (5, False), (8, True), (None, True)], ids=str
+)
+
+
+@OPTIONS
+@EVERY_MIX
+def test_every_mix_equals_plain_attention_with_windows_and_sinks(
+    mix: Mix, window: int | None, sinks: bool
+):
+    case = Case(mix, window=window, sinks=sinks)
+    case.check(case.run(case.attention()))
+    case.check_stored()
+
+
+def test_a_long_window_changes_no_bit():
+    for mix in MIXES.values():
+        plain, windowed = Case(mix), Case(mix, window=5000)
+        assert torch.equal(windowed.run(windowed.attention()), plain.run(plain.attention()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workers_change_no_bit_of_windows_and_sinks(dtype: torch.dtype):
+    for mix in MIXES.values():
+        alone, shared = (Case(mix, dtype, window=5, sinks=True) for _ in range(2))
+        expected = alone.run(alone.attention())
+        alone.check(expected)
+        assert torch.equal(shared.run(shared.attention(num_workers=3)), expected)
+
+
+def test_layers_without_options_are_plain():
+    case, other = Case(MIXES["mixed"], window=5, sinks=True), Case(MIXES["mixed"])
+    attention = case.attention()
+    attention.init_forward_metadata_out_graph(case.batch, case.pool)
+    for plain, special in zip(case.pool.caches[0], case.pool.caches[1], strict=True):
+        plain.copy_(special)
+    out = attention.forward(case.q, case.k, case.v, 0)
+    assert torch.equal(out, other.run(other.attention()))
