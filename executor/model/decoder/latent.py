@@ -1,0 +1,164 @@
+"""Multi-head latent attention (MLA): projections around the attention backend, absorbed.
+
+    C latent    P, R width of a head that does not turn, and that does    V width of a head's value
+
+The checkpoint's kv_b_proj takes a token's latent l to each head's key W_UK l and value W_UV l. Neither
+is ever made: queries are taken to the latent's space instead, and what they attend to back from it, so
+that all heads share one cached row [l ; k_rope] of C + R numbers, whose first C columns are the values.
+
+    q · (W_UK l) = (W_UKᵀ q) · l            Σ p (W_UV l) = W_UV Σ p l
+
+Heads divide among the executors of a DP rank (attention TP); each of them keeps all latents.
+
+Source: Transformers, models/deepseek_v3/modeling_deepseek_v3.py, for the weights.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.layers.attention import AttentionCall
+from executor.model.layers.linear import Linear
+from executor.model.layers.operators import RMSNorm
+from executor.model.spec import MlaSpec
+from executor.model.weights import Part, Source, WeightGroup
+from executor.model.weights.targets import rope_rows_to_halves
+from executor.parallel.layout import DpLayout, share_of
+
+
+class LatentAttention:
+    """This executor's heads of one layer.
+
+    Args:
+        spec: Sizes and switches.
+        layer_id: Layer of the KV pool.
+        hidden_size: D.
+        peers: Share the heads.
+        kernels: What it calls.
+        input_size: Width of its input; that of hidden states if None.
+
+    Raises:
+        ValueError: Heads do not divide among the executors of a DP rank.
+    """
+
+    def __init__(
+        self,
+        spec: MlaSpec,
+        layer_id: int,
+        hidden_size: int,
+        peers: Peers,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        input_size: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.layer_id = layer_id
+        self.operators = kernels.operators
+        self._attn_tp = peers.attn_tp
+        topology = peers.topology
+        rank, count = topology.attn_tp_rank, topology.attn_tp_size
+        self._heads = share_of("num_attention_heads", spec.num_heads, rank, count)
+        self.num_heads = len(self._heads)
+        self._q_width = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+        self.latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
+        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        norm = partial(RMSNorm, eps=spec.latent_norm_eps, operators=kernels.operators)
+        q_size = self.num_heads * self._q_width
+        self.q_a_size = q_size if spec.q_lora_rank is None else spec.q_lora_rank
+        # Queries or their latents, and beside them the latents of keys.
+        width = hidden_size if input_size is None else input_size
+        self.a_proj = linear(width, self.q_a_size + self.latent_width, has_bias=spec.bias)
+        self.q_b_proj: Linear | None = None
+        if spec.q_lora_rank is not None:
+            self.q_a_norm = norm(spec.q_lora_rank, dtype=dtype, device=device)
+            self.q_b_proj = linear(spec.q_lora_rank, q_size)
+        self.kv_a_norm = norm(spec.kv_lora_rank, dtype=dtype, device=device)
+        self.w_uk = zeros(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
+        self.w_uv = zeros(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
+        # The executors' products are summed, so the first one adds the bias.
+        has_bias = spec.bias and rank == 0
+        self.o_proj = linear(self.num_heads * spec.v_head_dim, hidden_size, has_bias=has_bias)
+
+    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
+        """Returns queries [T, heads, C + R] and latents [T, 1, C + R] of x [S, input_size]."""
+        return self.project_gathered(self._attn_tp.gather(x, layout), rotation)
+
+    def project_gathered(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
+        """Does the same for x [T, input_size], which every executor of the DP rank has."""
+        spec = self.spec
+        sizes = (self.q_a_size, spec.kv_lora_rank, spec.qk_rope_head_dim)
+        q, latents, k_rope = torch.split_with_sizes(self.a_proj(x), sizes, dim=-1)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_norm(q))
+        q = q.view(len(x), self.num_heads, self._q_width)
+        q_nope, q_rope = q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :]
+        # Dense, as the kernels want it: a slice of wider heads would be copied and the copy turned.
+        qk = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
+        q_rope, turned = self.operators.rotate(qk, self.num_heads, rotation)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        keys = torch.cat((self.kv_a_norm(latents).unsqueeze(1), turned), dim=-1)
+        return AttentionCall(torch.cat((absorbed, q_rope), dim=-1), keys, None, self.layer_id)
+
+    def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
+        """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * C]."""
+        by_head = attended.view(len(attended), self.num_heads, -1).transpose(0, 1)
+        values = torch.bmm(by_head, self.w_uv).transpose(0, 1).flatten(1)
+        return self._attn_tp.scatter_sum(self.o_proj(values), layout)
+
+    def weight_groups(self, prefix: str) -> list[WeightGroup]:
+        """Returns what the checkpoint must hold, its rope rows turned from pairs to halves."""
+        rope = self.spec.qk_rope_head_dim
+        q_turn = rope_rows_to_halves(self._q_width, rope)
+        kv_turn = rope_rows_to_halves(self.latent_width, rope)
+        q_name, norms = "q_proj", {f"{prefix}kv_a_layernorm.weight": self.kv_a_norm.weight}
+        if self.q_b_proj is not None:
+            q_name = "q_a_proj"
+            norms[f"{prefix}q_a_layernorm.weight"] = self.q_a_norm.weight
+        groups = [WeightGroup(norms)]
+        targets: dict[Source, torch.Tensor | Part] = {}
+        for kind, a in (("weight", self.a_proj.weight), ("bias", self.a_proj.bias)):
+            if a is None:
+                continue
+            q, kv = torch.split_with_sizes(a, (self.q_a_size, self.latent_width))
+            if self.q_b_proj is not None:
+                targets[Source(name=f"{prefix}{q_name}.{kind}")] = q
+            elif kind == "weight":
+                targets[Source(name=f"{prefix}{q_name}.{kind}", turn=q_turn)] = self._of_heads(q)
+            else:
+                q.zero_()
+            targets[Source(name=f"{prefix}kv_a_proj_with_mqa.{kind}", turn=kv_turn)] = kv
+        groups.append(WeightGroup(targets, self.a_proj.finish))
+        if self.q_b_proj is not None:
+            q_b = Source(name=f"{prefix}q_b_proj.weight", turn=q_turn)
+            target = self._of_heads(self.q_b_proj.weight)
+            groups.append(WeightGroup({q_b: target}, self.q_b_proj.finish))
+        groups.append(self._kv_b_group(prefix))
+        o_targets: dict[str, torch.Tensor | Part] = {
+            f"{prefix}o_proj.weight": self._of_heads(self.o_proj.weight, dim=1)
+        }
+        if self.o_proj.bias is not None:
+            o_targets[f"{prefix}o_proj.bias"] = self.o_proj.bias
+        return [*groups, WeightGroup(o_targets, self.o_proj.finish)]
+
+    def _kv_b_group(self, prefix: str) -> WeightGroup:
+        spec = self.spec
+        width = spec.qk_nope_head_dim + spec.v_head_dim
+        rows = self.w_uk.new_empty(self.num_heads * width, spec.kv_lora_rank)
+
+        def split() -> None:
+            heads = rows.view(self.num_heads, width, -1)
+            self.w_uk.copy_(heads[:, : spec.qk_nope_head_dim])
+            self.w_uv.copy_(heads[:, spec.qk_nope_head_dim :].transpose(1, 2))
+
+        return WeightGroup({f"{prefix}kv_b_proj.weight": self._of_heads(rows)}, split)
+
+    def _of_heads(self, target: torch.Tensor, dim: int = 0) -> Part:
+        """Returns the part of a matrix whose rows or columns are heads'."""
+        width = target.shape[dim] // self.num_heads
+        at = range(self._heads.start * width, self._heads.stop * width)
+        return Part(target, dim, at, self.spec.num_heads * width)
