@@ -32,6 +32,10 @@ STOP_GRACE_S = 0.5  # for calls that no step holds up, such as a Watch of the he
 @command(ExecutorConfig, "executor")
 def main(config: ExecutorConfig) -> None:
     """Runs one executor of a Lockstep group: one model on one accelerator, driven by a router."""
+    if config.check == "on":
+        from executor.build.check import check  # imports PyTorch
+
+        sys.exit(0 if check(config, print) else BAD_CONFIGURATION)
     # A waiting OpenMP thread that spins starves the other processes of a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_in(config.peer_host)

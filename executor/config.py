@@ -21,6 +21,9 @@ class ExecutorConfig(ServiceConfig):
 
     model: Path = setting(rule=CHECKPOINT)
     """Folder of a Hugging Face checkpoint."""
+    check: str = setting("off", ON_OFF)
+    """on reads only what the model's files say of themselves, prints what this executor would hold and
+    what is refused, and ends: exit code 0, or 2 if it would not start."""
     anonymous_callers: str = setting("off", ON_OFF)
     """on lets callers off loopback drive this executor without a certificate or a token."""
     advertised_host: str | None = setting(None, unset="the host of --listen")

@@ -60,7 +60,11 @@ class Kernels:
 
 
 def cpu_kernels(
-    config: ModelConfig, *, dtype: torch.dtype, num_workers: int | None = None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    num_workers: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Kernels:
     """Returns PyTorch's operators and packed experts.
 
@@ -69,8 +73,9 @@ def cpu_kernels(
         dtype: Type of weights and hidden states.
         num_workers: Threads that share a layer. None is as many as OpenMP has, which suits
             OMP_WAIT_POLICY=PASSIVE; 1 leaves all to OpenMP, which suits threads that spin.
+        device: The CPU, or meta, for a model that only has sizes.
     """
-    device = torch.device("cpu")
+    device = torch.device(device)
     workers = WorkerPool(num_workers)
     return Kernels(
         operators=_torch_operators(config, dtype, device),

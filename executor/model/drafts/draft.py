@@ -171,7 +171,7 @@ def load_draft_model(
         skipped=draft.skips,
         on_progress=on_progress,
     )
-    if draft.target_ids is not None:
+    if draft.target_ids is not None and not draft.target_ids.is_meta:
         _check_target_ids(path, draft.target_ids, config.layers.vocab_size)
     return draft
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,8 +56,7 @@ class Model(Protocol):
         ...
 
 
-def load_model(
-    path: str | Path,
+def new_model(
     config: ModelConfig,
     *,
     dtype: torch.dtype | None = None,
@@ -65,23 +64,20 @@ def load_model(
     peers: Peers | None = None,
     kernels: Kernels | None = None,
     aux_layers: Sequence[int] = (),
-    on_progress: OnProgress | None = None,
 ) -> Model:
-    """Builds the model that ``config`` names and fills it from ``path``.
+    """Builds the model that ``config`` names, to be filled.
 
     Args:
-        path: Checkpoint directory.
-        config: From the same directory.
+        config: Sizes and switches.
         dtype: Type to run in; the saved one if None.
         device: Where to run.
         peers: This executor's place and ways to the others; none if None.
         kernels: What the layers call; those of the CPU if None.
         aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft
             (``DraftConfig.aux_layers``).
-        on_progress: Called with tensors loaded and tensors in all.
 
     Raises:
-        CheckpointError: The architecture is not supported, or the weights do not fit it.
+        CheckpointError: The architecture is not supported.
         ValueError: Heads, experts or dense MLPs do not divide.
     """
     absent = [layer for layer in aux_layers if not 0 <= layer < config.num_hidden_layers]
@@ -101,9 +97,44 @@ def load_model(
         dtype=dtype,
         device=torch.device(device),
         peers=peers or Peers.gathering(config.num_experts),
-        kernels=kernels or cpu_kernels(config, dtype=dtype),
+        kernels=kernels or cpu_kernels(config, dtype=dtype, device=device),
         aux_layers=aux_layers,
     )
+    return model
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    on_progress: OnProgress | None = None,
+    **place: Any,
+) -> Model:
+    """Builds the model that ``config`` names and fills it from ``path``.
+
+    Args:
+        path: Checkpoint directory.
+        config: From the same directory.
+        on_progress: Called with tensors loaded and tensors in all.
+        place: As of ``new_model``.
+
+    Raises:
+        CheckpointError: The architecture is not supported, or the weights do not fit it.
+        ValueError: Heads, experts or dense MLPs do not divide.
+    """
+    model = new_model(config, **place)
+    fill_model(path, config, model, on_progress=on_progress)
+    return model
+
+
+def fill_model(
+    path: str | Path, config: ModelConfig, model: Model, *, on_progress: OnProgress | None = None
+) -> None:
+    """Fills a model; on the meta device, only checks the checkpoint.
+
+    Raises:
+        CheckpointError: The weights do not fit it.
+    """
     load_weights(
         path,
         model.weight_groups(),
@@ -111,4 +142,3 @@ def load_model(
         skipped=model.skips,
         on_progress=on_progress,
     )
-    return model

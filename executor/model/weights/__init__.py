@@ -7,16 +7,16 @@ load         checks all of it, then copies
 """
 
 from executor.model.weights.formats import Format
-from executor.model.weights.load import OnProgress, check_weights, load_weights, tensor_names
-from executor.model.weights.targets import Part, Source, WeightGroup
+from executor.model.weights.load import OnProgress, load_weights, tensor_names
+from executor.model.weights.targets import Cut, Part, Source, WeightGroup
 
 __all__ = [
+    "Cut",
     "Format",
     "OnProgress",
     "Part",
     "Source",
     "WeightGroup",
-    "check_weights",
     "load_weights",
     "tensor_names",
 ]

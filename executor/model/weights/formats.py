@@ -35,10 +35,12 @@ class Format(ABC):
     """How a checkpoint holds weights of fewer bits.
 
     Attributes:
+        title: Its name for people.
         suffixes: Of the names of a weight's tensors, the numbers' first.
         block: Consecutive numbers of a row that share a scale.
     """
 
+    title: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     block: int
 
@@ -89,6 +91,7 @@ class Fp8Format(Format):
     """FP8 E4M3 of DeepSeek-V3 and others, with a scale per block of as many rows as columns."""
 
     block: int = 128
+    title: ClassVar[str] = "FP8"
     suffixes: ClassVar[tuple[str, ...]] = ("", "_scale_inv")
 
     def _problem(self, *parts: Stored) -> str | None:
@@ -117,6 +120,7 @@ class Mxfp4Format(Format):
     """MXFP4 of gpt-oss: stacked, outputs first where its weights in bfloat16 have inputs first."""
 
     block: int = 32
+    title: ClassVar[str] = "MXFP4"
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
     def _problem(self, *parts: Stored) -> str | None:
@@ -148,6 +152,7 @@ class Int4Format(Format):
     """INT4 of compressed-tensors, symmetric: eight in an int32, and a scale per group of a row."""
 
     block: int = 32
+    title: ClassVar[str] = "INT4"
     suffixes: ClassVar[tuple[str, ...]] = ("_packed", "_scale", "_shape")
 
     def _problem(self, *parts: Stored) -> str | None:

@@ -6,7 +6,7 @@ never read.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +37,7 @@ def load_weights(
     """Fills every group from the checkpoint in ``path``.
 
     Values are converted to the type of the parameter: floats to floats, integers to integers.
+    Parameters on the meta device are checked like all others, and read nothing.
 
     Args:
         path: Directory with model.safetensors, or shards and their index.
@@ -73,22 +74,6 @@ def load_weights(
                     on_progress(done, total)
             finish()
             del finish
-
-
-def check_weights(
-    path: str | Path,
-    groups: Sequence[WeightGroup],
-    *,
-    weight_format: Format | None = None,
-    skipped: Skips = lambda name: False,
-) -> None:
-    """Checks all that ``load_weights`` would, from the files' headers; parameters stay as they are.
-
-    Raises:
-        CheckpointError: As of ``load_weights``.
-    """
-    with ExitStack() as stack:
-        _checked(Checkpoint(Path(path), stack), groups, weight_format, skipped)
 
 
 def tensor_names(path: str | Path) -> frozenset[str]:
@@ -170,7 +155,7 @@ def _submit(
 
 @torch.inference_mode()  # which is a thread's own
 def _copy(weight: Stored, cut: Cut) -> None:
-    if cut.index is not None:
+    if cut.index is not None and not cut.target.is_meta:
         cut.fill(weight.read(cut.index))
 
 

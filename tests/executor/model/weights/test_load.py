@@ -20,7 +20,6 @@ from executor.model.weights import (
     Part,
     Source,
     WeightGroup,
-    check_weights,
     checkpoint,
     load_weights,
     tensor_names,
@@ -229,8 +228,6 @@ def test_a_matrix_is_read_from_a_stack_in_which_two_alternate(
     source = Source(name="w", index=1, count=E, transposed=True, first=up, every=2)
     target = torch.full((len(cut), D), -1.0)
     group = WeightGroup({source: Part(target, 0, cut, F)})
-    check_weights(tmp_path, [group], skipped=lambda name: name == "norm")
-    assert (target == -1).all(), "a check reads nothing"
     load_weights(tmp_path, [group], skipped=lambda name: name == "norm")
     torch.testing.assert_close(target, stacked[1].T[up::2][cut.start : cut.stop])
 
@@ -242,9 +239,9 @@ def test_a_stack_of_another_shape_is_named(
     stacked: torch.Tensor, tmp_path: Path, wrong: dict[str, Any]
 ):
     how = {"index": 1, "count": E, "transposed": True, "every": 2} | wrong
-    groups = [WeightGroup({Source(name="w", **how): torch.zeros(F, D)})]
+    groups = [WeightGroup({Source(name="w", **how): torch.zeros(F, D, device="meta")})]
     with pytest.raises(CheckpointError, match=r"w in .* has shape \[3, 8, 12\]; this model needs"):
-        check_weights(tmp_path, groups, skipped=lambda _: True)
+        load_weights(tmp_path, groups, skipped=lambda _: True)
 
 
 def test_one_row_fills_those_of_all_heads(stacked: torch.Tensor, tmp_path: Path):

@@ -1,0 +1,99 @@
+"""Check of a model against settings, from its configuration and its tensors' names, types and shapes.
+
+The plan, the parameters and the KV pool's shape are those of a start, on PyTorch's meta device, which
+has sizes and no memory; no weight is read.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from executor.build.plan import Blueprint
+from executor.config import ExecutorConfig
+from executor.model.decoder.kernels import Peers, cpu_kernels
+from executor.model.drafts.draft import load_draft_model
+from executor.model.families import fill_model, new_model
+from executor.model.weights import Cut, WeightGroup
+from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
+
+_META = torch.device("meta")
+
+
+def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
+    """Says what an executor with these settings would hold. Returns whether it would load.
+
+    Args:
+        config: Every setting.
+        say: Takes each line.
+    """
+    try:
+        blueprint = Blueprint.of(config)
+        _describe(blueprint, say)
+        with torch.inference_mode():
+            _check_tensors(blueprint, say)
+    except ValueError as error:
+        say(f"refused               {error}")
+        return False
+    say("tensors               all there, and fit")
+    return True
+
+
+def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
+    config, model = blueprint.config, blueprint.model
+    num_moe = sum(model.is_moe_layer(layer) for layer in range(model.num_hidden_layers))
+    say(f"model                 {config.model}")
+    say(f"family                {model.architecture}")
+    say(f"layers                {model.num_hidden_layers}, {num_moe} of them with experts")
+    if num_moe:
+        local = config.topology.local_experts(model.num_experts)
+        say(
+            f"experts               {len(local)} of {model.num_experts}, each shared by "
+            f"{config.topology.moe_tp_size} executors"
+        )
+    saved = "" if model.quantization is None else f", dequantised from {model.quantization.title}"
+    say(f"weights are           {str(blueprint.dtype).removeprefix('torch.')}{saved}")
+    say(f"executors             {config.world_size}")
+
+
+def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
+    config, draft_config, dtype = blueprint.config, blueprint.draft, blueprint.dtype
+    model = new_model(
+        blueprint.model,
+        dtype=dtype,
+        device=_META,
+        peers=_peers(blueprint),
+        aux_layers=() if draft_config is None else draft_config.aux_layers,
+    )
+    say(f"weights               {_bytes_of(model.weight_groups()):,} bytes on this executor")
+    kv_shapes = [
+        part.kv_shape(config.block_size, dtype, config.topology)
+        for part in (blueprint.model, draft_config)
+        if part is not None
+    ]
+    kv_bytes = sum(shape.bytes_per_block // config.block_size for shape in kv_shapes if shape)
+    say(f"KV per token          {kv_bytes:,} bytes on this executor")
+    fill_model(config.model, blueprint.model, model)
+    if config.draft_model is not None and draft_config is not None:
+        kernels = cpu_kernels(draft_config.layers, dtype=dtype, num_workers=1, device=_META)
+        draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
+        say(f"weights of the draft  {_bytes_of(draft.weight_groups()):,} bytes on this executor")
+
+
+def _bytes_of(groups: Iterable[WeightGroup]) -> int:
+    cuts = [Cut.of(*target) for group in groups for target in group.targets.items()]
+    return sum(cut.target.numel() * cut.target.itemsize for cut in cuts)
+
+
+def _peers(blueprint: Blueprint) -> Peers:
+    """Returns this executor's place, without ways to others."""
+    topology = blueprint.config.topology
+    return Peers.gathering(
+        blueprint.model.num_experts,
+        DpCommunicator(
+            topology=topology, max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+        ),
+        AttnTpCommunicator(
+            topology=topology, max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
+        ),
+        moe_dense_tp_size=blueprint.config.moe_dense_tp_size,
+    )

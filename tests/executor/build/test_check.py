@@ -1,0 +1,80 @@
+"""If this fails, an operator is told that a model fits and the executor does not start, or other sizes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from executor.__main__ import main
+from executor.build.check import check
+from executor.build.executor import build_worker
+from executor.config import ExecutorConfig
+from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
+
+SETTINGS: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 4, "max_num_seqs": 2}
+
+
+def check_lines(**settings: Any) -> tuple[bool, dict[str, str]]:
+    """Returns whether an executor would load, and what it would hold, by name."""
+    lines: list[str] = []
+    fits = check(ExecutorConfig(**settings), lines.append)
+    return fits, {line[:22].strip(): line[22:] for line in lines}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+
+
+def bytes_of(line: str) -> int:
+    return int(line.split()[0].replace(",", ""))
+
+
+def test_an_executor_holds_what_the_check_said(model: Path) -> None:
+    """The head and the embedding are one; half of the experts, and of the heads' KV, are elsewhere."""
+    fits, alone = check_lines(model=model)
+    assert fits
+    assert alone["family"] == "Qwen3MoeForCausalLM"
+    [file] = model.glob("*.safetensors")
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    assert bytes_of(alone["weights"]) == file.stat().st_size - header - 8
+    worker, _ = build_worker(ExecutorConfig(model=model, **SETTINGS))
+    pool = worker._kv_pool
+    assert bytes_of(alone["KV per token"]) == pool.all_bytes_per_block // 16
+    fits, shared = check_lines(model=model, attn_tp_size=2)
+    assert fits
+    assert shared["experts"] == "4 of 8, each shared by 1 executors"
+    assert bytes_of(shared["KV per token"]) == bytes_of(alone["KV per token"]) // 2
+    assert bytes_of(shared["weights"]) < bytes_of(alone["weights"])
+
+
+@pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])
+def test_a_draft_is_checked_with_its_target(draft: str) -> None:
+    fits, lines = check_lines(model=DEMO_MODEL, draft_model=DEMO_DRAFTS / draft)
+    assert fits
+    assert bytes_of(lines["weights of the draft"]) > 0
+
+
+def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
+    fits, lines = check_lines(model=model, dp_size=3)
+    assert not fits
+    assert "ep_size=3: num_experts=8 does not divide" in lines["refused"]
+    (model / "model.safetensors").unlink()
+    fits, lines = check_lines(model=model)
+    assert not fits
+    assert bytes_of(lines["weights"]) > 0
+    assert "has neither model.safetensors nor" in lines["refused"]
+
+
+def test_the_program_ends_with_0_or_2(model: Path) -> None:
+    arguments = ["--model", str(model), "--check", "on"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    fields = json.loads((model / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "awq"}
+    (model / "config.json").write_text(json.dumps(fields))
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "quant_method='awq' is not supported" in result.output
