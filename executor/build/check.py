@@ -11,8 +11,10 @@ import torch
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.decoder.kernels import Peers, cpu_kernels
+from executor.model.decoder.sizes import kv_shape
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model, new_model
+from executor.model.spec import MoeSpec
 from executor.model.weights import Cut, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 
@@ -40,10 +42,10 @@ def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
 
 def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     config, model = blueprint.config, blueprint.model
-    num_moe = sum(model.is_moe_layer(layer) for layer in range(model.num_hidden_layers))
+    num_moe = sum(isinstance(layer.feed_forward, MoeSpec) for layer in model.layers)
     say(f"model                 {config.model}")
     say(f"family                {model.architecture}")
-    say(f"layers                {model.num_hidden_layers}, {num_moe} of them with experts")
+    say(f"layers                {len(model.layers)}, {num_moe} of them with experts")
     if num_moe:
         local = config.topology.local_experts(model.num_experts)
         say(
@@ -66,9 +68,8 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     )
     say(f"weights               {_bytes_of(model.weight_groups()):,} bytes on this executor")
     kv_shapes = [
-        part.kv_shape(config.block_size, dtype, config.topology)
-        for part in (blueprint.model, draft_config)
-        if part is not None
+        kv_shape(blueprint.model, config.block_size, dtype, config.topology),
+        draft_config and draft_config.kv_shape(config.block_size, dtype, config.topology),
     ]
     kv_bytes = sum(shape.bytes_per_block // config.block_size for shape in kv_shapes if shape)
     say(f"KV per token          {kv_bytes:,} bytes on this executor")

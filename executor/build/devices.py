@@ -21,7 +21,6 @@ from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
@@ -29,6 +28,7 @@ from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
+from executor.model.spec import ModelSpec
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -63,7 +63,7 @@ class Device(ABC):
     num_workers: int | None = 1
 
     @abstractmethod
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         """Returns what the model's layers call, for passes of so many rows of experts."""
 
     def attention(
@@ -166,7 +166,7 @@ class Cpu(Device):
     def __init__(self, omp_wait_policy: str) -> None:
         self.num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         return cpu_kernels(model, dtype=dtype, num_workers=self.num_workers)
 
     def new_backend(self) -> RunnerBackend:
@@ -189,7 +189,7 @@ class Cuda(Device):
         self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self.ops is None else FlashInferFilters(self.ops)
 
-    def kernels(self, model: ModelConfig, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         return stacked_kernels(
             model,
             dtype=dtype,

@@ -18,6 +18,7 @@ from executor.build.plan import Blueprint
 from executor.build.runners import row_counts
 from executor.graph.cuda_graph_buffer_registry import build_draft_registry
 from executor.graph.slots import GraphSlot, draft_extend_slots, eagle_draft_slots, frozen_kv_slots
+from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
 from executor.model.drafts.draft import DraftModel
 from executor.model.layers.attention import Attention
@@ -215,7 +216,7 @@ class _Builder:
     @property
     def _num_heads(self) -> int:
         topology = self.blueprint.config.topology
-        return len(self.draft_config.layers.attention_share(topology).q_heads)
+        return len(attention_share(attention_of(self.draft_config.layers), topology).q_heads)
 
     def _attention(self, kv_pool: KVPool, *widths: int, has_tree: bool = False) -> Attention:
         sizes = self.blueprint.graph_sizes.decode
@@ -224,7 +225,7 @@ class _Builder:
 
     def _pass(self, kv_pool: KVPool, attention: Attention, layer: int = 0) -> ForwardPass:
         config, draft, layers = self.blueprint.config, self.draft, self.draft_config.layers
-        is_moe = any(layers.is_moe_layer(i) for i in range(layers.num_hidden_layers))
+        is_moe = layers.moe is not None
         return ForwardPass(
             stages=partial(draft.stages, layer=layer),
             compute_logits=partial(draft.compute_logits, layer=layer),

@@ -24,6 +24,7 @@ from executor.config import ExecutorConfig
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.metrics import Measures
 from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.draft import DraftModel, load_draft_model
 from executor.model.families import Model, load_model
 from executor.model.layers.linear import vocab_slice
@@ -162,7 +163,7 @@ def _forward_pass(
     graphs = [AttentionGraphs(blueprint.graph_sizes.decode)]
     if (plan := blueprint.speculation) is not None:
         graphs.append(graphs[0]._replace(width=plan.num_draft_tokens, has_tree=plan.is_tree))
-    num_heads = len(blueprint.model.attention_share(config.topology).q_heads)
+    num_heads = len(attention_share(attention_of(blueprint.model), config.topology).q_heads)
     features = None
     if draft is not None:
         size = (budget.max_tokens_per_rank, draft.feature_size)
@@ -240,7 +241,7 @@ def _communicators(
         max_tokens_per_rank=budget.max_shard_tokens_per_rank,
         hidden_size=model_config.hidden_size,
         dtype=dtype,
-        top_k=model_config.num_experts_per_tok,
+        top_k=model_config.top_k,
         device=device.torch_device,
     )
     attn_tp_communicator = AttnTpCommunicator(

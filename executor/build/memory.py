@@ -14,6 +14,7 @@ from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, RANK_ROWS, BudgetL
 from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
+from executor.model.decoder.sizes import kv_shape
 from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.sampling.sampler import Sampler
 from executor.runners.target import RunnerSelection
@@ -112,7 +113,7 @@ def new_kv_pool(blueprint: Blueprint, device: torch.device) -> KVPool:
     """Makes the KV pool of the target, without its blocks."""
     config = blueprint.config
     return KVPool(
-        blueprint.model.kv_shape(config.block_size, blueprint.dtype, config.topology),
+        kv_shape(blueprint.model, config.block_size, blueprint.dtype, config.topology),
         num_rows=config.max_num_seqs,
         max_blocks_per_row=blueprint.max_blocks_per_row,
         spill_blocks_per_row=blueprint.spill_blocks_per_row,

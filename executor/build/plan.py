@@ -17,9 +17,11 @@ from executor.budget.capture_sizes import (
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig, resolve_max_model_len
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
+from executor.model.families import read_spec
 from executor.model.moe.dispatch import DISPATCHERS
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3
@@ -42,7 +44,7 @@ class Blueprint:
     """
 
     config: ExecutorConfig
-    model: ModelConfig
+    model: ModelSpec
     draft: DraftConfig | None
     speculation: SpeculationPlan | None
     dtype: torch.dtype
@@ -59,7 +61,7 @@ class Blueprint:
             CheckpointError: A configuration is missing, or says what is not supported.
             ValueError: The models and the settings do not fit one another.
         """
-        model = ModelConfig.from_dir(config.model)
+        model = read_spec(config.model)
         dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
         check_model_fits(config, model)
@@ -95,22 +97,21 @@ class Blueprint:
         return 0 if plan is None else -(-plan.num_spilled_tokens // self.config.block_size)
 
 
-def splits_dense(config: ExecutorConfig, model: ModelConfig) -> bool:
+def splits_dense(config: ExecutorConfig, model: ModelSpec) -> bool:
     """Whether the model has dense MLPs that are split over the group."""
-    is_moe = [model.is_moe_layer(layer_id) for layer_id in range(model.num_hidden_layers)]
-    return config.moe_dense_tp_size is None and not all(is_moe)
+    return config.moe_dense_tp_size is None and bool(model.dense_widths)
 
 
-def check_model_fits(config: ExecutorConfig, model: ModelConfig) -> None:
+def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
     """Checks that heads, experts and dense MLPs divide among the executors.
 
     Raises:
         ValueError: Names the setting, the model's size that it does not fit, and what would.
     """
-    model.attention_share(config.topology)  # checks itself
+    attention_share(attention_of(model), config.topology)  # checks itself
     world_size, num_parts = config.world_size, config.topology.num_expert_parts
-    if model.num_experts:
-        num_experts, width = model.num_experts, model.moe_intermediate_size
+    if model.moe is not None:
+        num_experts, width = model.moe.num_experts, model.moe.intermediate_size
         block = 1 if model.quantization is None else model.quantization.block
         fitting = [
             size
@@ -131,9 +132,10 @@ def check_model_fits(config: ExecutorConfig, model: ModelConfig) -> None:
             )
     elif config.moe_a2a != "none":
         raise ValueError(f"moe_a2a={config.moe_a2a}: the model has no experts; set moe_a2a=none")
-    if splits_dense(config, model) and model.intermediate_size % world_size:
+    uneven = [width for width in model.dense_widths if width % world_size]
+    if splits_dense(config, model) and uneven:
         raise ValueError(
-            f"moe_dense_tp_size is not set, but intermediate_size={model.intermediate_size} of the "
+            f"moe_dense_tp_size is not set, but intermediate_size={uneven[0]} of the "
             f"dense MLPs does not divide among {world_size} executors: set moe_dense_tp_size=1"
         )
 
@@ -199,7 +201,7 @@ def plan_speculation(config: ExecutorConfig, draft: DraftConfig) -> SpeculationP
 
 def plan_budget(
     config: ExecutorConfig,
-    model: ModelConfig,
+    model: ModelSpec,
     dtype: torch.dtype,
     graph_sizes: GraphSizes,
     speculation: SpeculationPlan | None = None,
@@ -229,7 +231,7 @@ def plan_budget(
         ep_size=config.topology.num_expert_parts,
         hidden_size=model.hidden_size,
         itemsize=dtype.itemsize,
-        top_k=model.num_experts_per_tok,
+        top_k=model.top_k,
         vocab_size=model.vocab_size,
         a2a_extends=config.moe_a2a_extend == "all-to-all",
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,

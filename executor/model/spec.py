@@ -7,7 +7,7 @@ nothing else. What two families do differently is a field here, never the name o
               └─ ropes ──▶ RopeSpec   └─ feed_forward ─▶ MlpSpec | MoeSpec ──▶ RouterSpec, SharedSpec
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
@@ -267,5 +267,28 @@ class ModelSpec:
     dtype: torch.dtype
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
-    mtp_layers: tuple[LayerSpec, ...] = field(default=())
+    mtp_layers: tuple[LayerSpec, ...] = ()
     quantization: Format | None = None
+
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The experts of its layers, which are reached alike; None if all layers are dense."""
+        return next(
+            (x.feed_forward for x in self.layers if isinstance(x.feed_forward, MoeSpec)), None
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 0 if none has."""
+        return 0 if self.moe is None else self.moe.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token; 0 if there are none."""
+        return 0 if self.moe is None else self.moe.top_k
+
+    @property
+    def dense_widths(self) -> tuple[int, ...]:
+        """Hidden widths of its dense MLPs."""
+        mlps = (layer.feed_forward for layer in self.layers)
+        return tuple(mlp.intermediate_size for mlp in mlps if isinstance(mlp, MlpSpec))

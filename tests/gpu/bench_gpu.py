@@ -18,7 +18,9 @@ import torch
 
 from executor.graph.backend import RunnerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
+from executor.model.decoder.sizes import attention_of
 from tests.bench.support.quiet import quiet
+from tests.executor.support.experts import with_experts
 from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
 from tests.gpu.support.machine import Machine, open_machine, why_not
 from tests.gpu.support.measure import (
@@ -60,7 +62,7 @@ def measure_steps(machine: Machine) -> list[Table]:
     if layers < 1:
         raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few for one layer")
     copied, nominal = copy_bandwidth(machine), machine.bandwidth()
-    config = replace(LARGE_MODEL, num_hidden_layers=layers)
+    config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:layers])
     depth = f"{layers} of {LARGE_MODEL.num_hidden_layers}"
     decode_rows, limit_rows = {}, {}
     with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
@@ -116,7 +118,9 @@ def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tup
 
 def measure_registry(machine: Machine) -> list[Table]:
     """Times one fill of a decode registry from tensors on the device."""
-    config = replace(LARGE_MODEL, num_hidden_layers=1, vocab_size=64, num_experts=8)
+    config = with_experts(
+        replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:1], vocab_size=64), num_experts=8
+    )
     rows = {}
     with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
         registry = case.decode_registry()
@@ -139,8 +143,8 @@ def measure_transformers(machine: Machine) -> list[Table]:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     except ImportError:
         raise CannotMeasure("Transformers is not installed") from None
-    config = replace(LARGE_MODEL, num_hidden_layers=COMPARED_LAYERS)
-    both = replace(config, num_hidden_layers=2 * COMPARED_LAYERS)
+    config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:COMPARED_LAYERS])
+    both = replace(config, layers=config.layers * 2)
     if layers_that_fit(machine, both) < 2 * COMPARED_LAYERS:
         raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few for both models")
     theirs: Any = _transformers_model(machine, Qwen3MoeConfig, Qwen3MoeForCausalLM)
@@ -168,22 +172,23 @@ def measure_transformers(machine: Machine) -> list[Table]:
 
 def _transformers_model(machine: Machine, new_config: Any, new_model: Any) -> Any:
     c = LARGE_MODEL
+    assert c.moe is not None
     config = new_config(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         num_hidden_layers=COMPARED_LAYERS,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=c.head_dim,
+        num_attention_heads=attention_of(c).num_heads,
+        num_key_value_heads=attention_of(c).num_kv_heads,
+        head_dim=attention_of(c).head_dim,
         num_experts=c.num_experts,
-        num_experts_per_tok=c.num_experts_per_tok,
-        moe_intermediate_size=c.moe_intermediate_size,
-        intermediate_size=c.intermediate_size,
+        num_experts_per_tok=c.top_k,
+        moe_intermediate_size=c.moe.intermediate_size,
+        intermediate_size=c.hidden_size,
         max_position_embeddings=c.max_position_embeddings,
-        norm_topk_prob=c.norm_topk_prob,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        tie_word_embeddings=c.tie_word_embeddings,
+        norm_topk_prob=c.moe.router.renormalise,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.ropes[0].theta},
+        tie_word_embeddings=c.tied,
         dtype=c.dtype,
     )
     with torch.device(machine.device):
@@ -202,7 +207,7 @@ def _transformers_cache(case: Case, batch: Any) -> Any:
     places = torch.arange(num_keys, device=case.device)
     slots = table[:, places // size] * size + places % size
     cache: Any = DynamicCache()
-    for layer_id in range(case.config.num_hidden_layers):
+    for layer_id in range(len(case.config.layers)):
         keys, values = (cache[slots].transpose(1, 2) for cache in pool.caches[layer_id])
         cache.update(keys, values, layer_id)
     return cache

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from executor.graph.input_buffers import fresh_input_buffer_pool
-from executor.model.decoder.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.spec import ModelSpec
 from tests.executor.support.recording.recording_backend import known_world
 from tests.gpu.support import results
 from tests.gpu.support.attention import Twins
@@ -44,13 +44,14 @@ def world(machine: Machine) -> Iterator[None]:
 
 
 @pytest.fixture(params=SMALL_MODELS)
-def config(request: pytest.FixtureRequest) -> ModelConfig:
+def config(request: pytest.FixtureRequest) -> ModelSpec:
     """Returns the sizes of a model of one layer."""
-    return replace(SMALL_MODELS[request.param], num_hidden_layers=1)
+    model = SMALL_MODELS[request.param]
+    return replace(model, layers=model.layers[:1])
 
 
 @pytest.fixture
-def twins(config: ModelConfig, machine: Machine) -> Twins:
+def twins(config: ModelSpec, machine: Machine) -> Twins:
     return Twins(config, machine.device)
 
 

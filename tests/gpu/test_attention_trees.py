@@ -8,6 +8,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import ShapeKey
+from executor.model.decoder.sizes import attention_of
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.gpu.support.attention import LONG, SIZES, Twins, batch_of
@@ -65,7 +66,7 @@ def test_a_replay_reads_the_tree_that_was_written_after_planning(
     masks = torch.zeros(size, width, width, dtype=torch.bool, device=machine.device)
     slots = torch.zeros(size * width, dtype=torch.int64, device=machine.device)
     heads = torch.zeros_like(twins.heads(size * width), device=machine.device)
-    out_size = (size * width, config.num_attention_heads * config.head_dim)
+    out_size = (size * width, attention_of(config).num_heads * attention_of(config).head_dim)
     out = torch.zeros(out_size, dtype=torch.bfloat16, device=machine.device)
 
     def plan(batch: ForwardBatch) -> None:

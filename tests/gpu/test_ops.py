@@ -22,6 +22,7 @@ from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.model.spec import RopeSpec
 from tests.executor.support.experts import one_by_one
 from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
@@ -78,9 +79,13 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, limits: Limits | Non
 # Norms, rotation, activation.
 
 
+def rope_of(dims: Dims) -> RopeSpec:
+    return RopeSpec(rotary_dim=dims.head_dim, theta=THETA)
+
+
 def torch_operators(dims: Dims, device: torch.device, dtype: torch.dtype) -> TorchOperators:
-    rotary = RotaryEmbedding(dims.head_dim, dims.positions, THETA, dtype=dtype, device=device)
-    return TorchOperators(rotary)
+    rotary = RotaryEmbedding(rope_of(dims), dims.positions, dtype=dtype, device=device)
+    return TorchOperators([rotary])
 
 
 @pytest.fixture(params=["flashinfer", "torch"])
@@ -90,9 +95,8 @@ def operators(request: pytest.FixtureRequest, machine: Machine, dims: Dims) -> O
         return torch_operators(dims, machine.device, torch.bfloat16)
     return FlashInferOperators(
         request.getfixturevalue("ops"),
-        head_dim=dims.head_dim,
+        ropes=[rope_of(dims)],
         max_positions=dims.positions,
-        theta=THETA,
         device=machine.device,
     )
 
@@ -142,9 +146,11 @@ def test_heads_are_normed_and_turned_like_the_authority_does(
 
     # From the very numbers that were normed on the device: a rotation may cancel them.
     expected = authority.rotate(
-        normed.to(CPU, torch.float32), dims.heads, authority.rotation(positions)
+        normed.to(CPU, torch.float32), dims.heads, authority.rotations(positions)[0]
     )
-    turned = operators.rotate(normed, dims.heads, operators.rotation(positions.to(machine.device)))
+    turned = operators.rotate(
+        normed, dims.heads, operators.rotations(positions.to(machine.device))[0]
+    )
     limits = CLOSE
     if isinstance(operators, TorchOperators):  # its cosines and products are rounded too
         limits = (4e-2, 2**-5)

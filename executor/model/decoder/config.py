@@ -1,23 +1,32 @@
-"""Model configuration: the sizes and switches of a checkpoint's config.json, in one spelling.
+"""Fields of a checkpoint's config.json, and the parts of a description that families read alike.
 
 Transformers 5 writes some fields under other names than the releases before it; both are read.
-A field that would change the numbers and is not implemented is an error here: a model that ignored
-it would answer fluently and wrongly.
+A field that a family neither reads nor names as harmless is an error: a model that ignored it
+might answer fluently and wrongly.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
-from executor.model.weights import Format
-from executor.parallel.layout import Topology, divisors, share_of
+from executor.model.spec import (
+    GqaSpec,
+    LayerSpec,
+    Llama3Scaling,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    RopeSpec,
+    RouterSpec,
+    Yarn,
+)
 
 MAX_CONFIG_BYTES = 4 << 20
 MAX_SIZE = 1 << 24  # of a dimension or a number of positions; the largest published is 10 million
@@ -25,17 +34,46 @@ MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 17  # of all layers, which are built one by one; Kimi-K2 has 23,000
 
 
+# Of training, of classes' bookkeeping, or read elsewhere: no family's numbers change with them.
+_HARMLESS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
+        "initializer_range",
+        "is_encoder_decoder",
+        "model_type",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "router_aux_loss_coef",
+        "tokenizer_class",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
 class Fields:
-    """The fields of one file. A null counts as absent, as Hugging Face means it.
+    """The fields of one file, or of an object in it. A null counts as absent, as Hugging Face means it.
 
     Args:
         path: The file, for errors.
         values: What it holds.
+        prefix: Of the fields' names, in errors.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self._path = path
         self._values = values
+        self._prefix = prefix
+        self._known: set[str] = set()
+        self._nested: dict[tuple[str, ...], Fields] = {}
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
@@ -60,13 +98,14 @@ class Fields:
 
     def changed(self, **values: Any) -> "Fields":
         """Returns the same fields but for these."""
-        return Fields(self._path, {**self._values, **values})
+        return Fields(self._path, {**self._values, **values}, self._prefix)
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {message}")
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Returns the first of the names that is there."""
+        self._known.update(names)
         found = [self._values[name] for name in names if self._values.get(name) is not None]
         return found[0] if found else default
 
@@ -82,7 +121,9 @@ class Fields:
         if value is None:
             raise self.error(f"{' or '.join(names)} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.error(f"{names[0]}={value!r} is not a whole number from {least} to {most}")
+            raise self.error(
+                f"{self._prefix}{names[0]}={value!r} is not a whole number from {least} to {most}"
+            )
         return value
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -99,9 +140,51 @@ class Fields:
             raise self.error(f"{name}={values!r} is no list of whole numbers from 0")
         return tuple(values)
 
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """Returns a finite number above 0.
+
+        Raises:
+            CheckpointError: It is none; or it is not there and there is no default.
+        """
+        value = self.get(name, default=default)
+        if value is None:
+            raise self.error(f"{self._prefix}{name} is missing")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.error(f"{self._prefix}{name}={value!r} is no number above 0")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Returns true or false.
+
+        Raises:
+            CheckpointError: It is neither.
+        """
+        value = self.get(name, default=default)
+        if not isinstance(value, bool):
+            raise self.error(f"{self._prefix}{name}={value!r} is neither true nor false")
+        return value
+
+    def nested(self, *names: str) -> "Fields":
+        """Returns the fields of objects, the later before the earlier; none if all are absent.
+
+        Raises:
+            CheckpointError: One is no object.
+        """
+        merged = self._nested.get(names)
+        if merged is None:
+            values: dict[str, Any] = {}
+            for name in names:
+                found = self.get(name, default={})
+                if not isinstance(found, dict):
+                    raise self.error(f"{self._prefix}{name}={found!r} is no object")
+                values |= found
+            merged = self._nested[names] = Fields(self._path, values, f"{self._prefix}{names[-1]}.")
+        return merged
+
     def architecture(self) -> str:
         names = self.get("architectures", default=[])
-        if len(names) != 1:
+        if not isinstance(names, list) or len(names) != 1:
             raise self.error(f"architectures={names!r}: need exactly one class name")
         return str(names[0])
 
@@ -118,206 +201,260 @@ class Fields:
             value = self.get(name)
             if value is not None and value not in values:
                 fits = f"only {values[0]!r} is" if values else "leaving it out is"
-                raise self.error(f"{name}={value!r} is not supported; {fits}")
+                raise self.error(f"{self._prefix}{name}={value!r} is not supported; {fits}")
+
+    def ignore(self, *names: str) -> None:
+        """Takes fields for harmless: numbers are the same for any value of theirs."""
+        self._known.update(names)
+
+    def refuse_others(self) -> None:
+        """Raises for fields that were neither read nor taken for harmless, of nested objects too.
+
+        Raises:
+            CheckpointError: There are such fields. Names them.
+        """
+        unknown = list(self._unknown())
+        if unknown:
+            rest = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise self.error(
+                f"{', '.join(unknown[:3])}{rest}: not known of {self.get('architectures')}, and may "
+                f"change its numbers; leave out what does not"
+            )
+
+    def _unknown(self) -> Iterator[str]:
+        for name, value in self._values.items():
+            if name not in self._known | _HARMLESS and value is not None:
+                yield f"{self._prefix}{name}={value!r}"[:100]
+        for fields in self._nested.values():
+            yield from fields._unknown()
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_SUPPORTED = {
-    "hidden_act": ("silu",),
-    "use_sliding_window": (False,),
-    "partial_rotary_factor": (1, 1.0),
-}
+def read_model(
+    fields: Fields,
+    layers: tuple[LayerSpec, ...],
+    ropes: tuple[RopeSpec, ...],
+    *,
+    norm_eps: float = 1e-6,
+    mtp_layers: tuple[LayerSpec, ...] = (),
+) -> ModelSpec:
+    """Returns a model of these layers.
 
+    Args:
+        fields: Of config.json.
+        layers: Of ``read_layers``.
+        ropes: That they refer to.
+        norm_eps: Where the file does not say.
+        mtp_layers: After the model's.
 
-@dataclass(frozen=True, slots=True)
-class HeadShare:
-    """The attention heads of one executor.
-
-    Attributes:
-        q_heads: Its query heads.
-        kv_heads: The KV heads that these read. Where there are fewer KV heads than executors that
-            share a DP rank's attention, several hold the same one.
+    Raises:
+        CheckpointError: A field is missing, or says what is not supported.
     """
+    fields.refuse({"hidden_act": ("silu",)})
+    return ModelSpec(
+        architecture=fields.architecture(),
+        vocab_size=fields.integer("vocab_size", least=1),
+        hidden_size=fields.integer("hidden_size", least=1),
+        layers=layers,
+        ropes=ropes,
+        norm_eps=fields.number("rms_norm_eps", default=norm_eps),
+        tied=fields.flag("tie_word_embeddings"),
+        dtype=_dtype(fields),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        mtp_layers=mtp_layers,
+        quantization=read_quantization(fields.get("quantization_config"), fields.error),
+    )
 
-    q_heads: range
-    kv_heads: range
+
+def read_num_layers(fields: Fields) -> int:
+    """Returns how many layers the model has, drafts not counted."""
+    return fields.integer("num_hidden_layers", least=1, most=MAX_LAYERS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Sizes and switches of a decoder-only mixture-of-experts model.
+def read_num_mtp_layers(fields: Fields) -> int:
+    """Returns how many draft layers the checkpoint holds after the model's."""
+    return fields.integer("num_nextn_predict_layers", default=0, most=MAX_LAYERS)
 
-    Attributes:
-        architecture: Class name that Hugging Face gives the model.
-        hidden_size: Width of the hidden states.
-        intermediate_size: Hidden width of a dense MLP.
-        moe_intermediate_size: Hidden width of an expert.
-        num_experts: Experts per layer, 0 for a dense model.
-        num_experts_per_tok: Experts per token.
-        decoder_sparse_step: Every so many layers has experts.
-        mlp_only_layers: Layers that have none all the same.
-        norm_topk_prob: Whether a token's routing weights are scaled to sum to 1.
-        max_position_embeddings: Longest sequence, in tokens.
-        dtype: Type of the weights as saved.
-        eos_token_ids: Tokens that end a text.
-        has_qk_norm: Whether each head of queries and keys is normalised.
-        num_nextn_predict_layers: Layers of a draft (MTP) that the checkpoint holds after the model's.
-        quantization: Format of quantised weights; None if the checkpoint has none.
+
+def read_attention(
+    fields: Fields, *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: QkNorm = QkNorm.NONE
+) -> GqaSpec:
+    """Returns grouped-query attention over the first rope.
+
+    Raises:
+        CheckpointError: A field is missing, or sizes contradict one another.
     """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_experts: int
-    num_experts_per_tok: int
-    decoder_sparse_step: int
-    mlp_only_layers: tuple[int, ...]
-    norm_topk_prob: bool
-    attention_bias: bool
-    tie_word_embeddings: bool
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    dtype: torch.dtype
-    eos_token_ids: tuple[int, ...]
-    has_qk_norm: bool = True
-    num_nextn_predict_layers: int = 0
-    quantization: Format | None = None
-
-    @classmethod
-    def from_dir(cls, path: str | Path) -> "ModelConfig":
-        """Reads config.json and, if there is one, generation_config.json.
-
-        Raises:
-            CheckpointError: A file or field is missing, or says what is not supported.
-        """
-        path = Path(path)
-        fields = Fields.read(path / "config.json")
-        eos_token_ids = _eos_token_ids(path / "generation_config.json", fields)
-        return cls.from_fields(fields, eos_token_ids=eos_token_ids)
-
-    @classmethod
-    def from_fields(cls, fields: Fields, *, eos_token_ids: tuple[int, ...] = ()) -> "ModelConfig":
-        """Takes what config.json says.
-
-        Raises:
-            CheckpointError: A field is missing, or says what is not supported.
-        """
-        fields.refuse(_SUPPORTED)
-        hidden_size = fields.integer("hidden_size", least=1)
-        num_heads = fields.integer("num_attention_heads", least=1)
-        num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, least=1)
-        if num_heads % num_kv_heads:
-            raise fields.error(
-                f"num_attention_heads={num_heads} is no multiple of "
-                f"num_key_value_heads={num_kv_heads}"
-            )
-        num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-        num_experts = fields.integer("num_experts", "num_local_experts", default=0)
-        if num_layers * num_experts > MAX_EXPERTS:
-            raise fields.error(
-                f"num_experts={num_experts} in each of num_hidden_layers={num_layers}: there may be "
-                f"{MAX_EXPERTS} in all"
-            )
-        top_k = fields.integer("num_experts_per_tok", default=0)
-        if num_experts and not 1 <= top_k <= num_experts:
-            raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
-        return cls(
-            architecture=fields.architecture(),
-            vocab_size=fields.integer("vocab_size", least=1),
-            hidden_size=hidden_size,
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads,
-            head_dim=fields.integer("head_dim", default=hidden_size // num_heads),
-            intermediate_size=fields.integer("intermediate_size", default=0),
-            moe_intermediate_size=fields.integer("moe_intermediate_size", default=0),
-            num_experts=num_experts,
-            num_experts_per_tok=top_k,
-            decoder_sparse_step=fields.integer("decoder_sparse_step", default=1, least=1),
-            mlp_only_layers=fields.integers("mlp_only_layers"),
-            norm_topk_prob=bool(fields.get("norm_topk_prob", default=False)),
-            attention_bias=bool(fields.get("attention_bias", default=False)),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings", default=False)),
-            rms_norm_eps=float(fields.get("rms_norm_eps", default=1e-6)),
-            rope_theta=_rope_theta(fields),
-            max_position_embeddings=fields.integer("max_position_embeddings"),
-            dtype=_dtype(fields),
-            eos_token_ids=eos_token_ids,
-            num_nextn_predict_layers=fields.integer(
-                "num_nextn_predict_layers", default=0, most=MAX_LAYERS
-            ),
-            quantization=read_quantization(fields.get("quantization_config"), fields.error),
+    hidden_size = fields.integer("hidden_size", least=1)
+    num_heads = fields.integer("num_attention_heads", least=1)
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, least=1)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
         )
+    head_dim = fields.integer("head_dim", default=hidden_size // num_heads, least=1)
+    return GqaSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=0,
+        scale=head_dim**-0.5,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+    )
 
-    def is_moe_layer(self, layer_id: int) -> bool:
-        """Source: Transformers, Qwen3MoeDecoderLayer.__init__."""
-        if layer_id in self.mlp_only_layers or self.num_experts == 0:
-            return False
-        return (layer_id + 1) % self.decoder_sparse_step == 0
 
-    def attention_share(self, topology: Topology) -> HeadShare:
-        """Returns the heads that an executor holds.
+def read_experts(
+    fields: Fields, router: RouterSpec, *, width: str = "moe_intermediate_size"
+) -> MoeSpec | None:
+    """Returns experts, as many as any of the published names says; None if there are none.
 
-        Raises:
-            ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
-        """
-        q, kv = self.num_attention_heads, self.num_key_value_heads
-        rank, size = topology.attn_tp_rank, topology.attn_tp_size
-        problem = None
-        if q % size:
-            problem = f"num_attention_heads={q} does not divide by it"
-        elif kv % size and size % kv:
-            problem = f"it neither divides num_key_value_heads={kv} nor is a multiple of it"
-        if problem is not None:
-            sizes = [n for n in divisors(q) if kv % n == 0 or n % kv == 0]
-            raise ValueError(
-                f"attn_tp_size={size}: {problem}; use one of {', '.join(map(str, sizes))}"
-            )
-        if kv % size:
-            kv_head = rank * kv // size
-            kv_heads = range(kv_head, kv_head + 1)
-        else:
-            kv_heads = share_of("num_key_value_heads", kv, rank, size)
-        return HeadShare(share_of("num_attention_heads", q, rank, size), kv_heads)
+    Args:
+        fields: Of config.json.
+        router: Choice of experts.
+        width: Name of the field that has an expert's hidden width.
 
-    def kv_shape(
-        self, block_size: int, dtype: torch.dtype, topology: Topology | None = None
-    ) -> KVShape:
-        """Returns the sizes of the keys and values that an executor keeps of this model.
-
-        Args:
-            block_size: Tokens per block.
-            dtype: Type of keys and values.
-            topology: The executor's place in its group; a group of its own if None.
-
-        Raises:
-            ValueError: As ``attention_share``.
-        """
-        return KVShape.of_heads(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=len(self.attention_share(topology or Topology()).kv_heads),
-            head_dim=self.head_dim,
-            block_size=block_size,
-            dtype=dtype,
+    Raises:
+        CheckpointError: A field is missing, or sizes contradict one another.
+    """
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts, num_layers = fields.integer(*names, default=0), read_num_layers(fields)
+    if not num_experts:
+        fields.ignore("num_experts_per_tok", width)
+        return None
+    if num_layers * num_experts > MAX_EXPERTS:
+        raise fields.error(
+            f"num_experts={num_experts} in each of num_hidden_layers={num_layers}: there may be "
+            f"{MAX_EXPERTS} in all"
         )
+    top_k = fields.integer("num_experts_per_tok")
+    if not 1 <= top_k <= num_experts:
+        raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
+    return MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.integer(width, least=1),
+        router=router,
+    )
 
 
-def _rope_theta(fields: Fields) -> float:
-    rope = {**fields.get("rope_scaling", default={}), **fields.get("rope_parameters", default={})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default" or "factor" in rope:
-        raise fields.error(f"rope_type={rope_type!r} is not supported; only 'default' is")
-    theta = rope.get("rope_theta", fields.get("rope_theta"))
+def read_layers(
+    fields: Fields, attention: GqaSpec, experts: MoeSpec | None, sparse: Sequence[bool]
+) -> tuple[LayerSpec, ...]:
+    """Returns a layer for each of ``sparse``, which says where there are experts; else an MLP.
+
+    Raises:
+        CheckpointError: Some are dense, and no field says how wide.
+    """
+    width = fields.integer("intermediate_size", default=0)
+    if experts is None or not all(sparse):
+        width = fields.integer("intermediate_size", least=1)
+    dense = MlpSpec(intermediate_size=width)
+    return tuple(
+        LayerSpec(attention=attention, feed_forward=experts if experts and is_sparse else dense)
+        for is_sparse in sparse
+    )
+
+
+def are_sparse(fields: Fields, layer_ids: range) -> list[bool]:
+    """Returns whether layers of a Qwen have experts.
+
+    Source: Transformers, Qwen3MoeDecoderLayer.__init__.
+    """
+    step = fields.integer("decoder_sparse_step", default=1, least=1)
+    dense = fields.integers("mlp_only_layers")
+    return [layer_id not in dense and (layer_id + 1) % step == 0 for layer_id in layer_ids]
+
+
+def read_rope(
+    fields: Fields, head_dim: int, *, theta: float | None = None, rotary_dim: int | None = None
+) -> RopeSpec:
+    """Returns a model's only rope.
+
+    Args:
+        fields: Of config.json.
+        head_dim: Width of a head, of which a part may turn.
+        theta: Where the file does not say; None if it must.
+        rotary_dim: Where the file says no part of a head; None for all of it.
+
+    Raises:
+        CheckpointError: A field is missing, or says what is not supported.
+
+    Source: Transformers, modeling_rope_utils.py.
+    """
+    rope = read_rope_fields(fields)
+    theta = rope.get("rope_theta", default=fields.get("rope_theta", default=theta))
     if theta is None:
         raise fields.error("rope_theta is missing, on its own or in rope_parameters")
-    return float(theta)
+    kind = rope.get("rope_type", "type", default="default")
+    if kind not in ("default", "llama3", "yarn"):
+        raise fields.error(f"rope_type={kind!r} is not supported; default, llama3 and yarn are")
+    scaling: Yarn | Llama3Scaling | None = None
+    if kind == "llama3":
+        scaling = _llama3(fields, rope)
+    factor = 1.0
+    if kind == "yarn":
+        scaling = _yarn(fields, rope)
+        factor = rope.number("attention_factor", default=_yarn_attention_factor(rope))
+    return RopeSpec(
+        rotary_dim=_rotary_dim(fields, rope, head_dim, rotary_dim),
+        theta=rope.changed(rope_theta=theta).number("rope_theta"),
+        scaling=scaling,
+        attention_factor=factor,
+    )
+
+
+def read_rope_fields(fields: Fields) -> Fields:
+    """Returns what Transformers 5 calls rope_parameters, and releases before it rope_scaling."""
+    return fields.nested("rope_scaling", "rope_parameters")
+
+
+def yarn_mscale(factor: float, scale: float) -> float:
+    """Returns by how much attention is sharpened in texts that are longer by a factor."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(rope: Fields) -> float:
+    factor = rope.number("factor")
+    scales = [float(rope.get(name, default=0.0)) for name in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return yarn_mscale(factor, 1.0)
+    return yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])
+
+
+def _yarn(fields: Fields, rope: Fields) -> Yarn:
+    return Yarn(
+        factor=rope.number("factor"),
+        original_max_position_embeddings=_original_positions(fields, rope),
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        truncate=rope.flag("truncate", default=True),
+    )
+
+
+def _llama3(fields: Fields, rope: Fields) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=_original_positions(fields, rope),
+    )
+
+
+def _original_positions(fields: Fields, rope: Fields) -> int:
+    positions = fields.get("original_max_position_embeddings", "max_position_embeddings")
+    return rope.integer("original_max_position_embeddings", default=positions, least=1)
+
+
+def _rotary_dim(fields: Fields, rope: Fields, head_dim: int, rotary_dim: int | None) -> int:
+    name = "partial_rotary_factor"
+    whole = 1.0 if rotary_dim is None else rotary_dim / head_dim
+    part = rope.number(name, default=fields.get(name, default=whole))
+    size = int(head_dim * part)
+    if not 2 <= size <= head_dim or size % 2:
+        raise fields.error(
+            f"{name}={part}: of head_dim={head_dim} {size} would turn; need an even number, 2 or more"
+        )
+    return size
 
 
 def _dtype(fields: Fields) -> torch.dtype:
@@ -325,10 +462,3 @@ def _dtype(fields: Fields) -> torch.dtype:
     if name not in _DTYPES:
         raise fields.error(f"dtype={name!r} is not supported; {', '.join(_DTYPES)} are")
     return _DTYPES[name]
-
-
-def _eos_token_ids(generation_config: Path, fields: Fields) -> tuple[int, ...]:
-    """The generation config decides where there is one, as in Transformers' generate."""
-    eos = Fields.read(generation_config).get("eos_token_id") if generation_config.exists() else None
-    eos = fields.get("eos_token_id", default=[]) if eos is None else eos
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)

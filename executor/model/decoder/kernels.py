@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.model.decoder.config import ModelConfig
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import (
@@ -36,7 +35,7 @@ from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.spec import MoeSpec
+from executor.model.spec import ModelSpec, MoeSpec
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
@@ -60,7 +59,7 @@ class Kernels:
 
 
 def cpu_kernels(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     num_workers: int | None = None,
@@ -69,7 +68,7 @@ def cpu_kernels(
     """Returns PyTorch's operators and packed experts.
 
     Args:
-        config: Sizes.
+        spec: The model.
         dtype: Type of weights and hidden states.
         num_workers: Threads that share a layer. None is as many as OpenMP has, which suits
             OMP_WAIT_POLICY=PASSIVE; 1 leaves all to OpenMP, which suits threads that spin.
@@ -78,11 +77,11 @@ def cpu_kernels(
     device = torch.device(device)
     workers = WorkerPool(num_workers)
     return Kernels(
-        operators=_torch_operators(config, dtype, device),
-        new_experts=lambda spec, topology: PackedExperts(
-            spec,
-            ExpertShare.of(topology, spec),
-            config.hidden_size,
+        operators=_torch_operators(spec, dtype, device),
+        new_experts=lambda moe, topology: PackedExperts(
+            moe,
+            ExpertShare.of(topology, moe),
+            spec.hidden_size,
             workers,
             dtype=dtype,
             device=device,
@@ -92,7 +91,7 @@ def cpu_kernels(
 
 
 def stacked_kernels(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -103,7 +102,7 @@ def stacked_kernels(
     """Returns what CUDA runs: nothing in it reads a result on the host, so graphs can capture it.
 
     Args:
-        config: Sizes.
+        spec: The model.
         dtype: Type of weights and hidden states.
         device: Where the model lives.
         ops: FlashInfer; None runs PyTorch's operators.
@@ -115,13 +114,12 @@ def stacked_kernels(
         ValueError: FlashInfer's kernels for experts are asked for without FlashInfer. When experts
             are made: they do not divide, or the kernels do not run here or take their sizes.
     """
-    operators: Operators = _torch_operators(config, dtype, device)
+    operators: Operators = _torch_operators(spec, dtype, device)
     if ops is not None:
         operators = FlashInferOperators(
             ops,
-            head_dim=config.head_dim,
-            max_positions=config.max_position_embeddings,
-            theta=config.rope_theta,
+            ropes=spec.ropes,
+            max_positions=spec.max_position_embeddings,
             device=device,
         )
     scratch = None
@@ -134,13 +132,13 @@ def stacked_kernels(
             )
         assert max_moe_rows is not None, f"how many rows {moe_runner} may see is not said"
         kind, new_scratch = _FLASHINFER_RUNNERS[moe_runner]
-        scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=config.num_experts_per_tok)
+        scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=spec.top_k)
     return Kernels(
         operators=operators,
-        new_experts=lambda spec, topology: StackedExperts(
-            spec,
-            ExpertShare.of(topology, spec),
-            config.hidden_size,
+        new_experts=lambda moe, topology: StackedExperts(
+            moe,
+            ExpertShare.of(topology, moe),
+            spec.hidden_size,
             kind,
             scratch or operators.silu_and_mul,
             dtype=dtype,
@@ -151,17 +149,11 @@ def stacked_kernels(
     )
 
 
-def _torch_operators(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> TorchOperators:
-    rotary = RotaryEmbedding(
-        config.head_dim,
-        config.max_position_embeddings,
-        config.rope_theta,
-        dtype=dtype,
-        device=device,
+def _torch_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> TorchOperators:
+    positions = spec.max_position_embeddings
+    return TorchOperators(
+        [RotaryEmbedding(rope, positions, dtype=dtype, device=device) for rope in spec.ropes]
     )
-    return TorchOperators(rotary)
 
 
 _FLASHINFER_RUNNERS: dict[str, tuple[NewRunner, type[ExpertScratch]]] = {

@@ -13,6 +13,7 @@ Heads divide among the executors of a DP rank (attention TP); each of them keeps
 Source: Transformers, models/deepseek_v3/modeling_deepseek_v3.py, for the weights.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -84,11 +85,11 @@ class LatentAttention:
         has_bias = spec.bias and rank == 0
         self.o_proj = linear(self.num_heads * spec.v_head_dim, hidden_size, has_bias=has_bias)
 
-    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
+    def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
         """Returns queries [T, heads, C + R] and latents [T, 1, C + R] of x [S, input_size]."""
-        return self.project_gathered(self._attn_tp.gather(x, layout), rotation)
+        return self.project_gathered(self._attn_tp.gather(x, layout), rotations)
 
-    def project_gathered(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
+    def project_gathered(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
         """Does the same for x [T, input_size], which every executor of the DP rank has."""
         spec = self.spec
         sizes = (self.q_a_size, spec.kv_lora_rank, spec.qk_rope_head_dim)
@@ -99,7 +100,7 @@ class LatentAttention:
         q_nope, q_rope = q[..., : spec.qk_nope_head_dim], q[..., spec.qk_nope_head_dim :]
         # Dense, as the kernels want it: a slice of wider heads would be copied and the copy turned.
         qk = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
-        q_rope, turned = self.operators.rotate(qk, self.num_heads, rotation)
+        q_rope, turned = self.operators.rotate(qk, self.num_heads, rotations[spec.rope])
         absorbed = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
         keys = torch.cat((self.kv_a_norm(latents).unsqueeze(1), turned), dim=-1)
         return AttentionCall(torch.cat((absorbed, q_rope), dim=-1), keys, None, self.layer_id)

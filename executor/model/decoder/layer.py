@@ -1,39 +1,36 @@
-"""Decoder layers of Qwen3-MoE, of which drafts are built as well.
+"""Decoder layer: attention, and experts or a dense MLP. Drafts are built of the same parts.
 
 Where several executors share a DP rank's attention (attention TP), attention has some of the heads
 for all of its T rows; between attention calls an executor has some of the rows,
-S = layout.shard_num_rows (see ``qwen3_moe.py``).
-
-Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
+S = layout.shard_num_rows (see ``decoder.py``).
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import AttentionCall
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
+from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
-from executor.model.spec import MoeSpec, RouterSpec
+from executor.model.spec import GqaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
-_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-_O_BIAS = re.compile(r".*\.self_attn\.o_proj\.bias")
 
-
-class Qwen3MoeAttention:
+class GroupedQueryAttention:
     """Projections, norms and rotation around the attention backend, for this executor's heads.
 
     Args:
-        config: Sizes.
+        spec: Sizes and switches.
+        hidden_size: Width of its output.
+        eps: Of the norms of queries and keys.
         layer_id: Layer of the KV pool.
         peers: Share the heads.
         kernels: What it calls.
@@ -44,7 +41,9 @@ class Qwen3MoeAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: GqaSpec,
+        hidden_size: int,
+        eps: float,
         layer_id: int,
         peers: Peers,
         kernels: Kernels,
@@ -56,46 +55,48 @@ class Qwen3MoeAttention:
     ) -> None:
         self.layer_id = layer_id
         self.operators = kernels.operators
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        share = config.attention_share(peers.topology)
+        self.rope = spec.rope
+        self.head_dim = spec.head_dim
+        self.eps = eps
+        share = attention_share(spec, peers.topology)
         self.num_heads = len(share.q_heads)
         self.num_kv_heads = len(share.kv_heads) if stores_kv else 0
         # By the letter of its projection: what this executor has of the checkpoint's rows.
         self._parts = {
-            "q": (self._rows(share.q_heads), config.num_attention_heads * self.head_dim),
-            **dict.fromkeys(
-                "kv", (self._rows(share.kv_heads), config.num_key_value_heads * self.head_dim)
-            ),
+            "q": (self._rows(share.q_heads), spec.num_heads * self.head_dim),
+            **dict.fromkeys("kv", (self._rows(share.kv_heads), spec.num_kv_heads * self.head_dim)),
         }
         self._attn_tp = peers.attn_tp
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
-        width = config.hidden_size if input_size is None else input_size
-        self.qkv_proj = linear(width, q_size + 2 * kv_size, has_bias=config.attention_bias)
+        width = hidden_size if input_size is None else input_size
+        self.qkv_proj = linear(width, q_size + 2 * kv_size, has_bias=spec.qkv_bias)
         # The executors' products are summed, so the first one adds the bias.
-        has_bias = config.attention_bias and peers.topology.attn_tp_rank == 0
-        self.o_proj = linear(q_size, config.hidden_size, has_bias=has_bias)
+        has_bias = spec.o_bias and peers.topology.attn_tp_rank == 0
+        self.o_proj = linear(q_size, hidden_size, has_bias=has_bias)
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight: torch.Tensor | None = None
-        if config.has_qk_norm:
+        if spec.qk_norm is QkNorm.HEAD:
             self.qk_norm_weight = torch.empty(
                 self.num_heads + self.num_kv_heads, self.head_dim, dtype=dtype, device=device
             )
         self.sizes = (q_size, kv_size, kv_size)
 
-    def project(self, x: torch.Tensor, rotation: Any, layout: DpLayout) -> AttentionCall:
+    def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
         """Returns the rotated queries, keys and values [T, heads, D] of x [S, input_size]."""
-        return self.project_gathered(self._attn_tp.gather(x, layout), rotation)
+        return self.project_gathered(self._attn_tp.gather(x, layout), rotations)
 
-    def project_gathered(self, x: torch.Tensor, rotation: Any) -> AttentionCall:
+    def project_gathered(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
         """Does the same for x [T, input_size], which every executor of the DP rank has."""
         heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
         if self.qk_norm_weight is not None:
             qk = self.operators.norm_heads(qk, self.qk_norm_weight, self.num_heads, self.eps)
-        q, k = self.operators.rotate(qk, self.num_heads, rotation)
+        if self.rope is None:
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        else:
+            q, k = self.operators.rotate(qk, self.num_heads, rotations[self.rope])
         if not self.num_kv_heads:
             return AttentionCall(q, None, None, self.layer_id)
         return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
@@ -143,13 +144,13 @@ class Qwen3MoeAttention:
         return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
 
-class Qwen3MoeMLP:
+class DenseMlp:
     """A dense gated MLP: whole on each executor for its own rows, or split for everybody's."""
 
     def __init__(
         self,
+        spec: MlpSpec,
         hidden_size: int,
-        intermediate_size: int,
         peers: Peers,
         kernels: Kernels,
         *,
@@ -157,13 +158,13 @@ class Qwen3MoeMLP:
         device: torch.device,
     ) -> None:
         self.operators = kernels.operators
-        self._size = intermediate_size
-        self._at = range(intermediate_size)
+        self._size = spec.intermediate_size
+        self._at = range(self._size)
         self._communicator = peers.communicator if peers.splits_dense else None
         if peers.splits_dense:
             rank, count = peers.topology.world_rank, peers.topology.world_size
             try:
-                self._at = share_of("intermediate_size", intermediate_size, rank, count)
+                self._at = share_of("intermediate_size", self._size, rank, count)
             except ValueError as error:
                 raise ValueError(f"{error}, or set moe_dense_tp_size=1") from error
         linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
@@ -191,25 +192,20 @@ class Qwen3MoeMLP:
         ]
 
 
-class Qwen3MoeSparseBlock:
+class SparseBlock:
     """Routed experts, of which this executor holds a part."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        spec: MoeSpec,
+        hidden_size: int,
         peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        spec = MoeSpec(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            router=RouterSpec(renormalise=config.norm_topk_prob),
-        )
-        self.router = Router(spec, config.hidden_size, dtype=dtype, device=device)
+        self.router = Router(spec, hidden_size, dtype=dtype, device=device)
         self.experts = kernels.new_experts(spec, peers.topology)
         self._layer = MoELayer(self.router, dispatcher=peers.dispatcher, runner=self.experts.runner)
 
@@ -224,11 +220,11 @@ class Qwen3MoeSparseBlock:
         return [gate_group, *self.experts.weight_groups(f"{prefix}experts.")]
 
 
-class Qwen3MoeDecoderLayer:
+class DecoderLayer:
     """Attention, then experts or a dense MLP, each around a residual.
 
     Args:
-        config: Sizes and switches.
+        model: The model that it is one of.
         layer_id: Its number.
         peers: Share it.
         kernels: What it calls.
@@ -237,7 +233,7 @@ class Qwen3MoeDecoderLayer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: ModelSpec,
         layer_id: int,
         peers: Peers,
         kernels: Kernels,
@@ -246,13 +242,14 @@ class Qwen3MoeDecoderLayer:
         device: torch.device,
         frozen_kv_layer: int | None = None,
     ) -> None:
-        hidden = config.hidden_size
-        norm = partial(
-            RMSNorm, hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
-        )
+        spec, hidden, eps = model.layers[layer_id], model.hidden_size, model.norm_eps
+        norm = partial(RMSNorm, hidden, eps, kernels.operators, dtype=dtype, device=device)
+        assert isinstance(spec.attention, GqaSpec)
         self.input_layernorm = norm()
-        self.self_attn = Qwen3MoeAttention(
-            config,
+        self.self_attn = GroupedQueryAttention(
+            spec.attention,
+            hidden,
+            eps,
             layer_id if frozen_kv_layer is None else frozen_kv_layer,
             peers,
             kernels,
@@ -261,23 +258,29 @@ class Qwen3MoeDecoderLayer:
             stores_kv=frozen_kv_layer is None,
         )
         self.post_attention_layernorm = norm()
-        self.mlp: Qwen3MoeSparseBlock | Qwen3MoeMLP
-        if config.is_moe_layer(layer_id):
-            self.mlp = Qwen3MoeSparseBlock(config, peers, kernels, dtype=dtype, device=device)
+        self.mlp: SparseBlock | DenseMlp
+        if isinstance(spec.feed_forward, MoeSpec):
+            self.mlp = SparseBlock(
+                spec.feed_forward, hidden, peers, kernels, dtype=dtype, device=device
+            )
         else:
-            self.mlp = Qwen3MoeMLP(
-                hidden, config.intermediate_size, peers, kernels, dtype=dtype, device=device
+            self.mlp = DenseMlp(
+                spec.feed_forward, hidden, peers, kernels, dtype=dtype, device=device
             )
 
     def before_attention(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, layout: DpLayout
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotations: Sequence[Any],
+        layout: DpLayout,
     ) -> tuple[AttentionCall, torch.Tensor]:
         """Takes what the layer before added, and the sum up to it; returns the whole sum, too."""
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        return self.self_attn.project(x, rotation, layout), residual
+        return self.self_attn.project(x, rotations, layout), residual
 
     def after_attention(
         self,
@@ -300,17 +303,24 @@ class Qwen3MoeDecoderLayer:
         return [WeightGroup(norms), *attention, *self.mlp.weight_groups(f"{prefix}mlp.")]
 
 
-def is_left_to_others(name: str, config: ModelConfig, topology: Topology) -> bool:
-    """Whether a tensor of such a layer is only for another executor, so that it may be left unread.
+def names_left_to_others(layer: LayerSpec, prefix: str, topology: Topology) -> Iterator[str]:
+    """Yields the tensors of a layer that are only for other executors, so that they stay unread.
 
     Args:
-        name: In the checkpoint.
-        config: Of the layers.
+        layer: Its description.
+        prefix: Of their names, with a dot at its end.
         topology: This executor's place.
     """
-    expert = _EXPERT.fullmatch(name)
-    if expert is not None and config.num_experts:
-        return int(expert[1]) not in topology.local_experts(config.num_experts)
-    return (
-        config.attention_bias and topology.attn_tp_rank > 0 and _O_BIAS.fullmatch(name) is not None
-    )
+    if isinstance(layer.attention, GqaSpec) and layer.attention.o_bias and topology.attn_tp_rank:
+        yield f"{prefix}self_attn.o_proj.bias"
+    if not isinstance(moe := layer.feed_forward, MoeSpec):
+        return
+    share = ExpertShare.of(topology, moe)
+    for expert in range(moe.num_experts):
+        stem, is_here = f"{prefix}mlp.experts.{expert}.", expert in share.experts
+        if not is_here:
+            yield from (f"{stem}{part}_proj.weight" for part in ("gate", "up", "down"))
+        if moe.bias and not is_here:
+            yield from (f"{stem}{part}_proj.bias" for part in ("gate", "up"))
+        if moe.bias and not (is_here and share.adds_down_bias):
+            yield f"{stem}down_proj.bias"

@@ -13,6 +13,7 @@ Source: SGLang, models/llama_eagle3.py, models/deepseek_nextn.py, models/qwen3_n
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -21,7 +22,19 @@ from typing import Any
 import torch
 
 from executor.batch.kv_pool import KVShape
-from executor.model.decoder.config import MAX_LAYERS, Fields, ModelConfig
+from executor.model.decoder.config import (
+    MAX_LAYERS,
+    Fields,
+    are_sparse,
+    read_attention,
+    read_experts,
+    read_layers,
+    read_model,
+    read_num_layers,
+    read_rope,
+)
+from executor.model.decoder.sizes import attention_of, kv_shape
+from executor.model.spec import ModelSpec, QkNorm, RouterSpec
 from executor.model.weights import tensor_names
 from executor.parallel.layout import Topology
 
@@ -31,6 +44,10 @@ _NEXTN_TENSOR = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 _LLAMA_ROPE_THETA = 10000.0  # of Transformers' LlamaConfig: published EAGLE-3 heads leave it out
 
 # A layer of the draft is one of Qwen3-MoE's. What other families' layers do beyond that:
+_PLAIN_LAYERS: dict[str, tuple[Any, ...]] = {
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+}
 _PLAIN_ROUTING: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (0,),
     "shared_expert_intermediate_size": (0,),
@@ -72,7 +89,7 @@ class DraftConfig:
 
     layout: DraftLayout
     algorithm: str
-    layers: ModelConfig
+    layers: ModelSpec
     num_layers: int
     first_layer_id: int = 0
     vocab_size: int
@@ -80,7 +97,7 @@ class DraftConfig:
     target_kv_layer_ids: tuple[int, ...] = ()
 
     @classmethod
-    def from_dir(cls, path: str | Path, target: ModelConfig) -> "DraftConfig":
+    def from_dir(cls, path: str | Path, target: ModelSpec) -> "DraftConfig":
         """Reads config.json, and the names of the tensors beside it.
 
         Raises:
@@ -128,10 +145,10 @@ class DraftConfig:
         """
         if self.target_kv_layer_ids:
             return None
-        return self.layers.kv_shape(block_size, dtype, topology)
+        return kv_shape(self.layers, block_size, dtype, topology)
 
 
-def _eagle3(fields: Fields, target: ModelConfig) -> DraftConfig:
+def _eagle3(fields: Fields, target: ModelSpec) -> DraftConfig:
     fields.refuse(
         {
             "num_hidden_layers": (1,),
@@ -143,11 +160,7 @@ def _eagle3(fields: Fields, target: ModelConfig) -> DraftConfig:
     eagle = fields.get("eagle_config", default={})
     if eagle.get("use_aux_hidden_state") is False:
         raise fields.error("eagle_config.use_aux_hidden_state=False is not supported; only True is")
-    if fields.get("rope_theta", "rope_parameters") is None:
-        fields = fields.changed(rope_theta=_LLAMA_ROPE_THETA)
-    layers = replace(_read_layers(fields, target), has_qk_norm=False)
-    if layers.num_experts:
-        raise fields.error(f"num_experts={layers.num_experts} is not supported; only 0 is")
+    layers = _read_layers(fields, target, 1, theta=_LLAMA_ROPE_THETA)
     vocab_size = fields.integer("draft_vocab_size", default=layers.vocab_size)
     if not 1 <= vocab_size <= layers.vocab_size:
         raise fields.error(
@@ -163,9 +176,9 @@ def _eagle3(fields: Fields, target: ModelConfig) -> DraftConfig:
     )
 
 
-def _aux_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+def _aux_layers(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     """Source: SGLang, set_eagle3_layers_to_capture, whose numbers are of the layers after."""
-    name, count = "eagle_aux_hidden_state_layer_ids", target.num_hidden_layers
+    name, count = "eagle_aux_hidden_state_layer_ids", len(target.layers)
     given = fields.get("eagle_config", default={}).get(name)
     chosen = given or [1, count // 2 - 1, count - 4]
     if len(chosen) != 3 or not all(isinstance(i, int) and 0 <= i < count for i in chosen):
@@ -177,7 +190,7 @@ def _aux_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _mtp(fields: Fields, target: ModelConfig, layout: DraftLayout) -> DraftConfig:
+def _mtp(fields: Fields, target: ModelSpec, layout: DraftLayout) -> DraftConfig:
     architecture = fields.architecture()
     if fields.get("kv_lora_rank", "q_lora_rank") is not None:
         raise fields.error(
@@ -195,38 +208,29 @@ def _mtp(fields: Fields, target: ModelConfig, layout: DraftLayout) -> DraftConfi
     )
     if count < 1:
         raise fields.error(f"num_nextn_predict_layers={count}: a draft needs at least 1 layer")
-    experts = fields.get("n_routed_experts", "num_experts", "num_local_experts")
-    read = _read_layers(fields.changed(num_experts=experts), target)
-    first = read.num_hidden_layers
-    dense = tuple(k for k in range(count) if not _is_moe_layer(read, fields, first + k))
-    if len(dense) < count:
-        _check_experts(read, fields, target)
-    else:
-        read = replace(read, num_experts=0, num_experts_per_tok=0)
+    first = read_num_layers(fields)
+    dense_first = fields.integer("first_k_dense_replace", default=0)
+    sparse = [
+        is_sparse and first + k >= dense_first
+        for k, is_sparse in enumerate(are_sparse(fields, range(first, first + count)))
+    ]
     has_qk_norm = bool(fields.get("use_qk_norm", default=architecture.startswith("Qwen3")))
+    layers = _read_layers(
+        fields, target, count, QkNorm.HEAD if has_qk_norm else QkNorm.NONE, sparse=sparse
+    )
+    if layers.moe is not None:
+        _check_experts(layers, fields, target)
     return DraftConfig(
         layout=layout,
         algorithm="eagle" if count == 1 else "multi_layer_eagle",
-        layers=replace(
-            read,
-            num_hidden_layers=count,
-            decoder_sparse_step=1,
-            mlp_only_layers=dense,
-            has_qk_norm=has_qk_norm,
-        ),
+        layers=layers,
         num_layers=count,
         first_layer_id=first if layout is DraftLayout.NEXTN else 0,
-        vocab_size=read.vocab_size,
+        vocab_size=layers.vocab_size,
     )
 
 
-def _is_moe_layer(layers: ModelConfig, fields: Fields, layer_id: int) -> bool:
-    return layers.is_moe_layer(layer_id) and layer_id >= fields.integer(
-        "first_k_dense_replace", default=0
-    )
-
-
-def _check_experts(layers: ModelConfig, fields: Fields, target: ModelConfig) -> None:
+def _check_experts(layers: ModelSpec, fields: Fields, target: ModelSpec) -> None:
     """Raises if a draft's experts are chosen in another way, or cannot use the target's dispatcher."""
     fields.refuse(_PLAIN_ROUTING)
     architecture = fields.architecture()
@@ -235,8 +239,7 @@ def _check_experts(layers: ModelConfig, fields: Fields, target: ModelConfig) -> 
             f"{architecture} routes by sigmoid with a correction bias, which is not supported; "
             f"only softmax is, as in Qwen3MoeForCausalLM"
         )
-    ours = (layers.num_experts, layers.num_experts_per_tok)
-    theirs = (target.num_experts, target.num_experts_per_tok)
+    ours, theirs = (layers.num_experts, layers.top_k), (target.num_experts, target.top_k)
     if ours != theirs:
         raise fields.error(
             f"num_experts={ours[0]}, num_experts_per_tok={ours[1]}: a draft's experts are reached "
@@ -245,22 +248,20 @@ def _check_experts(layers: ModelConfig, fields: Fields, target: ModelConfig) -> 
         )
 
 
-def _frozen_kv(fields: Fields, target: ModelConfig) -> DraftConfig:
-    layers = _read_layers(fields, target)
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta"):
-        ours, theirs = getattr(layers, name), getattr(target, name)
+def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
+    layers = _read_layers(fields, target, read_num_layers(fields), QkNorm.HEAD)
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
+    for name, ours, theirs in zip(names, _key_sizes(layers), _key_sizes(target), strict=True):
         if ours != theirs:
             raise fields.error(
                 f"{name}={ours}: the draft reads the target's keys, so it must be {theirs}"
             )
-    if layers.num_experts:
-        raise fields.error(f"num_experts={layers.num_experts} is not supported; only 0 is")
     target_layers = fields.integers("target_kv_layer_ids")
-    last = target.num_hidden_layers - 1
-    if not 1 <= len(target_layers) == layers.num_hidden_layers or max(target_layers) > last:
+    last = len(target.layers) - 1
+    if not 1 <= len(target_layers) == len(layers.layers) or max(target_layers) > last:
         raise fields.error(
             f"target_kv_layer_ids={list(target_layers)}: need one layer of the target, 0 to {last}, "
-            f"for each of num_hidden_layers={layers.num_hidden_layers}"
+            f"for each of num_hidden_layers={len(layers.layers)}"
         )
     return DraftConfig(
         layout=DraftLayout.FROZEN_KV,
@@ -272,20 +273,51 @@ def _frozen_kv(fields: Fields, target: ModelConfig) -> DraftConfig:
     )
 
 
-def _read_layers(fields: Fields, target: ModelConfig) -> ModelConfig:
-    """Returns the sizes of a draft's layers, for sequences as long as the target's.
+def _key_sizes(model: ModelSpec) -> tuple[float, ...]:
+    attention = attention_of(model)
+    theta = model.ropes[0].theta
+    return attention.num_heads, attention.num_kv_heads, attention.head_dim, theta
+
+
+def _read_layers(
+    fields: Fields,
+    target: ModelSpec,
+    count: int,
+    qk_norm: QkNorm = QkNorm.NONE,
+    *,
+    theta: float | None = None,
+    sparse: Sequence[bool] = (),
+) -> ModelSpec:
+    """Returns a draft's layers as a model, for sequences as long as the target's.
+
+    Args:
+        fields: Of the draft.
+        target: What it drafts for.
+        count: Layers.
+        qk_norm: Norm of queries and keys.
+        theta: Of the rope, where the file does not say; None if it must.
+        sparse: Which layers have experts; none may have some if it is empty.
 
     Raises:
         CheckpointError: They do not fit a target of this hidden size and vocabulary.
     """
-    layers = ModelConfig.from_fields(fields)
+    fields.refuse(_PLAIN_LAYERS)
+    bias = fields.flag("attention_bias")
+    attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
+    router = RouterSpec(renormalise=fields.flag("norm_topk_prob"))
+    if not sparse:
+        fields.refuse({"num_experts": (0,), "num_local_experts": (0,)})
+    experts = read_experts(fields, router) if sparse else None
+    layers = read_model(
+        fields,
+        read_layers(fields, attention, experts, sparse or [False] * count),
+        (read_rope(fields, attention.head_dim, theta=theta),),
+    )
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(layers, name), getattr(target, name)
         if ours != theirs:
             raise fields.error(
                 f"{name}={ours}, and the target has {theirs}: need a draft made for this target"
             )
-    if not layers.intermediate_size and not layers.num_experts:
-        raise fields.error("intermediate_size is missing")
     positions = max(layers.max_position_embeddings, target.max_position_embeddings)
     return replace(layers, max_position_embeddings=positions)

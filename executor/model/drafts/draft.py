@@ -117,7 +117,7 @@ class DraftShare:
         self._new_norm = partial(
             RMSNorm,
             self.hidden_size,
-            config.layers.rms_norm_eps,
+            config.layers.norm_eps,
             kernels.operators,
             **self._placed,
         )

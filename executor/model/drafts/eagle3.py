@@ -15,12 +15,13 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels
-from executor.model.decoder.layer import Qwen3MoeAttention, Qwen3MoeMLP
+from executor.model.decoder.layer import DenseMlp, GroupedQueryAttention
 from executor.model.drafts.config import DraftConfig
 from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Linear
+from executor.model.spec import GqaSpec, MlpSpec
 from executor.model.weights import WeightGroup
 
 _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
@@ -36,6 +37,10 @@ class Eagle3Draft(DraftShare):
     ) -> None:
         super().__init__(config, target, kernels)
         layers, peers, placed, hidden = config.layers, self._peers, self._placed, self.hidden_size
+        [layer] = layers.layers
+        attention, mlp = layer.attention, layer.feed_forward
+        assert isinstance(attention, GqaSpec)
+        assert isinstance(mlp, MlpSpec)
         if config.vocab_size < layers.vocab_size or "d2t" in names:
             self.target_ids = torch.empty(
                 config.vocab_size, dtype=torch.int64, device=placed["device"]
@@ -45,10 +50,10 @@ class Eagle3Draft(DraftShare):
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
             self._new_norm() for _ in _NORMS
         )
-        self.self_attn = Qwen3MoeAttention(
-            layers, 0, peers, kernels, input_size=2 * hidden, **placed
+        self.self_attn = GroupedQueryAttention(
+            attention, hidden, layers.norm_eps, 0, peers, kernels, input_size=2 * hidden, **placed
         )
-        self.mlp = Qwen3MoeMLP(hidden, layers.intermediate_size, peers, kernels, **placed)
+        self.mlp = DenseMlp(mlp, hidden, peers, kernels, **placed)
         self.norm = self._new_norm()
         self.lm_head = target.lm_head
         self._has_head = self.target_ids is not None or "lm_head.weight" in names
@@ -62,11 +67,11 @@ class Eagle3Draft(DraftShare):
         assert batch.hidden_states is not None, "a draft reads hidden states"
         hidden, layout = batch.hidden_states, batch.layout
         with self._workers.sharing(layout.global_dp_buffer_len):
-            rotation = self._operators.rotation(batch.positions)
+            rotations = self._operators.rotations(batch.positions)
             embedded = self.input_layernorm(self._embed_tokens(batch.input_ids))
             # Every executor of the DP rank has all rows here, so none needs to be gathered.
             x = torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
-            attended = yield self.self_attn.project_gathered(x, rotation)
+            attended = yield self.self_attn.project_gathered(x, rotations)
             x = self.self_attn.merge(attended, layout)
             # A copy: the sum may be written where the residual is, and the input stays as it was.
             residual = self._attn_tp.shard(hidden, layout).clone()

@@ -14,7 +14,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels
-from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.decoder.layer import DecoderLayer, names_left_to_others
 from executor.model.drafts.config import DraftConfig
 from executor.model.drafts.draft import DraftShare
 from executor.model.drafts.mtp import Combine
@@ -32,23 +32,28 @@ class FrozenKvMTPDraft(DraftShare):
         super().__init__(config, target, kernels)
         layers, peers, placed = config.layers, self._peers, self._placed
         self._lm_head = target.lm_head
-        self.combine = Combine(self.hidden_size, layers.rms_norm_eps, kernels, **placed)
+        self.combine = Combine(self.hidden_size, layers.norm_eps, kernels, **placed)
         self.layers = [
-            Qwen3MoeDecoderLayer(layers, i, peers, kernels, frozen_kv_layer=kv_layer, **placed)
+            DecoderLayer(layers, i, peers, kernels, frozen_kv_layer=kv_layer, **placed)
             for i, kv_layer in enumerate(config.target_kv_layer_ids)
         ]
+        self._left_to_others = {
+            name
+            for i, layer in enumerate(layers.layers)
+            for name in names_left_to_others(layer, f"layers.{i}.", peers.topology)
+        }
         self.norm = self._new_norm()
 
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"
         layout, attn_tp = batch.layout, self._peers.attn_tp
         with self._workers.sharing(layout.global_dp_buffer_len):
-            rotation = self._operators.rotation(batch.positions)
+            rotations = self._operators.rotations(batch.positions)
             embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
             x = self.combine(embedded, attn_tp.shard(batch.hidden_states, layout))
             residual = None
             for decoder in self.layers:
-                call, residual = decoder.before_attention(x, residual, rotation, layout)
+                call, residual = decoder.before_attention(x, residual, rotations, layout)
                 attended = yield call
                 x, residual = decoder.after_attention(attended, residual, layout, None)
             assert residual is not None, "a draft has layers"
@@ -69,4 +74,4 @@ class FrozenKvMTPDraft(DraftShare):
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's."""
-        return is_left_to_others(name, self._config.layers, self._peers.topology)
+        return name in self._left_to_others

@@ -23,7 +23,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels
-from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
+from executor.model.decoder.layer import DecoderLayer, names_left_to_others
 from executor.model.drafts.config import DraftConfig, DraftLayout
 from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
@@ -80,13 +80,16 @@ class MTPDraft(DraftShare):
         layers, peers, placed = config.layers, self._peers, self._placed
         self.num_layers = config.num_layers
         self.layers = [
-            Qwen3MoeDecoderLayer(layers, k, peers, kernels, **placed)
-            for k in range(config.num_layers)
+            DecoderLayer(layers, k, peers, kernels, **placed) for k in range(config.num_layers)
         ]
+        self._left_to_others = {
+            name
+            for k, layer in enumerate(layers.layers)
+            for name in names_left_to_others(layer, self._prefix(k), peers.topology)
+        }
         num_shared = 1 if config.layout is DraftLayout.MTP else config.num_layers
         combines = [
-            Combine(self.hidden_size, layers.rms_norm_eps, kernels, **placed)
-            for _ in range(num_shared)
+            Combine(self.hidden_size, layers.norm_eps, kernels, **placed) for _ in range(num_shared)
         ]
         norms = [self._new_norm() for _ in range(num_shared)]
         # By layer; the same one for all where they share it.
@@ -104,12 +107,12 @@ class MTPDraft(DraftShare):
         layout, attn_tp = batch.layout, self._peers.attn_tp
         decoder = self.layers[layer]
         with self._workers.sharing(layout.global_dp_buffer_len):
-            rotation = self._operators.rotation(batch.positions)
+            rotations = self._operators.rotations(batch.positions)
             is_padding = batch.is_padding()
             embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
             hidden = attn_tp.shard(batch.hidden_states, layout)
             x = self.combines[layer](embedded, hidden)
-            call, residual = decoder.before_attention(x, None, rotation, layout)
+            call, residual = decoder.before_attention(x, None, rotations, layout)
             attended = yield call
             x, residual = decoder.after_attention(attended, residual, layout, is_padding)
             return attn_tp.gather(self.norms[layer].add(x, residual)[0], layout)
@@ -141,7 +144,7 @@ class MTPDraft(DraftShare):
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's, or the target's."""
-        if is_left_to_others(name, self._config.layers, self._peers.topology):
+        if name in self._left_to_others:
             return True
         layer = _LAYER.fullmatch(name)
         if layer is None:

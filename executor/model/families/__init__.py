@@ -1,21 +1,40 @@
 """Model families by the class name in config.json, imported only when asked for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.config import Fields
+from executor.model.decoder.decoder import Decoder, Tensors
 from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import Stages
 from executor.model.layers.linear import Embedding, LMHead
+from executor.model.spec import ModelSpec
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
-_MODULES = {"Qwen3MoeForCausalLM": "executor.model.families.qwen3_moe"}
+_MODULES = {"Qwen3MoeForCausalLM": "qwen3_moe"}  # by class name, the file of this folder
+
+
+class Family(Protocol):
+    """A file of this folder."""
+
+    def read(self, fields: Fields) -> ModelSpec:
+        """Returns the model that config.json describes, without what generation_config.json says.
+
+        Raises:
+            CheckpointError: A field is missing, or says what is not supported.
+        """
+        ...
+
+    def tensors(self, spec: ModelSpec) -> Tensors:
+        """Returns what its checkpoints hold tensors as, by the names that layers give them."""
+        ...
 
 
 class Model(Protocol):
@@ -56,8 +75,37 @@ class Model(Protocol):
         ...
 
 
+def read_spec(path: str | Path) -> ModelSpec:
+    """Reads config.json and, if there is one, generation_config.json.
+
+    Raises:
+        CheckpointError: A file or field is missing, or says what is not supported.
+    """
+    path = Path(path)
+    fields = Fields.read(path / "config.json")
+    spec = _family(fields.architecture()).read(fields)
+    fields.refuse_others()
+    return replace(spec, eos_token_ids=_eos_token_ids(path / "generation_config.json", fields))
+
+
+def _family(architecture: str) -> Family:
+    if architecture not in _MODULES:
+        raise CheckpointError(
+            f"architecture {architecture!r} is not supported; {', '.join(_MODULES)} are"
+        )
+    family: Any = import_module(f"{__name__}.{_MODULES[architecture]}")
+    return cast(Family, family)
+
+
+def _eos_token_ids(generation_config: Path, fields: Fields) -> tuple[int, ...]:
+    """The generation config decides where there is one, as in Transformers' generate."""
+    eos = Fields.read(generation_config).get("eos_token_id") if generation_config.exists() else None
+    eos = fields.get("eos_token_id", default=[]) if eos is None else eos
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
 def new_model(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -65,10 +113,10 @@ def new_model(
     kernels: Kernels | None = None,
     aux_layers: Sequence[int] = (),
 ) -> Model:
-    """Builds the model that ``config`` names, to be filled.
+    """Builds the model that ``spec`` describes, to be filled.
 
     Args:
-        config: Sizes and switches.
+        spec: Sizes and switches.
         dtype: Type to run in; the saved one if None.
         device: Where to run.
         peers: This executor's place and ways to the others; none if None.
@@ -80,41 +128,35 @@ def new_model(
         CheckpointError: The architecture is not supported.
         ValueError: Heads, experts or dense MLPs do not divide.
     """
-    absent = [layer for layer in aux_layers if not 0 <= layer < config.num_hidden_layers]
+    absent = [layer for layer in aux_layers if not 0 <= layer < len(spec.layers)]
     if absent:
         raise ValueError(
-            f"aux_layers={list(aux_layers)}: the model has layers 0 to "
-            f"{config.num_hidden_layers - 1}"
+            f"aux_layers={list(aux_layers)}: the model has layers 0 to {len(spec.layers) - 1}"
         )
-    if config.architecture not in _MODULES:
-        raise CheckpointError(
-            f"architecture {config.architecture!r} is not supported; {', '.join(_MODULES)} is"
-        )
-    dtype = dtype or config.dtype
-    family = import_module(_MODULES[config.architecture])
-    model: Model = getattr(family, config.architecture)(
-        config,
+    dtype = dtype or spec.dtype
+    return Decoder(
+        spec,
         dtype=dtype,
         device=torch.device(device),
-        peers=peers or Peers.gathering(config.num_experts),
-        kernels=kernels or cpu_kernels(config, dtype=dtype, device=device),
+        peers=peers or Peers.gathering(spec.num_experts),
+        kernels=kernels or cpu_kernels(spec, dtype=dtype, device=device),
         aux_layers=aux_layers,
+        tensors=_family(spec.architecture).tensors(spec),
     )
-    return model
 
 
 def load_model(
     path: str | Path,
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     on_progress: OnProgress | None = None,
     **place: Any,
 ) -> Model:
-    """Builds the model that ``config`` names and fills it from ``path``.
+    """Builds the model that ``spec`` describes and fills it from ``path``.
 
     Args:
         path: Checkpoint directory.
-        config: From the same directory.
+        spec: From the same directory.
         on_progress: Called with tensors loaded and tensors in all.
         place: As of ``new_model``.
 
@@ -122,13 +164,13 @@ def load_model(
         CheckpointError: The architecture is not supported, or the weights do not fit it.
         ValueError: Heads, experts or dense MLPs do not divide.
     """
-    model = new_model(config, **place)
-    fill_model(path, config, model, on_progress=on_progress)
+    model = new_model(spec, **place)
+    fill_model(path, spec, model, on_progress=on_progress)
     return model
 
 
 def fill_model(
-    path: str | Path, config: ModelConfig, model: Model, *, on_progress: OnProgress | None = None
+    path: str | Path, spec: ModelSpec, model: Model, *, on_progress: OnProgress | None = None
 ) -> None:
     """Fills a model; on the meta device, only checks the checkpoint.
 
@@ -138,7 +180,7 @@ def fill_model(
     load_weights(
         path,
         model.weight_groups(),
-        weight_format=config.quantization,
+        weight_format=spec.quantization,
         skipped=model.skips,
         on_progress=on_progress,
     )

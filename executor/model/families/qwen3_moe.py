@@ -1,168 +1,40 @@
-"""Qwen3-MoE: grouped-query attention with normalised queries and keys, routed experts.
-
-Where several executors share a DP rank's attention (attention TP), each has some of the heads for
-all of its T rows, and some of its rows, S = layout.shard_num_rows, of everything else:
-
-    ids [S] ─▶ embed ─▶ norm ─▶ gather [T] ─▶ heads ─▶ sum, scatter [S] ─▶ + ─▶ norm ─▶ experts ─▶ + ─▶
-                         └──────────────────────── once per layer ───────────────────────────┘
-
-An executor without peers has all heads and all rows, and nothing moves.
+"""Qwen3-MoE: normalised queries and keys, a softmax over all experts.
 
 Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
-import re
-from collections.abc import Sequence
-from itertools import chain
-
-import torch
-
-from executor.batch.forward_batch import ForwardBatch
-from executor.model.decoder.config import ModelConfig
-from executor.model.decoder.kernels import Kernels, Peers
-from executor.model.decoder.layer import Qwen3MoeDecoderLayer, is_left_to_others
-from executor.model.layers.attention import Stages
-from executor.model.layers.linear import Embedding, LMHead, vocab_slice
-from executor.model.layers.operators import RMSNorm
-from executor.model.weights import WeightGroup
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
+from executor.model.decoder.config import (
+    Fields,
+    are_sparse,
+    read_attention,
+    read_experts,
+    read_layers,
+    read_model,
+    read_num_layers,
+    read_num_mtp_layers,
+    read_rope,
+)
+from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.spec import ModelSpec, QkNorm, RouterSpec
 
 
-class Qwen3MoeForCausalLM:
-    """One executor's share of the model.
+def read(fields: Fields) -> ModelSpec:
+    fields.refuse({"use_sliding_window": (False,)})
+    fields.ignore("sliding_window", "max_window_layers")
+    bias = fields.flag("attention_bias")
+    attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=QkNorm.HEAD)
+    router = RouterSpec(renormalise=fields.flag("norm_topk_prob"))
+    num_layers = read_num_layers(fields)
+    all_layers = range(num_layers + read_num_mtp_layers(fields))
+    sparse = are_sparse(fields, all_layers)
+    layers = read_layers(fields, attention, read_experts(fields, router), sparse)
+    return read_model(
+        fields,
+        layers[:num_layers],
+        (read_rope(fields, attention.head_dim),),
+        mtp_layers=layers[num_layers:],
+    )
 
-    Args:
-        config: Sizes and switches.
-        dtype: Type of weights and hidden states.
-        device: Where everything lives.
-        peers: Says what share that is, and joins it to the others.
-        kernels: What the layers call.
-        aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft.
 
-    Raises:
-        ValueError: Heads, experts or dense MLPs do not divide among the executors.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        peers: Peers,
-        kernels: Kernels,
-        aux_layers: Sequence[int] = (),
-    ) -> None:
-        hidden = config.hidden_size
-        topology = peers.topology
-        self.peers = peers
-        self._config = config
-        self._aux_columns = {
-            layer_id: slice(hidden * (1 + i), hidden * (2 + i))
-            for i, layer_id in enumerate(aux_layers)
-        }
-        self._attn_tp = peers.attn_tp
-        self._operators = kernels.operators
-        self._workers = kernels.workers
-        self._tied = config.tie_word_embeddings
-        self._vocab_size = config.vocab_size
-        self.embed_tokens = Embedding(
-            vocab_slice(config.vocab_size, topology.attn_tp_size) * topology.attn_tp_size,
-            hidden,
-            dtype=dtype,
-            device=device,
-        )
-        self.layers = [
-            Qwen3MoeDecoderLayer(config, layer_id, peers, kernels, dtype=dtype, device=device)
-            for layer_id in range(config.num_hidden_layers)
-        ]
-        self.norm = RMSNorm(
-            hidden, config.rms_norm_eps, kernels.operators, dtype=dtype, device=device
-        )
-        self.lm_head = LMHead(
-            hidden,
-            config.vocab_size,
-            communicator=peers.attn_tp,
-            dtype=dtype,
-            device=device,
-            workers=self._workers,
-        )
-
-    def stages(self, batch: ForwardBatch) -> Stages:
-        """Runs a forward pass that stops at each attention call.
-
-        Every executor must run it, also with T = 0. Returns the hidden states [T, D], and beside
-        them, if there are ``aux_layers``, their features: [T, D + len(aux_layers) * D].
-        """
-        layout = batch.layout
-        with self._workers.sharing(layout.global_dp_buffer_len):
-            rotation = self._operators.rotation(batch.positions)
-            is_padding = batch.is_padding()
-            x = self.embed_tokens(self._attn_tp.shard(batch.input_ids, layout))
-            out = self._new_out(x)
-            residual = None
-            for layer_id, layer in enumerate(self.layers):
-                call, residual = layer.before_attention(x, residual, rotation, layout)
-                self._keep_sum(out, layer_id - 1, residual)
-                attended = yield call
-                x, residual = layer.after_attention(attended, residual, layout, is_padding)
-            assert residual is not None, "a model has layers"
-            hidden, residual = self.norm.add(x, residual)
-            self._keep_sum(out, len(self.layers) - 1, residual)
-            if out is not None:
-                out[:, : hidden.shape[1]] = hidden
-                hidden = out
-            return self._attn_tp.gather(hidden, layout)
-
-    def _new_out(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns room for hidden states and features; None if there are no features."""
-        if not self._aux_columns:
-            return None
-        return x.new_empty(len(x), x.shape[1] * (1 + len(self._aux_columns)))
-
-    def _keep_sum(self, out: torch.Tensor | None, layer_id: int, total: torch.Tensor) -> None:
-        """Copies the sum after a layer, which the next norm may overwrite, if it is a feature."""
-        if out is not None and layer_id in self._aux_columns:
-            out[:, self._aux_columns[layer_id]] = total
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of hidden states [L, D].
-
-        Every executor of the DP rank must call it, with the same rows.
-        """
-        with self._workers.sharing(len(hidden)):
-            return self.lm_head(hidden)
-
-    def weight_groups(self) -> list[WeightGroup]:
-        """Returns what the checkpoint must hold, in the order to load it."""
-        embedding = self.embed_tokens.weight
-        embedding[self._vocab_size :].zero_()
-        head = (
-            self.lm_head.tied_weight_group(embedding)
-            if self._tied
-            else self.lm_head.weight_group("lm_head.weight")
-        )
-        layers = (
-            layer.weight_groups(f"model.layers.{layer_id}.")
-            for layer_id, layer in enumerate(self.layers)
-        )
-        return [
-            WeightGroup({"model.embed_tokens.weight": embedding[: self._vocab_size]}),
-            *chain.from_iterable(layers),
-            WeightGroup({"model.norm.weight": self.norm.weight}),
-            head,
-        ]
-
-    def skips(self, name: str) -> bool:
-        """Whether a tensor may be left unread: another executor's, a draft's, or a tied copy."""
-        if is_left_to_others(name, self._config, self.peers.topology) or self._is_of_draft(name):
-            return True
-        return self._tied and name == "lm_head.weight"
-
-    def _is_of_draft(self, name: str) -> bool:
-        layer = _LAYER.fullmatch(name)
-        first = self._config.num_hidden_layers
-        if layer is not None:
-            return 0 <= int(layer[1]) - first < self._config.num_nextn_predict_layers
-        return name.startswith("mtp.")
+def tensors(spec: ModelSpec) -> Tensors:
+    return renamed()

@@ -6,24 +6,26 @@ anywhere and is what ``FlashInferOperators`` must match.
     T token rows    H query heads    N KV heads    D head width    F hidden width of a gated MLP
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.spec import Llama3Scaling, RopeSpec, Yarn
 
 
 class RotaryEmbedding:
-    """Turns pairs (x[i], x[i + head_dim / 2]) by an angle that grows with the position.
+    """Turns pairs (x[i], x[i + rotary_dim / 2]) by an angle that grows with the position.
 
     With the sine's sign folded into its table, a rotation is ``x * cos + roll(x) * sin``, where
     roll swaps the halves: three operations.
 
     Args:
-        head_dim: Width of a head, even.
+        rope: Angles.
         max_positions: Positions from 0 to below this can be asked for.
-        theta: Base of the angles.
         dtype: Type of the tensors to turn.
         device: Where they live.
 
@@ -31,31 +33,29 @@ class RotaryEmbedding:
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        max_positions: int,
-        theta: float,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rope: RopeSpec, max_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.half = head_dim // 2
-        cos, sin = cos_sin_table(head_dim, max_positions, theta).chunk(2, dim=-1)
+        cos, sin = cos_sin_table(rope, max_positions).chunk(2, dim=-1)
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and signed sines [T, 1, head_dim] for int64 positions [T].
+        """Returns cosines and signed sines [T, 1, rotary_dim] for int64 positions [T].
 
         Looked up once per forward pass, for all layers.
         """
         cos, sin = (table.index_select(0, positions) for table in (self._cos, self._sin))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def rotate(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Returns x [T, heads, head_dim] turned by what ``at`` returned."""
+    @staticmethod
+    def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Returns x [T, heads, head_dim] turned by what ``at`` returned. May overwrite x."""
         cos, sin = cos_sin
-        return torch.addcmul(x * cos, x.roll(self.half, -1), sin)
+        size = cos.shape[-1]
+        if size < x.shape[-1]:
+            x[..., :size] = RotaryEmbedding.rotate(x[..., :size], cos_sin)
+            return x
+        return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
 
 
 class Operators(Protocol):
@@ -102,8 +102,8 @@ class Operators(Protocol):
         """
         ...
 
-    def rotation(self, positions: torch.Tensor) -> Any:
-        """Returns what ``rotate`` needs of a pass; looked up once, for all layers.
+    def rotations(self, positions: torch.Tensor) -> Sequence[Any]:
+        """Returns what ``rotate`` needs of a pass, for each rope; looked up once, for all layers.
 
         Args:
             positions: int64 [T].
@@ -118,7 +118,7 @@ class Operators(Protocol):
         Args:
             qk: [T, H + N, D], as in ``norm_heads``. May be overwritten.
             num_heads: H.
-            rotation: From ``rotation``.
+            rotation: One of ``rotations``.
         """
         ...
 
@@ -135,11 +135,11 @@ class TorchOperators:
     """Plain PyTorch.
 
     Args:
-        rotary: The model's rotation.
+        ropes: Of the model.
     """
 
-    def __init__(self, rotary: RotaryEmbedding) -> None:
-        self._rotary = rotary
+    def __init__(self, ropes: Sequence[RotaryEmbedding]) -> None:
+        self._ropes = ropes
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -155,13 +155,13 @@ class TorchOperators:
     ) -> torch.Tensor:
         return F.rms_norm(qk, (qk.shape[-1],), None, eps).mul_(weight)
 
-    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary.at(positions)
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [rope.at(positions) for rope in self._ropes]
 
     def rotate(
         self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        turned = self._rotary.rotate(qk, rotation)
+        turned = RotaryEmbedding.rotate(qk, rotation)
         return turned[:, :num_heads], turned[:, num_heads:]
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -174,9 +174,8 @@ class FlashInferOperators:
 
     Args:
         ops: The library.
-        head_dim: D.
+        ropes: Of the model.
         max_positions: Positions from 0 to below this can be asked for. Not checked.
-        theta: Base of the rotation's angles.
         device: Where the model lives.
     """
 
@@ -184,13 +183,12 @@ class FlashInferOperators:
         self,
         ops: FlashInferOps,
         *,
-        head_dim: int,
+        ropes: Sequence[RopeSpec],
         max_positions: int,
-        theta: float,
         device: torch.device,
     ) -> None:
         self._ops = ops
-        self._cos_sin = cos_sin_table(head_dim, max_positions, theta).to(device)
+        self._cos_sin = [cos_sin_table(rope, max_positions).to(device) for rope in ropes]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -212,16 +210,16 @@ class FlashInferOperators:
             self._ops.rms_norm(qk[:, num_heads:], weight[num_heads], eps, out[:, num_heads:])
         return out
 
-    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(positions, table) for table in self._cos_sin]
 
     def rotate(
-        self, qk: torch.Tensor, num_heads: int, rotation: torch.Tensor
+        self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         # The kernel wants a key head: where there is none, it gets one that nobody reads.
         turned = k if k.shape[1] else torch.zeros_like(q[:, :1])
-        self._ops.rotate_(q, turned, rotation, self._cos_sin)
+        self._ops.rotate_(q, turned, *rotation)
         return q, k
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -230,15 +228,53 @@ class FlashInferOperators:
         return out
 
 
-def cos_sin_table(head_dim: int, max_positions: int, theta: float) -> torch.Tensor:
-    """Returns float32 [max_positions, head_dim]: cosines of the angles, then their sines.
+def cos_sin_table(rope: RopeSpec, max_positions: int) -> torch.Tensor:
+    """Returns float32 [max_positions, rotary_dim]: cosines of the angles, then their sines.
 
     Source: Su et al. 2021, equation 34, as in ``RotaryEmbedding``.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if isinstance(rope.scaling, Yarn):
+        frequencies = _yarn(frequencies, rope, rope.scaling)
+    elif rope.scaling is not None:
+        frequencies = _llama3(frequencies, rope.scaling)
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / theta**exponents)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    angles = torch.outer(positions, frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+
+
+def _yarn(frequencies: torch.Tensor, rope: RopeSpec, yarn: Yarn) -> torch.Tensor:
+    """Divides those by the factor that turn less than ``beta_slow`` times, some in between partly.
+
+    Source: Peng et al. 2023, section 3.2; Transformers, _compute_yarn_parameters.
+    """
+
+    def dimension(turns: float) -> float:
+        length = yarn.original_max_position_embeddings / (2 * math.pi * turns)
+        return rope.rotary_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    divided = (
+        torch.arange(len(frequencies), dtype=torch.float32).sub(low).div(high - low).clamp(0, 1)
+    )
+    return frequencies / yarn.factor * divided + frequencies * (1 - divided)
+
+
+def _llama3(frequencies: torch.Tensor, llama3: Llama3Scaling) -> torch.Tensor:
+    """Divides those of long waves by the factor, those of waves in between partly.
+
+    Source: Transformers, _compute_llama3_parameters.
+    """
+    turns = llama3.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    kept = turns.sub(low).div(high - low).clamp(0, 1)
+    return frequencies / llama3.factor * (1 - kept) + frequencies * kept
 
 
 class RMSNorm:

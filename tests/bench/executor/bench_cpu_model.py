@@ -36,11 +36,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
 
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import cpu_kernels
-from executor.model.families import Model, load_model
+from executor.model.decoder.sizes import attention_of, kv_shape
+from executor.model.families import Model, load_model, read_spec
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
+from executor.model.spec import ModelSpec
 from tests.bench.support.options import parse_options
 from tests.executor.support.kv import batch_of, full_pool
 
@@ -54,17 +55,17 @@ class Ours:
     """Prompts in a paged KV pool, one row each."""
 
     def __init__(
-        self, model: Model, config: ModelConfig, batch_size: int, max_len: int, num_workers: int
+        self, model: Model, config: ModelSpec, batch_size: int, max_len: int, num_workers: int
     ) -> None:
         self._model = model
         self._attention = TorchAttention(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
+            attention_of(config).num_heads,
+            attention_of(config).num_kv_heads,
+            attention_of(config).head_dim,
             dtype=config.dtype,
             num_workers=num_workers,
         )
-        self._pool = full_pool(config.kv_shape(BLOCK_SIZE, config.dtype), batch_size, max_len)
+        self._pool = full_pool(kv_shape(config, BLOCK_SIZE, config.dtype), batch_size, max_len)
 
     def fill(self) -> None:
         """Puts random keys and values everywhere, in place of a prefill."""
@@ -91,8 +92,13 @@ class Theirs:
     def fill(self, batch_size: int) -> None:
         """Puts random keys and values of PROMPT_LEN tokens into the cache."""
         config = self._model.config
-        size = (batch_size, config.num_key_value_heads, PROMPT_LEN, config.head_dim)
-        for layer_id in range(config.num_hidden_layers):
+        size = (
+            batch_size,
+            attention_of(config).num_kv_heads,
+            PROMPT_LEN,
+            attention_of(config).head_dim,
+        )
+        for layer_id in range(len(config.layers)):
             k, v = (torch.randn(size).to(self._model.dtype) for _ in range(2))
             self._cache.update(k, v, layer_id)
 
@@ -170,7 +176,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def time_prefill(
-    model: Model, config: ModelConfig, peer: Any, rounds: int, num_workers: int
+    model: Model, config: ModelSpec, peer: Any, rounds: int, num_workers: int
 ) -> list[list[float]]:
     ids = torch.randint(0, config.vocab_size, (1, PROMPT_LEN))
     times: list[list[float]] = [[], []]
@@ -183,7 +189,7 @@ def time_prefill(
 
 
 def time_decode(
-    model: Model, config: ModelConfig, peer: Any, batch_size: int, steps: int, num_workers: int
+    model: Model, config: ModelSpec, peer: Any, batch_size: int, steps: int, num_workers: int
 ) -> list[list[float]]:
     ours = Ours(model, config, batch_size, PROMPT_LEN + steps, num_workers)
     theirs = Theirs(peer)
@@ -202,7 +208,7 @@ def time_decode(
     return times
 
 
-def time_generate(config: ModelConfig, peer: Any, batch_size: int, steps: int) -> list[float]:
+def time_generate(config: ModelSpec, peer: Any, batch_size: int, steps: int) -> list[float]:
     theirs = Theirs(peer)
     theirs.fill(batch_size)
     ids = torch.randint(0, config.vocab_size, (batch_size, PROMPT_LEN + 1))
@@ -228,7 +234,7 @@ def main() -> None:
     workers = options.workers or (options.threads if is_passive else 1)
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
         peer = make_checkpoint(Path(directory))
-        config = ModelConfig.from_dir(directory)
+        config = read_spec(directory)
         kernels = cpu_kernels(config, dtype=config.dtype, num_workers=workers)
         model = load_model(directory, config, kernels=kernels)
         kind = "CPU" if options.threads == 1 else "wall"

@@ -18,8 +18,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.graph.backend import EagerBackend
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import cpu_kernels
+from executor.model.families import read_spec
 from executor.parallel.layout import DpLayout
 from executor.runners import Runner
 from tests.bench.executor.bench_cpu_model import PROMPT_LEN, clock, make_checkpoint
@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(Path(directory))
-        config = ModelConfig.from_dir(directory)
+        config = read_spec(directory)
     kernels = cpu_kernels(config, dtype=config.dtype, num_workers=1)
     case = Case(config, SIZES, kernels, torch_attention, flat_weights(config, CPU), device=CPU)
     eager, decode = case.eager(), case.decode(EagerBackend())

@@ -11,9 +11,11 @@ from executor.budget.capture_sizes import GraphSizes
 from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import check_model_fits, plan_budget, plan_graph_sizes, splits_dense
 from executor.config import ExecutorConfig
-from executor.model.decoder.config import ModelConfig
+from executor.model.families import read_spec
+from executor.model.spec import LayerSpec, MlpSpec, ModelSpec
 from executor.model.weights.formats import Fp8Format
 from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.experts import with_experts
 
 NO_GRAPHS = GraphSizes()
 
@@ -32,8 +34,8 @@ def part_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(tiny_checkpoint: Path) -> ModelConfig:
-    return ModelConfig.from_dir(tiny_checkpoint)
+def model(tiny_checkpoint: Path) -> ModelSpec:
+    return read_spec(tiny_checkpoint)
 
 
 # Graph sizes
@@ -114,21 +116,22 @@ def test_listed_sizes_that_nothing_can_use_are_refused(
     ],
 )
 def test_a_group_that_a_model_does_not_divide_among_is_named_with_what_fits(
-    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any], problem: str
+    tiny_checkpoint: Path, model: ModelSpec, settings: dict[str, Any], problem: str
 ):
     with pytest.raises(ValueError, match=problem):
         check_model_fits(config(tiny_checkpoint, **settings), model)
 
 
 def test_executors_that_would_cut_blocks_of_numbers_with_one_scale_are_refused(
-    tiny_checkpoint: Path, model: ModelConfig
+    tiny_checkpoint: Path, model: ModelSpec
 ):
-    fp8 = replace(model, moe_intermediate_size=1536, quantization=Fp8Format())
+    fp8 = replace(with_experts(model, intermediate_size=1536), quantization=Fp8Format())
     problem = "ep_size=1: .*=1536 does not divide in blocks of 128, .* the 8 .* use ep_size 2 or 4"
     with pytest.raises(ValueError, match=problem):
         check_model_fits(config(tiny_checkpoint, dp_size=8, ep_size=1), fp8)
     check_model_fits(config(tiny_checkpoint, dp_size=8, ep_size=2), fp8)
-    check_model_fits(config(tiny_checkpoint, dp_size=8), replace(fp8, moe_intermediate_size=24))
+    narrow = with_experts(fp8, intermediate_size=24)
+    check_model_fits(config(tiny_checkpoint, dp_size=8), narrow)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +146,22 @@ def test_executors_that_would_cut_blocks_of_numbers_with_one_scale_are_refused(
     ],
 )
 def test_a_group_that_a_model_divides_among_is_taken(
-    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any]
+    tiny_checkpoint: Path, model: ModelSpec, settings: dict[str, Any]
 ):
     check_model_fits(config(tiny_checkpoint, **settings), model)
 
 
 def test_dense_mlps_are_split_where_there_are_some_unless_told_otherwise(
-    part_dense: Path, tiny_checkpoint: Path, model: ModelConfig
+    part_dense: Path, tiny_checkpoint: Path, model: ModelSpec
 ):
-    has_dense = ModelConfig.from_dir(part_dense)
+    has_dense = read_spec(part_dense)
     assert splits_dense(config(part_dense), has_dense)
     assert not splits_dense(config(part_dense, moe_dense_tp_size=1), has_dense)
     assert not splits_dense(config(tiny_checkpoint), model)
 
 
 def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
-    model = ModelConfig.from_dir(part_dense)
+    model = read_spec(part_dense)
     settings = {"dp_size": 12, "ep_size": 4}
     problem = "moe_dense_tp_size is not set, but intermediate_size=40 .* 12 executors: set moe_d"
     with pytest.raises(ValueError, match=problem):
@@ -166,8 +169,9 @@ def test_dense_mlps_that_do_not_divide_can_be_held_whole(part_dense: Path):
     check_model_fits(config(part_dense, **settings, moe_dense_tp_size=1), model)
 
 
-def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path, model: ModelConfig):
-    dense = replace(model, num_experts=0, intermediate_size=64)
+def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path, model: ModelSpec):
+    mlp = LayerSpec(attention=model.layers[0].attention, feed_forward=MlpSpec(intermediate_size=64))
+    dense = replace(model, layers=(mlp,))
     check_model_fits(config(tiny_checkpoint, dp_size=2), dense)
     with pytest.raises(ValueError, match="moe_a2a=torch: the model has no experts; set moe_a2a=n"):
         check_model_fits(config(tiny_checkpoint, dp_size=2, moe_a2a="torch"), dense)
@@ -176,9 +180,7 @@ def test_an_all_to_all_without_experts_is_refused(tiny_checkpoint: Path, model: 
 # The budget
 
 
-def test_the_budget_follows_from_settings_model_and_graphs(
-    tiny_checkpoint: Path, model: ModelConfig
-):
+def test_the_budget_follows_from_settings_model_and_graphs(tiny_checkpoint: Path, model: ModelSpec):
     settings = config(
         tiny_checkpoint, dp_size=2, attn_tp_size=4, moe_a2a="torch", max_dispatch_tokens_per_rank=50
     )
@@ -216,16 +218,16 @@ OF_TWO = {"dp_size": 2, "moe_a2a": "flashinfer"}
     ],
 )
 def test_an_all_to_all_that_a_step_or_a_model_does_not_fit_stops_the_start(
-    tiny_checkpoint: Path, model: ModelConfig, settings: dict[str, Any], top_k: int, problem: str
+    tiny_checkpoint: Path, model: ModelSpec, settings: dict[str, Any], top_k: int, problem: str
 ):
-    model = replace(model, num_experts_per_tok=top_k)
+    model = with_experts(model, top_k=top_k)
     with pytest.raises(ValueError, match=problem):
         plan_budget(config(tiny_checkpoint, **settings), model, torch.float32, NO_GRAPHS)
 
 
 @pytest.mark.parametrize("moe_a2a", ["none", "torch"])
 def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
-    tiny_checkpoint: Path, model: ModelConfig, moe_a2a: str
+    tiny_checkpoint: Path, model: ModelSpec, moe_a2a: str
 ):
     settings = config(tiny_checkpoint, dp_size=2, moe_a2a=moe_a2a, max_dispatch_tokens_per_rank=1)
     plan_budget(settings, model, torch.float32, NO_GRAPHS)
@@ -233,7 +235,7 @@ def test_a_dispatch_cap_that_sizes_nothing_stops_nothing(
 
 @pytest.mark.parametrize("max_num_seqs", [4, 30])
 def test_the_budget_has_a_sequences_drafts_wherever_it_may_decode(
-    tiny_checkpoint: Path, model: ModelConfig, max_num_seqs: int
+    tiny_checkpoint: Path, model: ModelSpec, max_num_seqs: int
 ):
     """With 8 sequences and 8 batched tokens, a speculative step of 16 did not fit its buffers."""
     settings = config(tiny_checkpoint, max_num_seqs=max_num_seqs, max_num_batched_tokens=30)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.model.decoder.config import ModelConfig
-from executor.model.families import load_model
+from executor.model.families import load_model, read_spec
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support.checkpoints import VOCAB_SIZE, save_qwen3_moe
@@ -86,4 +85,4 @@ def test_a_layer_that_the_target_has_not_is_refused(
     saved: tuple[Path, Any], aux_layers: Sequence[int]
 ):
     with pytest.raises(ValueError, match=r"aux_layers=\[.*\]: the model has layers 0 to 2"):
-        load_model(saved[0], ModelConfig.from_dir(saved[0]), aux_layers=aux_layers)
+        load_model(saved[0], read_spec(saved[0]), aux_layers=aux_layers)

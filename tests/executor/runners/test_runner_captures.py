@@ -14,7 +14,7 @@ import torch
 from executor.batch.kv_pool import KVPool
 from executor.budget.capture_sizes import GraphSizes
 from executor.graph.backend import EagerBackend
-from executor.model.decoder.config import ModelConfig
+from executor.model.spec import ModelSpec
 from executor.runners.target import RunnerSelection
 from tests.executor.support.recording.capture_state import check_reset_before_capture
 from tests.executor.support.recording.recording_backend import RecordingBackend
@@ -60,7 +60,7 @@ def log() -> list[str]:
 
 @pytest.fixture(scope="module")
 def case(tiny_checkpoint: Path, log: list[str]) -> RunnerCase:
-    def logging_attention(config: ModelConfig, pool: KVPool) -> Any:
+    def logging_attention(config: ModelSpec, pool: KVPool) -> Any:
         return noting(torch_attention(config, pool), log, OF_ATTENTION)
 
     return RunnerCase(tiny_checkpoint, logging_attention, is_capturable=True)

@@ -25,18 +25,20 @@ from executor.graph.cuda_graph_buffer_registry import (
     CudaGraphBufferRegistry,
     PaddingPolicy,
 )
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Peers, stacked_kernels
-from executor.model.families import load_model
+from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
+from executor.model.families import load_model, read_spec
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
 from executor.speculative.tree import ancestors
+from tests.executor.support.experts import with_heads
 from tests.executor.support.kv import batch_of, full_pool
 from tests.executor.support.ranks.attention_tp_ranks import communicators
 
@@ -55,12 +57,15 @@ class HasGraphs(Protocol):
 
 
 R = TypeVar("R", bound=HasGraphs)
-NewAttention = Callable[[ModelConfig, KVPool], Attention]
+NewAttention = Callable[[ModelSpec, KVPool], Attention]
 
 
-def torch_attention(config: ModelConfig, pool: KVPool) -> TorchAttention:
+def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
     return TorchAttention(
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype=config.dtype
+        attention_of(config).num_heads,
+        attention_of(config).num_kv_heads,
+        attention_of(config).head_dim,
+        dtype=config.dtype,
     )
 
 
@@ -90,8 +95,8 @@ class RunnerCase:
         ops: FlashInferOps | None = None,
     ) -> None:
         topology = topology or Topology()
-        config = ModelConfig.from_dir(path)
-        self.heads = config.attention_share(topology)
+        config = read_spec(path)
+        self.heads = attention_share(attention_of(config), topology)
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
@@ -112,7 +117,7 @@ class RunnerCase:
         if aux_layers is not None:
             feature_size = config.hidden_size * max(num_aux, 1)
             features = torch.zeros(MAX_TOKENS, feature_size, dtype=config.dtype)
-        shape = config.kv_shape(BLOCK_SIZE, config.dtype, topology)
+        shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.settings = ExecutorConfig(
             model=path,
@@ -125,15 +130,15 @@ class RunnerCase:
             max_num_batched_tokens=MAX_TOKENS,
         )
         self.vocab_size = config.vocab_size
-        self.num_layers = config.num_hidden_layers
+        self.num_layers = len(config.layers)
         self.num_experts = config.num_experts
         self.aux_layers = aux_layers or ()
         self.model = model
         self.model_config = config
-        own = replace(
+        own = with_heads(
             config,
-            num_attention_heads=len(self.heads.q_heads),
-            num_key_value_heads=len(self.heads.kv_heads),
+            num_heads=len(self.heads.q_heads),
+            num_kv_heads=len(self.heads.kv_heads),
         )
         self.forward_pass = ForwardPass(
             stages=model.stages,
@@ -297,12 +302,12 @@ def watch_experts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Ten
     return seen
 
 
-def fill_heads(pool: KVPool, config: ModelConfig, topology: Topology, *, seed: int) -> None:
+def fill_heads(pool: KVPool, config: ModelSpec, topology: Topology, *, seed: int) -> None:
     """Fills a pool with its executor's heads of random keys and values, the same on each of a group."""
     torch.manual_seed(seed)
-    heads = config.attention_share(topology).kv_heads
+    heads = attention_share(attention_of(config), topology).kv_heads
     for cache in pool.tensors:
-        size = (len(cache), config.num_key_value_heads, config.head_dim)
+        size = (len(cache), attention_of(config).num_kv_heads, attention_of(config).head_dim)
         cache.copy_(torch.randn(size, dtype=cache.dtype)[:, heads.start : heads.stop])
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Peers
-from executor.model.families import load_model
+from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
+from executor.model.families import load_model, read_spec
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
@@ -29,7 +29,7 @@ class Rank:
         attn_tp_communicator: AttnTpCommunicator | None = None,
         moe_dense_tp_size: int | None = None,
     ) -> None:
-        config = ModelConfig.from_dir(path)
+        config = read_spec(path)
         topology = topology or Topology()
         self.model = load_model(
             path,
@@ -41,11 +41,14 @@ class Rank:
                 moe_dense_tp_size=moe_dense_tp_size,
             ),
         )
-        heads = config.attention_share(topology)
+        heads = attention_share(attention_of(config), topology)
         self.attention = TorchAttention(
-            len(heads.q_heads), len(heads.kv_heads), config.head_dim, dtype=config.dtype
+            len(heads.q_heads),
+            len(heads.kv_heads),
+            attention_of(config).head_dim,
+            dtype=config.dtype,
         )
-        shape = config.kv_shape(BLOCK_SIZE, config.dtype, topology)
+        shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.num_computed = [0] * NUM_ROWS
 

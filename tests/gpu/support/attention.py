@@ -8,10 +8,11 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.sizes import attention_of
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import DpLayout
 from tests.executor.support import kv
 from tests.gpu.support.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
@@ -31,7 +32,7 @@ LONG, BLOCK = SIZES.max_len, SIZES.block_size
 class Twins:
     """The same pool on the device and, in float32, on the CPU."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelSpec, device: torch.device) -> None:
         self.config = config
         self.ours = new_pool(config, SIZES, device)
         self.exact_config = replace(config, dtype=torch.float32)
@@ -103,15 +104,18 @@ class Twins:
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns queries, keys and values."""
-        splits = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
+        splits = (
+            attention_of(self.config).num_heads,
+            *[attention_of(self.config).num_kv_heads] * 2,
+        )
         return torch.split_with_sizes(heads, splits, dim=1)
 
     def heads(self, num_rows: int, seed: int = 0) -> torch.Tensor:
         """Returns queries, keys and values side by side, as the projection leaves them."""
         config = self.config
-        size = (num_rows, config.num_attention_heads + 2 * config.num_key_value_heads)
+        size = (num_rows, attention_of(config).num_heads + 2 * attention_of(config).num_kv_heads)
         generator = torch.Generator().manual_seed(num_rows + seed)
-        return torch.randn(*size, config.head_dim, generator=generator).bfloat16()
+        return torch.randn(*size, attention_of(config).head_dim, generator=generator).bfloat16()
 
     def _planned(
         self,

@@ -17,15 +17,16 @@ from executor.graph.cuda_graph_buffer_registry import (
     build_eager_registry,
     build_prefill_registry,
 )
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.decoder import Decoder
 from executor.model.decoder.kernels import Kernels, Peers, stacked_kernels
-from executor.model.families.qwen3_moe import Qwen3MoeForCausalLM
+from executor.model.decoder.sizes import attention_of, kv_shape
 from executor.model.flashinfer.cutedsl import why_not
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner
 from executor.runners.forward_pass import ForwardPass
@@ -44,7 +45,7 @@ PREFILL_RUNNERS: dict[str, Callable[..., GraphRunner]] = {
     "piecewise": PiecewisePrefillRunner,
     "breakable": BreakablePrefillRunner,
 }
-NewAttention = Callable[[ModelConfig, KVPool, Sizes], Attention]
+NewAttention = Callable[[ModelSpec, KVPool, Sizes], Attention]
 
 # How far a row of results may lie from the right one, as a part of its length: rounding to
 # bfloat16 moves each number by up to 0.4 %, and another batch size may mean another kernel.
@@ -57,12 +58,12 @@ def normal(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def torch_attention(config: ModelConfig, pool: KVPool, sizes: Sizes) -> TorchAttention:
+def torch_attention(config: ModelSpec, pool: KVPool, sizes: Sizes) -> TorchAttention:
     """Returns the authority. One thread: pools of threads are for the CPU."""
     return TorchAttention(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
+        attention_of(config).num_heads,
+        attention_of(config).num_kv_heads,
+        attention_of(config).head_dim,
         dtype=pool.tensors[0].dtype,
         num_workers=1,
     )
@@ -73,11 +74,11 @@ def flashinfer_attention(
 ) -> NewAttention:
     """Returns what makes FlashInfer's attention, with a workspace of its own unless told."""
 
-    def new(config: ModelConfig, pool: KVPool, sizes: Sizes) -> FlashInferAttention:
+    def new(config: ModelSpec, pool: KVPool, sizes: Sizes) -> FlashInferAttention:
         return FlashInferAttention(
             ops,
             pool,
-            config.num_attention_heads,
+            attention_of(config).num_heads,
             workspace or AttentionWorkspace(pool.device),
             max_num_tokens=sizes.max_num_tokens,
             extend_backend=extend_backend,
@@ -87,7 +88,7 @@ def flashinfer_attention(
 
 
 def device_kernels(
-    config: ModelConfig,
+    config: ModelSpec,
     sizes: Sizes,
     device: torch.device,
     ops: FlashInferOps | None,
@@ -112,9 +113,9 @@ def skip_without_cutedsl(ops: FlashInferOps, device: torch.device) -> None:
         pytest.skip(f"needs experts in CuTe-DSL: {problem}")
 
 
-def new_pool(config: ModelConfig, sizes: Sizes, device: torch.device) -> KVPool:
+def new_pool(config: ModelSpec, sizes: Sizes, device: torch.device) -> KVPool:
     """Returns a pool in which every row owns shuffled blocks, alike on all devices."""
-    shape = config.kv_shape(sizes.block_size, config.dtype)
+    shape = kv_shape(config, sizes.block_size, config.dtype)
     return full_pool(shape, sizes.num_rows, sizes.max_len, device)
 
 
@@ -148,7 +149,7 @@ class Case:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelSpec,
         sizes: Sizes,
         kernels: Kernels,
         new_attention: NewAttention,
@@ -160,7 +161,7 @@ class Case:
         self.config = config
         self.sizes = sizes
         self.device = device
-        self.model = Qwen3MoeForCausalLM(
+        self.model = Decoder(
             config,
             dtype=config.dtype,
             device=device,
@@ -178,7 +179,7 @@ class Case:
             compute_logits=self.model.compute_logits,
             attention=self.attention,
             kv_pool=self.pool,
-            num_heads=config.num_attention_heads,
+            num_heads=attention_of(config).num_heads,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             dtype=config.dtype,

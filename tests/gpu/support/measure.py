@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.sizes import attention_of, kv_shape
 from executor.model.moe.layer import Dispatched
+from executor.model.spec import ModelSpec
 from tests.gpu.support.cases import Case, device_kernels, flashinfer_attention, torch_attention
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 from tests.gpu.support.shapes import CONTEXT, LARGE
@@ -63,18 +64,19 @@ def copy_bandwidth(machine: Machine) -> float:
     return 2 * _COPIED_BYTES / seconds(machine, lambda: target.copy_(source))
 
 
-def layer_bytes(config: ModelConfig) -> int:
+def layer_bytes(config: ModelSpec) -> int:
     """Returns the bytes of a layer's weights, all experts included."""
     experts = config.num_experts * expert_numbers(config)
     return (_attention_numbers(config) + _router_numbers(config) + experts) * config.dtype.itemsize
 
 
-def expert_numbers(config: ModelConfig) -> int:
+def expert_numbers(config: ModelSpec) -> int:
     """Returns how many weights an expert has."""
-    return 3 * config.hidden_size * config.moe_intermediate_size
+    assert config.moe is not None
+    return 3 * config.hidden_size * config.moe.intermediate_size
 
 
-def step_bytes(config: ModelConfig, num_seqs: int, context: int, experts_hit: list[int]) -> int:
+def step_bytes(config: ModelSpec, num_seqs: int, context: int, experts_hit: list[int]) -> int:
     """Returns what a decode step must at least read from memory, weights and keys and values.
 
     Args:
@@ -83,7 +85,7 @@ def step_bytes(config: ModelConfig, num_seqs: int, context: int, experts_hit: li
         context: Keys of each.
         experts_hit: Of each layer, how many experts some token goes to.
     """
-    heads = config.num_key_value_heads * config.head_dim
+    heads = attention_of(config).num_kv_heads * attention_of(config).head_dim
     kv = 2 * num_seqs * context * heads
     layers = sum(
         _attention_numbers(config) + _router_numbers(config) + hit * expert_numbers(config) + kv
@@ -126,17 +128,17 @@ class _Counting:
         return y
 
 
-def layers_that_fit(machine: Machine, config: ModelConfig) -> int:
+def layers_that_fit(machine: Machine, config: ModelSpec) -> int:
     """Returns how many of a model's layers the device has room for, with their KV pool."""
     embeddings = 2 * config.vocab_size * config.hidden_size * config.dtype.itemsize
-    shape = replace(config, num_hidden_layers=1).kv_shape(LARGE.block_size, config.dtype)
+    shape = kv_shape(replace(config, layers=config.layers[:1]), LARGE.block_size, config.dtype)
     kv = shape.bytes_per_block * LARGE.num_rows * LARGE.max_len // LARGE.block_size
     room = machine.free_bytes() - embeddings - _SPARE_BYTES
-    return max(0, min(config.num_hidden_layers, room // (layer_bytes(config) + kv)))
+    return max(0, min(len(config.layers), room // (layer_bytes(config) + kv)))
 
 
 @contextmanager
-def large_case(machine: Machine, config: ModelConfig) -> Iterator[Case]:
+def large_case(machine: Machine, config: ModelSpec) -> Iterator[Case]:
     """Gives the block a model with random weights, made on the device.
 
     Afterwards frees it, and all graphs.
@@ -184,10 +186,10 @@ def prompts(case: Case, num_tokens: int) -> ForwardBatch:
     )
 
 
-def _attention_numbers(config: ModelConfig) -> int:
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    return heads * config.head_dim * config.hidden_size
+def _attention_numbers(config: ModelSpec) -> int:
+    heads = 2 * attention_of(config).num_heads + 2 * attention_of(config).num_kv_heads
+    return heads * attention_of(config).head_dim * config.hidden_size
 
 
-def _router_numbers(config: ModelConfig) -> int:
+def _router_numbers(config: ModelSpec) -> int:
     return config.num_experts * config.hidden_size

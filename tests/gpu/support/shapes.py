@@ -1,11 +1,11 @@
 """Sizes of the suite's models, pools and batches: on a GPU, and where a CPU stands in."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from executor.budget.capture_sizes import default_decode_sizes, default_prefill_sizes
-from executor.model.decoder.config import ModelConfig
+from tests.executor.support.experts import new_spec, with_heads
 from tests.gpu.support.machine import IS_STAND_IN
 
 VERIFY_WIDTH = 4  # tokens per sequence that a verify step runs
@@ -35,49 +35,33 @@ class Sizes:
         return max(self.decode[-1] * VERIFY_WIDTH, self.prefill[-1])
 
 
-def model(**sizes: int) -> ModelConfig:
-    """Returns a Qwen3-MoE in bfloat16; every layer has experts."""
-    return ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        intermediate_size=sizes["hidden_size"],
-        decoder_sparse_step=1,
-        mlp_only_layers=(),
-        norm_topk_prob=True,
-        attention_bias=False,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        dtype=torch.bfloat16,
-        eos_token_ids=(),
-        **sizes,
-    )
-
-
 # Qwen3-30B-A3B, as its config.json has it.
-QWEN3_30B_A3B = model(
+QWEN3_30B_A3B = new_spec(
+    dtype=torch.bfloat16,
     vocab_size=151936,
     hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
     head_dim=128,
-    moe_intermediate_size=768,
+    intermediate_size=768,
     num_experts=128,
-    num_experts_per_tok=8,
+    top_k=8,
     max_position_embeddings=40960,
 )
 
 if IS_STAND_IN:
-    SMALL_MODEL = model(
+    SMALL_MODEL = new_spec(
+        dtype=torch.bfloat16,
         vocab_size=64,
         hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
         head_dim=16,
-        moe_intermediate_size=32,
+        intermediate_size=32,
         num_experts=6,
-        num_experts_per_tok=2,
+        top_k=2,
         max_position_embeddings=64,
     )
     SMALL = Sizes(block_size=4, num_rows=8, max_len=32, decode=(1, 2, 4, 8), prefill=(4, 8, 16))
@@ -86,16 +70,17 @@ if IS_STAND_IN:
     CONTEXT = 12
     COMPARED_LAYERS = 2
 else:
-    SMALL_MODEL = model(
+    SMALL_MODEL = new_spec(
+        dtype=torch.bfloat16,
         vocab_size=1000,
         hidden_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=2,
         head_dim=128,  # that of the prebuilt kernels
-        moe_intermediate_size=128,
+        intermediate_size=128,
         num_experts=16,
-        num_experts_per_tok=4,
+        top_k=4,
         max_position_embeddings=2048,
     )
     SMALL = Sizes(
@@ -119,5 +104,5 @@ else:
 # FlashInfer decodes on tensor cores from four query heads per KV head.
 SMALL_MODELS = {
     "4 heads per KV head": SMALL_MODEL,
-    "2 heads per KV head": replace(SMALL_MODEL, num_attention_heads=4),
+    "2 heads per KV head": with_heads(SMALL_MODEL, num_heads=4),
 }

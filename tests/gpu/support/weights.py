@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.model.decoder.config import ModelConfig
+from executor.model.spec import ModelSpec
 from executor.model.weights.targets import Cut
 
 # Takes a checkpoint's name and a shape to a tensor.
@@ -26,7 +26,7 @@ def random_tensor(
     return torch.empty(shape, dtype=dtype, device=device).normal_(std=std, generator=generator)
 
 
-def flat_weights(config: ModelConfig, device: torch.device, std: float = 0.02) -> NewTensor:
+def flat_weights(config: ModelSpec, device: torch.device, std: float = 0.02) -> NewTensor:
     """Returns weights for measurements, made on the device.
 
     Router logits are nearly alike, so the experts of a token are anyone's guess.
@@ -40,7 +40,7 @@ def flat_weights(config: ModelConfig, device: torch.device, std: float = 0.02) -
     return new
 
 
-def decided_weights(config: ModelConfig) -> NewTensor:
+def decided_weights(config: ModelSpec) -> NewTensor:
     """Returns weights for comparisons, made on the CPU.
 
     Where two experts are about equally good, rounding decides between them, and two right
@@ -61,7 +61,7 @@ def decided_weights(config: ModelConfig) -> NewTensor:
         elif name == "model.embed_tokens.weight":
             scores = random_tensor("experts", (shape[0], count), dtype=torch.float32, device=cpu)
             chosen = torch.zeros_like(scores)
-            chosen.scatter_(1, scores.topk(config.num_experts_per_tok).indices, 1.0)
+            chosen.scatter_(1, scores.topk(config.top_k).indices, 1.0)
             x += _CODE * chosen @ codes
         else:
             x *= shape[-1] ** -0.5

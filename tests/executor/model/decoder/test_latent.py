@@ -15,7 +15,7 @@ from executor.model.decoder.latent import LatentAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import RotaryEmbedding, TorchOperators
-from executor.model.spec import MlaSpec
+from executor.model.spec import MlaSpec, RopeSpec
 from executor.model.weights import load_weights
 from executor.parallel.layout import Topology
 from tests.executor.support.kv import batch_of, full_pool
@@ -107,10 +107,10 @@ class Executor:
 
     def __init__(self, path: Path, spec: MlaSpec, rank: int = 0, count: int = 1) -> None:
         cpu = torch.device("cpu")
-        rotary = RotaryEmbedding(
-            spec.qk_rope_head_dim, MAX_LEN, THETA, dtype=torch.float32, device=cpu
-        )
-        kernels = Kernels(operators=TorchOperators(rotary), new_experts=Any, workers=WorkerPool(1))
+        rope = RopeSpec(rotary_dim=spec.qk_rope_head_dim, theta=THETA)
+        rotary = RotaryEmbedding(rope, MAX_LEN, dtype=torch.float32, device=cpu)
+        operators = TorchOperators([rotary])
+        kernels = Kernels(operators=operators, new_experts=Any, workers=WorkerPool(1))
         peers: Any = Peers.gathering(1)
         if count > 1:
             peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))
@@ -142,7 +142,9 @@ class Executor:
         for count in chunks:
             batch = batch_of(self.pool, [1], [done], [count])
             rows = x[done : done + count]
-            call = self.layer.project_gathered(rows, self.layer.operators.rotation(batch.positions))
+            call = self.layer.project_gathered(
+                rows, self.layer.operators.rotations(batch.positions)
+            )
             self.attention.init_forward_metadata_out_graph(batch, self.pool)
             outs.append(self.layer.merge(self.attention.forward(*call), batch.layout))
             done += count

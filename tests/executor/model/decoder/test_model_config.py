@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from executor.errors import CheckpointError
-from executor.model.decoder.config import MAX_CONFIG_BYTES, ModelConfig
-from executor.model.families import load_model
+from executor.model.decoder.config import MAX_CONFIG_BYTES
+from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
+from executor.model.families import read_spec
+from executor.model.spec import MlpSpec, ModelSpec, MoeSpec
 from executor.parallel.layout import Topology
 
 BEFORE_5: dict[str, Any] = {
@@ -35,10 +37,10 @@ BEFORE_5: dict[str, Any] = {
 }
 
 
-def read(path: Path, **changed: Any) -> ModelConfig:
+def read(path: Path, **changed: Any) -> ModelSpec:
     values = {name: value for name, value in (BEFORE_5 | changed).items() if value != "absent"}
     (path / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_dir(path)
+    return read_spec(path)
 
 
 def test_both_spellings_say_the_same(tmp_path: Path):
@@ -54,12 +56,12 @@ def test_both_spellings_say_the_same(tmp_path: Path):
         rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
     )
     assert before == since
-    assert (before.num_experts, before.dtype, before.rope_theta) == (8, torch.bfloat16, 5000.0)
+    assert (before.num_experts, before.dtype, before.ropes[0].theta) == (8, torch.bfloat16, 5000.0)
 
 
 def test_head_dim_follows_from_the_heads_if_absent(tmp_path: Path):
-    assert read(tmp_path).head_dim == 8
-    assert read(tmp_path, head_dim=16).head_dim == 16
+    assert attention_of(read(tmp_path)).head_dim == 8
+    assert attention_of(read(tmp_path, head_dim=16)).head_dim == 16
 
 
 def test_the_generation_config_decides_what_ends_a_text(tmp_path: Path):
@@ -71,19 +73,19 @@ def test_the_generation_config_decides_what_ends_a_text(tmp_path: Path):
 
 
 def test_sparse_steps_and_mlp_only_layers_pick_the_layers_with_experts(tmp_path: Path):
-    config = read(tmp_path)
-    assert [config.is_moe_layer(layer) for layer in range(4)] == [False, True, False, False]
+    kinds = [type(layer.feed_forward) for layer in read(tmp_path).layers]
+    assert kinds == [MlpSpec, MoeSpec, MlpSpec, MlpSpec]
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         {"use_sliding_window": True},
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "awq"}},
-        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 0.05},
         {"torch_dtype": "float8_e4m3fn"},
         {"num_key_value_heads": 3},
         {"num_experts_per_tok": 9},
@@ -132,36 +134,37 @@ def test_the_largest_models_are_within_the_bounds(tmp_path: Path):
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
-        ModelConfig.from_dir(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path):
     (tmp_path / "config.json").write_text(" " * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(CheckpointError, match=r"config\.json has more than 4,194,304 bytes"):
-        ModelConfig.from_dir(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_an_unknown_architecture_names_those_that_are_known(tmp_path: Path):
-    config = read(tmp_path, architectures=["LlamaForCausalLM"])
-    with pytest.raises(CheckpointError, match=r"'LlamaForCausalLM' .* Qwen3MoeForCausalLM is"):
-        load_model(tmp_path, config)
+    with pytest.raises(CheckpointError, match=r"'NoSuchModel' .* Qwen3MoeForCausalLM.* are"):
+        read(tmp_path, architectures=["NoSuchModel"])
 
 
 def test_a_directory_without_a_model_says_so(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
-        ModelConfig.from_dir(tmp_path)
+        read_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
-        ModelConfig.from_dir(tmp_path)
+        read_spec(tmp_path)
 
 
 def shares(
     tmp_path: Path, heads: int, kv_heads: int, size: int
 ) -> list[tuple[list[int], list[int]]]:
-    config = read(tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    attention = attention_of(
+        read(tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
+    )
     found = []
     for rank in range(size):
-        share = config.attention_share(Topology(attn_tp_rank=rank, attn_tp_size=size))
+        share = attention_share(attention, Topology(attn_tp_rank=rank, attn_tp_size=size))
         found.append((list(share.q_heads), list(share.kv_heads)))
     return found
 
@@ -186,7 +189,7 @@ def test_kv_heads_that_are_fewer_than_the_executors_are_on_several(tmp_path: Pat
 
 def test_what_each_executor_keeps_is_its_share_of_the_kv_heads(tmp_path: Path):
     config = read(tmp_path, num_attention_heads=8, num_key_value_heads=2)
-    shapes = [config.kv_shape(4, torch.float32, Topology(attn_tp_size=size)) for size in (1, 2, 4)]
+    shapes = [kv_shape(config, 4, torch.float32, Topology(attn_tp_size=size)) for size in (1, 2, 4)]
     assert [[p.num_heads for p in shape.groups[0].parts] for shape in shapes] == [
         [2, 2],
         [1, 1],
@@ -207,3 +210,25 @@ def test_heads_that_cannot_be_shared_name_the_sizes_that_can(
 ):
     with pytest.raises(ValueError, match=problem):
         shares(tmp_path, heads, kv_heads, size)
+
+
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"clip_qkv": 8.0}, r"clip_qkv=8\.0: not known of \['Qwen3MoeForCausalLM'\]"),
+    ({"n_shared_experts": 1}, "n_shared_experts=1"),
+    ({"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters\.factor=2\.0"),
+    ({"text_config": {"hidden_size": 8}}, "text_config="),
+    ({"rope_interleave": False}, "rope_interleave=False"),
+]
+
+
+@pytest.mark.parametrize(("changed", "problem"), UNKNOWN, ids=lambda x: str(x)[:40])
+def test_a_field_that_nothing_reads_stops_the_load_by_name(
+    tmp_path: Path, changed: dict[str, Any], problem: str
+):
+    with pytest.raises(CheckpointError, match=problem):
+        read(tmp_path, **changed)
+
+
+def test_fields_of_training_and_nulls_stop_nothing(tmp_path: Path):
+    read(tmp_path, initializer_range=0.5, use_cache=False, clip_qkv=None)

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from executor.batch.kv_pool import KVShape
 from executor.errors import CheckpointError
-from executor.model.decoder.config import ModelConfig
 from executor.model.drafts.config import DraftConfig
+from executor.model.families import read_spec
+from executor.model.spec import ModelSpec, MoeSpec
 from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
@@ -28,20 +29,20 @@ QWEN3_NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"]}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+def target(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     path = tmp_path_factory.mktemp("target")
     save_qwen3_moe(path, "wide", rope_theta=10000.0)
-    return ModelConfig.from_dir(path)
+    return read_spec(path)
 
 
 Read = Callable[..., DraftConfig]
 
 
 @pytest.fixture
-def read(tmp_path: Path, target: ModelConfig) -> Read:
+def read(tmp_path: Path, target: ModelSpec) -> Read:
     """Returns what reads a draft of a kind, with changed settings, beside a target."""
 
-    def new(kind: str, *, beside: ModelConfig = target, **changed: Any) -> DraftConfig:
+    def new(kind: str, *, beside: ModelSpec = target, **changed: Any) -> DraftConfig:
         save_draft(tmp_path, kind)
         values = {**KINDS[kind].config, **changed}
         kept = {name: value for name, value in values.items() if value != "absent"}
@@ -81,7 +82,7 @@ def test_aux_layers_that_are_not_said_are_those_of_the_published_heads(
 ):
     path = tmp_path_factory.mktemp("deep")
     save_qwen3_moe(path, "wide", num_hidden_layers=12)
-    deep = ModelConfig.from_dir(path)
+    deep = read_spec(path)
     assert read("eagle3", beside=deep, eagle_config="absent").aux_layers == (1, 5, 8)
 
 
@@ -105,24 +106,24 @@ def test_a_frozen_kv_draft_keeps_nothing(read: Read):
     assert config.target_kv_layer_ids == (2, 0)
 
 
-def test_a_draft_for_short_texts_reaches_as_far_as_its_target(read: Read, target: ModelConfig):
+def test_a_draft_for_short_texts_reaches_as_far_as_its_target(read: Read, target: ModelSpec):
     config = read("eagle3", max_position_embeddings=64)
     assert config.layers.max_position_embeddings == target.max_position_embeddings == 512
 
 
 def test_a_published_head_may_leave_out_llamas_rope_theta(read: Read):
-    assert read("eagle3").layers.rope_theta == 10000.0
-    assert read("eagle3", rope_theta=5e5).layers.rope_theta == 5e5
+    assert read("eagle3").layers.ropes[0].theta == 10000.0
+    assert read("eagle3", rope_theta=5e5).layers.ropes[0].theta == 5e5
 
 
 def test_layers_have_experts_where_their_numbers_say_so(read: Read):
-    layers = read("nextn_three_layers").layers
-    assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, False]
-    some = {"mlp_only_layers": [], "first_k_dense_replace": 4}
-    layers = read("nextn_three_layers", **some).layers
-    assert [layers.is_moe_layer(k) for k in range(3)] == [False, True, True]
-    dense = read("nextn_three_layers", mlp_only_layers=[3, 4, 5]).layers
-    assert dense.num_experts == 0
+    def sparse(**changed: Any) -> list[bool]:
+        layers = read("nextn_three_layers", **changed).layers.layers
+        return [isinstance(layer.feed_forward, MoeSpec) for layer in layers]
+
+    assert sparse() == [False, True, False]
+    assert sparse(mlp_only_layers=[], first_k_dense_replace=4) == [False, True, True]
+    assert not any(sparse(mlp_only_layers=[3, 4, 5]))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -135,7 +136,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"mlp_bias": True}, "mlp_bias"),
     ("eagle3", {"hidden_act": "gelu"}, "hidden_act"),
     ("eagle3", {"num_experts": 8, "num_experts_per_tok": 3}, "num_experts=8"),
-    ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'"),
+    ("eagle3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type='linear'"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
     (
         "eagle3",
@@ -185,7 +186,7 @@ def test_what_does_not_fit_or_is_not_supported_is_refused_by_name(
         read(kind, **changed)
 
 
-def test_a_model_without_a_draft_says_what_it_would_need(tmp_path: Path, target: ModelConfig):
+def test_a_model_without_a_draft_says_what_it_would_need(tmp_path: Path, target: ModelSpec):
     save_draft(tmp_path, "qwen3_next_names")
     save_file({"model.norm.weight": torch.ones(HIDDEN)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"Qwen3MoeForCausalLM is no draft .* mtp\.fc"):

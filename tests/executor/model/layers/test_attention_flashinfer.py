@@ -10,10 +10,11 @@ import torch
 
 from executor.batch.kv_pool import KVPool
 from executor.build.devices import AttentionGraphs
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.sizes import attention_of
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_tables import look_up_pages, plan_pages
 from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import DpLayout
 from tests.executor.model.layers.attention_cases import (
     BLOCK_SIZE,
@@ -203,8 +204,8 @@ def replaying(path: Path, width: int = 1, has_tree: bool = False) -> RunnerCase:
 
     graphs = [AttentionGraphs(DECODE_SIZES, width, has_tree)]
 
-    def new_attention(config: ModelConfig, pool: KVPool) -> FlashInferAttention:
-        return flashinfer_attention(config.num_attention_heads, pool, graphs)
+    def new_attention(config: ModelSpec, pool: KVPool) -> FlashInferAttention:
+        return flashinfer_attention(attention_of(config).num_heads, pool, graphs)
 
     return RunnerCase(path, new_attention, is_capturable=True)
 

@@ -13,20 +13,20 @@ from executor.model.layers.operators import (
     TorchOperators,
     cos_sin_table,
 )
+from executor.model.spec import RopeSpec
 from tests.executor.support.flashinfer.cpu_flashinfer import reference
 
-HEADS, KV_HEADS, HEAD_DIM, SIZE, MAX_POSITIONS, THETA, EPS = 6, 2, 16, 48, 200, 1e4, 1e-6
+HEADS, KV_HEADS, HEAD_DIM, SIZE, MAX_POSITIONS, EPS = 6, 2, 16, 48, 200, 1e-6
+ROPE = RopeSpec(rotary_dim=HEAD_DIM, theta=1e4)
 CPU = torch.device("cpu")
 
 
 def torch_operators(dtype: torch.dtype) -> TorchOperators:
-    return TorchOperators(RotaryEmbedding(HEAD_DIM, MAX_POSITIONS, THETA, dtype=dtype, device=CPU))
+    return TorchOperators([RotaryEmbedding(ROPE, MAX_POSITIONS, dtype=dtype, device=CPU)])
 
 
 def flashinfer_operators(ops: FlashInferOps) -> FlashInferOperators:
-    return FlashInferOperators(
-        ops, head_dim=HEAD_DIM, max_positions=MAX_POSITIONS, theta=THETA, device=CPU
-    )
+    return FlashInferOperators(ops, ropes=[ROPE], max_positions=MAX_POSITIONS, device=CPU)
 
 
 class Inputs:
@@ -49,7 +49,7 @@ class Inputs:
     def through(self, operators: Operators) -> dict[str, torch.Tensor]:
         """Returns what every operator makes of them."""
         normed = operators.norm_heads(self.heads[:, : HEADS + KV_HEADS], self.qk_weight, HEADS, EPS)
-        rotation = operators.rotation(self.positions)
+        rotation = operators.rotations(self.positions)[0]
         results = {"norm_heads": normed.clone()}
         results["q"], results["k"] = operators.rotate(normed, HEADS, rotation)
         queries = operators.norm_heads(self.heads[:, :HEADS], self.qk_weight[:HEADS], HEADS, EPS)
@@ -84,10 +84,10 @@ def test_inputs_that_others_still_read_are_left_alone(ops: FlashInferOps) -> Non
 
 
 def test_the_table_holds_what_the_torch_rotation_looks_up() -> None:
-    rotary = RotaryEmbedding(HEAD_DIM, 9, THETA, dtype=torch.float32, device=CPU)
+    rotary = RotaryEmbedding(ROPE, 9, dtype=torch.float32, device=CPU)
     cos, sin = rotary.at(torch.arange(9))
     half = HEAD_DIM // 2
-    table = cos_sin_table(HEAD_DIM, 9, THETA)
+    table = cos_sin_table(ROPE, 9)
     assert table.dtype == torch.float32
     assert torch.equal(table[:, :half], cos[:, 0, :half])
     assert torch.equal(table[:, half:], sin[:, 0, half:])
@@ -115,13 +115,13 @@ def test_norms_and_activation_are_those_of_the_library(real: Any, dtype: torch.d
 def test_the_rotation_is_that_of_the_library(real: Any) -> None:
     inputs, operators = Inputs(9, torch.float32), torch_operators(torch.float32)
     qk = inputs.heads[:, : HEADS + KV_HEADS]
-    q, k = operators.rotate(qk, HEADS, operators.rotation(inputs.positions))
+    q, k = operators.rotate(qk, HEADS, operators.rotations(inputs.positions)[0])
     expected = reference("rope_cos_sin_cache")(
         inputs.positions,
         qk[:, :HEADS].flatten(1),
         qk[:, HEADS:].flatten(1),
         HEAD_DIM,
-        cos_sin_table(HEAD_DIM, MAX_POSITIONS, THETA),
+        cos_sin_table(ROPE, MAX_POSITIONS),
         is_neox=True,
     )
     for ours, theirs in zip((q, k), expected, strict=True):

@@ -8,15 +8,15 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe import experts
 from executor.model.moe.experts import Experts
 from executor.model.moe.layer import Dispatched, MoERunner
-from executor.model.spec import ClampedSwiGlu, MoeSpec, RouterSpec
+from executor.model.spec import ClampedSwiGlu, ModelSpec, MoeSpec
 from executor.model.weights.targets import Cut
 from executor.parallel.layout import Topology
+from tests.executor.support.experts import new_spec
 
 D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
 MAX_ROWS = 40
@@ -27,50 +27,30 @@ CPU = torch.device("cpu")
 
 CLAMPED = ClampedSwiGlu(alpha=1.702, limit=1.0)  # low, so that many values are clipped
 Tensors = dict[str, torch.Tensor]
-NewKernels = Callable[[ModelConfig, FlashInferOps | None], Kernels]
+NewKernels = Callable[[ModelSpec, FlashInferOps | None], Kernels]
 
 
-def config(dtype: torch.dtype, num_experts: int = NUM_EXPERTS, **sizes: int) -> ModelConfig:
+def config(
+    dtype: torch.dtype, num_experts: int = NUM_EXPERTS, intermediate_size: int = FF
+) -> ModelSpec:
     """Returns the configuration of a model whose experts have the sizes of this file."""
-    model = ModelConfig(
-        architecture="Qwen3MoeForCausalLM",
-        vocab_size=8,
+    return new_spec(
         hidden_size=D,
-        intermediate_size=D,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        moe_intermediate_size=FF,
         num_experts=num_experts,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=(),
-        attention_bias=False,
-        tie_word_embeddings=False,
-        max_position_embeddings=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        dtype=dtype,
-        eos_token_ids=(),
-    )
-    return replace(model, **sizes)  # type: ignore[arg-type]
-
-
-def moe_spec(model: ModelConfig, **changed: Any) -> MoeSpec:
-    """Returns the description of its experts."""
-    sizes = MoeSpec(
-        num_experts=model.num_experts,
         top_k=TOP_K,
-        intermediate_size=model.moe_intermediate_size,
-        router=RouterSpec(),
+        intermediate_size=intermediate_size,
+        dtype=dtype,
     )
-    return replace(sizes, **changed)
+
+
+def moe_spec(model: ModelSpec, **changed: Any) -> MoeSpec:
+    """Returns the description of its experts."""
+    assert model.moe is not None
+    return replace(model.moe, **changed)
 
 
 def _stacked(moe_runner: str) -> NewKernels:
-    def new(model: ModelConfig, ops: FlashInferOps | None) -> Kernels:
+    def new(model: ModelSpec, ops: FlashInferOps | None) -> Kernels:
         return stacked_kernels(
             model,
             dtype=model.dtype,
@@ -83,7 +63,7 @@ def _stacked(moe_runner: str) -> NewKernels:
     return new
 
 
-def _cpu(model: ModelConfig, ops: FlashInferOps | None) -> Kernels:
+def _cpu(model: ModelSpec, ops: FlashInferOps | None) -> Kernels:
     return cpu_kernels(model, dtype=model.dtype, num_workers=1)
 
 
@@ -104,7 +84,7 @@ class Kind:
     takes_place: bool = False
 
     def new(
-        self, model: ModelConfig, ops: FlashInferOps | None, topology: Topology, **spec: Any
+        self, model: ModelSpec, ops: FlashInferOps | None, topology: Topology, **spec: Any
     ) -> Experts:
         """Returns an executor's experts, not filled yet. ``spec`` are fields of their MoeSpec."""
         with patch.object(experts, "are_small", lambda *sizes: self.is_small):

@@ -218,8 +218,8 @@ def _numel(target: Any) -> int:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_experts_that_cannot_be_shared_name_sizes_that_could(name: str, ops_of: Any) -> None:
-    model = config(torch.bfloat16, 8, moe_intermediate_size=96)
-    with pytest.raises(ValueError, match=r"moe_intermediate_size=96 .* 5 executors: use 4 or 6"):
+    model = config(torch.bfloat16, 8, intermediate_size=96)
+    with pytest.raises(ValueError, match=r"intermediate_size=96 .* 5 executors: use 4 or 6"):
         KINDS[name].new(model, ops_of(name), Topology(dp_size=5, ep_size=1))
     with pytest.raises(ValueError, match=r"ep_size=3: 8 experts do not divide .*; use 1"):
         KINDS[name].new(model, ops_of(name), Topology(dp_size=3))

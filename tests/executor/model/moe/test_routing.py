@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from executor.model.layers.linear import WorkerPool
-from executor.model.layers.operators import RotaryEmbedding, TorchOperators
+from executor.model.layers.operators import TorchOperators
 from executor.model.moe.routing import Router, choose_experts
 from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores, SharedSpec
@@ -163,11 +163,10 @@ def test_groups_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_shared_expert_is_a_gated_mlp(gated: bool) -> None:
-    rotary = RotaryEmbedding(8, 4, 1e4, dtype=torch.float32, device=CPU)
     shared = SharedExpert(
         SharedSpec(intermediate_size=24, gated=gated),
         16,
-        TorchOperators(rotary),
+        TorchOperators([]),
         WorkerPool(1),
         dtype=torch.float32,
         device=CPU,

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Peers
-from executor.model.families import load_model
+from executor.model.families import load_model, read_spec
 from executor.model.weights import (
     Part,
     Source,
@@ -55,7 +54,7 @@ def broken(good: tuple[Path, Any], tmp_path: Path) -> Callable[..., Path]:
 
 
 def load(path: Path, **options: Any) -> None:
-    load_model(path, ModelConfig.from_dir(path), **options)
+    load_model(path, read_spec(path), **options)
 
 
 def rank_0_of(topology: Topology, num_experts: int = 8, **dense: int) -> dict[str, Any]:

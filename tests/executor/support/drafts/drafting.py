@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.model.decoder.config import ModelConfig
 from executor.model.decoder.kernels import Kernels
+from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
 from executor.model.drafts.draft import load_draft_model
+from executor.model.families import read_spec
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_torch import TorchAttention
+from executor.model.spec import ModelSpec
 from executor.parallel.layout import DpLayout
 from tests.executor.support.kv import batch_of
 from tests.executor.support.serving import BLOCK_SIZE, Rank
@@ -38,20 +40,20 @@ class DraftRank:
         target_path: Path,
         draft_path: Path,
         *,
-        new_kernels: Callable[[ModelConfig], Kernels] | None = None,
+        new_kernels: Callable[[ModelSpec], Kernels] | None = None,
         **options: Any,
     ) -> None:
         self.target = Rank(target_path, **options)
         topology = self.target.model.peers.topology
-        target_config = ModelConfig.from_dir(target_path)
+        target_config = read_spec(target_path)
         self.config = DraftConfig.from_dir(draft_path, target_config)
         kernels = None if new_kernels is None else new_kernels(self.config.layers)
         self.model = load_draft_model(draft_path, self.config, self.target.model, kernels=kernels)
-        heads = self.config.layers.attention_share(topology)
+        heads = attention_share(attention_of(self.config.layers), topology)
         self._attention = TorchAttention(
             len(heads.q_heads),
             len(heads.kv_heads),
-            self.config.layers.head_dim,
+            attention_of(self.config.layers).head_dim,
             dtype=target_config.dtype,
         )
         shape = self.config.kv_shape(BLOCK_SIZE, target_config.dtype, topology)

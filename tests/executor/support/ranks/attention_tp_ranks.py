@@ -10,7 +10,8 @@ import torch
 
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
-from executor.model.decoder.config import ModelConfig
+from executor.model.families import read_spec
+from executor.model.spec import ModelSpec
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.layout import DpPaddingMode, Topology
@@ -75,7 +76,7 @@ def serve_cases(
 
 
 def communicators(
-    config: ModelConfig, topology: Topology, max_rows: int, gathered_size: int | None = None
+    config: ModelSpec, topology: Topology, max_rows: int, gathered_size: int | None = None
 ) -> tuple[DpCommunicator, AttnTpCommunicator]:
     """Returns both of an executor, for steps of up to ``max_rows`` rows per DP rank.
 
@@ -87,7 +88,7 @@ def communicators(
             topology=topology,
             max_tokens_per_rank=shard,
             hidden_size=config.hidden_size,
-            top_k=config.num_experts_per_tok,
+            top_k=config.top_k,
             dtype=config.dtype,
         ),
         AttnTpCommunicator(
@@ -105,9 +106,7 @@ def communicators(
 def _serve(
     groups: EpochGroups, path: Path, topology: Topology, case: Case, steps: Sequence[Step]
 ) -> dict[int, Any]:
-    communicator, attn_tp_communicator = communicators(
-        ModelConfig.from_dir(path), topology, MAX_ROWS
-    )
+    communicator, attn_tp_communicator = communicators(read_spec(path), topology, MAX_ROWS)
     served = Rank(
         path,
         topology=topology,

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.model.decoder.config import ModelConfig
+from executor.model.families import read_spec
 from executor.parallel.layout import DpPaddingMode, Topology
 from tests.executor.support.drafts.drafting import DraftRank, Entries
 from tests.executor.support.ranks.attention_tp_ranks import MAX_ROWS, communicators
@@ -57,7 +57,7 @@ def draft_on_ranks(
     answers = {}
     for name, path in drafts.items():
         for mode in DpPaddingMode:
-            members = communicators(ModelConfig.from_dir(target), topology, MAX_ROWS)
+            members = communicators(read_spec(target), topology, MAX_ROWS)
             served = DraftRank(
                 target,
                 path,

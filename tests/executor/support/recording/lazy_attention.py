@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.model.decoder.config import ModelConfig
+from executor.model.decoder.sizes import attention_of
+from executor.model.spec import ModelSpec
 
 
 class LazyAttention:
@@ -36,8 +37,10 @@ class LazyAttention:
         self._upgraded: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, pool: KVPool, *, restores: bool = True) -> "LazyAttention":
-        return cls(config.num_attention_heads, config.num_key_value_heads, restores=restores)
+    def of(cls, config: ModelSpec, pool: KVPool, *, restores: bool = True) -> "LazyAttention":
+        return cls(
+            attention_of(config).num_heads, attention_of(config).num_kv_heads, restores=restores
+        )
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         self._batch, self._pool, self._upgraded = batch, kv_pool, None

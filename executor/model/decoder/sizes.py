@@ -1,0 +1,78 @@
+"""Shares of a described model: the heads of each executor, and the keys and values that it keeps."""
+
+from dataclasses import dataclass
+
+import torch
+
+from executor.batch.kv_pool import KVShape
+from executor.model.spec import GqaSpec, ModelSpec
+from executor.parallel.layout import Topology, divisors, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The attention heads of one executor.
+
+    Attributes:
+        q_heads: Its query heads.
+        kv_heads: The KV heads that these read. Where there are fewer KV heads than executors that
+            share a DP rank's attention, several hold the same one.
+    """
+
+    q_heads: range
+    kv_heads: range
+
+
+def attention_of(spec: ModelSpec) -> GqaSpec:
+    """Returns the attention of a model whose layers have the same heads."""
+    attention = spec.layers[0].attention
+    assert isinstance(attention, GqaSpec)
+    return attention
+
+
+def attention_share(attention: GqaSpec, topology: Topology) -> HeadShare:
+    """Returns the heads that an executor holds.
+
+    Raises:
+        ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
+    """
+    q, kv = attention.num_heads, attention.num_kv_heads
+    rank, size = topology.attn_tp_rank, topology.attn_tp_size
+    problem = None
+    if q % size:
+        problem = f"num_attention_heads={q} does not divide by it"
+    elif kv % size and size % kv:
+        problem = f"it neither divides num_key_value_heads={kv} nor is a multiple of it"
+    if problem is not None:
+        sizes = [n for n in divisors(q) if kv % n == 0 or n % kv == 0]
+        raise ValueError(f"attn_tp_size={size}: {problem}; use one of {', '.join(map(str, sizes))}")
+    if kv % size:
+        kv_head = rank * kv // size
+        kv_heads = range(kv_head, kv_head + 1)
+    else:
+        kv_heads = share_of("num_key_value_heads", kv, rank, size)
+    return HeadShare(share_of("num_attention_heads", q, rank, size), kv_heads)
+
+
+def kv_shape(
+    spec: ModelSpec, block_size: int, dtype: torch.dtype, topology: Topology | None = None
+) -> KVShape:
+    """Returns the sizes of the keys and values that an executor keeps of a model.
+
+    Args:
+        spec: The model.
+        block_size: Tokens per block.
+        dtype: Type of keys and values.
+        topology: The executor's place in its group; a group of its own if None.
+
+    Raises:
+        ValueError: As ``attention_share``.
+    """
+    attention = attention_of(spec)
+    return KVShape.of_heads(
+        num_layers=len(spec.layers),
+        num_kv_heads=len(attention_share(attention, topology or Topology()).kv_heads),
+        head_dim=attention.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
