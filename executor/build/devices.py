@@ -10,6 +10,8 @@ sampling     rows by what they ask   all rows alike, FlashInfer    rows by what 
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -23,8 +25,8 @@ from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.attention import Attention
-from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention import Attention, LayerOptions
+from executor.model.layers.attention_flashinfer import FlashInferAttention, flashinfer_attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
@@ -73,6 +75,7 @@ class Device(ABC):
         graphs: list[AttentionGraphs],
         budget: TokenBudget,
         scale: float | None = None,
+        layers: Sequence[LayerOptions] = (),
     ) -> Attention:
         """Returns an attention backend, ready for these graphs.
 
@@ -82,7 +85,12 @@ class Device(ABC):
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
             scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
+            layers: What layers do that others do not, by their number.
+
+        Raises:
+            ValueError: It cannot do that with what will be captured.
         """
+        _check_trees(graphs, layers)
         [group] = kv_pool.shape.groups
         keys = group.parts[0]
         return TorchAttention(
@@ -93,6 +101,7 @@ class Device(ABC):
             num_workers=self.num_workers,
             scale=scale,
             latent_dim=group.latent_dim,
+            layers=layers,
         )
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:
@@ -102,6 +111,15 @@ class Device(ABC):
     @abstractmethod
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
+
+
+def _check_trees(graphs: Sequence[AttentionGraphs], layers: Sequence[LayerOptions]) -> None:
+    windows = sorted({layer.window for layer in layers if layer.window is not None})
+    if windows and any(each.has_tree for each in graphs):
+        raise ValueError(
+            f"draft_topk above 1 makes trees, which cannot be verified by layers with a "
+            f"sliding_window={windows[0]}: set draft_topk=1"
+        )
 
 
 def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
@@ -206,10 +224,13 @@ class Cuda(Device):
         graphs: list[AttentionGraphs],
         budget: TokenBudget,
         scale: float | None = None,
+        layers: Sequence[LayerOptions] = (),
     ) -> Attention:
         if self.ops is None or self._workspace is None:
-            return super().attention(num_heads, kv_pool, graphs, budget, scale)
-        attention = FlashInferAttention(
+            return super().attention(num_heads, kv_pool, graphs, budget, scale, layers)
+        _check_trees(graphs, layers)
+        new = partial(
+            FlashInferAttention,
             self.ops,
             kv_pool,
             num_heads,
@@ -217,10 +238,11 @@ class Cuda(Device):
             max_num_tokens=budget.max_tokens_per_rank,
             scale=scale,
         )
+        attention = flashinfer_attention(new, layers)
         for sizes, width, has_tree in graphs:
             if sizes:
                 attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
-            if has_tree:
+            if has_tree and isinstance(attention, FlashInferAttention):
                 attention.init_trees()
         return attention
 

@@ -31,6 +31,7 @@ class PagedShape:
         block_size: Tokens per page.
         dtype: Type of queries, keys, values and results.
         sm_scale: What scores are multiplied by before the softmax.
+        window: Keys that a query sees, with its own; None for all.
     """
 
     num_heads: int
@@ -39,6 +40,12 @@ class PagedShape:
     block_size: int
     dtype: torch.dtype
     sm_scale: float
+    window: int | None = None
+
+    @property
+    def window_left(self) -> int:
+        """Keys that a query sees before its own, as the library counts them; -1 for all."""
+        return -1 if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,16 +147,24 @@ class PagedAttention:
         with self._schedule.written():
             self._wrapper.plan(**self._arguments(table), non_blocking=True)
 
-    def run(self, q: torch.Tensor, pages: KVPages, out: torch.Tensor) -> None:
+    def run(
+        self, q: torch.Tensor, pages: KVPages, out: torch.Tensor, lse: torch.Tensor | None = None
+    ) -> None:
         """Attends. The keys of this pass must be in their pages already.
 
         Args:
             q: [T, H, D], T the last of ``qo_indptr``; rows and heads may be strided.
             pages: Keys and values.
             out: [T, H, D], contiguous.
+            lse: float32 [T, H], where the logarithm to base 2 of each softmax's sum goes; None: nowhere.
         """
         self._wrapper.run(
-            q=q, paged_kv_cache=pages, out=out, return_lse=False, enable_pdl=self._enable_pdl
+            q=q,
+            paged_kv_cache=pages,
+            out=out,
+            lse=lse,
+            return_lse=lse is not None,
+            enable_pdl=self._enable_pdl,
         )
 
 
@@ -237,7 +252,7 @@ def _decode_arguments(shape: PagedShape, table: PageTable) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "page_size": shape.block_size,
         "pos_encoding_mode": "NONE",
-        "window_left": -1,
+        "window_left": shape.window_left,
         "logits_soft_cap": None,
         "q_data_type": shape.dtype,
         "kv_data_type": shape.dtype,
@@ -273,7 +288,7 @@ def _prefill_arguments(
         "causal": is_causal,
         "pos_encoding_mode": "NONE",
         "use_fp16_qk_reduction": False,
-        "window_left": -1,
+        "window_left": shape.window_left,
         "logits_soft_cap": None,
         "q_data_type": shape.dtype,
         "kv_data_type": shape.dtype,

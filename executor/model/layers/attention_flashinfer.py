@@ -11,7 +11,8 @@ when the pass begins, since planning packs the mask, and then waits for the devi
 of one kind for any number of query rows, and none for trees.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from executor.model.flashinfer.paged import (
     paged_decode,
     paged_prefill,
 )
+from executor.model.layers.attention import LayerOptions
 from executor.model.layers.attention_tables import (
     Int32Array,
     PagePlan,
@@ -84,6 +86,8 @@ class FlashInferAttention:
         workspace: The executor's, which other attention on the same stream shares.
         max_num_tokens: Token rows of the largest pass.
         scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
+        layers: What layers do that others do not, by their number; those behind them are plain.
+        window: Of the layers that it is for.
         extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
             graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
     """
@@ -99,6 +103,8 @@ class FlashInferAttention:
         *,
         max_num_tokens: int,
         scale: float | None = None,
+        layers: Sequence[LayerOptions] = (),
+        window: int | None = None,
         extend_backend: str = "auto",
     ) -> None:
         self._ops = ops
@@ -119,7 +125,9 @@ class FlashInferAttention:
             block_size=kv_pool.block_size,
             dtype=keys.dtype,
             sm_scale=scale,
+            window=window,
         )
+        self._layers = tuple(layers)
         self._use_tensor_cores = num_heads // keys.num_heads >= _TENSOR_CORE_GROUP
         most_pages = kv_pool.num_rows * kv_pool.max_blocks_per_row
         workspace.counting(max(most_pages, kv_pool.num_physical_blocks))  # now, not in a step
@@ -154,6 +162,7 @@ class FlashInferAttention:
             has_tree: Whether batches have a tree mask.
         """
         assert not has_tree or self._latent is None, "refused at start: no trees over latents"
+        assert not has_tree or self._shape.window is None, "refused at start: no trees over windows"
         width = num_tokens_per_bs
         sizes = [size for size in sizes if (size, width, has_tree) not in self._by_graph]
         if not sizes:
@@ -221,7 +230,13 @@ class FlashInferAttention:
         num_rows = metadata.num_rows
         shape = (len(q), self._num_heads, self._value_width)
         out = q.new_empty(shape) if num_rows == len(q) else q.new_zeros(shape)
-        if metadata.attention is not None:
+        sinks = self._layers[layer_id].sinks if layer_id < len(self._layers) else None
+        if isinstance(metadata.attention, PagedAttention) and sinks is not None:
+            lse = q.new_empty(num_rows, self._num_heads, dtype=torch.float32)
+            metadata.attention.run(q[:num_rows], pages, out[:num_rows], lse)
+            # A sink takes exp(sink) of the softmax's sum, and adds no value.
+            out[:num_rows].mul_(lse.mul_(math.log(2)).sub_(sinks).sigmoid_().unsqueeze(-1))
+        elif metadata.attention is not None:
             metadata.attention.run(q[:num_rows], pages, out[:num_rows])
         return out.flatten(1)
 
@@ -329,6 +344,62 @@ class FlashInferAttention:
         """Returns a tensor that is copied to the device without waiting."""
         tensor = torch.from_numpy(array)
         return tensor if self._kv_pool.device.type == "cpu" else tensor.pin_memory()
+
+
+class LayeredAttention:
+    """Attention whose layers see windows: a backend for each, all planned for every batch.
+
+    Args:
+        by_window: The backends.
+        layers: What each layer does; those behind them see all keys.
+    """
+
+    is_capturable = True
+
+    def __init__(
+        self, by_window: Mapping[int | None, FlashInferAttention], layers: Sequence[LayerOptions]
+    ) -> None:
+        self._by_window = by_window
+        self._layers = tuple(layers)
+
+    def init_cuda_graph_state(
+        self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False
+    ) -> None:
+        """As that of each."""
+        for backend in self._by_window.values():
+            backend.init_cuda_graph_state(sizes, num_tokens_per_bs, has_tree=has_tree)
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        for backend in self._by_window.values():
+            backend.init_forward_metadata_out_graph(batch, kv_pool)
+
+    def init_forward_metadata_in_graph(self) -> None:
+        for backend in self._by_window.values():
+            backend.init_forward_metadata_in_graph()
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        for backend in self._by_window.values():
+            backend.on_after_cuda_graph_warmup()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
+    ) -> torch.Tensor:
+        window = self._layers[layer_id].window if layer_id < len(self._layers) else None
+        return self._by_window[window].forward(q, k, v, layer_id)
+
+
+def flashinfer_attention(
+    new: Callable[..., FlashInferAttention], layers: Sequence[LayerOptions]
+) -> FlashInferAttention | LayeredAttention:
+    """Returns what attends in layers like these.
+
+    Args:
+        new: Makes the backend, given ``layers`` and ``window``.
+        layers: What each does.
+    """
+    windows = {layer.window for layer in layers} or {None}
+    by_window = {window: new(layers=layers, window=window) for window in windows}
+    return by_window[None] if windows == {None} else LayeredAttention(by_window, layers)
 
 
 def _plan_tree(

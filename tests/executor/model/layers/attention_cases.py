@@ -7,7 +7,7 @@ import torch
 
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers.attention import Attention, LayerOptions
-from executor.model.layers.attention_flashinfer import FlashInferAttention
+from executor.model.layers.attention_flashinfer import FlashInferAttention, LayeredAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.parallel.layout import DpLayout
@@ -125,6 +125,10 @@ class Case:
     def caches(self) -> list[torch.Tensor]:
         return self.pool.tensors
 
+    @property
+    def layers(self) -> tuple[LayerOptions, ...]:
+        return (LayerOptions(), LayerOptions(self.window, self.sinks))
+
     def attention(self, backend: str = "torch", num_workers: int = 1) -> Attention:
         if backend == "flashinfer":
             return self.flashinfer()
@@ -136,10 +140,12 @@ class Case:
             num_workers=num_workers,
             scale=self.scale,
             latent_dim=self.value_width if self.is_latent else None,
-            layers=(LayerOptions(), LayerOptions(self.window, self.sinks)),
+            layers=self.layers,
         )
 
-    def flashinfer(self, workspace: AttentionWorkspace | None = None) -> FlashInferAttention:
+    def flashinfer(
+        self, workspace: AttentionWorkspace | None = None
+    ) -> FlashInferAttention | LayeredAttention:
         """Returns the backend for passes of up to 64 more rows than this one."""
         return flashinfer_attention(
             self.num_heads,
@@ -147,6 +153,7 @@ class Case:
             workspace=workspace,
             max_num_tokens=len(self.q) + 64,
             scale=self.scale,
+            layers=self.layers,
         )
 
     def run(self, attention: Attention, *, stores: bool = True) -> torch.Tensor:

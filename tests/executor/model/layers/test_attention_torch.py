@@ -92,10 +92,10 @@ OPTIONS = pytest.mark.parametrize(
 @OPTIONS
 @EVERY_MIX
 def test_every_mix_equals_plain_attention_with_windows_and_sinks(
-    mix: Mix, window: int | None, sinks: bool
+    mix: Mix, window: int | None, sinks: bool, backend: str
 ):
     case = Case(mix, window=window, sinks=sinks)
-    case.check(case.run(case.attention()))
+    case.check(case.run(case.attention(backend)))
     case.check_stored()
 
 

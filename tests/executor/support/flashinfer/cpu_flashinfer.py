@@ -7,6 +7,7 @@ kernels do, its mask likewise, and refuses to run a plan that was made for other
 """
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -367,14 +368,17 @@ class _Wrapper:
         q: torch.Tensor,
         paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
+        lse: torch.Tensor | None,
         return_lse: bool,
         enable_pdl: bool,
     ) -> None:
+        assert return_lse == (lse is not None)
         assert len(q) == self.num_rows, "planned for other queries"
         assert out.is_contiguous()
         assert out.dtype == q.dtype == self.what["q_data_type"] == self.what["kv_data_type"]
         scale = self.what["sm_scale"]
-        self.launch(_attend)(q, *paged_kv_cache, out, scale, *self.table, *self.mask)
+        window = (self.what["window_left"], lse)
+        self.launch(_attend)(q, *paged_kv_cache, out, scale, *window, *self.table, *self.mask)
 
 
 class _DecodeWrapper(_Wrapper):
@@ -476,7 +480,8 @@ class _LatentWrapper(_Wrapper):
         assert kv_cache.shape[2] == self.what["head_dim_ckv"] + self.what["head_dim_kpe"]
         keys = kv_cache.unsqueeze(2)
         values = keys[..., : self.what["head_dim_ckv"]]
-        self.launch(_attend)(query, keys, values, out, self.what["sm_scale"], *self.table)
+        scale = self.what["sm_scale"]
+        self.launch(_attend)(query, keys, values, out, scale, -1, None, *self.table)
 
 
 def _packbits(bits: torch.Tensor) -> torch.Tensor:
@@ -489,6 +494,8 @@ def _attend(
     value_pages: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    window_left: int,
+    lse: torch.Tensor | None,
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
@@ -510,6 +517,17 @@ def _attend(
             mine_packed = bits[int(mask_indptr[i]) : int(mask_indptr[i + 1])].numpy()
             unpacked = np.unpackbits(mine_packed, count=seen.numel(), bitorder="little")
             seen = torch.from_numpy(unpacked).bool().view(seen.shape)
+        if (
+            window_left >= 0
+        ):  # as the kernel's mask: kv_idx + qo_len + window_left >= kv_len + qo_idx
+            rows = torch.arange(len(queries)).unsqueeze(1)
+            kept = torch.arange(num_keys) + len(queries) + window_left >= num_keys + rows
+            seen &= kept
+        if lse is not None:
+            heads = keys.repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
+            scores = torch.einsum("qhd,khd->qhk", queries.float(), heads.float()) * scale
+            scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+            lse[starts[i] : starts[i + 1]] = scores.logsumexp(-1) / math.log(2)
         attended = F.scaled_dot_product_attention(
             queries.transpose(0, 1),
             keys.transpose(0, 1),
