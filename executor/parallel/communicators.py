@@ -331,6 +331,11 @@ class AttnTpCommunicator(_Communicator):
         logits.view(count, self.size, width).copy_(by_rank.transpose(0, 1))
         return logits
 
+    def sum_(self, x: torch.Tensor) -> None:
+        """Replaces ``x``, contiguous, by its sum over the executors, the same bits on each."""
+        if self.size > 1 and x.numel():
+            self.group.all_reduce(x)
+
     def agree(self, tokens: torch.Tensor) -> None:
         """Replaces ``tokens``, contiguous, by those of attn_tp_rank 0."""
         if self.size > 1 and tokens.numel():

@@ -365,6 +365,19 @@ def are_sparse(fields: Fields, layer_ids: range) -> list[bool]:
     return [layer_id not in dense and (layer_id + 1) % step == 0 for layer_id in layer_ids]
 
 
+def refuse_windows(fields: Fields) -> None:
+    """Raises where some layers of a Qwen see a window of keys.
+
+    Raises:
+        CheckpointError: They do.
+    """
+    fields.refuse({"use_sliding_window": (False,)})
+    fields.ignore("sliding_window", "max_window_layers")
+    kinds = fields.get("layer_types", default=["full_attention"])
+    if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
+        raise fields.error(f"layer_types={kinds!r} is not supported; only full_attention is")
+
+
 def read_rope(
     fields: Fields, head_dim: int, *, theta: float | None = None, rotary_dim: int | None = None
 ) -> RopeSpec:

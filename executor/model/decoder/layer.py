@@ -76,10 +76,13 @@ class GroupedQueryAttention:
         self.o_proj = linear(q_size, hidden_size, has_bias=has_bias)
         # Queries and keys are normalised in one call, each head with its own row of weights.
         self.qk_norm_weight: torch.Tensor | None = None
-        if spec.qk_norm is QkNorm.HEAD:
+        if spec.qk_norm is not QkNorm.NONE:
             self.qk_norm_weight = torch.empty(
                 self.num_heads + self.num_kv_heads, self.head_dim, dtype=dtype, device=device
             )
+        self._norm = self._norm_heads
+        if spec.qk_norm is QkNorm.PROJECTION:
+            self._norm = self._norm_projections
         self.sizes = (q_size, kv_size, kv_size)
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
@@ -92,7 +95,7 @@ class GroupedQueryAttention:
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
         if self.qk_norm_weight is not None:
-            qk = self.operators.norm_heads(qk, self.qk_norm_weight, self.num_heads, self.eps)
+            qk = self._norm(qk, self.qk_norm_weight)
         if self.rope is None:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         else:
@@ -100,6 +103,18 @@ class GroupedQueryAttention:
         if not self.num_kv_heads:
             return AttentionCall(q, None, None, self.layer_id)
         return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)
+
+    def _norm_heads(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.operators.norm_heads(qk, weight, self.num_heads, self.eps)
+
+    def _norm_projections(self, qk: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Divides by the root mean square of all executors' queries, and by that of their keys."""
+        parts = qk.float().split_with_sizes([self.num_heads, self.num_kv_heads], dim=1)
+        squares = torch.stack([x.square().mean((1, 2)) for x in parts], dim=-1)
+        self._attn_tp.sum_(squares)
+        scales = torch.rsqrt(squares / self._attn_tp.size + self.eps)
+        normed = [x * scales[:, i, None, None] for i, x in enumerate(parts)]
+        return torch.cat(normed, dim=1).to(qk.dtype).mul_(weight)
 
     def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * D]."""
@@ -123,14 +138,20 @@ class GroupedQueryAttention:
         return groups
 
     def _norm_group(self, prefix: str, weight: torch.Tensor) -> WeightGroup:
-        norms = {f"{prefix}q_norm.weight": torch.empty_like(weight[0])}
-        heads = [weight[: self.num_heads]]
-        if self.num_kv_heads:
-            norms[f"{prefix}k_norm.weight"] = torch.empty_like(weight[0])
-            heads.append(weight[self.num_heads :])
+        heads = {"q": weight[: self.num_heads], "k": weight[self.num_heads :]}
+        if not self.num_kv_heads:
+            del heads["k"]
+        if self._norm == self._norm_projections:
+            return WeightGroup(
+                {
+                    f"{prefix}{letter}_norm.weight": Part(x.flatten(), 0, *self._parts[letter])
+                    for letter, x in heads.items()
+                }
+            )
+        norms = {f"{prefix}{letter}_norm.weight": torch.empty_like(weight[0]) for letter in heads}
 
         def spread() -> None:
-            for of_heads, norm in zip(heads, norms.values(), strict=True):
+            for of_heads, norm in zip(heads.values(), norms.values(), strict=True):
                 of_heads[:] = norm
 
         return WeightGroup(norms, spread)

@@ -18,7 +18,14 @@ from executor.model.layers.linear import Embedding, LMHead
 from executor.model.spec import ModelSpec
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
-_MODULES = {"Qwen3MoeForCausalLM": "qwen3_moe"}  # by class name, the file of this folder
+_MODULES = {  # by class name, the file of this folder
+    "LlamaForCausalLM": "dense",
+    "MixtralForCausalLM": "mixtral",
+    "OlmoeForCausalLM": "olmoe",
+    "Qwen2ForCausalLM": "dense",
+    "Qwen3ForCausalLM": "dense",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 
 class Family(Protocol):

@@ -13,14 +13,14 @@ from executor.model.decoder.config import (
     read_num_layers,
     read_num_mtp_layers,
     read_rope,
+    refuse_windows,
 )
 from executor.model.decoder.decoder import Tensors, renamed
 from executor.model.spec import ModelSpec, QkNorm, RouterSpec
 
 
 def read(fields: Fields) -> ModelSpec:
-    fields.refuse({"use_sliding_window": (False,)})
-    fields.ignore("sliding_window", "max_window_layers")
+    refuse_windows(fields)
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=QkNorm.HEAD)
     router = RouterSpec(renormalise=fields.flag("norm_topk_prob"))

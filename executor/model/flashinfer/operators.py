@@ -93,7 +93,7 @@ class FlashInferOps:
             q: [T, H, D]; rows may be strided, heads lie side by side.
             k: [T, N, D], likewise.
             positions: int32 or int64 [T].
-            cos_sin: float32 [positions, D], cosines then sines.
+            cos_sin: float32 [positions, rotary_dim], cosines then sines; the rest of a head stays.
         """
         if len(q):
             self.library.apply_rope_with_cos_sin_cache_inplace(

@@ -6,16 +6,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
+from tests.executor.support.checkpoints import (
+    FAMILIES,
+    SHAPES,
+    VOCAB_SIZE,
+    reference_logits,
+    save_family,
+    save_qwen3_moe,
+)
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*SHAPES, *FAMILIES])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp(request.param)
-    return path, save_qwen3_moe(path, request.param)
+    save = save_qwen3_moe if request.param in SHAPES else save_family
+    return path, save(path, request.param)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -15,7 +15,13 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.layout import DpPaddingMode
 from protos.executor.v1 import executor_pb2 as pb
-from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
+from tests.executor.support.checkpoints import (
+    SHAPES,
+    VOCAB_SIZE,
+    reference_logits,
+    save_family,
+    save_qwen3_moe,
+)
 from tests.executor.support.ranks.attention_tp_ranks import Case, Step, answer_steps, serve_cases
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.steps import (
@@ -28,13 +34,16 @@ from tests.executor.support.steps import (
 )
 
 TOLERANCE = 1e-4
-# All shapes of the parity test, and vocabularies that do not divide by 2. Its six heads and three
+# All shapes of the parity test, some of its families, and vocabularies that do not divide by 2. Its six heads and three
 # KV heads cannot be shared by two executors, so here they are six and two.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{shape: (shape, {}) for shape in SHAPES},
     "biased": ("biased", {"num_key_value_heads": 2}),
     "odd_vocab": ("plain", {"vocab_size": VOCAB_SIZE + 1}),
     "odd_tied": ("tied", {"vocab_size": VOCAB_SIZE + 1}),
+    "qwen2": ("qwen2", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
 }
 DENSE = ("sparse_step", "mlp_only")
 MODES = tuple(DpPaddingMode)
@@ -93,7 +102,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     paths, expected = {}, {}
     for name, (shape, changed) in CHECKPOINTS.items():
         paths[name] = tmp_path_factory.mktemp(name)
-        model = save_qwen3_moe(paths[name], shape, **changed)
+        save = save_qwen3_moe if shape in SHAPES else save_family
+        model = save(paths[name], shape, **changed)
         expected[name] = [
             {row: reference_logits(model, ids) for row, ids in of_rank.items()}
             for of_rank in PROMPTS

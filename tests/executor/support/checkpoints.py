@@ -5,11 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB_SIZE = 96
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "norm_topk_prob": True},
@@ -18,6 +29,41 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biased": {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3},
     "wide": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "norm_topk_prob": True},
 }
+
+
+# Of other families: the name of the classes, and what their sizes have beside ``_SIZES``. Every text
+# of the tests is longer than what ropes were first made for.
+_MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": _LLAMA3, "head_dim": 16}),
+    "llama_biased": ("Llama", {"attention_bias": True}),
+    "qwen2": ("Qwen2", {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "mixtral": ("Mixtral", _MOE),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def save_family(path: Path, name: str, **changed: Any) -> Any:
+    """Saves a random model of one of ``FAMILIES`` and returns it, as ``save_qwen3_moe`` does."""
+    stem, sizes = FAMILIES[name]
+    config = getattr(transformers, f"{stem}Config")
+    model = getattr(transformers, f"{stem}ForCausalLM")
+    return _save(path, model(config(**(_SIZES | sizes | changed))))
 
 
 def save_qwen3_moe(
@@ -32,23 +78,19 @@ def save_qwen3_moe(
     """
 
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
-        "intermediate_size": 40,
-        "max_position_embeddings": 512,
-        "eos_token_id": 2,
         "dtype": dtype,
     }
+    config = Qwen3MoeConfig(**(_SIZES | sizes | SHAPES[shape] | changed))
+    return _save(path, Qwen3MoeForCausalLM(config).to(dtype))
+
+
+def _save(path: Path, model: Any) -> Any:
     torch.manual_seed(7)
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | SHAPES[shape] | changed)))
-    model = model.to(dtype).eval()
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -93,6 +93,24 @@ def test_the_table_holds_what_the_torch_rotation_looks_up() -> None:
     assert torch.equal(table[:, half:], sin[:, 0, half:])
 
 
+def test_the_rest_of_a_head_does_not_turn(ops: FlashInferOps) -> None:
+    part = RopeSpec(rotary_dim=HEAD_DIM // 2, theta=1e4)
+    rotary = RotaryEmbedding(part, MAX_POSITIONS, dtype=torch.float32, device=CPU)
+    for operators in (
+        TorchOperators([rotary]),
+        FlashInferOperators(ops, ropes=[part], max_positions=MAX_POSITIONS, device=CPU),
+    ):
+        x = Inputs(5, torch.float32).heads
+        [rotation] = operators.rotations(torch.arange(1, 6))
+        q, k = operators.rotate(x.clone(), HEADS, rotation)
+        turned = torch.cat((q, k), dim=1)
+        assert torch.equal(turned[..., HEAD_DIM // 2 :], x[..., HEAD_DIM // 2 :])
+        alone = TorchOperators([rotary]).rotate(
+            x[..., : HEAD_DIM // 2].clone(), HEADS, rotary.at(torch.arange(1, 6))
+        )
+        torch.testing.assert_close(turned[..., : HEAD_DIM // 2], torch.cat(alone, dim=1))
+
+
 # The torch operators against the library's own references.
 
 

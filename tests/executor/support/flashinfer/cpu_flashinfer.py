@@ -190,6 +190,7 @@ def _apply_rope_with_cos_sin_cache_inplace(
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
     for x in (query, key):
         heads = x.view(len(x), -1, head_size)  # a view or an error, as in the library
+        heads = heads[..., : cos_sin_cache.shape[-1]]  # the rest stays
         first, second = heads.float().chunk(2, dim=-1)
         heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
