@@ -25,9 +25,7 @@ from executor.errors import CheckpointError
 from executor.model.weights.checkpoint import Index, Stored
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4_VALUES = torch.tensor([*_FP4, *(-value for value in _FP4)])
-_FP4_PAIRS = torch.stack((_FP4_VALUES.repeat(16), _FP4_VALUES.repeat_interleave(16)), dim=-1)
+_E4M3_MAX = 448.0  # what would be above it is NaN
 _INT4_IN_INT32 = 8
 
 
@@ -110,7 +108,9 @@ class Fp8Format(Format):
             rows, row_cover = _blocks(_range(index[0]), self.block)
             columns, column_cover = _blocks(_range(index[1]), self.block)
             scales = scale.read((row_cover, column_cover)).float()
-            return weight.read(index).float() * scales[rows][:, columns]
+            values = _floats(weight.read(index).view(torch.int8), shift=7, mask=~(1 << 14), bias=8)
+            values.masked_fill_(values.abs() > _E4M3_MAX, torch.nan)
+            return values.mul_(scales[:, columns][rows])
 
         return weight.dequantised(weight.shape, read)
 
@@ -140,8 +140,11 @@ class Mxfp4Format(Format):
             inside, cover = _inside(_range(inputs), self.block)
             at = (*expert, outputs, cover)
             exponents = scales.read(at).int() - 127
-            values = _FP4_PAIRS[blocks.read(at).int()].flatten(-2)
-            values = torch.ldexp(values, exponents[..., None])
+            powers = torch.ldexp(torch.ones(exponents.shape), exponents)
+            packed = blocks.read(at)
+            nibbles = torch.stack((packed << 4, packed & 0xF0), dim=-1).view(torch.int8)
+            values = _floats(nibbles.flatten(-2), shift=5, mask=~(7 << 12), bias=14)
+            values.mul_(powers[..., None])
             return values.flatten(-2)[..., inside].transpose(-1, -2)
 
         return blocks.dequantised((count, groups * self.block, size), read)
@@ -167,7 +170,6 @@ class Int4Format(Format):
     def _open(self, *parts: Stored) -> Stored:
         packed, scale, shape = parts
         whole = (packed.shape[0], packed.shape[1] * _INT4_IN_INT32)
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
 
         def read(index: Index) -> torch.Tensor:
             said = shape.read((slice(None),)).tolist()
@@ -179,12 +181,26 @@ class Int4Format(Format):
             inside, cover = _inside(_range(columns), self.block)
             words = self.block // _INT4_IN_INT32
             at = slice(cover.start * words, min(cover.stop * words, packed.shape[1]))
-            nibbles = (packed.read((rows, at))[..., None] >> shifts) & 15
-            values = (nibbles.flatten(-2) - 8).float()
+            packed_bytes = packed.read((rows, at)).view(torch.uint8)
+            nibbles = torch.stack((packed_bytes & 15, packed_bytes >> 4), dim=-1).flatten(-2)
+            values = (nibbles.to(torch.int8) - 8).float()
             scales = scale.read((rows, cover)).float().repeat_interleave(self.block, dim=-1)
-            return (values * scales[..., : values.shape[-1]])[..., inside]
+            return values.mul_(scales[..., : values.shape[-1]])[..., inside]
 
         return packed.dequantised(whole, read)
+
+
+def _floats(numbers: torch.Tensor, *, shift: int, mask: int, bias: int) -> torch.Tensor:
+    """Returns float32 of small floats, through float16, which is five times as fast as casting FP8.
+
+    Args:
+        numbers: int8, a sign, an exponent and a mantissa from the top bit on.
+        shift: From their exponent's place to float16's, once they have 16 bits.
+        mask: Clears what the sign left between its place and the exponent.
+        bias: By how much that of float16's exponent is larger.
+    """
+    bits = numbers.to(torch.int16).bitwise_left_shift_(shift).bitwise_and_(mask)
+    return bits.view(torch.float16).float().mul_(2.0**bias)
 
 
 def _range(at: int | slice) -> range:

@@ -66,6 +66,16 @@ FORMATS: dict[str, tuple[Format, Callable[[], Saved]]] = {
 PARTS = [(0, range(200)), (0, range(3, 9)), (1, range(7, 41)), (1, range(64, 96)), (0, range(2, 2))]
 
 
+def test_every_fp8_number_is_what_pytorch_says_that_it_is(tmp_path: Path) -> None:
+    """NaN included: it is not to pass for a large number."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
+    save(tmp_path, {"w": numbers, "w_scale_inv": torch.ones(1, 1)})
+    target = torch.zeros(2, 128)
+    load_weights(tmp_path, [WeightGroup({"w": target})], weight_format=Fp8Format())
+    assert target.isnan().sum() == 2
+    torch.testing.assert_close(target, numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     save_file(tensors, folder / "model.safetensors")
     return folder
