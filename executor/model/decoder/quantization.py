@@ -23,7 +23,7 @@ _LISTS: _Known = dict.fromkeys(
 )
 _FP8: _Known = {
     **_LISTS,
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
     "expert_dtype": ("fp8",),
     "scale_fmt": ("float", "ue8m0"),

@@ -1,12 +1,10 @@
 """Random small checkpoints for tests, saved by Transformers, and the model that saved them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB_SIZE = 96
@@ -108,27 +106,3 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits.float()
-
-
-def save_fp8_twins(model: Path, quantised: Path, plain: Path) -> None:
-    """Saves a model with linear layers in FP8, blocks of 128 x 128, and what these stand for."""
-    fields = json.loads((model / "config.json").read_text())
-    tensors, twins = load_file(model / "model.safetensors"), {}
-    for name, weight in list(tensors.items()):
-        if not name.endswith("_proj.weight"):
-            continue
-        rows, columns = weight.shape
-        scale = torch.rand(-(-rows // 128), -(-columns // 128)) / 100 + 0.001
-        blocks = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-        tensors[name] = (weight / blocks).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale
-        twins[name] = tensors[name].float() * blocks
-    unscaled = {name: x for name, x in tensors.items() if not name.endswith("_scale_inv")}
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-    for folder, saved, extra in (
-        (quantised, tensors, {"quantization_config": quantization}),
-        (plain, unscaled | twins, {}),
-    ):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(fields | extra))
-        save_file(saved, folder / "model.safetensors")

@@ -1,16 +1,19 @@
 """If this fails, a quantised checkpoint is refused, or read in a way that it is not written."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
 from executor.model.weights import Format
 from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
-from tests.executor.support.checkpoints import save_fp8_twins, save_qwen3_moe
+from tests.executor.model.weights.quantised import Quantised, fp8, int4, save_twins
+from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.serving import Rank
 
 # As published, with what beside these are lists of modules.
@@ -59,7 +62,11 @@ def error(message: str) -> CheckpointError:
     [
         (None, None),
         (FP8, Fp8Format(128)),
-        (FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}, Fp8Format(128)),
+        (
+            FP8
+            | {"fmt": "float8_e4m3fn", "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]},
+            Fp8Format(128),
+        ),
         (MXFP4, Mxfp4Format()),
         (INT4, Int4Format(32)),
     ],
@@ -110,10 +117,14 @@ def test_int4_that_is_packed_otherwise_is_refused_by_name(
         read_quantization(config, error)
 
 
-def test_a_model_in_fp8_answers_as_its_dequantised_twin(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantise", "config"), [(fp8, FP8), (int4, INT4)])
+def test_a_quantised_model_answers_as_its_dequantised_twin(
+    quantise: Callable[[torch.Tensor], Quantised], config: dict[str, Any], tmp_path: Path
+) -> None:
     """To the last bit; matrices have whole and partial blocks."""
-    save_qwen3_moe(tmp_path / "model", "plain", hidden_size=144, moe_intermediate_size=136)
-    save_fp8_twins(tmp_path / "model", tmp_path / "fp8", tmp_path / "plain")
-    logits = [Rank(tmp_path / twin).step({0: [5, 9, 11, 80]})[0] for twin in ("fp8", "plain")]
-    assert logits[0].equal(logits[1])
-    assert logits[0].std() > 0.1
+    folders = [tmp_path / name for name in ("model", "quantised", "plain")]
+    save_qwen3_moe(folders[0], "plain", hidden_size=144, moe_intermediate_size=136)
+    save_twins(*folders, quantise=quantise, ending="_proj.weight", config=config)
+    logits = [Rank(folder).step({0: [5, 9, 11, 80]})[0] for folder in folders]
+    assert logits[1].equal(logits[2])
+    assert 0.01 < (logits[0] - logits[1]).abs().max() < logits[0].abs().max()
