@@ -34,6 +34,7 @@ def _llama(fields: Fields) -> GqaSpec:
 
 def _qwen2(fields: Fields) -> GqaSpec:
     refuse_windows(fields)
+    fields.refuse({"use_mrope": (False,)})
     return read_attention(fields, qkv_bias=True)
 
 

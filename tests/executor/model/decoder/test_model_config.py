@@ -11,7 +11,7 @@ from executor.errors import CheckpointError
 from executor.model.decoder.config import MAX_CONFIG_BYTES
 from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
 from executor.model.families import read_spec
-from executor.model.spec import MlpSpec, ModelSpec, MoeSpec
+from executor.model.spec import Llama3Scaling, MlpSpec, ModelSpec, MoeSpec, QkNorm
 from executor.parallel.layout import Topology
 
 BEFORE_5: dict[str, Any] = {
@@ -210,6 +210,77 @@ def test_heads_that_cannot_be_shared_name_the_sizes_that_can(
 ):
     with pytest.raises(ValueError, match=problem):
         shares(tmp_path, heads, kv_heads, size)
+
+
+# What published files of other families have beside sizes, and leave out.
+_DENSE = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), "absent")
+_DENSE |= dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), "absent")
+_NO_WINDOWS = dict.fromkeys(("sliding_window", "use_sliding_window"), "absent")
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_type": "llama3",
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama": _DENSE
+    | _NO_WINDOWS
+    | {"mlp_bias": False, "attention_bias": False, "pretraining_tp": 1, "rope_scaling": _LLAMA3},
+    "Qwen2": _DENSE | {"max_window_layers": 28, "use_mrope": False},
+    "Qwen3": _DENSE | {"max_window_layers": 36, "head_dim": 16, "attention_bias": False},
+    "Mixtral": _DENSE
+    | _NO_WINDOWS
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "Olmoe": _DENSE
+    | _NO_WINDOWS
+    | {"num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": None, "norm_topk_prob": False},
+}
+
+
+def read_published(path: Path, stem: str, **changed: Any) -> ModelSpec:
+    return read(path, architectures=[f"{stem}ForCausalLM"], **(PUBLISHED[stem] | changed))
+
+
+@pytest.mark.parametrize(
+    ("stem", "has_bias", "norm", "experts"),
+    [
+        ("Llama", False, QkNorm.NONE, None),
+        ("Qwen2", True, QkNorm.NONE, None),
+        ("Qwen3", False, QkNorm.HEAD, None),
+        ("Mixtral", False, QkNorm.NONE, True),
+        ("Olmoe", False, QkNorm.PROJECTION, False),
+    ],
+)
+def test_a_published_file_says_which_switches_a_family_has(
+    tmp_path: Path, stem: str, has_bias: bool, norm: QkNorm, experts: bool | None
+):
+    spec = read_published(tmp_path, stem)
+    attention = attention_of(spec)
+    assert (attention.qkv_bias, attention.o_bias, attention.qk_norm) == (has_bias, False, norm)
+    assert experts is (None if spec.moe is None else spec.moe.router.renormalise)
+    assert spec.norm_eps == (1e-5 if experts is not None else 1e-6)
+    assert isinstance(spec.ropes[0].scaling, Llama3Scaling) == (stem == "Llama")
+
+
+@pytest.mark.parametrize(
+    ("stem", "changed", "problem"),
+    [
+        ("Llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("Llama", {"sliding_window": 64}, "sliding_window=64: not known of"),
+        ("Llama", {"rope_scaling": {"rope_type": "llama3"}}, r"rope_parameters\.factor is missing"),
+        ("Qwen2", {"use_mrope": True}, "use_mrope=True"),
+        ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("Mixtral", {"sliding_window": 4096}, "sliding_window=4096 .* leaving it out is"),
+        ("Olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),
+    ],
+    ids=str,
+)
+def test_what_a_family_has_not_implemented_is_refused_by_name(
+    tmp_path: Path, stem: str, changed: dict[str, Any], problem: str
+):
+    with pytest.raises(CheckpointError, match=problem):
+        read_published(tmp_path, stem, **changed)
 
 
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
