@@ -171,7 +171,9 @@ def _forward_pass(
     return ForwardPass(
         stages=model.stages,
         compute_logits=model.compute_logits,
-        attention=device.attention(num_heads, kv_pool, graphs, budget),
+        attention=device.attention(
+            num_heads, kv_pool, graphs, budget, layers=model.attention_layers
+        ),
         kv_pool=kv_pool,
         num_heads=num_heads,
         hidden_size=blueprint.model.hidden_size,

@@ -8,6 +8,7 @@ might answer fluently and wrongly.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 
 from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
+from executor.model.moe.routing import check_groups
 from executor.model.spec import (
     GqaSpec,
+    GroupScore,
     LayerSpec,
     Llama3Scaling,
     MlpSpec,
@@ -25,6 +28,8 @@ from executor.model.spec import (
     QkNorm,
     RopeSpec,
     RouterSpec,
+    Scores,
+    SharedSpec,
     Yarn,
 )
 
@@ -329,12 +334,44 @@ def read_experts(
     top_k = fields.integer("num_experts_per_tok")
     if not 1 <= top_k <= num_experts:
         raise fields.error(f"num_experts_per_tok={top_k} of num_experts={num_experts}")
-    return MoeSpec(
+    experts = MoeSpec(
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=fields.integer(width, least=1),
         router=router,
     )
+    try:
+        check_groups(experts)
+    except ValueError as error:
+        raise fields.error(str(error)) from error
+    return experts
+
+
+def read_sigmoid_router(fields: Fields) -> RouterSpec:
+    """Returns the router of DeepSeek-V3: groups by their best two, a bias for the choice only.
+
+    Raises:
+        CheckpointError: A field says what is not supported.
+    """
+    fields.refuse({"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
+    return RouterSpec(
+        scores=Scores.SIGMOID,
+        correction_bias=True,
+        num_groups=fields.integer("n_group", default=1, least=1),
+        num_kept_groups=fields.integer("topk_group", default=1, least=1),
+        group_score=GroupScore.TOP2,
+        renormalise=fields.flag("norm_topk_prob", default=True),
+        factor=fields.number("routed_scaling_factor", default=1.0),
+        in_float32=True,
+    )
+
+
+def with_shared(fields: Fields, experts: MoeSpec | None) -> MoeSpec | None:
+    """Returns experts with an MLP beside them, as wide as ``n_shared_experts`` of them."""
+    count = fields.integer("n_shared_experts", default=0)
+    if experts is None or not count:
+        return experts
+    return replace(experts, shared=SharedSpec(intermediate_size=count * experts.intermediate_size))
 
 
 def read_layers(

@@ -19,7 +19,7 @@ import torch
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.layer import DecoderLayer, names_left_to_others
-from executor.model.layers.attention import Stages
+from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead, vocab_slice
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import ModelSpec
@@ -108,6 +108,11 @@ class Decoder:
             device=device,
             workers=self._workers,
         )
+
+    @property
+    def attention_layers(self) -> tuple[LayerOptions, ...]:
+        """What each layer's attention does that a plain softmax does not."""
+        return tuple(layer.self_attn.options for layer in self.layers)
 
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass that stops at each attention call.

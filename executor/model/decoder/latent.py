@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from executor.model.decoder.kernels import Kernels, Peers
-from executor.model.layers.attention import AttentionCall
+from executor.model.layers.attention import PLAIN, AttentionCall
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
@@ -43,6 +43,8 @@ class LatentAttention:
     Raises:
         ValueError: Heads do not divide among the executors of a DP rank.
     """
+
+    options = PLAIN
 
     def __init__(
         self,

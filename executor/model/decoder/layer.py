@@ -13,12 +13,13 @@ import torch
 
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_share
-from executor.model.layers.attention import AttentionCall
+from executor.model.layers.attention import AttentionCall, LayerOptions
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
+from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GqaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
@@ -66,6 +67,9 @@ class GroupedQueryAttention:
             "q": (self._rows(share.q_heads), spec.num_heads * self.head_dim),
             **dict.fromkeys("kv", (self._rows(share.kv_heads), spec.num_kv_heads * self.head_dim)),
         }
+        sinks = torch.empty(self.num_heads, dtype=torch.float32, device=device)
+        self._sinks = Part(sinks, 0, share.q_heads, spec.num_heads) if spec.sinks else None
+        self.options = LayerOptions(spec.window, sinks if spec.sinks else None)
         self._attn_tp = peers.attn_tp
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
@@ -135,6 +139,8 @@ class GroupedQueryAttention:
         groups = [WeightGroup(qkv_targets, qkv.finish), WeightGroup(o_targets, o.finish)]
         if self.qk_norm_weight is not None:
             groups.append(self._norm_group(prefix, self.qk_norm_weight))
+        if self._sinks is not None:
+            groups.append(WeightGroup({f"{prefix}sinks": self._sinks}))
         return groups
 
     def _norm_group(self, prefix: str, weight: torch.Tensor) -> WeightGroup:
@@ -228,7 +234,22 @@ class SparseBlock:
     ) -> None:
         self.router = Router(spec, hidden_size, dtype=dtype, device=device)
         self.experts = kernels.new_experts(spec, peers.topology)
-        self._layer = MoELayer(self.router, dispatcher=peers.dispatcher, runner=self.experts.runner)
+        self.shared: SharedExpert | None = None
+        if spec.shared is not None:
+            self.shared = SharedExpert(
+                spec.shared,
+                hidden_size,
+                kernels.operators,
+                kernels.workers,
+                dtype=dtype,
+                device=device,
+            )
+        self._layer = MoELayer(
+            self.router,
+            dispatcher=peers.dispatcher,
+            runner=self.experts.runner,
+            shared=self.shared,
+        )
 
     def __call__(
         self, x: torch.Tensor, layout: DpLayout, is_padding: torch.Tensor | None
@@ -237,8 +258,17 @@ class SparseBlock:
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         gate = self.router.gate
-        gate_group = WeightGroup({f"{prefix}gate.weight": gate.weight}, gate.finish)
-        return [gate_group, *self.experts.weight_groups(f"{prefix}experts.")]
+        targets = {f"{prefix}gate.weight": gate.weight}
+        if gate.bias is not None:
+            targets[f"{prefix}gate.bias"] = gate.bias
+        if self.router.correction is not None:
+            targets[f"{prefix}gate.e_score_correction_bias"] = self.router.correction
+        groups = [WeightGroup(targets, gate.finish)]
+        groups += self.experts.weight_groups(f"{prefix}experts.")
+        if self.shared is not None:
+            scale = f"{prefix}shared_expert_gate.weight"
+            groups += self.shared.weight_groups(f"{prefix}shared_experts.", scale)
+        return groups
 
 
 class DecoderLayer:

@@ -13,13 +13,16 @@ from executor.errors import CheckpointError
 from executor.model.decoder.config import Fields
 from executor.model.decoder.decoder import Decoder, Tensors
 from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
-from executor.model.layers.attention import Stages
+from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead
 from executor.model.spec import ModelSpec
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
 _MODULES = {  # by class name, the file of this folder
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "dense",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
     "Qwen2ForCausalLM": "dense",
@@ -56,6 +59,11 @@ class Model(Protocol):
     embed_tokens: Embedding
     lm_head: LMHead
     peers: Peers
+
+    @property
+    def attention_layers(self) -> tuple[LayerOptions, ...]:
+        """What each layer's attention does that a plain softmax does not."""
+        ...
 
     def stages(self, batch: ForwardBatch) -> Stages:
         """Runs a forward pass up to each attention call; returns the hidden states [T, D].

@@ -36,7 +36,7 @@ class Router:
         self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         router = spec.router
-        _check(spec)
+        check_groups(spec)
         self.num_experts = spec.num_experts
         self.gate = Linear(
             hidden_size,
@@ -113,7 +113,12 @@ def _of_kept_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def _check(spec: MoeSpec) -> None:
+def check_groups(spec: MoeSpec) -> None:
+    """Checks that experts, groups and K fit one another.
+
+    Raises:
+        ValueError: They do not.
+    """
     experts, groups, kept = spec.num_experts, spec.router.num_groups, spec.router.num_kept_groups
     if groups < 1 or experts % groups:
         raise ValueError(f"{experts} experts do not divide into n_group={groups}")

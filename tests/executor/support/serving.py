@@ -47,6 +47,7 @@ class Rank:
             len(heads.kv_heads),
             attention_of(config).head_dim,
             dtype=config.dtype,
+            layers=self.model.attention_layers,
         )
         shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
