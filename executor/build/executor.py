@@ -163,7 +163,8 @@ def _forward_pass(
     graphs = [AttentionGraphs(blueprint.graph_sizes.decode)]
     if (plan := blueprint.speculation) is not None:
         graphs.append(graphs[0]._replace(width=plan.num_draft_tokens, has_tree=plan.is_tree))
-    num_heads = len(attention_share(attention_of(blueprint.model), config.topology).q_heads)
+    attention = attention_of(blueprint.model)
+    num_heads = len(attention_share(attention, config.topology).q_heads)
     features = None
     if draft is not None:
         size = (budget.max_tokens_per_rank, draft.feature_size)
@@ -172,7 +173,7 @@ def _forward_pass(
         stages=model.stages,
         compute_logits=model.compute_logits,
         attention=device.attention(
-            num_heads, kv_pool, graphs, budget, layers=model.attention_layers
+            num_heads, kv_pool, graphs, budget, attention.scale, model.attention_layers
         ),
         kv_pool=kv_pool,
         num_heads=num_heads,

@@ -21,7 +21,7 @@ from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
 from executor.model.families import read_spec
 from executor.model.moe.dispatch import DISPATCHERS
-from executor.model.spec import ModelSpec
+from executor.model.spec import MlaSpec, ModelSpec
 from executor.parallel.layout import divisors, require_gathered_buffer
 
 DEFAULT_DRAFT_STEPS = 3
@@ -70,6 +70,7 @@ class Blueprint:
         if config.draft_model is not None:
             draft = DraftConfig.from_dir(config.draft_model, model)
             speculation = plan_speculation(config, draft)
+            _check_trees(model, speculation)
         graph_sizes = plan_graph_sizes(config, max_model_len, has_split_dense=has_split_dense)
         return cls(
             config=config,
@@ -137,6 +138,14 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
         raise ValueError(
             f"moe_dense_tp_size is not set, but intermediate_size={uneven[0]} of the "
             f"dense MLPs does not divide among {world_size} executors: set moe_dense_tp_size=1"
+        )
+
+
+def _check_trees(model: ModelSpec, speculation: SpeculationPlan) -> None:
+    if speculation.is_tree and isinstance(attention_of(model), MlaSpec):
+        raise ValueError(
+            f"draft_topk={speculation.topk}: drafts are verified as trees, which latent attention "
+            f"(MLA) of {model.architecture} cannot; set draft_topk=1"
         )
 
 

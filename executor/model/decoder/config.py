@@ -22,6 +22,7 @@ from executor.model.spec import (
     GroupScore,
     LayerSpec,
     Llama3Scaling,
+    MlaSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
@@ -375,7 +376,7 @@ def with_shared(fields: Fields, experts: MoeSpec | None) -> MoeSpec | None:
 
 
 def read_layers(
-    fields: Fields, attention: GqaSpec, experts: MoeSpec | None, sparse: Sequence[bool]
+    fields: Fields, attention: GqaSpec | MlaSpec, experts: MoeSpec | None, sparse: Sequence[bool]
 ) -> tuple[LayerSpec, ...]:
     """Returns a layer for each of ``sparse``, which says where there are experts; else an MLP.
 

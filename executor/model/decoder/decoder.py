@@ -179,9 +179,15 @@ class Decoder:
             head,
         ]
         return [
-            replace(group, targets={self._tensors(str(x)): y for x, y in group.targets.items()})
+            replace(group, targets={self._source(x): y for x, y in group.targets.items()})
             for group in groups
         ]
+
+    def _source(self, ours: str | Source) -> str | Source:
+        """Returns what the checkpoint holds a layer's tensor as."""
+        if isinstance(ours, str):
+            return self._tensors(ours)
+        return replace(ours, name=_name(self._tensors(ours.name)))
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's, a draft's, or a tied copy."""

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import PLAIN, AttentionCall
 from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
 from executor.model.weights import Part, Source, WeightGroup
 from executor.model.weights.targets import rope_rows_to_halves
-from executor.parallel.layout import DpLayout, share_of
+from executor.parallel.layout import DpLayout
 
 
 class LatentAttention:
@@ -34,11 +35,10 @@ class LatentAttention:
 
     Args:
         spec: Sizes and switches.
-        layer_id: Layer of the KV pool.
         hidden_size: D.
+        layer_id: Layer of the KV pool.
         peers: Share the heads.
         kernels: What it calls.
-        input_size: Width of its input; that of hidden states if None.
 
     Raises:
         ValueError: Heads do not divide among the executors of a DP rank.
@@ -49,22 +49,19 @@ class LatentAttention:
     def __init__(
         self,
         spec: MlaSpec,
-        layer_id: int,
         hidden_size: int,
+        layer_id: int,
         peers: Peers,
         kernels: Kernels,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        input_size: int | None = None,
     ) -> None:
         self.spec = spec
         self.layer_id = layer_id
         self.operators = kernels.operators
         self._attn_tp = peers.attn_tp
-        topology = peers.topology
-        rank, count = topology.attn_tp_rank, topology.attn_tp_size
-        self._heads = share_of("num_attention_heads", spec.num_heads, rank, count)
+        self._heads = attention_share(spec, peers.topology).q_heads
         self.num_heads = len(self._heads)
         self._q_width = spec.qk_nope_head_dim + spec.qk_rope_head_dim
         self.latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -74,8 +71,7 @@ class LatentAttention:
         q_size = self.num_heads * self._q_width
         self.q_a_size = q_size if spec.q_lora_rank is None else spec.q_lora_rank
         # Queries or their latents, and beside them the latents of keys.
-        width = hidden_size if input_size is None else input_size
-        self.a_proj = linear(width, self.q_a_size + self.latent_width, has_bias=spec.bias)
+        self.a_proj = linear(hidden_size, self.q_a_size + self.latent_width, has_bias=spec.bias)
         self.q_b_proj: Linear | None = None
         if spec.q_lora_rank is not None:
             self.q_a_norm = norm(spec.q_lora_rank, dtype=dtype, device=device)
@@ -84,15 +80,15 @@ class LatentAttention:
         self.w_uk = zeros(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
         self.w_uv = zeros(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
         # The executors' products are summed, so the first one adds the bias.
-        has_bias = spec.bias and rank == 0
+        has_bias = spec.bias and peers.topology.attn_tp_rank == 0
         self.o_proj = linear(self.num_heads * spec.v_head_dim, hidden_size, has_bias=has_bias)
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
-        """Returns queries [T, heads, C + R] and latents [T, 1, C + R] of x [S, input_size]."""
+        """Returns queries [T, heads, C + R] and latents [T, 1, C + R] of x [S, D]."""
         return self.project_gathered(self._attn_tp.gather(x, layout), rotations)
 
     def project_gathered(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
-        """Does the same for x [T, input_size], which every executor of the DP rank has."""
+        """Does the same for x [T, D], which every executor of the DP rank has."""
         spec = self.spec
         sizes = (self.q_a_size, spec.kv_lora_rank, spec.qk_rope_head_dim)
         q, latents, k_rope = torch.split_with_sizes(self.a_proj(x), sizes, dim=-1)
@@ -109,7 +105,7 @@ class LatentAttention:
 
     def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * C]."""
-        by_head = attended.view(len(attended), self.num_heads, -1).transpose(0, 1)
+        by_head = attended.view(-1, self.num_heads, self.spec.kv_lora_rank).transpose(0, 1)
         values = torch.bmm(by_head, self.w_uv).transpose(0, 1).flatten(1)
         return self._attn_tp.scatter_sum(self.o_proj(values), layout)
 

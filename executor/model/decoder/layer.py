@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from executor.model.decoder.kernels import Kernels, Peers
+from executor.model.decoder.latent import LatentAttention
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import AttentionCall, LayerOptions
 from executor.model.layers.linear import Linear
@@ -20,7 +21,7 @@ from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
-from executor.model.spec import GqaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from executor.model.spec import GqaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 from executor.model.weights import Part, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
@@ -295,19 +296,25 @@ class DecoderLayer:
     ) -> None:
         spec, hidden, eps = model.layers[layer_id], model.hidden_size, model.norm_eps
         norm = partial(RMSNorm, hidden, eps, kernels.operators, dtype=dtype, device=device)
-        assert isinstance(spec.attention, GqaSpec)
         self.input_layernorm = norm()
-        self.self_attn = GroupedQueryAttention(
-            spec.attention,
-            hidden,
-            eps,
-            layer_id if frozen_kv_layer is None else frozen_kv_layer,
-            peers,
-            kernels,
-            dtype=dtype,
-            device=device,
-            stores_kv=frozen_kv_layer is None,
-        )
+        self.self_attn: GroupedQueryAttention | LatentAttention
+        if isinstance(spec.attention, MlaSpec):
+            assert frozen_kv_layer is None, "refused at start: no draft reads latents"
+            self.self_attn = LatentAttention(
+                spec.attention, hidden, layer_id, peers, kernels, dtype=dtype, device=device
+            )
+        else:
+            self.self_attn = GroupedQueryAttention(
+                spec.attention,
+                hidden,
+                eps,
+                layer_id if frozen_kv_layer is None else frozen_kv_layer,
+                peers,
+                kernels,
+                dtype=dtype,
+                device=device,
+                stores_kv=frozen_kv_layer is None,
+            )
         self.post_attention_layernorm = norm()
         self.mlp: SparseBlock | DenseMlp
         if isinstance(spec.feed_forward, MoeSpec):
@@ -362,7 +369,9 @@ def names_left_to_others(layer: LayerSpec, prefix: str, topology: Topology) -> I
         prefix: Of their names, with a dot at its end.
         topology: This executor's place.
     """
-    if isinstance(layer.attention, GqaSpec) and layer.attention.o_bias and topology.attn_tp_rank:
+    attention = layer.attention
+    has_o_bias = attention.bias if isinstance(attention, MlaSpec) else attention.o_bias
+    if has_o_bias and topology.attn_tp_rank:
         yield f"{prefix}self_attn.o_proj.bias"
     if not isinstance(moe := layer.feed_forward, MoeSpec):
         return

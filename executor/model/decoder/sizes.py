@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from executor.batch.kv_pool import KVShape
-from executor.model.spec import GqaSpec, ModelSpec
+from executor.model.spec import GqaSpec, MlaSpec, ModelSpec
 from executor.parallel.layout import Topology, divisors, share_of
 
 
@@ -23,20 +23,18 @@ class HeadShare:
     kv_heads: range
 
 
-def attention_of(spec: ModelSpec) -> GqaSpec:
+def attention_of(spec: ModelSpec) -> GqaSpec | MlaSpec:
     """Returns the attention of a model whose layers have the same heads."""
-    attention = spec.layers[0].attention
-    assert isinstance(attention, GqaSpec)
-    return attention
+    return spec.layers[0].attention
 
 
-def attention_share(attention: GqaSpec, topology: Topology) -> HeadShare:
-    """Returns the heads that an executor holds.
+def attention_share(attention: GqaSpec | MlaSpec, topology: Topology) -> HeadShare:
+    """Returns the heads that an executor holds; of latents, which each keeps, there is one.
 
     Raises:
         ValueError: They cannot be shared by ``attn_tp_size`` executors. Says by how many.
     """
-    q, kv = attention.num_heads, attention.num_kv_heads
+    q, kv = attention.num_heads, 1 if isinstance(attention, MlaSpec) else attention.num_kv_heads
     rank, size = topology.attn_tp_rank, topology.attn_tp_size
     problem = None
     if q % size:
@@ -69,6 +67,14 @@ def kv_shape(
         ValueError: As ``attention_share``.
     """
     attention = attention_of(spec)
+    if isinstance(attention, MlaSpec):
+        return KVShape.of_latents(
+            num_layers=len(spec.layers),
+            latent_dim=attention.kv_lora_rank,
+            rope_dim=attention.qk_rope_head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
     return KVShape.of_heads(
         num_layers=len(spec.layers),
         num_kv_heads=len(attention_share(attention, topology or Topology()).kv_heads),

@@ -34,7 +34,7 @@ from executor.model.decoder.config import (
     read_rope,
 )
 from executor.model.decoder.sizes import attention_of, kv_shape
-from executor.model.spec import ModelSpec, QkNorm, RouterSpec
+from executor.model.spec import GqaSpec, ModelSpec, QkNorm, RouterSpec
 from executor.model.weights import tensor_names
 from executor.parallel.layout import Topology
 
@@ -249,6 +249,10 @@ def _check_experts(layers: ModelSpec, fields: Fields, target: ModelSpec) -> None
 
 
 def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
+    if not isinstance(attention_of(target), GqaSpec):
+        raise fields.error(
+            f"a frozen-KV draft reads keys and values; {target.architecture} keeps latents (MLA)"
+        )
     layers = _read_layers(fields, target, read_num_layers(fields), QkNorm.HEAD)
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_theta")
     for name, ours, theirs in zip(names, _key_sizes(layers), _key_sizes(target), strict=True):
@@ -275,6 +279,7 @@ def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
 
 def _key_sizes(model: ModelSpec) -> tuple[float, ...]:
     attention = attention_of(model)
+    assert isinstance(attention, GqaSpec), "drafts have it, and their targets are checked"
     theta = model.ropes[0].theta
     return attention.num_heads, attention.num_kv_heads, attention.head_dim, theta
 

@@ -19,7 +19,10 @@ from executor.model.spec import ModelSpec
 from executor.model.weights import OnProgress, WeightGroup, load_weights
 
 _MODULES = {  # by class name, the file of this folder
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "dense",
     "MiniMaxM2ForCausalLM": "minimax_m2",

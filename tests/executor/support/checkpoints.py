@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 96
 
@@ -106,3 +115,115 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits.float()
+
+
+_LATENT_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERT_GROUPS = {"n_group": 4, "topk_group": 2}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_V2 = (DeepseekV2Config, DeepseekV2ForCausalLM)
+_V3 = (DeepseekV3Config, DeepseekV3ForCausalLM)
+_GLM = (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)
+LATENT_SHAPES: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
+    "deepseek_v3": (_V3, {**_EXPERT_GROUPS, "routed_scaling_factor": 2.5, "rope_parameters": YARN}),
+    "deepseek_v3_mscales": (
+        _V3,
+        {**_EXPERT_GROUPS, "rope_parameters": YARN | {"mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3_plain": (
+        _V3,
+        {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "attention_bias": True,
+        },
+    ),
+    "kimi_k2": (
+        _V3,
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": YARN | {"rope_theta": 5e4, "factor": 32.0, "beta_fast": 1.0},
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "deepseek_v2": (
+        _V2,
+        {**_EXPERT_GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    ),
+    "deepseek_v2_lite": (
+        _V2,
+        {
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "glm4_moe_lite": (_GLM, {"rms_norm_eps": 1e-5}),
+}
+
+
+def save_latent_model(path: Path, shape: str, **changed: Any) -> Any:
+    """Saves a random model of one of ``LATENT_SHAPES`` and returns it, ready to run.
+
+    ``changed`` are fields of its configuration that this one has otherwise.
+
+    Latents are small where their norms' epsilon is another than the model's, and correction biases
+    negative where groups are left out by them: else either fault would not show.
+    """
+    (config, kind), fields = LATENT_SHAPES[shape]
+    torch.manual_seed(3)
+    model: Any = kind(config(**{**_LATENT_SIZES, **fields, **changed})).float().eval()
+    with torch.no_grad():
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if "e_score_correction_bias" in name:
+                x.normal_(std=0.3).sub_(2.0 if model.config.n_group > 1 else 0.0)
+            elif name.endswith("norm.weight"):
+                x.normal_(mean=1.0, std=0.2)
+            elif name.endswith("bias"):
+                x.normal_(std=0.2)
+            elif name.endswith("embed_tokens.weight"):
+                x.normal_()
+            elif name.endswith(("weight", "proj")):
+                x.normal_(std=1.5 * x.shape[-1] ** -0.5)
+                if "_a_proj" in name and model.config.rms_norm_eps > 1e-6:
+                    x.mul_(0.01)
+    model.save_pretrained(path)
+    return model

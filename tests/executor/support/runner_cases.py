@@ -32,7 +32,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
-from executor.model.spec import ModelSpec
+from executor.model.spec import GqaSpec, ModelSpec
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
@@ -61,11 +61,14 @@ NewAttention = Callable[[ModelSpec, KVPool], Attention]
 
 
 def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
+    [group] = pool.shape.groups
     return TorchAttention(
         attention_of(config).num_heads,
-        attention_of(config).num_kv_heads,
-        attention_of(config).head_dim,
+        group.parts[0].num_heads,
+        group.parts[0].width,
         dtype=config.dtype,
+        scale=attention_of(config).scale,
+        latent_dim=group.latent_dim,
     )
 
 
@@ -82,6 +85,7 @@ class RunnerCase:
         aux_layers: Layers whose sums are features for a draft, or none of them: the hidden states
             are. None if there is no draft.
         ops: FlashInfer for the layers of a capturable case; None runs PyTorch's operators.
+        moe_dense_tp_size: 1 runs dense MLPs whole on each executor.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class RunnerCase:
         topology: Topology | None = None,
         aux_layers: Sequence[int] | None = None,
         ops: FlashInferOps | None = None,
+        moe_dense_tp_size: int | None = None,
     ) -> None:
         topology = topology or Topology()
         config = read_spec(path)
@@ -109,7 +114,12 @@ class RunnerCase:
         model: Any = load_model(
             path,
             config,
-            peers=Peers.gathering(config.num_experts, communicator, attn_tp_communicator),
+            peers=Peers.gathering(
+                config.num_experts,
+                communicator,
+                attn_tp_communicator,
+                moe_dense_tp_size=moe_dense_tp_size,
+            ),
             kernels=kernels,
             aux_layers=aux_layers or (),
         )
@@ -135,11 +145,10 @@ class RunnerCase:
         self.aux_layers = aux_layers or ()
         self.model = model
         self.model_config = config
-        own = with_heads(
-            config,
-            num_heads=len(self.heads.q_heads),
-            num_kv_heads=len(self.heads.kv_heads),
-        )
+        own_heads = {"num_heads": len(self.heads.q_heads)}
+        if isinstance(attention_of(config), GqaSpec):
+            own_heads["num_kv_heads"] = len(self.heads.kv_heads)
+        own = with_heads(config, **own_heads)
         self.forward_pass = ForwardPass(
             stages=model.stages,
             compute_logits=model.compute_logits,
@@ -305,9 +314,11 @@ def watch_experts(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Ten
 def fill_heads(pool: KVPool, config: ModelSpec, topology: Topology, *, seed: int) -> None:
     """Fills a pool with its executor's heads of random keys and values, the same on each of a group."""
     torch.manual_seed(seed)
-    heads = attention_share(attention_of(config), topology).kv_heads
+    attention = attention_of(config)
+    heads = attention_share(attention, topology).kv_heads
+    num_heads = attention.num_kv_heads if isinstance(attention, GqaSpec) else len(heads)
     for cache in pool.tensors:
-        size = (len(cache), attention_of(config).num_kv_heads, attention_of(config).head_dim)
+        size = (len(cache), num_heads, cache.shape[2])
         cache.copy_(torch.randn(size, dtype=cache.dtype)[:, heads.start : heads.stop])
 
 

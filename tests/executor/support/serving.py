@@ -41,16 +41,18 @@ class Rank:
                 moe_dense_tp_size=moe_dense_tp_size,
             ),
         )
-        heads = attention_share(attention_of(config), topology)
-        self.attention = TorchAttention(
-            len(heads.q_heads),
-            len(heads.kv_heads),
-            attention_of(config).head_dim,
-            dtype=config.dtype,
-            layers=self.model.attention_layers,
-        )
         shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
+        [group] = shape.groups
+        self.attention = TorchAttention(
+            len(attention_share(attention_of(config), topology).q_heads),
+            group.parts[0].num_heads,
+            group.parts[0].width,
+            dtype=config.dtype,
+            scale=attention_of(config).scale,
+            latent_dim=group.latent_dim,
+            layers=self.model.attention_layers,
+        )
         self.num_computed = [0] * NUM_ROWS
 
     def share_prefix(self, owner: int, row: int, num_blocks: int) -> None:

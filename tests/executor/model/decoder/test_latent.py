@@ -109,13 +109,14 @@ class Executor:
         cpu = torch.device("cpu")
         rope = RopeSpec(rotary_dim=spec.qk_rope_head_dim, theta=THETA)
         rotary = RotaryEmbedding(rope, MAX_LEN, dtype=torch.float32, device=cpu)
-        operators = TorchOperators([rotary])
-        kernels = Kernels(operators=operators, new_experts=Any, workers=WorkerPool(1))
+        kernels = Kernels(
+            operators=TorchOperators([rotary]), new_experts=Any, workers=WorkerPool(1)
+        )
         peers: Any = Peers.gathering(1)
         if count > 1:
             peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))
         self.layer = LatentAttention(
-            spec, 0, HIDDEN, peers, kernels, dtype=torch.float32, device=cpu
+            spec, HIDDEN, 0, peers, kernels, dtype=torch.float32, device=cpu
         )
         skipped = {"a.o_proj.bias"} if rank else set[str]()
         load_weights(path, self.layer.weight_groups("a."), skipped=skipped.__contains__)
@@ -202,5 +203,5 @@ def test_executors_that_share_the_heads_add_up_to_all_of_them_and_keep_the_same_
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"num_attention_heads=4 does not divide among 3"):
+    with pytest.raises(ValueError, match=r"attn_tp_size=3: num_attention_heads=4 does not divide"):
         Executor(tmp_path, SPEC, 0, 3)

@@ -1,0 +1,25 @@
+"""GLM-4.7-Flash: DeepSeek-V3's layers, dense or sparse as a list says.
+
+Source: Transformers, models/glm4_moe_lite/modeling_glm4_moe_lite.py.
+"""
+
+from executor.model.decoder.config import Fields, read_num_layers
+from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.families.deepseek import read_latent_model, sigmoid
+from executor.model.spec import ModelSpec
+
+
+def read(fields: Fields) -> ModelSpec:
+    num_layers = read_num_layers(fields)
+    num_dense = fields.integer("first_k_dense_replace", default=1)
+    by_default = ["dense" if i < num_dense else "sparse" for i in range(num_layers)]
+    kinds = fields.get("mlp_layer_types", default=by_default)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
+        raise fields.error(
+            f"mlp_layer_types={kinds!r}: need dense or sparse for each of {num_layers} layers"
+        )
+    return read_latent_model(fields, sigmoid(fields), [kind == "sparse" for kind in kinds])
+
+
+def tensors(spec: ModelSpec) -> Tensors:
+    return renamed()
