@@ -15,6 +15,7 @@ from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.layout import DpPaddingMode
 from protos.executor.v1 import executor_pb2 as pb
+from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.support.checkpoints import (
     SHAPES,
     VOCAB_SIZE,
@@ -34,8 +35,8 @@ from tests.executor.support.steps import (
 )
 
 TOLERANCE = 1e-4
-# All shapes of the parity test, some of its families, and vocabularies that do not divide by 2. Its six heads and three
-# KV heads cannot be shared by two executors, so here they are six and two.
+# All shapes of the parity test, some of its families, and vocabularies that do not divide by 2. Its six
+# heads and three KV heads cannot be shared by two executors, so here they are six and two.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{shape: (shape, {}) for shape in SHAPES},
     "biased": ("biased", {"num_key_value_heads": 2}),
@@ -46,6 +47,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
 }
 DENSE = ("sparse_step", "mlp_only")
+# Shared experts, biased experts whole and in parts, sinks, norms over projections of all heads.
+HEADS = [("glm4_moe", None, None), ("gpt_oss", None, None), ("gpt_oss", 1, 1), ("minimax_m2", 1, 1)]
 MODES = tuple(DpPaddingMode)
 
 # Two prompts on DP rank 0 and one on DP rank 1, in chunks, beside each other's decodes. In some
@@ -86,7 +89,8 @@ def _cases(sizes: tuple[int, int]) -> list[Case]:
     whole_dense = [Case(shape, None, 1, mode) for shape, mode in product(DENSE, MODES)]
     parts = [1, 2] if sizes == (2, 2) else [1]
     shared_experts = [Case("wide", ep_size, None, mode) for ep_size, mode in product(parts, MODES)]
-    return plain + whole_dense + shared_experts
+    heads = [Case(*case, DpPaddingMode.SUM_LEN) for case in HEADS]
+    return plain + whole_dense + shared_experts + heads
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     for name, (shape, changed) in CHECKPOINTS.items():
         paths[name] = tmp_path_factory.mktemp(name)
         save = save_qwen3_moe if shape in SHAPES else save_family
-        model = save(paths[name], shape, **changed)
-        expected[name] = [
-            {row: reference_logits(model, ids) for row, ids in of_rank.items()}
-            for of_rank in PROMPTS
-        ]
+        expected[name] = _logits(save(paths[name], shape, **changed))
+    for name in {name for name, *_ in HEADS}:
+        paths[name] = tmp_path_factory.mktemp(name)
+        expected[name] = _logits(save_model(paths[name], name))
     return Saved(paths, expected)
+
+
+def _logits(model: Any) -> list[dict[int, torch.Tensor]]:
+    return [
+        {row: reference_logits(model, ids) for row, ids in of_rank.items()} for of_rank in PROMPTS
+    ]
 
 
 Served = dict[Case, Sequence[dict[int, Any]]]  # by case, what each executor answered
