@@ -92,13 +92,8 @@ class Theirs:
     def fill(self, batch_size: int) -> None:
         """Puts random keys and values of PROMPT_LEN tokens into the cache."""
         config = self._model.config
-        size = (
-            batch_size,
-            attention_of(config).num_kv_heads,
-            PROMPT_LEN,
-            attention_of(config).head_dim,
-        )
-        for layer_id in range(len(config.layers)):
+        size = (batch_size, config.num_key_value_heads, PROMPT_LEN, config.head_dim)
+        for layer_id in range(config.num_hidden_layers):
             k, v = (torch.randn(size).to(self._model.dtype) for _ in range(2))
             self._cache.update(k, v, layer_id)
 

@@ -59,7 +59,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": _LLAMA3, "head_dim": 16}),
     "llama_biased": ("Llama", {"attention_bias": True}),
     "qwen2": ("Qwen2", {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "qwen3": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "rope_parameters": _YARN | {"truncate": False}},
+    ),
     "mixtral": ("Mixtral", _MOE),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
 }
