@@ -29,6 +29,7 @@ _MODULES = {  # by class name, the file of this folder
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
     "Qwen2ForCausalLM": "dense",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "dense",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }

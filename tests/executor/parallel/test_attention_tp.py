@@ -45,6 +45,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
 }
 DENSE = ("sparse_step", "mlp_only")
 # Shared experts, biased experts whole and in parts, sinks, norms over projections of all heads.
