@@ -261,7 +261,7 @@ def test_rope_rows_of_some_heads_go_to_halves(tmp_path: Path):
 
 
 def test_groups_are_finished_in_order_and_full(tmp_path: Path):
-    """Threads read ahead of the group that is finished; some group's finish reads another's."""
+    """Threads read ahead of the group that is finished, at most three; some finish reads another's."""
     names = [f"w{i}" for i in range(20)]
     save_file({name: torch.ones(50, 50) for name in names}, tmp_path / "model.safetensors")
     targets = {name: torch.zeros(50, 50, dtype=torch.bfloat16) for name in names}
@@ -269,6 +269,7 @@ def test_groups_are_finished_in_order_and_full(tmp_path: Path):
 
     def finish(name: str) -> None:
         assert targets[name].all()
+        assert not any(targets[later].any() for later in names[len(finished) + 4 :])
         finished.append(name)
 
     groups = [WeightGroup({name: targets[name]}, partial(finish, name)) for name in names]
