@@ -12,7 +12,8 @@ from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
 from executor.model.weights import Format
 from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
-from tests.executor.model.weights.quantised import Quantised, fp8, int4, save_twins
+from tests.executor.model.families.head_checkpoints import save_model
+from tests.executor.model.weights.quantised import Quantised, fp8, int4, mxfp4, save_twins
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.serving import Rank
 
@@ -128,3 +129,14 @@ def test_a_quantised_model_answers_as_its_dequantised_twin(
     logits = [Rank(folder).step({0: [5, 9, 11, 80]})[0] for folder in folders]
     assert logits[1].equal(logits[2])
     assert 0.01 < (logits[0] - logits[1]).abs().max() < logits[0].abs().max()
+
+
+def test_gpt_oss_in_mxfp4_answers_as_its_dequantised_twin(tmp_path: Path) -> None:
+    """Its experts are stacked, inputs first in bfloat16 and outputs first in MXFP4."""
+    folders = [tmp_path / name for name in ("model", "quantised", "plain")]
+    save_model(folders[0], "gpt_oss")
+    ending = ("experts.gate_up_proj", "experts.down_proj")
+    save_twins(*folders, quantise=mxfp4, ending=ending, config=MXFP4)
+    logits = [Rank(folder).step({0: [5, 9, 11, 80]})[0] for folder in folders]
+    assert logits[1].equal(logits[2])
+    assert (logits[0] - logits[1]).abs().max() > 0.01
