@@ -3,8 +3,6 @@
 Source: Transformers, models/deepseek_v2/modeling_deepseek_v2.py, deepseek_v3/modeling_deepseek_v3.py.
 """
 
-from dataclasses import replace
-
 from executor.model.decoder.config import (
     Fields,
     read_experts,
@@ -14,6 +12,8 @@ from executor.model.decoder.config import (
     read_num_mtp_layers,
     read_rope,
     read_rope_fields,
+    read_sigmoid_router,
+    with_shared,
     yarn_mscale,
 )
 from executor.model.decoder.decoder import Tensors, renamed
@@ -21,11 +21,8 @@ from executor.model.spec import (
     GroupScore,
     MlaSpec,
     ModelSpec,
-    MoeSpec,
     RopeSpec,
     RouterSpec,
-    Scores,
-    SharedSpec,
     Yarn,
 )
 
@@ -33,7 +30,9 @@ from executor.model.spec import (
 def read(fields: Fields) -> ModelSpec:
     fields.refuse({"moe_layer_freq": (1,), "mlp_bias": (False,)})
     router = (
-        _softmax(fields) if fields.architecture() == "DeepseekV2ForCausalLM" else sigmoid(fields)
+        _softmax(fields)
+        if fields.architecture() == "DeepseekV2ForCausalLM"
+        else read_sigmoid_router(fields)
     )
     num_dense = fields.integer("first_k_dense_replace", default=0)
     num_layers = read_num_layers(fields)
@@ -60,9 +59,7 @@ def read_latent_model(fields: Fields, router: RouterSpec, sparse: list[bool]) ->
     fields.ignore("head_dim")  # of the rope, as Transformers writes it
     fields.refuse({"rope_interleave": (True,)})
     rope = read_rope(fields, fields.integer("qk_rope_head_dim", least=2))
-    experts = read_experts(fields, router)
-    if experts is not None:
-        experts = _with_shared(fields, experts)
+    experts = with_shared(fields, read_experts(fields, router))
     sparse = [*sparse, *[True] * read_num_mtp_layers(fields)]
     layers = read_layers(fields, read_latent_attention(fields, rope), experts, sparse)
     num_layers = read_num_layers(fields)
@@ -93,21 +90,6 @@ def read_latent_attention(fields: Fields, rope: RopeSpec) -> MlaSpec:
     )
 
 
-def sigmoid(fields: Fields) -> RouterSpec:
-    """Returns V3's router: groups of the two best, a bias for the choice only."""
-    fields.refuse({"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
-    return RouterSpec(
-        scores=Scores.SIGMOID,
-        correction_bias=True,
-        num_groups=fields.integer("n_group", default=1, least=1),
-        num_kept_groups=fields.integer("topk_group", default=1, least=1),
-        group_score=GroupScore.TOP2,
-        renormalise=fields.flag("norm_topk_prob", default=True),
-        factor=fields.number("routed_scaling_factor", default=1.0),
-        in_float32=True,
-    )
-
-
 def _softmax(fields: Fields) -> RouterSpec:
     """Returns V2's router, which renormalises nothing."""
     kinds = ("greedy", "group_limited_greedy")
@@ -123,11 +105,3 @@ def _softmax(fields: Fields) -> RouterSpec:
         factor=fields.number("routed_scaling_factor", default=1.0),
         in_float32=True,
     )
-
-
-def _with_shared(fields: Fields, experts: MoeSpec) -> MoeSpec:
-    """Returns experts with an MLP beside them, as wide as so many of them."""
-    count = fields.integer("n_shared_experts", default=0)
-    if not count:
-        return experts
-    return replace(experts, shared=SharedSpec(intermediate_size=count * experts.intermediate_size))

@@ -3,9 +3,9 @@
 Source: Transformers, models/glm4_moe_lite/modeling_glm4_moe_lite.py.
 """
 
-from executor.model.decoder.config import Fields, read_num_layers
+from executor.model.decoder.config import Fields, read_num_layers, read_sigmoid_router
 from executor.model.decoder.decoder import Tensors, renamed
-from executor.model.families.deepseek import read_latent_model, sigmoid
+from executor.model.families.deepseek import read_latent_model
 from executor.model.spec import ModelSpec
 
 
@@ -18,7 +18,9 @@ def read(fields: Fields) -> ModelSpec:
         raise fields.error(
             f"mlp_layer_types={kinds!r}: need dense or sparse for each of {num_layers} layers"
         )
-    return read_latent_model(fields, sigmoid(fields), [kind == "sparse" for kind in kinds])
+    return read_latent_model(
+        fields, read_sigmoid_router(fields), [kind == "sparse" for kind in kinds]
+    )
 
 
 def tensors(spec: ModelSpec) -> Tensors:

@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from executor.build.executor import build_worker
 from executor.build.plan import plan_graph_sizes
 from executor.config import ExecutorConfig
 from executor.worker import Worker
+from tests.executor.model.families.head_checkpoints import SHAPES as HEAD_SHAPES
+from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.support.steps import decode_part, prompt_part, step, tokens_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60]
@@ -50,6 +53,20 @@ def test_tokens_do_not_depend_on_whether_steps_replay_graphs(
     eager = _generate(worker, prefill_size=None, decode_size=None)
     assert _generate(worker, prefill_size=12, decode_size=4) == eager
     assert _generate(worker, prefill_size=64, decode_size=8) == eager
+
+
+@pytest.mark.parametrize("shape", HEAD_SHAPES)
+def test_tokens_of_every_family_with_heads_are_those_of_transformers_in_graphs_too(
+    shape: str, tmp_path: Path
+):
+    model = save_model(tmp_path, shape)
+    worker, _ = build_worker(config(tmp_path, prefill_graphs="piecewise"))
+    out = model.generate(
+        torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    expected = out[0, len(PROMPT) :].tolist()
+    assert _generate(worker, prefill_size=None, decode_size=None) == expected
+    assert _generate(worker, prefill_size=12, decode_size=4) == expected
 
 
 def _generate(worker: Worker, prefill_size: int | None, decode_size: int | None) -> list[int]:

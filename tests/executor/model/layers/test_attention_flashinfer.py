@@ -117,6 +117,17 @@ def test_each_size_has_its_own_wrapper_and_all_share_their_memory(library: CpuFl
     assert not any(name.endswith("__init__") for name in library.names())
 
 
+def test_layers_with_windows_have_wrappers_of_their_own_in_graphs(library: CpuFlashInfer) -> None:
+    case = Case([(25, 1), (3, 1)], layout=DpLayout.single(2, 2), window=5, sinks=True)
+    attention = case.flashinfer()
+    attention.init_cuda_graph_state(SIZES)
+    library.names()
+    case.check(case.run(attention))
+    planned = keywords(library, "decode.plan")
+    assert sorted(given["window_left"] for given in planned) == [-1, 4]
+    assert not any(name.endswith("__init__") for name in library.names())
+
+
 def workspaces_of(library: CpuFlashInfer) -> dict[Any, dict[str, torch.Tensor]]:
     """Returns the float and the int workspace that each wrapper has now."""
     return {
