@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from executor.build.executor import build_worker
-from executor.build.plan import plan_graph_sizes
+from executor.build.plan import Blueprint, plan_graph_sizes
 from executor.config import ExecutorConfig
+from executor.errors import CheckpointError
 from executor.worker import Worker
 from tests.executor.model.families.head_checkpoints import SHAPES as HEAD_SHAPES
 from tests.executor.model.families.head_checkpoints import save_model
+from tests.executor.support.checkpoints import save_latent_model
+from tests.executor.support.drafts.draft_checkpoints import save_draft
 from tests.executor.support.steps import decode_part, prompt_part, step, tokens_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60]
@@ -67,6 +70,39 @@ def test_tokens_of_every_family_with_heads_are_those_of_transformers_in_graphs_t
     expected = out[0, len(PROMPT) :].tolist()
     assert _generate(worker, prefill_size=None, decode_size=None) == expected
     assert _generate(worker, prefill_size=12, decode_size=4) == expected
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latents")
+    save_latent_model(path, "deepseek_v3", hidden_size=48)
+    return path
+
+
+def test_a_model_of_latents_gives_the_same_tokens_in_graphs_and_without(latents: Path):
+    worker, _ = build_worker(config(latents, prefill_graphs="piecewise"))
+    eager = _generate(worker, prefill_size=None, decode_size=None)
+    assert _generate(worker, prefill_size=12, decode_size=4) == eager
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "problem"),
+    [
+        (
+            "eagle3",
+            {"draft_topk": 2, "num_draft_tokens": 4},
+            r"draft_topk=2: .* latent attention \(MLA\) .*; set draft_topk=1",
+        ),
+        ("frozen_kv", {}, r"DeepseekV3ForCausalLM keeps latents \(MLA\)"),
+    ],
+)
+def test_drafts_that_do_not_go_with_latents_are_refused_before_weights_are_read(
+    kind: str, settings: dict[str, Any], problem: str, latents: Path, tmp_path: Path
+):
+    save_draft(tmp_path, kind)
+    with pytest.raises((ValueError, CheckpointError), match=problem):
+        Blueprint.of(config(latents, draft_model=tmp_path, **settings))
+    Blueprint.of(config(latents))
 
 
 def _generate(worker: Worker, prefill_size: int | None, decode_size: int | None) -> list[int]:
