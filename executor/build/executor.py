@@ -322,3 +322,11 @@ def _log_loaded(blueprint: Blueprint, device: Device, kv_pool: KVPool) -> None:
         prefill_graphs=len(blueprint.graph_sizes.extend),
         speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,
     )
+    size = blueprint.config.attn_tp_size
+    if size > 1 and any(group.latent_dim is not None for group in kv_pool.shape.groups):
+        log.warning(
+            "latents_on_every_executor",
+            attn_tp_size=size,
+            kv_bytes_per_token=kv_pool.bytes_per_block // kv_pool.block_size,
+            instead="more dp_size keeps each sequence's latents once",
+        )
