@@ -509,7 +509,8 @@ def _rotary_dim(fields: Fields, rope: Fields, head_dim: int, rotary_dim: int | N
 
 
 def _dtype(fields: Fields) -> torch.dtype:
-    name = str(fields.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+    unsaid = "float32" if fields.get("quantization_config") is None else "bfloat16"
+    name = str(fields.get("dtype", "torch_dtype", default=unsaid)).removeprefix("torch.")
     if name not in _DTYPES:
         raise fields.error(f"dtype={name!r} is not supported; {', '.join(_DTYPES)} are")
     return _DTYPES[name]

@@ -2,16 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from executor.__main__ import main
 from executor.build.check import check
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
+from tests.executor.model.families.head_checkpoints import save_model
+from tests.executor.support.checkpoints import save_latent_model
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 4, "max_num_seqs": 2}
@@ -49,6 +53,28 @@ def test_an_executor_holds_what_the_check_said(model: Path) -> None:
     assert shared["experts"] == "4 of 8, each shared by 1 executors"
     assert bytes_of(shared["KV per token"]) == bytes_of(alone["KV per token"]) // 2
     assert bytes_of(shared["weights"]) < bytes_of(alone["weights"])
+
+
+@pytest.mark.parametrize(
+    ("save", "shape", "kv_bytes"),
+    [
+        (
+            save_model,
+            "gpt_oss",
+            4 * 2 * 2 * 16 * 4,
+        ),  # layers, keys and values, heads, width, float32
+        (save_latent_model, "deepseek_v3", 3 * (32 + 8) * 4),  # layers, latent and rope
+    ],
+)
+def test_other_families_are_checked_by_what_they_keep(
+    save: Callable[..., Any], shape: str, kv_bytes: int, tmp_path: Path
+) -> None:
+    save(tmp_path, shape)
+    fits, lines = check_lines(model=tmp_path)
+    assert fits
+    assert bytes_of(lines["KV per token"]) == kv_bytes
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    assert bytes_of(lines["weights"]) == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])

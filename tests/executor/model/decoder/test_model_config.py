@@ -43,6 +43,16 @@ def read(path: Path, **changed: Any) -> ModelSpec:
     return read_spec(path)
 
 
+@pytest.mark.parametrize(
+    ("quantised", "dtype"), [("absent", torch.float32), ({"quant_method": "mxfp4"}, torch.bfloat16)]
+)
+def test_a_file_that_names_no_type_means_that_of_its_plain_weights(
+    tmp_path: Path, quantised: Any, dtype: torch.dtype
+):
+    """gpt-oss is published so, and float32 would take twice the memory of what it was trained in."""
+    assert read(tmp_path, torch_dtype="absent", quantization_config=quantised).dtype == dtype
+
+
 def test_both_spellings_say_the_same(tmp_path: Path):
     before = read(tmp_path)
     since = read(
