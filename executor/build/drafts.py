@@ -221,7 +221,8 @@ class _Builder:
     def _attention(self, kv_pool: KVPool, *widths: int, has_tree: bool = False) -> Attention:
         sizes = self.blueprint.graph_sizes.decode
         graphs = [AttentionGraphs(sizes, width, has_tree) for width in widths]
-        return self.device.attention(self._num_heads, kv_pool, graphs, self.blueprint.budget)
+        scale = attention_of(self.draft_config.layers).scale
+        return self.device.attention(self._num_heads, kv_pool, graphs, self.blueprint.budget, scale)
 
     def _pass(self, kv_pool: KVPool, attention: Attention, layer: int = 0) -> ForwardPass:
         config, draft, layers = self.blueprint.config, self.draft, self.draft_config.layers

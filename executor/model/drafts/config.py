@@ -190,8 +190,33 @@ def _aux_layers(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     return tuple(chosen)
 
 
+def _of_target(fields: Fields, target: ModelSpec) -> DraftConfig:
+    """Returns the layers that the target's own folder holds after the target's."""
+    count, first = len(target.mtp_layers), len(target.layers)
+    sizes = {
+        "num_hidden_layers": first,
+        "num_nextn_predict_layers": count,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+    for name, theirs in sizes.items():
+        if fields.get(name) != theirs:
+            raise fields.error(f"{name}={fields.get(name)!r}, and the target has {theirs}")
+    return DraftConfig(
+        layout=DraftLayout.NEXTN,
+        algorithm="eagle" if count == 1 else "multi_layer_eagle",
+        layers=replace(target, layers=target.mtp_layers, mtp_layers=()),
+        num_layers=count,
+        first_layer_id=first,
+        vocab_size=target.vocab_size,
+    )
+
+
 def _mtp(fields: Fields, target: ModelSpec, layout: DraftLayout) -> DraftConfig:
     architecture = fields.architecture()
+    is_of_target = target.mtp_layers and architecture == target.architecture
+    if is_of_target and layout is DraftLayout.NEXTN:
+        return _of_target(fields, target)
     if fields.get("kv_lora_rank", "q_lora_rank") is not None:
         raise fields.error(
             "kv_lora_rank or q_lora_rank is given: multi-head latent attention (MLA) is not "

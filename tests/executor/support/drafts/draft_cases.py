@@ -212,7 +212,12 @@ class DraftCase:
         return builders[way.runner](self.pool)
 
     def _attention(
-        self, num_heads: int, pool: KVPool, graphs: list[AttentionGraphs], budget: None
+        self,
+        num_heads: int,
+        pool: KVPool,
+        graphs: list[AttentionGraphs],
+        budget: None,
+        scale: float | None = None,
     ) -> Attention:
         if self._new_attention is not None and graphs[0].sizes:
             return self._new_attention(num_heads, pool, graphs)

@@ -49,17 +49,20 @@ class DraftRank:
         self.config = DraftConfig.from_dir(draft_path, target_config)
         kernels = None if new_kernels is None else new_kernels(self.config.layers)
         self.model = load_draft_model(draft_path, self.config, self.target.model, kernels=kernels)
-        heads = attention_share(attention_of(self.config.layers), topology)
-        self._attention = TorchAttention(
-            len(heads.q_heads),
-            len(heads.kv_heads),
-            attention_of(self.config.layers).head_dim,
-            dtype=target_config.dtype,
-        )
         shape = self.config.kv_shape(BLOCK_SIZE, target_config.dtype, topology)
         self.pool = self.target.pool
         if shape is not None:
             self.pool = self.target.pool.sibling(shape)
+        attention = attention_of(self.config.layers)
+        [group] = self.pool.shape.groups
+        self._attention = TorchAttention(
+            len(attention_share(attention, topology).q_heads),
+            group.parts[0].num_heads,
+            group.parts[0].width,
+            dtype=target_config.dtype,
+            scale=attention.scale,
+            latent_dim=group.latent_dim,
+        )
         self.num_drafted = [[0] * self.pool.num_rows for _ in range(self.model.num_layers)]
 
     def step(
