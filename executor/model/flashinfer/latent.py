@@ -4,7 +4,7 @@
 
 Planning refuses what the kernels cannot run by the lengths of a batch: heads that do not divide a tile of
 64 or 128 rows drop a key of some lengths, and there is room for 16,384 pieces of work. Heads are
-therefore padded to a power of two, and ``check_rows`` refuses at start what might not fit.
+therefore padded to a power of two. What planning might refuse is refused at start.
 
 Source: FlashInfer 0.7.2, mla/_batch_mla/_backends/_fa_common.py, _validate_fa_plan_workload.
 """
@@ -57,6 +57,18 @@ class LatentShape:
     def padded_heads(self) -> int:
         """The next power of two, which divides every tile."""
         return 1 << (self.num_heads - 1).bit_length()
+
+    def check_widths(self) -> None:
+        """Refuses widths for which the library has no kernel.
+
+        Raises:
+            ValueError: Says which it has.
+        """
+        if self.latent_dim % 128 or self.rope_dim % 64:
+            raise ValueError(
+                f"kv_lora_rank={self.latent_dim} and qk_rope_head_dim={self.rope_dim}: FlashInfer's "
+                f"latent attention takes multiples of 128 and of 64; run this model with device=cpu"
+            )
 
     def check_rows(self, max_num_tokens: int, max_num_seqs: int, num_clusters: int) -> None:
         """Refuses passes that planning might refuse.

@@ -424,6 +424,7 @@ def _latent_shape(
     )
     num_processors = 0
     if kv_pool.device.type == "cuda":
+        shape.check_widths()
         num_processors = torch.cuda.get_device_properties(kv_pool.device).multi_processor_count
     shape.check_rows(max_num_tokens, kv_pool.num_rows, num_processors)
     return shape

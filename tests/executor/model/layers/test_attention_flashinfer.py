@@ -1,5 +1,6 @@
 """If this fails, attention on a GPU reads other keys than its own, or a graph replays a stale plan."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from executor.batch.kv_pool import KVPool
 from executor.build.devices import AttentionGraphs
 from executor.model.decoder.sizes import attention_of
+from executor.model.flashinfer.latent import LatentShape
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_tables import look_up_pages, plan_pages
 from executor.model.layers.attention_workspace import AttentionWorkspace
@@ -298,6 +300,11 @@ def test_what_planning_would_refuse_is_refused_at_start(library: CpuFlashInfer) 
     flashinfer_attention(100, pool, max_num_tokens=most)
     with pytest.raises(ValueError, match=f"={most + 1}: .* rows of 100 heads .* at most {most}"):
         flashinfer_attention(100, pool, max_num_tokens=most + 1)
+    sizes: dict[str, Any] = {"num_heads": 16, "block_size": 64, "dtype": torch.bfloat16}
+    published = LatentShape(latent_dim=512, rope_dim=64, sm_scale=0.1, **sizes)
+    published.check_widths()
+    with pytest.raises(ValueError, match=r"kv_lora_rank=32 .* of 128 and of 64; .* device=cpu"):
+        replace(published, latent_dim=32).check_widths()
 
 
 # The torch backend, and how keys are stored, against the library's own references.
