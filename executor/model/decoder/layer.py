@@ -22,7 +22,7 @@ from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GqaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
-from executor.model.weights import Part, WeightGroup
+from executor.model.weights import Part, Source, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
 
@@ -155,13 +155,12 @@ class GroupedQueryAttention:
                     for letter, x in heads.items()
                 }
             )
-        norms = {f"{prefix}{letter}_norm.weight": torch.empty_like(weight[0]) for letter in heads}
-
-        def spread() -> None:
-            for of_heads, norm in zip(heads.values(), norms.values(), strict=True):
-                of_heads[:] = norm
-
-        return WeightGroup(norms, spread)
+        return WeightGroup(
+            {
+                Source(name=f"{prefix}{letter}_norm.weight", spread=True): x
+                for letter, x in heads.items()
+            }
+        )
 
     def _qkv_parts(self, name: str, targets: Sequence[torch.Tensor]) -> dict[str, Part]:
         letters = zip("qkv" if self.num_kv_heads else "q", targets, strict=False)

@@ -38,13 +38,16 @@ def bytes_of(line: str) -> int:
 
 
 def test_an_executor_holds_what_the_check_said(model: Path) -> None:
-    """The head and the embedding are one; half of the experts, and of the heads' KV, are elsewhere."""
+    """Heads repeat a norm's weight; half of the experts, and of the heads' KV, are elsewhere."""
     fits, alone = check_lines(model=model)
     assert fits
     assert alone["family"] == "Qwen3MoeForCausalLM"
     [file] = model.glob("*.safetensors")
     header = int.from_bytes(file.read_bytes()[:8], "little")
-    assert bytes_of(alone["weights"]) == file.stat().st_size - header - 8
+    fields = json.loads((model / "config.json").read_text())
+    heads = fields["num_attention_heads"] + fields["num_key_value_heads"]
+    repeated = fields["num_hidden_layers"] * (heads - 2) * fields["head_dim"] * 2
+    assert bytes_of(alone["weights"]) == file.stat().st_size - header - 8 + repeated
     worker, _ = build_worker(ExecutorConfig(model=model, **SETTINGS))
     pool = worker._kv_pool
     assert bytes_of(alone["KV per token"]) == pool.all_bytes_per_block // 16

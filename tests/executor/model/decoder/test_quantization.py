@@ -14,7 +14,7 @@ from executor.model.weights import Format
 from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.weights.quantised import Quantised, fp8, int4, mxfp4, save_twins
-from tests.executor.support.checkpoints import save_qwen3_moe
+from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
 from tests.executor.support.serving import Rank
 
 # As published, with what beside these are lists of modules.
@@ -119,12 +119,19 @@ def test_int4_that_is_packed_otherwise_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("quantise", "config"), [(fp8, FP8), (int4, INT4)])
+@pytest.mark.parametrize(
+    ("save", "shape"), [(save_qwen3_moe, "plain"), (save_latent_model, "deepseek_v3")]
+)
 def test_a_quantised_model_answers_as_its_dequantised_twin(
-    quantise: Callable[[torch.Tensor], Quantised], config: dict[str, Any], tmp_path: Path
+    save: Callable[..., Any],
+    shape: str,
+    quantise: Callable[[torch.Tensor], Quantised],
+    config: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    """To the last bit; matrices have whole and partial blocks."""
+    """To the last bit; matrices have whole and partial blocks, and rope rows to turn."""
     folders = [tmp_path / name for name in ("model", "quantised", "plain")]
-    save_qwen3_moe(folders[0], "plain", hidden_size=144, moe_intermediate_size=136)
+    save(folders[0], shape, hidden_size=144, moe_intermediate_size=136)
     save_twins(*folders, quantise=quantise, ending="_proj.weight", config=config)
     logits = [Rank(folder).step({0: [5, 9, 11, 80]})[0] for folder in folders]
     assert logits[1].equal(logits[2])
