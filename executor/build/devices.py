@@ -86,11 +86,7 @@ class Device(ABC):
             budget: Token rows of the largest pass.
             scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
             layers: What layers do that others do not, by their number.
-
-        Raises:
-            ValueError: It cannot do that with what will be captured.
         """
-        _check_trees(graphs, layers)
         [group] = kv_pool.shape.groups
         keys = group.parts[0]
         return TorchAttention(
@@ -111,15 +107,6 @@ class Device(ABC):
     @abstractmethod
     def new_backend(self) -> RunnerBackend:
         """Returns what records and replays for one runner."""
-
-
-def _check_trees(graphs: Sequence[AttentionGraphs], layers: Sequence[LayerOptions]) -> None:
-    windows = sorted({layer.window for layer in layers if layer.window is not None})
-    if windows and any(each.has_tree for each in graphs):
-        raise ValueError(
-            f"draft_topk above 1 makes trees, which cannot be verified by layers with a "
-            f"sliding_window={windows[0]}: set draft_topk=1"
-        )
 
 
 def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
@@ -228,7 +215,6 @@ class Cuda(Device):
     ) -> Attention:
         if self.ops is None or self._workspace is None:
             return super().attention(num_heads, kv_pool, graphs, budget, scale, layers)
-        _check_trees(graphs, layers)
         new = partial(
             FlashInferAttention,
             self.ops,

@@ -142,10 +142,18 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
 
 
 def _check_trees(model: ModelSpec, speculation: SpeculationPlan) -> None:
-    if speculation.is_tree and isinstance(attention_of(model), MlaSpec):
+    if not speculation.is_tree:
+        return
+    unable = None
+    for attention in (layer.attention for layer in model.layers):
+        if isinstance(attention, MlaSpec):
+            unable = "latent attention (MLA)"
+        elif attention.window is not None:
+            unable = f"attention with sliding_window={attention.window}"
+    if unable is not None:
         raise ValueError(
-            f"draft_topk={speculation.topk}: drafts are verified as trees, which latent attention "
-            f"(MLA) of {model.architecture} cannot; set draft_topk=1"
+            f"draft_topk={speculation.topk}: drafts are verified as trees, which {unable} of "
+            f"{model.architecture} cannot; set draft_topk=1"
         )
 
 

@@ -105,6 +105,16 @@ def test_drafts_that_do_not_go_with_latents_are_refused_before_weights_are_read(
     Blueprint.of(config(latents))
 
 
+def test_trees_over_sliding_windows_are_refused_before_weights_are_read(tmp_path: Path):
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    draft.mkdir()
+    save_draft(draft, "eagle3")
+    save_model(target, "gpt_oss", hidden_size=48, vocab_size=96)
+    Blueprint.of(config(target, draft_model=draft))
+    with pytest.raises(ValueError, match=r"draft_topk=2: .* sliding_window=8 .*; set draft_topk=1"):
+        Blueprint.of(config(target, draft_model=draft, draft_topk=2, num_draft_tokens=4))
+
+
 def _generate(worker: Worker, prefill_size: int | None, decode_size: int | None) -> list[int]:
     """Returns 8 greedy tokens of one sequence, each step replaying a graph of that size or none."""
     worker.join(1, "")

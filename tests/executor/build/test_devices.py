@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from executor.batch.kv_pool import KVShape
 from executor.build import devices
-from executor.build.devices import AttentionGraphs, Cpu, open_device
+from executor.build.devices import Cpu, open_device
 from executor.config import ExecutorConfig
-from executor.model.layers.attention import LayerOptions
-from tests.executor.support.kv import full_pool
 
 
 def opened(model: Path, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -63,16 +60,3 @@ def test_executors_of_one_machine_each_run_on_the_gpu_that_their_settings_name(
     monkeypatch.setattr(devices, "_flashinfer", lambda config: None)
     found = opened(tiny_checkpoint, device=device, attn_tp_size=2)
     assert [found.torch_device] == made_current == [torch.device("cuda", number)]
-
-
-def test_trees_over_sliding_windows_are_refused_with_what_would_do(tiny_checkpoint: Path):
-    shape = KVShape.of_heads(
-        num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32
-    )
-    pool, budget = full_pool(shape, 2, 16), None
-    graphs = [AttentionGraphs((1,)), AttentionGraphs((1,), 4, has_tree=True)]
-    layers = (LayerOptions(window=8), LayerOptions())
-    device = opened(tiny_checkpoint, device="cpu")
-    with pytest.raises(ValueError, match=r"sliding_window=8: set draft_topk=1"):
-        device.attention(4, pool, graphs, budget, layers=layers)
-    assert device.attention(4, pool, graphs[:1], budget, layers=layers)

@@ -72,20 +72,20 @@ SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def config_of(shape: str) -> Any:
-    """Returns the configuration of one of ``SHAPES``."""
+def config_of(shape: str, **changed: Any) -> Any:
+    """Returns the configuration of one of ``SHAPES``, but for some fields."""
     config, _, fields = SHAPES[shape]
-    return config(**(_SIZES | fields))
+    return config(**(_SIZES | fields | changed))
 
 
-def save_model(path: Path, shape: str) -> Any:
+def save_model(path: Path, shape: str, **changed: Any) -> Any:
     """Saves a random model of one of ``SHAPES`` and returns it, ready to run.
 
     Correction biases are negative: groups that counted 0 instead of nothing would win. Inputs of
     gpt-oss's experts are large: else no clamp would show.
     """
     torch.manual_seed(3)
-    model: Any = SHAPES[shape][1](config_of(shape)).float().eval()
+    model: Any = SHAPES[shape][1](config_of(shape, **changed)).float().eval()
     with torch.no_grad():
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             if "e_score_correction_bias" in name:
