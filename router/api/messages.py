@@ -127,10 +127,21 @@ async def read_request(
         hides_cached=settings.is_cache_shared,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
-        stops = StopStrings(message.stop.stop_strings) if message.stop.stop_strings else None
-        for sequence in request.sequences:
-            sequence.text = tokenizer.new_text(stops)
+        _add_texts(request, message, tokenizer)
     return request
+
+
+def _add_texts(
+    request: Request, message: serving_pb2.GenerateRequest, tokenizer: Tokenizer
+) -> None:
+    strings, output = message.stop.stop_strings, message.output
+    stops = StopStrings(strings, is_kept=output.include_stop) if strings else None
+    skips_special = output.skip_special_tokens or not output.HasField("skip_special_tokens")
+    silent_ids = () if output.include_stop else request.stop.stop_token_ids
+    for sequence in request.sequences:
+        sequence.text = tokenizer.new_text(
+            stops, skips_special=skips_special, silent_ids=silent_ids
+        )
 
 
 async def _read_prompt(

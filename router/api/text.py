@@ -9,6 +9,7 @@ tokens at once, with one exception, noted at WindowDetokenizer.
 import codecs
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,13 +108,15 @@ class StopStrings:
 
     Args:
         strings: At least one character each.
+        is_kept: Whether the one that ends a text stays in it.
 
     Attributes:
         completed: By node, the longest stop string that ends there; None if none does.
         num_held: By node, how many of the last characters may begin a stop string.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, is_kept: bool = False) -> None:
+        self.is_kept = is_kept
         self._children: list[dict[str, int]] = [{}]
         self._fallback = [ROOT]  # the node of the longest proper end that is a node too
         self.completed: list[str | None] = [None]
@@ -168,11 +171,18 @@ class OutputText:
     Args:
         detokenizer: Of this sequence only.
         stops: What ends the text, if anything does; shared by a request's sequences.
+        silent_ids: Tokens that make no text where they come last, as the one that ends it does.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: StopStrings | None = None) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: StopStrings | None = None,
+        silent_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
+        self._silent_ids = silent_ids
         self._node = ROOT
         self._ready: list[str] = []
         self._held = ""  # may begin a stop string
@@ -181,7 +191,10 @@ class OutputText:
     def feed(self, token_ids: Int32Array, *, may_stop: bool) -> str | None:
         """Adds tokens. Returns the stop string that they completed, if they did."""
         assert not self._is_closed, "no token follows the end"
-        return self._add(self._detokenizer.add(token_ids.tolist()), may_stop)
+        tokens = token_ids.tolist()
+        if self._silent_ids and tokens and tokens[-1] in self._silent_ids:
+            tokens.pop()
+        return self._add(self._detokenizer.add(tokens), may_stop)
 
     def close(self) -> None:
         """Makes what was held back ready: no token follows. Harmless to call again."""
@@ -204,7 +217,7 @@ class OutputText:
         for end, char in enumerate(new, start=len(self._held) + 1):
             self._node = self._stops.step(self._node, char)
             if may_stop and (stop := self._stops.completed[self._node]) is not None:
-                self._ready.append(text[: end - len(stop)])
+                self._ready.append(text[: end if self._stops.is_kept else end - len(stop)])
                 self._is_closed = True
                 return stop
         num_ready = len(text) - self._stops.num_held[self._node]
@@ -215,8 +228,6 @@ class OutputText:
 
 class Tokenizer:
     """The model's tokenizer.
-
-    Special tokens, such as the end of the sequence, make no text.
 
     Args:
         path: A tokenizer.json as the `tokenizers` library writes it.
@@ -233,7 +244,12 @@ class Tokenizer:
             if token.special
         )
         self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        self._bytes_by_id = _BytesById(self._tokenizer.id_to_token, self._special_ids)
+        self._bytes_by_id = {
+            skips_special: _BytesById(
+                self._tokenizer.id_to_token, self._special_ids if skips_special else frozenset()
+            )
+            for skips_special in (True, False)
+        }
 
     def encode(self, text: str) -> Int32Array:
         """Returns the tokens of a prompt, with the special ones that the tokenizer adds.
@@ -243,15 +259,31 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([text])  # `encode` keeps the GIL
         return np.array(encoding.ids, dtype=np.int32)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skips_special: bool = True) -> str:
         """Returns the text of all tokens of an output."""
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special)
 
-    def new_text(self, stops: StopStrings | None = None) -> OutputText:
-        """Returns an empty text, for one new sequence."""
+    def new_text(
+        self,
+        stops: StopStrings | None = None,
+        *,
+        skips_special: bool = True,
+        silent_ids: Sequence[int] = (),
+    ) -> OutputText:
+        """Returns an empty text, for one new sequence.
+
+        Args:
+            stops: What ends it, if anything does.
+            skips_special: Whether special tokens, such as the end of the sequence, make no text.
+            silent_ids: Tokens that end the output; those of them that are special make no text.
+        """
+        silent = frozenset() if skips_special else self._special_ids.intersection(silent_ids)
         if self._is_byte_level:
-            return OutputText(ByteDetokenizer(self._bytes_by_id.__getitem__), stops)
-        return OutputText(WindowDetokenizer(self.decode, self._special_ids.__contains__), stops)
+            bytes_of = self._bytes_by_id[skips_special].__getitem__
+            return OutputText(ByteDetokenizer(bytes_of), stops, silent)
+        decode = partial(self.decode, skips_special=skips_special)
+        skipped = self._special_ids if skips_special else frozenset()
+        return OutputText(WindowDetokenizer(decode, skipped.__contains__), stops, silent)
 
 
 class _BytesById(dict[int, bytes]):

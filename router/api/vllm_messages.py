@@ -73,6 +73,9 @@ def read_generate(request: Message) -> serving_pb2.GenerateRequest:
             logprobs=params.HasField("logprobs"),
             prompt_logprobs=params.HasField("prompt_logprobs"),
             top_logprobs=max(_num_top(params, "logprobs"), _num_top(params, "prompt_logprobs")),
+            # The gateway makes the text; these say what stop strings are looked for in.
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
         ),
         n=params.n,
     )

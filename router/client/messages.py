@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     logprobs: bool
     prompt_logprobs: bool
     top_logprobs: int
+    skip_special_tokens: bool
+    include_stop: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ class GenerateRequest(_message.Message):
     """The model's name as GetModel tells it. Empty: whichever is served."""
     text: _builtins.str
     """Text, at least one token long, encoded with the special tokens that the tokenizer puts
-    around every text. At most 64 characters for each token that fits. Responses then carry text
-    deltas.
+    around every text: a rendered chat template has them already, so send its token ids. At most
+    64 characters for each token that fits. Responses then carry text deltas.
     """
     n: _builtins.int
     """Number of continuations, 1 to 64; 0 means 1. Responses name theirs by `index`. Continuation
@@ -374,9 +374,11 @@ class StopConditions(_message.Message):
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the output, also across the borders of tokens. The text ends before the
-        string; the tokens end with the one that completed it. Of several the first to be complete
-        counts, and the longest of those complete together. At most 16, of 1 to 256 characters.
-        Needs a router that has the model's tokenizer.
+        string, or behind it with include_stop; the tokens end with the one that completed it. Of
+        several the first to be complete counts, and the longest of those complete together. They are
+        looked for in the text as OutputOptions make it: in that of special tokens only without
+        skip_special_tokens, and a string counts before the stop token that completed it. At most 16,
+        of 1 to 256 characters. Needs a router that has the model's tokenizer.
         """
 
     def __init__(
@@ -408,6 +410,8 @@ class OutputOptions(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """Set: text deltas also for a prompt of token ids. Text prompts always have them."""
     logprobs: _builtins.bool
@@ -420,6 +424,16 @@ class OutputOptions(_message.Message):
     """With each log probability, the likeliest alternatives; 0 to 20. More than 0 needs logprobs or
     prompt_logprobs.
     """
+    skip_special_tokens: _builtins.bool
+    """Special tokens, such as the markers of a chat template, make no text. Absent: true. Clear it to
+    read formats that mark their parts by special tokens, as gpt-oss' and Kimi's tool calls do.
+    Token ids have them either way.
+    """
+    include_stop: _builtins.bool
+    """Set: what ended the output stays in the text: the stop string, and where skip_special_tokens is
+    false also a special token of stop_token_ids or of the model's end of sequence. A stop token
+    that is not special always makes its text.
+    """
     def __init__(
         self,
         *,
@@ -427,12 +441,16 @@ class OutputOptions(_message.Message):
         logprobs: _builtins.bool = ...,
         prompt_logprobs: _builtins.bool = ...,
         top_logprobs: _builtins.int = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "include_stop", b"include_stop", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
 Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
@@ -456,7 +474,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """Text since the last response; whole UTF-8 characters. Not always the text of token_ids:
     what may still become a character or a stop string is held back, and special tokens have
-    no text.
+    no text unless skip_special_tokens is false.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -14,6 +14,17 @@ from router.requests.request import Int32Array
 from tests.router.support import fake_engines
 
 SAMPLE = "Grüße, 世界! 👩‍🚀 naïve\tend\n"
+WORD_DECODERS = [
+    decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", left=1, right=0),
+        ]
+    ),
+    decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+]
 
 
 @pytest.fixture
@@ -23,6 +34,10 @@ def byte_tokenizer(tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def word_tokenizer(tmp_path: Path) -> Tokenizer:
+    return words_decoded_by(WORD_DECODERS[0], tmp_path)
+
+
+def words_decoded_by(decoder: decoders.Decoder, folder: Path) -> Tokenizer:
     """Words with a leading space sign, and bytes for what has no word, as Mixtral's."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", "▁", "!", "wide", "▁end"]
     vocab = {word: index for index, word in enumerate(words)}
@@ -31,15 +46,8 @@ def word_tokenizer(tmp_path: Path) -> Tokenizer:
         models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
     )
     inner.add_special_tokens([AddedToken("<s>", special=True)])
-    inner.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", left=1, right=0),
-        ]
-    )
-    return saved(inner, tmp_path)
+    inner.decoder = decoder
+    return saved(inner, folder)
 
 
 def saved(inner: tokenizers.Tokenizer, folder: Path) -> Tokenizer:
@@ -64,7 +72,7 @@ def text_of(text: OutputText, pieces: list[list[int]]) -> list[str]:
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """The tokens that stand for these bytes, whether or not they are UTF-8."""
-    id_of = {tokenizer._bytes_by_id[token_id]: token_id for token_id in range(256)}
+    id_of = {tokenizer._bytes_by_id[True][token_id]: token_id for token_id in range(256)}
     return [id_of[bytes([byte])] for byte in data]
 
 
@@ -116,8 +124,10 @@ def test_pieces_of_any_bytes_join_to_what_the_tokenizer_decodes(
     for _ in range(rng.randint(0, 3)):
         token_ids.insert(rng.randrange(len(token_ids)), rng.choice([256, 257, 258]))
 
-    taken = text_of(byte_tokenizer.new_text(), random_pieces(rng, token_ids))
-    assert "".join(taken) == byte_tokenizer.decode(token_ids)
+    skips = bool(seed % 2)
+    text = byte_tokenizer.new_text(skips_special=skips)
+    taken = text_of(text, random_pieces(rng, token_ids))
+    assert "".join(taken) == byte_tokenizer.decode(token_ids, skips_special=skips)
 
 
 def test_a_decoder_that_looks_back_is_given_the_tokens_before(word_tokenizer: Tokenizer):
@@ -127,8 +137,9 @@ def test_a_decoder_that_looks_back_is_given_the_tokens_before(word_tokenizer: To
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_pieces_of_words_and_spelled_out_characters_join(word_tokenizer: Tokenizer, seed: int):
+def test_pieces_of_words_and_spelled_out_characters_join(tmp_path: Path, seed: int):
     rng = random.Random(seed)
+    word_tokenizer = words_decoded_by(WORD_DECODERS[seed % 2], tmp_path)
     token_ids: list[int] = []
     for _ in range(rng.randint(1, 30)):
         if rng.random() < 0.3:
@@ -136,8 +147,10 @@ def test_pieces_of_words_and_spelled_out_characters_join(word_tokenizer: Tokeniz
         else:
             token_ids.append(rng.randrange(1, 8))
 
-    taken = text_of(word_tokenizer.new_text(), random_pieces(rng, token_ids))
-    assert "".join(taken) == word_tokenizer.decode(token_ids)
+    skips = bool(seed // 2 % 2)
+    text = word_tokenizer.new_text(skips_special=skips)
+    taken = text_of(text, random_pieces(rng, token_ids))
+    assert "".join(taken) == word_tokenizer.decode(token_ids, skips_special=skips)
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in taken)
 
 
@@ -176,6 +189,59 @@ def test_a_stop_string_that_ends_too_early_does_not_count(byte_tokenizer: Tokeni
     assert text.take() == "xa"
     assert text.feed(byte_tokenizer.encode("a"), may_stop=True) == "aa"
     assert text.take() == ""
+
+
+EOS = 256
+
+
+@pytest.mark.parametrize(
+    ("options", "silent_ids", "expected"),
+    [
+        ({"skips_special": True}, [], "ab"),
+        ({"skips_special": False}, [], "a<eos>b<eos>"),  # the stop tokens are kept
+        ({"skips_special": False}, [EOS], "a<eos>b"),
+        ({"skips_special": True}, [EOS], "ab"),
+    ],
+)
+def test_a_special_stop_token_makes_text_where_it_is_kept(
+    byte_tokenizer: Tokenizer, options: dict[str, bool], silent_ids: list[int], expected: str
+):
+    text = byte_tokenizer.new_text(**options, silent_ids=silent_ids)
+    token_ids = byte_tokenizer.encode("a<eos>b<eos>").tolist()
+    assert "".join(text_of(text, [token_ids[:3], token_ids[3:]])) == expected
+
+
+def test_a_stop_token_that_is_not_special_makes_text(byte_tokenizer: Tokenizer):
+    token_ids = byte_tokenizer.encode("a<tool>").tolist()
+    text = byte_tokenizer.new_text(skips_special=False, silent_ids=token_ids)
+    assert "".join(text_of(text, [token_ids])) == "a<tool>"
+
+
+def test_half_a_character_before_a_special_token_is_replaced_and_never_cut(
+    byte_tokenizer: Tokenizer,
+):
+    [first, *rest] = byte_tokenizer.encode("é").tolist()
+    pieces = [[first], [EOS], [first], rest]
+    shown = text_of(byte_tokenizer.new_text(skips_special=False), pieces)
+    assert shown == ["", "\N{REPLACEMENT CHARACTER}<eos>", "", "é", ""]
+    hidden = text_of(byte_tokenizer.new_text(), pieces)
+    assert hidden == ["", "", "\N{REPLACEMENT CHARACTER}", "é", ""]
+
+
+def test_a_stop_string_finds_special_tokens_only_where_they_make_text(byte_tokenizer: Tokenizer):
+    token_ids = byte_tokenizer.encode("a<eos>b")
+    stops = StopStrings(["<eos>", "eos>b"])
+    assert byte_tokenizer.new_text(stops).feed(token_ids, may_stop=True) is None
+    text = byte_tokenizer.new_text(stops, skips_special=False)
+    assert (text.feed(token_ids, may_stop=True), text.take()) == ("<eos>", "a")
+
+
+def test_a_stop_string_that_is_kept_ends_the_text(byte_tokenizer: Tokenizer):
+    text = byte_tokenizer.new_text(StopStrings(["END"], is_kept=True))
+    assert text.feed(byte_tokenizer.encode("one E"), may_stop=True) is None
+    assert text.take() == "one "
+    assert text.feed(byte_tokenizer.encode("ND and more"), may_stop=True) == "END"
+    assert text.take() == "END"
 
 
 @pytest.mark.parametrize("seed", range(300))

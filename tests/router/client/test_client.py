@@ -150,6 +150,8 @@ async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Cli
         stop_strings=["."],
         ignore_eos=True,
         text=True,
+        skip_special_tokens=False,
+        include_stop=True,
     )
     request = await engines.arrivals.get()
     assert (request.request_id, len(request.sequences), request.priority) == ("mine", 2, 4)
