@@ -63,7 +63,7 @@ def measure_steps(machine: Machine) -> list[Table]:
         raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few for one layer")
     copied, nominal = copy_bandwidth(machine), machine.bandwidth()
     config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:layers])
-    depth = f"{layers} of {LARGE_MODEL.num_hidden_layers}"
+    depth = f"{layers} of {len(LARGE_MODEL.layers)}"
     decode_rows, limit_rows = {}, {}
     with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
         backend = machine.new_backend()
