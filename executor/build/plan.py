@@ -70,7 +70,8 @@ class Blueprint:
         if config.draft_model is not None:
             draft = DraftConfig.from_dir(config.draft_model, model)
             speculation = plan_speculation(config, draft)
-            _check_trees(model, speculation)
+            for each in (model, draft.layers):
+                _check_trees(each, speculation)
         graph_sizes = plan_graph_sizes(config, max_model_len, has_split_dense=has_split_dense)
         return cls(
             config=config,

@@ -13,7 +13,6 @@ Source: SGLang, models/llama_eagle3.py, models/deepseek_nextn.py, models/qwen3_n
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -25,16 +24,15 @@ from executor.batch.kv_pool import KVShape
 from executor.model.decoder.config import (
     MAX_LAYERS,
     Fields,
-    are_sparse,
     read_attention,
-    read_experts,
     read_layers,
     read_model,
     read_num_layers,
     read_rope,
 )
 from executor.model.decoder.sizes import attention_of, kv_shape
-from executor.model.spec import GqaSpec, ModelSpec, QkNorm, RouterSpec
+from executor.model.families import read_family
+from executor.model.spec import GqaSpec, ModelSpec, QkNorm
 from executor.model.weights import tensor_names
 from executor.parallel.layout import Topology
 
@@ -43,22 +41,13 @@ _FROZEN_KV = "FrozenKvMTPForCausalLM"
 _NEXTN_TENSOR = re.compile(r"model\.layers\.\d+\.eh_proj\.weight")
 _LLAMA_ROPE_THETA = 10000.0  # of Transformers' LlamaConfig: published EAGLE-3 heads leave it out
 
-# A layer of the draft is one of Qwen3-MoE's. What other families' layers do beyond that:
+# What layers of Llama's kind, of EAGLE-3 heads and frozen-KV drafts, do not do here.
 _PLAIN_LAYERS: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
 }
-_PLAIN_ROUTING: dict[str, tuple[Any, ...]] = {
-    "n_shared_experts": (0,),
-    "shared_expert_intermediate_size": (0,),
-    "scoring_func": ("softmax",),
-    "topk_method": ("greedy",),
-    "n_group": (1, 0),
-    "routed_scaling_factor": (1, 1.0),
-    "moe_layer_freq": (1,),
-}
-_SIGMOID_ROUTING = ("Deepseek", "Glm4Moe", "Glm4vMoe")
-_ZERO_CENTRED = ("Qwen3Next", "Qwen3_5")
 
 
 class DraftLayout(Enum):
@@ -190,87 +179,31 @@ def _aux_layers(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _of_target(fields: Fields, target: ModelSpec) -> DraftConfig:
-    """Returns the layers that the target's own folder holds after the target's."""
-    count, first = len(target.mtp_layers), len(target.layers)
-    sizes = {
-        "num_hidden_layers": first,
-        "num_nextn_predict_layers": count,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    for name, theirs in sizes.items():
-        if fields.get(name) != theirs:
-            raise fields.error(f"{name}={fields.get(name)!r}, and the target has {theirs}")
-    return DraftConfig(
-        layout=DraftLayout.NEXTN,
-        algorithm="eagle" if count == 1 else "multi_layer_eagle",
-        layers=replace(target, layers=target.mtp_layers, mtp_layers=()),
-        num_layers=count,
-        first_layer_id=first,
-        vocab_size=target.vocab_size,
-    )
-
-
 def _mtp(fields: Fields, target: ModelSpec, layout: DraftLayout) -> DraftConfig:
-    architecture = fields.architecture()
-    is_of_target = target.mtp_layers and architecture == target.architecture
-    if is_of_target and layout is DraftLayout.NEXTN:
-        return _of_target(fields, target)
-    if fields.get("kv_lora_rank", "q_lora_rank") is not None:
-        raise fields.error(
-            "kv_lora_rank or q_lora_rank is given: multi-head latent attention (MLA) is not "
-            "supported; only grouped-query attention is"
-        )
-    if architecture.startswith(_ZERO_CENTRED):
-        raise fields.error(
-            f"{architecture}: gated attention and norms that scale by 1 + weight are not "
-            f"supported; only layers as in Qwen3MoeForCausalLM are"
-        )
+    """The family that the file names reads it, so that layers are whatever the family's are."""
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     default = 1 if layout is DraftLayout.MTP else None
-    count = fields.integer(
-        "num_nextn_predict_layers", "mtp_num_hidden_layers", default=default, most=MAX_LAYERS
-    )
+    count = fields.integer(*names, default=default, most=MAX_LAYERS)
     if count < 1:
-        raise fields.error(f"num_nextn_predict_layers={count}: a draft needs at least 1 layer")
-    first = read_num_layers(fields)
-    dense_first = fields.integer("first_k_dense_replace", default=0)
-    sparse = [
-        is_sparse and first + k >= dense_first
-        for k, is_sparse in enumerate(are_sparse(fields, range(first, first + count)))
-    ]
-    has_qk_norm = bool(fields.get("use_qk_norm", default=architecture.startswith("Qwen3")))
-    layers = _read_layers(
-        fields, target, count, QkNorm.HEAD if has_qk_norm else QkNorm.NONE, sparse=sparse
-    )
-    if layers.moe is not None:
-        _check_experts(layers, fields, target)
-    return DraftConfig(
-        layout=layout,
-        algorithm="eagle" if count == 1 else "multi_layer_eagle",
-        layers=layers,
-        num_layers=count,
-        first_layer_id=first if layout is DraftLayout.NEXTN else 0,
-        vocab_size=layers.vocab_size,
-    )
-
-
-def _check_experts(layers: ModelSpec, fields: Fields, target: ModelSpec) -> None:
-    """Raises if a draft's experts are chosen in another way, or cannot use the target's dispatcher."""
-    fields.refuse(_PLAIN_ROUTING)
-    architecture = fields.architecture()
-    if architecture.startswith(_SIGMOID_ROUTING) and fields.get("scoring_func") is None:
-        raise fields.error(
-            f"{architecture} routes by sigmoid with a correction bias, which is not supported; "
-            f"only softmax is, as in Qwen3MoeForCausalLM"
-        )
+        raise fields.error(f"{names[0]}={count}: a draft needs at least 1 layer")
+    fields = fields.changed(num_nextn_predict_layers=count, mtp_num_hidden_layers=None)
+    model = read_family(fields)
+    layers = replace(model, layers=model.mtp_layers, mtp_layers=())
     ours, theirs = (layers.num_experts, layers.top_k), (target.num_experts, target.top_k)
-    if ours != theirs:
+    if layers.moe is not None and ours != theirs:
         raise fields.error(
             f"num_experts={ours[0]}, num_experts_per_tok={ours[1]}: a draft's experts are reached "
             f"like the target's, which has {theirs[0]} and {theirs[1]}; need the same, or dense "
             f"layers"
         )
+    return DraftConfig(
+        layout=layout,
+        algorithm="eagle" if count == 1 else "multi_layer_eagle",
+        layers=_beside(fields, layers, target),
+        num_layers=count,
+        first_layer_id=len(model.layers) if layout is DraftLayout.NEXTN else 0,
+        vocab_size=layers.vocab_size,
+    )
 
 
 def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
@@ -316,9 +249,8 @@ def _read_layers(
     qk_norm: QkNorm = QkNorm.NONE,
     *,
     theta: float | None = None,
-    sparse: Sequence[bool] = (),
 ) -> ModelSpec:
-    """Returns a draft's layers as a model, for sequences as long as the target's.
+    """Returns dense layers of Llama's kind as a model.
 
     Args:
         fields: Of the draft.
@@ -326,23 +258,24 @@ def _read_layers(
         count: Layers.
         qk_norm: Norm of queries and keys.
         theta: Of the rope, where the file does not say; None if it must.
-        sparse: Which layers have experts; none may have some if it is empty.
 
     Raises:
-        CheckpointError: They do not fit a target of this hidden size and vocabulary.
+        CheckpointError: They do not fit the target.
     """
     fields.refuse(_PLAIN_LAYERS)
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
-    router = RouterSpec(renormalise=fields.flag("norm_topk_prob"))
-    if not sparse:
-        fields.refuse({"num_experts": (0,), "num_local_experts": (0,)})
-    experts = read_experts(fields, router) if sparse else None
-    layers = read_model(
-        fields,
-        read_layers(fields, attention, experts, sparse or [False] * count),
-        (read_rope(fields, attention.head_dim, theta=theta),),
-    )
+    layers = read_layers(fields, attention, None, [False] * count)
+    rope = read_rope(fields, attention.head_dim, theta=theta)
+    return _beside(fields, read_model(fields, layers, (rope,)), target)
+
+
+def _beside(fields: Fields, layers: ModelSpec, target: ModelSpec) -> ModelSpec:
+    """Returns a draft's layers, for sequences as long as the target's.
+
+    Raises:
+        CheckpointError: They do not fit a target of this hidden size and vocabulary.
+    """
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(layers, name), getattr(target, name)
         if ours != theirs:

@@ -7,7 +7,7 @@
          model.layers.{N + k}.enorm, .hnorm         mtp.pre_fc_norm_embedding, _hidden
          model.layers.{N + k}.eh_proj               mtp.fc
          model.layers.{N + k}.shared_head.norm      mtp.norm
-         model.layers.{N + k}.shared_head.head      the target's, also where NEXTN has none
+         copies of the target's, left unread: model.layers.{N + k}.embed_tokens, .shared_head.head
 
 In the second layout all layers share what is not in ``mtp.layers.{k}``.
 
@@ -15,7 +15,6 @@ Source: DeepSeek-V3 report, section 2.2; SGLang, models/deepseek_nextn.py, model
 """
 
 import re
-from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 
@@ -28,11 +27,12 @@ from executor.model.drafts.config import DraftConfig, DraftLayout
 from executor.model.drafts.draft import DraftShare
 from executor.model.families import Model
 from executor.model.layers.attention import Stages
-from executor.model.layers.linear import Linear, LMHead
+from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.weights import WeightGroup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq")
 _OF_TARGET = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 
@@ -95,12 +95,7 @@ class MTPDraft(DraftShare):
         # By layer; the same one for all where they share it.
         self.combines = combines * (config.num_layers // num_shared)
         self.norms = norms * (config.num_layers // num_shared)
-        self._own_heads: Mapping[int, LMHead] = {
-            k: self._new_head()
-            for k in range(config.num_layers)
-            if f"{self._prefix(k)}shared_head.head.weight" in names
-        }
-        self.heads = [self._own_heads.get(k, target.lm_head) for k in range(config.num_layers)]
+        self._lm_head = target.lm_head
 
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"
@@ -119,7 +114,7 @@ class MTPDraft(DraftShare):
 
     def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
         with self._workers.sharing(len(hidden)):
-            return self.heads[layer](hidden)
+            return self._lm_head(hidden)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""
@@ -136,11 +131,7 @@ class MTPDraft(DraftShare):
             names = (f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}eh_proj")
             groups.append(combine.weight_group(*names))
             groups.append(WeightGroup({f"{prefix}shared_head.norm.weight": norm_k.weight}))
-        heads = [
-            head.weight_group(f"{self._prefix(k)}shared_head.head.weight")
-            for k, head in self._own_heads.items()
-        ]
-        return [*groups, *decoders, *heads]
+        return [*groups, *decoders]
 
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread: another executor's, or the target's."""
@@ -151,7 +142,7 @@ class MTPDraft(DraftShare):
             return name in _OF_TARGET
         if self._config.layout is DraftLayout.MTP or int(layer[1]) < self._config.first_layer_id:
             return True
-        return layer[2] in ("embed_tokens.weight", "self_attn.rotary_emb.inv_freq")
+        return layer[2] in _COPIES
 
     def _prefix(self, k: int) -> str:
         """Returns what the names of layer k's tensors begin with."""

@@ -102,9 +102,19 @@ def read_spec(path: str | Path) -> ModelSpec:
     """
     path = Path(path)
     fields = Fields.read(path / "config.json")
+    spec = read_family(fields)
+    return replace(spec, eos_token_ids=_eos_token_ids(path / "generation_config.json", fields))
+
+
+def read_family(fields: Fields) -> ModelSpec:
+    """Returns the model that config.json describes, without what generation_config.json says.
+
+    Raises:
+        CheckpointError: A field is missing, not known, or says what is not supported.
+    """
     spec = _family(fields.architecture()).read(fields)
     fields.refuse_others()
-    return replace(spec, eos_token_ids=_eos_token_ids(path / "generation_config.json", fields))
+    return spec
 
 
 def _family(architecture: str) -> Family:

@@ -333,7 +333,7 @@ def test_layers_that_follow_one_another_are_taught_by_what_came_before(
         states = given
         for layer in range(NUM_STEPS):
             out = expected.hidden([*ids, *chain[:layer]], states, layer)
-            logits = expected.logits(out[-1:], layer)[0]
+            logits = expected.logits(out[-1:])[0]
             assert_pick(second, sequence, layer, logits, draws if is_drawn else None)
             states = torch.cat((torch.zeros(1, 48), out))  # the next token takes the last one's
     assert_outputs(second, texts, cuts, expected)

@@ -18,15 +18,6 @@ from executor.parallel.layout import Topology
 from tests.executor.support.checkpoints import save_qwen3_moe
 from tests.executor.support.drafts.draft_checkpoints import HIDDEN, KINDS, VOCAB, save_draft
 
-# Fields of published config.json files that no layer here implements.
-GLM_4_5_AIR: dict[str, Any] = {
-    "n_shared_experts": 1,
-    "partial_rotary_factor": 0.5,
-    "scoring_func": "absent",
-}
-DEEPSEEK_V3: dict[str, Any] = {"kv_lora_rank": 512, "q_lora_rank": 1536}
-QWEN3_NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"]}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
@@ -56,8 +47,7 @@ def read(tmp_path: Path, target: ModelSpec) -> Read:
     ("kind", "algorithm", "num_layers", "num_features"),
     [
         ("eagle3", "eagle", 1, 3),
-        ("deepseek_names", "eagle", 1, 1),
-        ("glm_names", "eagle", 1, 1),
+        ("nextn", "eagle", 1, 1),
         ("nextn_three_layers", "multi_layer_eagle", 3, 1),
         ("qwen3_next_names", "eagle", 1, 1),
         ("qwen3_next_names_two_layers", "multi_layer_eagle", 2, 1),
@@ -122,7 +112,7 @@ def test_layers_have_experts_where_their_numbers_say_so(read: Read):
         return [isinstance(layer.feed_forward, MoeSpec) for layer in layers]
 
     assert sparse() == [False, True, False]
-    assert sparse(mlp_only_layers=[], first_k_dense_replace=4) == [False, True, True]
+    assert sparse(mlp_only_layers=[], decoder_sparse_step=2) == [True, False, True]
     assert not any(sparse(mlp_only_layers=[3, 4, 5]))
 
 
@@ -150,23 +140,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("eagle3", {"eagle_config": "absent"}, r"layer_ids=\[1, 0, -1\], by default: need three"),
     ("eagle3", {"architectures": ["LlamaForCausalLMEagle"]}, "LlamaForCausalLMEagle is no draft"),
-    ("deepseek_names", DEEPSEEK_V3, "multi-head latent attention"),
-    ("deepseek_names", {"num_nextn_predict_layers": 0}, "at least 1 layer"),
-    (
-        "deepseek_names",
-        {"num_nextn_predict_layers": "absent"},
-        "num_nextn_predict_layers or .* is missing",
-    ),
-    ("deepseek_names", {"intermediate_size": "absent"}, "intermediate_size is missing"),
-    ("glm_names", GLM_4_5_AIR, "partial_rotary_factor=0.5"),
-    ("glm_names", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; only 0 is"),
-    ("glm_names", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' .* only 'softmax' is"),
-    ("glm_names", {"scoring_func": "absent"}, "Glm4MoeForCausalLM routes by sigmoid"),
-    ("glm_names", {"routed_scaling_factor": 2.5}, r"routed_scaling_factor=2\.5"),
-    ("glm_names", {"n_group": 8}, "n_group=8"),
-    ("glm_names", {"num_experts_per_tok": 2}, "num_experts=8, num_experts_per_tok=2: .* 8 and 3"),
-    ("glm_names", {"n_routed_experts": 16}, "num_experts=16, num_experts_per_tok=3: .* 8 and 3"),
-    ("qwen3_next_names", QWEN3_NEXT, "Qwen3NextForCausalLM: gated attention"),
+    ("nextn", {"num_nextn_predict_layers": 0}, "at least 1 layer"),
+    ("nextn", {"num_nextn_predict_layers": "absent"}, "num_nextn_predict_layers or .* is missing"),
+    ("nextn", {"intermediate_size": "absent", "mlp_only_layers": [3]}, "intermediate_size is miss"),
+    ("nextn", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid': not known of"),
+    ("nextn", {"hidden_size": 64}, "hidden_size=64, and the target has 48"),
+    ("nextn", {"num_experts_per_tok": 2}, "num_experts=8, num_experts_per_tok=2: .* 8 and 3"),
+    ("nextn", {"num_experts": 16}, "num_experts=16, num_experts_per_tok=3: .* 8 and 3"),
+    ("qwen3_next_names", {"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' is"),
     ("qwen3_next_names", {"shared_expert_intermediate_size": 24}, "shared_expert_intermediate"),
     ("frozen_kv", {"head_dim": 16}, "head_dim=16: .* it must be 32"),
     ("frozen_kv", {"num_attention_heads": 8}, "num_attention_heads=8: .* it must be 4"),

@@ -87,7 +87,7 @@ def assert_drafts_like(rank: DraftRank, expected: DraftReference, offset: int = 
         for row, (ids, given) in entries.items():
             hidden, logits = drafted[row]
             assert_close(hidden, expected.hidden(ids, given, layer))
-            assert_close(logits, expected.logits(expected.hidden(ids, given, layer), layer))
+            assert_close(logits, expected.logits(expected.hidden(ids, given, layer)))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def _in_float32(path: Path, source: Path) -> Path:
 def test_padded_rows_of_a_draft_reach_no_expert(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save_draft(tmp_path, "glm_names")
+    save_draft(tmp_path, "nextn")
     rank = DraftRank(target, tmp_path)
     seen = watch_experts(rank.model, monkeypatch)
     rank.step({0: ([5, 9, 4, 7, 8], torch.randn(5, HIDDEN))}, num_real=2)
@@ -180,7 +180,7 @@ def test_padded_rows_of_a_draft_reach_no_expert(
     assert (ids == NUM_EXPERTS).all(dim=1).tolist() == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "deepseek_names", "frozen_kv"])
+@pytest.mark.parametrize("kind", ["eagle3", "nextn", "frozen_kv"])
 def test_features_are_projected_by_eagle_alone(target: Path, tmp_path: Path, kind: str):
     save_draft(tmp_path, kind)
     rank, expected = DraftRank(target, tmp_path), reference(target, tmp_path)
@@ -193,7 +193,7 @@ def test_features_are_projected_by_eagle_alone(target: Path, tmp_path: Path, kin
         assert torch.equal(rank.model.project(features), features)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3_whole_vocab", "glm_names", "frozen_kv"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3_whole_vocab", "nextn", "frozen_kv"])
 def test_the_ids_of_a_small_vocabulary_are_those_that_t2d_names(
     target: Path, tmp_path: Path, kind: str
 ):
@@ -246,15 +246,15 @@ def _lead_outside(tensors: dict[str, torch.Tensor]) -> None:
             _put("midlayer.self_attn.k_proj.weight", 16, 48),
             r"k_proj.* \[16, 48\]; .*needs \[16, 96\]",
         ),
-        ("deepseek_names", _drop("model.layers.3.enorm.weight"), r"lacks model\.layers\.3\.enorm"),
-        ("deepseek_names", _put("model.layers.4.enorm.weight", 48), r"has model\.layers\.4\.enorm"),
+        ("nextn", _drop("model.layers.3.enorm.weight"), r"lacks model\.layers\.3\.enorm"),
+        ("nextn", _put("model.layers.4.enorm.weight", 48), r"has model\.layers\.4\.enorm"),
         (
-            "glm_names",
+            "nextn",
             _put("model.layers.3.mlp.gate.e_score_correction_bias", 8),
             r"e_score_correction_bias, for which",
         ),
         (
-            "glm_names",
+            "nextn",
             _drop("model.layers.3.mlp.experts.7.up_proj.weight"),
             r"lacks model\.layers\.3\.mlp\.experts\.7\.up_proj",
         ),

@@ -53,7 +53,7 @@ def new_model(stem: str, num_layers: int, num_dense: int) -> Any:
 
 
 def save_with_draft(path: Path, stem: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Saves a model with a draft layer of its own kind behind its layers.
+    """Saves a model with a draft layer of its own kind behind its layers, and copies that are not read.
 
     Returns that layer as a model whose final norm and head are the draft's, and the tensors of the
     projection before it.
@@ -75,6 +75,8 @@ def save_with_draft(path: Path, stem: str) -> tuple[Any, dict[str, torch.Tensor]
             tensors[name.replace("model.layers.0.", prefix)] = x
     tensors[f"{prefix}shared_head.norm.weight"] = draft.model.norm.weight.data.clone()
     tensors |= {f"{prefix}{name}.weight": x for name, x in combine.items()}
+    for copy in ("embed_tokens", "shared_head.head"):  # published ones are the target's
+        tensors[f"{prefix}{copy}.weight"] = torch.full((COMMON["vocab_size"], size), torch.nan)
     save_file(tensors, path / "model.safetensors")
     fields = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))

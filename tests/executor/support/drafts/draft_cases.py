@@ -41,7 +41,7 @@ from tests.executor.support.runner_cases import (
 NUM_STEPS = 3
 FILE_OF = {  # the draft checkpoint (draft_checkpoints.py) that each runner is tested with
     "eagle": "eagle3",
-    "moe": "glm_names",
+    "moe": "nextn",
     "multi_layer": "nextn_three_layers",
     "frozen_kv": "frozen_kv",
 }

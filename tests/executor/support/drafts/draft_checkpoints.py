@@ -47,16 +47,11 @@ _NEXTN: dict[str, Any] = _LLAMA | {
     "num_nextn_predict_layers": 1,
     "rope_theta": 20000.0,
 }
-_MOE: dict[str, Any] = {
-    "n_routed_experts": NUM_EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
 _QWEN_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": NUM_EXPERTS,
-    **{name: _MOE[name] for name in ("num_experts_per_tok", "moe_intermediate_size")},
+    "num_experts_per_tok": TOP_K,
+    "moe_intermediate_size": 24,
     "norm_topk_prob": False,
 }
 
@@ -78,7 +73,7 @@ class Kind:
     @property
     def has_qk_norm(self) -> bool:
         names = self.config["architectures"]
-        return bool(self.config.get("use_qk_norm", names[0].startswith(("Qwen3", "Frozen"))))
+        return names[0].startswith(("Qwen3", "Frozen"))
 
     @property
     def num_layers(self) -> int:
@@ -87,7 +82,7 @@ class Kind:
 
     def is_moe(self, layer_id: int) -> bool:
         is_dense = layer_id in self.config.get("mlp_only_layers", ())
-        return not is_dense and ("num_experts" in self.config or "n_routed_experts" in self.config)
+        return not is_dense and "num_experts" in self.config
 
 
 _NEXTN_HEAD = "model.layers.3.shared_head.head.weight"
@@ -102,25 +97,10 @@ KINDS: dict[str, Kind] = {
     "eagle3_of_targets_head": Kind(
         {k: v for k, v in _EAGLE.items() if k != "draft_vocab_size"}, "midlayer"
     ),
-    "deepseek_names": Kind(
-        _NEXTN | {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3},
+    "nextn": Kind(
+        _NEXTN | _QWEN_MOE | {"norm_topk_prob": True},
         "model.layers.3",
         {_NEXTN_HEAD: (VOCAB, HIDDEN), "model.layers.3.embed_tokens.weight": (VOCAB, HIDDEN)},
-    ),
-    "glm_names": Kind(
-        _NEXTN
-        | _MOE
-        | {
-            "architectures": ["Glm4MoeForCausalLM"],
-            "first_k_dense_replace": 1,
-            "use_qk_norm": True,
-            "scoring_func": "softmax",
-            "n_shared_experts": 0,
-            "n_group": 1,
-            "routed_scaling_factor": 1.0,
-        },
-        "model.layers.3",
-        {_NEXTN_HEAD: (VOCAB, HIDDEN)},
     ),
     "nextn_three_layers": Kind(
         _NEXTN

@@ -69,12 +69,11 @@ class DraftReference:
             x = self._decoder(x, f"layers.{i}.", [position], keys_values)
         return self._norm(x, "norm")[0]
 
-    def logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if "midlayer.hidden_norm.weight" in self.tensors:
             hidden = self._norm(hidden, "norm")
             return hidden @ self.tensors.get("lm_head.weight", self.target.head).T
-        own = f"{self._names(layer)[4]}shared_head.head.weight"
-        return hidden @ self.tensors.get(own, self.target.head).T
+        return hidden @ self.target.head.T
 
     def _names(self, layer: int) -> tuple[str, str, str, str, str]:
         """Returns norms of embedding and hidden, projection, last norm, and the layer's prefix."""
