@@ -1,0 +1,197 @@
+"""If this fails, some way of serving some family answers with other tokens than Transformers.
+
+The router's scheduler drives real executors: prompts longer than windows and than ropes were first
+made for, in chunks beside decodes, shared prefixes, preempted sequences, graphs with poisoned padding.
+A normal run takes each family one way; ``LOCKSTEP_FAMILY_WAYS=all`` takes each every way, and further.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.budget.capture_sizes import GraphSizes
+from executor.graph.input_buffers import fresh_input_buffer_pool
+from tests.executor.model.families import head_checkpoints
+from tests.executor.support.checkpoints import (
+    FAMILIES,
+    LATENT_SHAPES,
+    VOCAB_SIZE,
+    reference_logits,
+    save_family,
+    save_latent_model,
+    save_qwen3_moe,
+)
+from tests.executor.support.recording.recording_backend import RecordingBackend, known_world
+from tests.executor.support.runner_cases import (
+    PREFILL_GRAPHS,
+    RunnerCase,
+    assert_close,
+    captured,
+    registry_of,
+)
+from tests.together.speculative_cell import Answer, Ask, Cell, Router, cell_of, serve
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+TOLERANCE = 1e-4
+IS_FULL = os.environ.get("LOCKSTEP_FAMILY_WAYS") == "all"
+NUM_TOKENS = 64 if IS_FULL else 8
+MAX_LEN = 104 + NUM_TOKENS
+
+SAVES: dict[str, Callable[[Path], Any]] = {
+    **{shape: partial(save_qwen3_moe, shape=shape) for shape in ("wide", "mlp_only")},
+    **{name: partial(save_family, name=name) for name in FAMILIES},
+    **{shape: partial(save_latent_model, shape=shape) for shape in LATENT_SHAPES},
+    **{
+        shape: partial(head_checkpoints.save_model, shape=shape)
+        for shape in head_checkpoints.SHAPES
+    },
+}
+DENSE = {"llama", "llama_biased", "qwen2", "qwen3"}
+
+# Settings of executors. Where ep_size is unset, each executor is an EP rank.
+WAYS: dict[str, dict[str, Any]] = {
+    "EP 2, DP 2": {"dp_size": 2, "prefill_graphs": "breakable"},
+    "EP 2, attention TP 2": {"attn_tp_size": 2, "prefill_graphs": "piecewise"},
+    "all-to-all, DP 2": {"dp_size": 2, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+    "one executor": {"prefill_graphs": "breakable"},
+    "DP 2": {"dp_size": 2, "ep_size": 1, "prefill_graphs": "piecewise"},
+    "attention TP 2": {"attn_tp_size": 2, "ep_size": 1, "prefill_graphs": "breakable"},
+    "whole prompts": {"max_num_batched_tokens": 128},
+    "EP 4": {"dp_size": 2, "attn_tp_size": 2, "prefill_graphs": "breakable"},
+    "EP 2 of 4": {"dp_size": 2, "attn_tp_size": 2, "ep_size": 2, "prefill_graphs": "piecewise"},
+    "all-to-all, 4": {"dp_size": 2, "attn_tp_size": 2, "moe_a2a": "torch"},
+}
+NEEDS_EXPERTS = {way for way in WAYS if "EP" in way or "all-to-all" in way} - {"EP 4"}
+QUICK: dict[str, str] = {
+    "llama": "attention TP 2",
+    "qwen2": "DP 2",
+    "qwen3": "one executor",
+    "mixtral": "EP 2, DP 2",
+    "olmoe": "EP 2, attention TP 2",
+    "qwen2_moe": "all-to-all, DP 2",
+    "deepseek_v3": "EP 2, DP 2",
+    "kimi_k2": "all-to-all, DP 2",
+    "deepseek_v2": "one executor",
+    "glm4_moe_lite": "EP 2, attention TP 2",
+    "glm4_moe": "EP 2, DP 2",
+    "gpt_oss": "EP 2, DP 2",
+    "minimax_m2": "one executor",
+}
+EVERY = [
+    (family, way)
+    for family in SAVES
+    for way in WAYS
+    if family not in DENSE or way not in NEEDS_EXPERTS
+]
+# What graphs of other families record is made of the same operators.
+RECORDED = list(SAVES) if IS_FULL else ["qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Returns what saves a family's checkpoint, once."""
+
+    @cache
+    def save(family: str) -> tuple[Path, Any]:
+        path = tmp_path_factory.mktemp(family)
+        return path, SAVES[family](path)
+
+    return save
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    """Spares each capture the million objects that a run has imported."""
+    with known_world():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_buffers() -> Iterator[None]:
+    with fresh_input_buffer_pool():
+        yield
+
+
+def asks() -> list[Ask]:
+    rng = np.random.default_rng(11)
+    first, *others = (
+        tuple(rng.integers(3, VOCAB_SIZE, length).tolist())
+        for length in (100, 30, 22, 90, 26, 34, 38, 29)
+    )
+    branch = first[:61] + others[0][:20]
+    return [
+        Ask(prompt=first, max_tokens=NUM_TOKENS, logprobs=True),
+        Ask(prompt=others[1], max_tokens=2, prompt_logprobs=True),
+        *(
+            Ask(prompt=prompt, max_tokens=12, logprobs=True, delay=delay)
+            for prompt, delay in (
+                (others[0], 3),
+                (branch, 12),
+                *((late, 14) for late in others[2:]),
+            )
+        ),
+    ]
+
+
+def poison_padding(cell: Cell) -> None:
+    for worker in cell.workers:
+        runners: list[Any] = [worker._runner._decode, worker._runner._prefill]  # type: ignore
+        for runner in filter(None, runners):
+            runner.graphs.registry.poison_tails()
+
+
+@pytest.mark.parametrize(("family", "way"), EVERY if IS_FULL else QUICK.items())
+def test_every_family_answers_like_transformers(family: str, way: str, saved: Any) -> None:
+    path, model = saved(family)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | WAYS[way]
+    if settings.get("prefill_graphs"):
+        settings["prefill_graph_sizes"] = (8, 24)
+    room = {"max_model_len": MAX_LEN, "num_kv_blocks": MAX_LEN // 4 + 2}  # a rank holds about two
+    with cell_of(model=path, **room, **settings) as cell:
+        router = Router(cell)
+        poison_padding(cell)
+        asked = asks()
+        for ask, [answer] in zip(asked, serve(router, asked), strict=True):
+            assert_like_transformers(model, ask, answer)
+    assert router.num_preemptions > 0
+    assert router.num_hit_tokens > 0
+    assert min(map(sum, zip(*router.counts, strict=True))) > 0
+
+
+def assert_like_transformers(model: Any, ask: Ask, answer: Answer) -> None:
+    """Checks greedy tokens, and the log probabilities of all tokens asked about."""
+    text = [*ask.prompt, *answer.tokens]
+    expected = reference_logits(model, text[:-1]).log_softmax(-1)
+    start = len(ask.prompt) - 1
+    assert len(answer.tokens) == ask.max_tokens
+    assert list(answer.tokens) == expected[start:].argmax(-1).tolist()
+    scored = torch.arange(0 if ask.prompt_logprobs else start, len(text) - 1)
+    wanted = expected[scored, torch.tensor(text)[scored + 1]][: len(answer.logprobs)]
+    assert len(answer.logprobs) >= min(len(ask.prompt) - 1, ask.max_tokens)
+    assert np.abs(np.asarray(answer.logprobs) - wanted.numpy()).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_recorded_graphs_of_every_family_replay_with_poisoned_padding(
+    family: str, saved: Any
+) -> None:
+    case = RunnerCase(saved(family)[0], is_capturable=True)
+    rng = np.random.default_rng(0)
+    kinds = ["decode", *PREFILL_GRAPHS]
+    for kind in kinds if IS_FULL else [kinds[RECORDED.index(family) % len(kinds)]]:
+        is_decode = kind == "decode"
+        sizes = GraphSizes(decode=(4, 8)) if is_decode else GraphSizes(extend=(8, 32))
+        prefill = PREFILL_GRAPHS[0] if is_decode else kind
+        runner = captured(case.build(sizes, RecordingBackend, prefill))
+        registry_of(runner).poison_tails()
+        new_batch = case.decode_batch if is_decode else case.prefill_batch
+        for size in sizes.decode + sizes.extend:
+            batch = new_batch(rng, size)
+            assert_close(case.run(runner, batch), case.run_eagerly(batch), TOLERANCE)
