@@ -1,5 +1,5 @@
-# `make help` lists the targets; ARGS="..." passes flags on to what they run, and DP, TP, EP, A2A
-# and DRAFTS say what demo and serve start. The virtual environment is made on first use, in .venv,
+# `make help` lists the targets; ARGS="..." passes flags on to what they run, and MODEL, DP, TP, EP,
+# A2A and DRAFTS say what demo and serve start. The virtual environment is made on first use, in .venv,
 # and brought up to date when pyproject.toml or constraints.txt changed.
 
 PYTHON ?= python3
@@ -12,8 +12,9 @@ PROTOS := $(wildcard protos/*/v1/*.proto)
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:cacheprovider
 QUICK_TESTS := tests/repo tests/protos tests/router tests/executor
 
-# make demo DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
-TOPOLOGY = $(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
+# make demo MODEL=deploy/demo_model DP=2 TP=2 EP=1 A2A=torch DRAFTS=eagle
+TOPOLOGY = $(if $(MODEL),--model $(MODEL)) \
+	$(if $(DP),--dp-size $(DP)) $(if $(TP),--attn-tp-size $(TP)) \
 	$(if $(EP),--ep-size $(EP)) $(if $(A2A),--moe-a2a $(A2A)) \
 	$(if $(DRAFTS),--draft-model deploy/demo_drafts/$(DRAFTS))
 
@@ -28,8 +29,9 @@ DEV := $(VENV)/.installed-dev
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (executor/README.md)"
+	@echo "             MODEL=folder serves another model that knows these problems;"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
-	@echo "make serve   start them and leave them running until Ctrl-C; DP, TP, EP, A2A, DRAFTS likewise"
+	@echo "make serve   start them and leave them running until Ctrl-C; MODEL, DP and others likewise"
 	@echo "make quick   the checks, and the tests that start no processes"
 	@echo "make test    every check and test"
 	@echo "make fix     formatter, and lints that can be mended safely"

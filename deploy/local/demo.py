@@ -1,10 +1,10 @@
 """Demo: a whole service on this machine, checked by its answers (``python -m deploy.local.demo``).
 
-Starts executors and a router with the model in deploy/demo_model, sends sums, reversals and
-sortings in all the ways there are, and compares every answer with the right one. With --compare
-a single executor answers first, and every token must be the same. With --speculative a draft model
-drafts, and the same requests are answered with it and without, in turns. Exits with 1 if an answer
-is wrong, if drafts were slower, or if a process is left running.
+Starts executors and a router with the model in deploy/demo_model, or in --model, sends sums,
+reversals and sortings in all the ways there are, and compares every answer with the right one. With
+--compare a single executor answers first, and every token must be the same. With --speculative a
+draft model drafts, and the same requests are answered with it and without, in turns. Exits with 1
+if an answer is wrong, if drafts were slower, or if a process is left running.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from deploy.local import demo_speculative, flags
 from deploy.local.demo_tasks import (
@@ -143,11 +144,13 @@ async def ask_all(client: Client, requests: Sequence[DemoRequest]) -> list[Answe
     return shown + [task.result() for task in asked]
 
 
-async def ask_one_executor(requests: Sequence[DemoRequest], dtype: str) -> list[list[int]]:
+async def ask_one_executor(
+    model: Path, requests: Sequence[DemoRequest], dtype: str
+) -> list[list[int]]:
     """Returns the tokens that a single executor answers with."""
     args = (*EXECUTOR_ARGS, "--dtype", dtype)
     async with (
-        LocalStack(DEMO_MODEL, dp_size=1, executor_args=args) as stack,
+        LocalStack(model, dp_size=1, executor_args=args) as stack,
         stack.client() as client,
         client.many() as many,
     ):
@@ -244,11 +247,11 @@ async def run_requests(args: argparse.Namespace) -> bool:
     if args.compare:
         args.dtype = args.dtype or "float32"
         print(f"Asking a single executor, in {args.dtype}, for the tokens", flush=True)
-        expected = await ask_one_executor(requests, args.dtype)
+        expected = await ask_one_executor(args.model, requests, args.dtype)
     print(f"Starting {flags.describe(args)} and a router ... ", end="", flush=True)
     start_time = time.perf_counter()
     stack = LocalStack(
-        DEMO_MODEL,
+        args.model,
         dp_size=args.dp_size,
         attn_tp_size=args.attn_tp_size,
         executor_args=(*EXECUTOR_ARGS, *flags.executor_args(args)),
@@ -301,6 +304,8 @@ def main() -> int:
     flags.add_flags(parser)
     args = parser.parse_args()
     if args.speculative is not None:
+        if args.model.resolve() != DEMO_MODEL:
+            parser.error(f"--speculative: its drafts are of {DEMO_MODEL}, not of {args.model}")
         args.draft_model = demo_speculative.FOLDER / args.speculative
         args.dtype = args.dtype or "float32"  # with and without: the same tokens
     if args.requests < 1:

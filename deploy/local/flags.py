@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from deploy.local.launch import DEMO_MODEL
 from executor.__main__ import main as executor
 
 SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
@@ -15,6 +16,9 @@ NAMES = SHARING + DRAFTING
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags. The executors' own are described as `python -m executor --help` does."""
+    parser.add_argument(
+        "--model", type=Path, default=DEMO_MODEL, help="a Hugging Face checkpoint [default: demo]"
+    )
     parser.add_argument("--dp-size", type=_size, default=2, help="DP ranks [default: 2]")
     parser.add_argument(
         "--attn-tp-size", type=_size, default=1, help="executors of each DP rank [default: 1]"

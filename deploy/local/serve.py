@@ -7,10 +7,9 @@ import argparse
 import asyncio
 import sys
 from functools import partial
-from pathlib import Path
 
 from deploy.local import flags
-from deploy.local.launch import DEMO_MODEL, LocalStack
+from deploy.local.launch import LocalStack
 from deploy.local.processes import ProcessEnded, cancel_at_signals
 
 HOW_TO_CALL = """\
@@ -68,9 +67,6 @@ async def serve(args: argparse.Namespace) -> None:
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Serves a model on this machine until Ctrl-C.")
-    parser.add_argument(
-        "--model", type=Path, default=DEMO_MODEL, help="a Hugging Face checkpoint [default: demo]"
-    )
     parser.add_argument(
         "--listen", default="127.0.0.1:50051", help="router's host:port [default: 127.0.0.1:50051]"
     )

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from deploy.local.demo import (
     Answer,
     DemoRequest,
     draw_requests,
+    main,
     print_differences,
 )
 from deploy.local.demo_tasks import text_of, token_ids
@@ -104,6 +106,16 @@ def test_a_size_that_cannot_be_is_refused_before_anything_starts(
     with pytest.raises(SystemExit):
         parser.parse_args(args)
     assert named in capsys.readouterr().err
+
+
+def test_drafts_are_refused_beside_a_model_that_they_were_not_trained_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["demo", "--model", str(tmp_path), "--speculative"])
+
+    with pytest.raises(SystemExit):
+        main()
+    assert f"its drafts are of {DEMO_MODEL}, not of {tmp_path}" in capsys.readouterr().err
 
 
 def test_what_is_given_goes_to_the_executors_and_nothing_else():
