@@ -1,6 +1,8 @@
-"""Training of the demo model: a small Qwen3-MoE that adds, reverses and sorts.
+"""Training of the demo models: a small Qwen3-MoE and a DeepSeek-V3 that add, reverse and sort.
 
     python -m deploy.demo_model.training.train_demo_model --out deploy/demo_model
+    python -m deploy.demo_model.training.train_demo_model --family deepseek_v3 \\
+        --out deploy/demo_model_mla
 
 Some forty minutes on one core. The model reads bytes (id = byte + 3), so it needs no vocabulary,
 and its answers can be checked, so that a fault in what serves it shows as a wrong sum.
@@ -15,12 +17,22 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GenerationConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from deploy.local.demo_tasks import (
     FIRST_BYTE_ID,
@@ -34,16 +46,14 @@ from deploy.local.demo_tasks import (
     token_ids,
 )
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, Qwen3MoeForCausalLM
-
 logger = logging.getLogger("train_demo_model")
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 VOCAB_SIZE = 264  # 3 + 256, rounded up to a multiple of 8
 TOKENS_PER_STEP = 3072
 PEAK_LR = 3e-3
-BALANCE_WEIGHT = 0.01
+BALANCE_WEIGHT = 0.01  # of the loss that evens out a Qwen3-MoE's experts
+BALANCE_STEP = 1e-3  # by which a DeepSeek-V3's correction biases move
 LONG_CONTEXT = 300
 CHECK_SEED = 1_000_003  # no step trains with it
 
@@ -72,31 +82,75 @@ PHASES = (
 )
 
 
-def build_model() -> "Qwen3MoeForCausalLM":
-    """Builds the untrained model in float32."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+DemoModel: TypeAlias = Qwen3MoeForCausalLM | DeepseekV3ForCausalLM
 
-    shape: dict[str, Any] = {"head_dim": 128}  # read by the model, not declared by its config
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        norm_topk_prob=True,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        tie_word_embeddings=False,
-        pad_token_id=PAD_ID,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        **shape,
-    )
-    return Qwen3MoeForCausalLM(config)
+SHARED_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+}
+
+
+def build_qwen3_moe() -> Qwen3MoeForCausalLM:
+    """Builds the untrained Qwen3-MoE in float32."""
+    shape = {
+        **SHARED_SHAPE,
+        "intermediate_size": 256,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "head_dim": 128,  # read by the model, not declared by its config
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+
+
+def build_deepseek_v3() -> DeepseekV3ForCausalLM:
+    """Builds the untrained DeepSeek-V3 in float32."""
+    shape = {
+        **SHARED_SHAPE,
+        "intermediate_size": 384,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+    }
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape))
+
+
+FAMILIES = {"qwen3_moe": build_qwen3_moe, "deepseek_v3": build_deepseek_v3}
+
+
+def move_biases(
+    router: DeepseekV3TopkRouter, _: object, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    """Moves the biases of experts with less than the mean load up, and of those with more down.
+
+    A forward hook of a router: its third output are the chosen experts.
+
+    Source: DeepSeek-V3's technical report, section 2.1.2.
+    """
+    if not torch.is_grad_enabled():
+        return  # a check
+    load = torch.bincount(output[2].flatten(), minlength=router.num_experts).float()
+    router.e_score_correction_bias += BALANCE_STEP * torch.sign(load.mean() - load)
 
 
 class Muon(torch.optim.Optimizer):
@@ -203,37 +257,39 @@ def draw_row(rng: random.Random, row_len: int, even_lengths: bool) -> tuple[list
 
 
 def train_step(
-    model: "Qwen3MoeForCausalLM", rng: random.Random, phase: Phase, use_bfloat16: bool
+    model: DemoModel, rng: random.Random, phase: Phase, use_bfloat16: bool
 ) -> torch.Tensor:
     """Runs a batch forward and backward.
 
     Returns:
         The mean loss of the answer bytes, without gradient.
     """
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
     row_len = rng.choice(phase.row_lens)
     num_rows = TOKENS_PER_STEP // row_len
     rows = [draw_row(rng, row_len, phase.even_lengths) for _ in range(num_rows)]
     ids = torch.tensor([row for row, _ in rows])
     is_answer = torch.tensor([flags for _, flags in rows])[:, 1:]
+    has_balance_loss = isinstance(model, Qwen3MoeForCausalLM)  # the other has biases instead
     with torch.autocast("cpu", torch.bfloat16, enabled=use_bfloat16):
-        output = model.model(ids[:, :-1], use_cache=False, output_router_logits=True)
+        output = model.model(ids[:, :-1], use_cache=False, output_router_logits=has_balance_loss)
         logits = model.lm_head(output.last_hidden_state[is_answer])
     loss = F.cross_entropy(logits.float(), ids[:, 1:][is_answer])
-    balance = load_balancing_loss_func(
-        output.router_logits, model.config.num_experts, model.config.num_experts_per_tok
-    )
+    balance = 0.0
+    if has_balance_loss:
+        balance = load_balancing_loss_func(
+            output.router_logits, model.config.num_experts, model.config.num_experts_per_tok
+        )
     torch.autograd.backward(loss + BALANCE_WEIGHT * balance)
     return loss.detach()
 
 
-def train(
-    model: "Qwen3MoeForCausalLM", num_steps: int, seed: int, out: Path, use_bfloat16: bool
-) -> None:
+def train(model: DemoModel, num_steps: int, seed: int, out: Path, use_bfloat16: bool) -> None:
     """Trains the model through all phases, and writes it to `out` at every check."""
     optimizers = make_optimizers(model)
     start, loss_sum, check_every = time.process_time(), 0.0, 250
+    for module in model.modules():
+        if isinstance(module, DeepseekV3TopkRouter):
+            module.register_forward_hook(move_biases)
     for step in range(num_steps):
         progress = step / num_steps
         phase = next(phase for phase in PHASES if progress < phase.until)
@@ -249,7 +305,7 @@ def train(
 
 
 @torch.inference_mode()
-def answer(model: "Qwen3MoeForCausalLM", prompts: Sequence[str]) -> list[str]:
+def answer(model: DemoModel, prompts: Sequence[str]) -> list[str]:
     """Completes the prompts greedily, in batches with padding at the left."""
     completions: list[str] = []
     for start in range(0, len(prompts), 50):
@@ -266,7 +322,7 @@ def answer(model: "Qwen3MoeForCausalLM", prompts: Sequence[str]) -> list[str]:
     return completions
 
 
-def log_scores(model: "Qwen3MoeForCausalLM", count: int) -> None:
+def log_scores(model: DemoModel, count: int) -> None:
     """Counts right answers of the model as it is written, to problems that it has not seen.
 
     A quarter of them is asked again after `LONG_CONTEXT` tokens of other problems.
@@ -289,17 +345,17 @@ def log_scores(model: "Qwen3MoeForCausalLM", count: int) -> None:
             logger.info("%s after %d: %s, wrong: %s", kind.value, context_tokens, score, wrong[:6])
 
 
-def as_bfloat16(model: "Qwen3MoeForCausalLM") -> "Qwen3MoeForCausalLM":
+def as_bfloat16(model: DemoModel) -> DemoModel:
     """Returns a copy as it is written and served."""
     copied = copy.deepcopy(model)
     copied.bfloat16()
+    for served, trained in zip(copied.buffers(), model.buffers(), strict=True):
+        served.data = trained.data.clone()  # correction biases and frequencies stay in float32
     return copied
 
 
-def generation_config(max_new_tokens: int | None = None) -> "GenerationConfig":
+def generation_config(max_new_tokens: int | None = None) -> GenerationConfig:
     """Greedy, to the newline that ends an answer or the end-of-text id."""
-    from transformers import GenerationConfig
-
     return GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
@@ -309,7 +365,7 @@ def generation_config(max_new_tokens: int | None = None) -> "GenerationConfig":
     )
 
 
-def save(model: "Qwen3MoeForCausalLM", out: Path) -> None:
+def save(model: DemoModel, out: Path) -> None:
     """Writes weights, configuration and tokenizer in Hugging Face's format."""
     out.mkdir(parents=True, exist_ok=True)
     as_bfloat16(model).save_pretrained(out)
@@ -319,8 +375,6 @@ def save(model: "Qwen3MoeForCausalLM", out: Path) -> None:
 
 def save_tokenizer(out: Path) -> None:
     """Writes a tokenizer whose ids are the UTF-8 bytes + 3."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     vocab = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
     symbols = bytes_to_unicode()
     vocab |= {symbols[byte]: byte + FIRST_BYTE_ID for byte in range(256)}
@@ -351,6 +405,7 @@ def main() -> None:
     """Trains, writes and measures the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3_moe")
     parser.add_argument("--steps", type=int, default=3200, help="training steps in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000, help="problems of each kind at the end")
@@ -361,7 +416,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    model = build_model()
+    model = FAMILIES[args.family]()
     logger.info("%d parameters", sum(param.numel() for param in model.parameters()))
     train(model, args.steps, args.seed, args.out, args.bfloat16)
     save(model, args.out)
