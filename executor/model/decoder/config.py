@@ -110,18 +110,26 @@ class Fields:
         return CheckpointError(f"{self._path}: {message}")
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Returns the first of the names that is there."""
+        """Returns the value of a field that has several names.
+
+        Raises:
+            CheckpointError: Two of the names are there and say different things.
+        """
         self._known.update(names)
-        found = [self._values[name] for name in names if self._values.get(name) is not None]
-        return found[0] if found else default
+        found = {name: self._values[name] for name in names if self._values.get(name) is not None}
+        value = next(iter(found.values()), default)
+        if any(other != value for other in found.values()):
+            said = " and ".join(f"{self._prefix}{name}={each!r}" for name, each in found.items())
+            raise self.error(f"{said} contradict each other; leave out the wrong one")
+        return value
 
     def integer(
         self, *names: str, default: int | None = None, least: int = 0, most: int = MAX_SIZE
     ) -> int:
-        """Returns the first of the names that is there, a whole number within the bounds.
+        """Returns what any of the names says, a whole number within the bounds.
 
         Raises:
-            CheckpointError: It is none; or none is there and there is no default.
+            CheckpointError: It is none; or none is there and there is no default; or two differ.
         """
         value = self.get(*names, default=default)
         if value is None:
@@ -433,7 +441,7 @@ def read_rope(
     Source: Transformers, modeling_rope_utils.py.
     """
     rope = read_rope_fields(fields)
-    theta = rope.get("rope_theta", default=fields.get("rope_theta", default=theta))
+    theta = _of_either(fields, rope, "rope_theta", theta)
     if theta is None:
         raise fields.error("rope_theta is missing, on its own or in rope_parameters")
     kind = rope.get("rope_type", "type", default="default")
@@ -452,6 +460,19 @@ def read_rope(
         scaling=scaling,
         attention_factor=factor,
     )
+
+
+def _of_either(fields: Fields, rope: Fields, name: str, default: Any) -> Any:
+    """Returns a field that releases before Transformers 5 keep outside of the rope's."""
+    inside, outside = rope.get(name), fields.get(name)
+    if inside is None:
+        return default if outside is None else outside
+    if outside is not None and outside != inside:
+        raise fields.error(
+            f"{name}={outside!r}, and of the rope {inside!r}, contradict each other; leave out the "
+            f"wrong one"
+        )
+    return inside
 
 
 def read_rope_fields(fields: Fields) -> Fields:
@@ -492,14 +513,15 @@ def _llama3(fields: Fields, rope: Fields) -> Llama3Scaling:
 
 
 def _original_positions(fields: Fields, rope: Fields) -> int:
-    positions = fields.get("original_max_position_embeddings", "max_position_embeddings")
-    return rope.integer("original_max_position_embeddings", default=positions, least=1)
+    name = "original_max_position_embeddings"
+    positions = _of_either(fields, rope, name, fields.get("max_position_embeddings"))
+    return rope.changed(**{name: positions}).integer(name, least=1)
 
 
 def _rotary_dim(fields: Fields, rope: Fields, head_dim: int, rotary_dim: int | None) -> int:
     name = "partial_rotary_factor"
     whole = 1.0 if rotary_dim is None else rotary_dim / head_dim
-    part = rope.number(name, default=fields.get(name, default=whole))
+    part = rope.changed(**{name: _of_either(fields, rope, name, whole)}).number(name)
     size = int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
         raise fields.error(

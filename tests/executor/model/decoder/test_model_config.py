@@ -91,7 +91,7 @@ def test_sparse_steps_and_mlp_only_layers_pick_the_layers_with_experts(tmp_path:
     "changed",
     [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5000.0}},
         {"use_sliding_window": True},
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "awq"}},
@@ -308,6 +308,22 @@ def test_a_field_that_nothing_reads_stops_the_load_by_name(
     tmp_path: Path, changed: dict[str, Any], problem: str
 ):
     with pytest.raises(CheckpointError, match=problem):
+        read(tmp_path, **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n_routed_experts": 16},
+        {"dtype": "float16"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+        {"rope_scaling": {"rope_type": "default", "type": "yarn"}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_two_spellings_that_differ_are_refused(tmp_path: Path, changed: dict[str, Any]):
+    with pytest.raises(CheckpointError, match="contradict each other; leave out the wrong one"):
         read(tmp_path, **changed)
 
 
