@@ -360,17 +360,18 @@ def read_sigmoid_router(fields: Fields) -> RouterSpec:
     """Returns the router of DeepSeek-V3: groups by their best two, a bias for the choice only.
 
     Raises:
-        CheckpointError: A field says what is not supported.
+        CheckpointError: A field is missing, or says what is not supported.
     """
     fields.refuse({"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
+    # Without defaults: Transformers' differ by class, and no tensor's shape would show another.
     return RouterSpec(
         scores=Scores.SIGMOID,
         correction_bias=True,
-        num_groups=fields.integer("n_group", default=1, least=1),
-        num_kept_groups=fields.integer("topk_group", default=1, least=1),
+        num_groups=fields.integer("n_group", least=1),
+        num_kept_groups=fields.integer("topk_group", least=1),
         group_score=GroupScore.TOP2,
         renormalise=fields.flag("norm_topk_prob", default=True),
-        factor=fields.number("routed_scaling_factor", default=1.0),
+        factor=fields.number("routed_scaling_factor"),
         in_float32=True,
     )
 

@@ -40,6 +40,10 @@ def read(fields: Fields) -> ModelSpec:
         LayerSpec(attention=windowed if kind == _WINDOWED else attention, feed_forward=experts)
         for kind in _kinds(fields)
     )
+    if fields.get("rope_scaling") is None and fields.get("rope_parameters") is None:
+        raise fields.error(
+            "rope_scaling is missing, or rope_parameters; published models have yarn"
+        )
     rope = read_rope(fields, attention.head_dim, theta=150000.0)
     return read_model(fields, layers, (rope,), norm_eps=1e-5)
 

@@ -169,6 +169,9 @@ def test_v2_lite_has_no_groups_and_renormalises_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "changed", "problem"),
     [
+        (V3, {"n_group": None}, "n_group is missing"),
+        (V3, {"topk_group": None}, "topk_group is missing"),
+        (V3, {"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
         (V3, {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         (V3, {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         (V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; only 1 is"),
