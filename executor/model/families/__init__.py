@@ -103,7 +103,8 @@ def read_spec(path: str | Path) -> ModelSpec:
     path = Path(path)
     fields = Fields.read(path / "config.json")
     spec = read_family(fields)
-    return replace(spec, eos_token_ids=_eos_token_ids(path / "generation_config.json", fields))
+    generation_config = path / "generation_config.json"
+    return replace(spec, eos_token_ids=_eos_token_ids(generation_config, fields, spec.vocab_size))
 
 
 def read_family(fields: Fields) -> ModelSpec:
@@ -126,11 +127,21 @@ def _family(architecture: str) -> Family:
     return cast(Family, family)
 
 
-def _eos_token_ids(generation_config: Path, fields: Fields) -> tuple[int, ...]:
-    """The generation config decides where there is one, as in Transformers' generate."""
-    eos = Fields.read(generation_config).get("eos_token_id") if generation_config.exists() else None
-    eos = fields.get("eos_token_id", default=[]) if eos is None else eos
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+def _eos_token_ids(generation_config: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """The generation config decides where it names any, as in Transformers' generate."""
+    sources = [Fields.read(generation_config)] if generation_config.exists() else []
+    for source in (*sources, fields):
+        eos = source.get("eos_token_id")
+        if eos is None:
+            continue
+        ids = eos if isinstance(eos, list) else [eos]
+        for number in ids:
+            if type(number) is not int or not 0 <= number < vocab_size:
+                raise source.error(
+                    f"eos_token_id={eos}: need ids below the vocabulary's size, {vocab_size}"
+                )
+        return tuple(dict.fromkeys(ids))
+    return ()
 
 
 def new_model(

@@ -78,6 +78,11 @@ def test_the_generation_config_decides_what_ends_a_text(tmp_path: Path):
     assert read(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [13, 2]}))
     assert read(tmp_path).eos_token_ids == (13, 2)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 1.0}))
+    assert read(tmp_path, eos_token_id=[2, 7, 2]).eos_token_ids == (2, 7)
+    for wrong in (10**6, -1, "2", [2, None], True):
+        with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id=.* need ids below"):
+            read(tmp_path, eos_token_id=wrong)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
 
