@@ -71,11 +71,8 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
             )
         if self.otlp_endpoint is not None:
             _check_otlp_endpoint(self.otlp_endpoint)
-        if self.tokenizer_file is not None and not self.tokenizer_file.is_file():
-            raise ValueError(
-                f"tokenizer={self.tokenizer}: there is no file {self.tokenizer_file}; give the "
-                f"model's tokenizer.json or its folder, or nothing to serve token ids only"
-            )
+        if self.tokenizer_file is not None:
+            _check_tokenizer(self.tokenizer_file)
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -83,6 +80,32 @@ class RouterConfig(EngineSettings, GroupSettings, CallerSettings, ExecutorSecuri
         if self.tokenizer is not None and self.tokenizer.is_dir():
             return self.tokenizer / "tokenizer.json"
         return self.tokenizer
+
+
+# Files of other tokenizers, and what makes a tokenizer.json of them, once and elsewhere.
+_CONVERTERS = {
+    "tiktoken.model": "python -m deploy.convert_tiktoken {folder}",
+    "tokenizer.model": (
+        'python -c "from transformers import AutoTokenizer; '
+        "AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\" "
+        "where transformers, sentencepiece and protobuf are installed"
+    ),
+}
+
+
+def _check_tokenizer(file: Path) -> None:
+    for name, command in _CONVERTERS.items():
+        other = file.parent / name
+        if file == other or (other.is_file() and not file.is_file()):
+            raise ValueError(
+                f"tokenizer={other}: a router reads tokenizer.json only; convert it with "
+                f"{command.format(folder=other.parent)}"
+            )
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer={file}: there is no such file; give the model's tokenizer.json or its "
+            f"folder, or nothing to serve token ids only"
+        )
 
 
 def _check_otlp_endpoint(endpoint: str) -> None:

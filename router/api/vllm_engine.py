@@ -56,6 +56,7 @@ COMPANIONS = (
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "vocab.json",
 )

@@ -66,7 +66,7 @@ def test_a_name_counts_as_another_machine(group: str):
         ({"retry_delay_s": 0.0}, "retry_delay_s=0.0: need more than 0"),
         ({"shutdown_grace_s": -1.0}, "shutdown_grace_s=-1.0: need at least 0"),
         ({"otlp_endpoint": "collector"}, "otlp_endpoint=collector: need http://host:4317"),
-        ({"tokenizer": Path("/nowhere")}, "tokenizer=/nowhere: there is no file /nowhere"),
+        ({"tokenizer": Path("/nowhere")}, "tokenizer=/nowhere: there is no such file; give"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named_with_what_does(
@@ -80,6 +80,27 @@ def test_a_password_in_a_setting_that_is_logged_is_refused_and_not_shown():
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
         RouterConfig(groups=GROUPS, otlp_endpoint=f"http://me:{TOKEN}@collector:4317")
     assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("tokenizer.model", "AutoTokenizer.from_pretrained"),
+        ("tiktoken.model", "python -m deploy.convert_tiktoken"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused_with_what_converts_it(
+    name: str, command: str, tmp_path: Path
+):
+    other = tmp_path / name
+    other.touch()
+    for given in (tmp_path, other):
+        with pytest.raises(ValueError, match=r"reads tokenizer\.json only") as caught:
+            RouterConfig(groups=GROUPS, tokenizer=given)
+        assert command in str(caught.value)
+        assert str(other) in str(caught.value)
+    (tmp_path / "tokenizer.json").touch()
+    assert RouterConfig(groups=GROUPS, tokenizer=tmp_path).tokenizer_file is not None
 
 
 def test_drafts_are_on_if_not_told_otherwise():
