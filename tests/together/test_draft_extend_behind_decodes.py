@@ -10,7 +10,7 @@ import torch
 
 from executor.parallel.layout import DpLayout, DpPaddingMode
 from executor.speculative.draft_batch import ExtendBatch
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     Cell,
     Router,
     cell_of,

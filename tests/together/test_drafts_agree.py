@@ -8,7 +8,7 @@ import torch
 from executor.batch.read_step import StepColumns
 from executor.speculative.speculator import Speculator
 from executor.speculative.tree import Drafts
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     Ask,
     Router,
     cell_of,

@@ -35,7 +35,7 @@ from tests.executor.support.runner_cases import (
     captured,
     registry_of,
 )
-from tests.together.speculative_cell import Answer, Ask, Cell, Router, cell_of, serve
+from tests.together.speculation.speculative_cell import Answer, Ask, Cell, Router, cell_of, serve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

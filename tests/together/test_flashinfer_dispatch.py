@@ -23,7 +23,7 @@ from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
 from executor.model.sampling.fixed_shape import FlashInferFilters
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS
-from tests.together.speculative_cell import Ask, Router, cell_of, demo_prompts, serve
+from tests.together.speculation.speculative_cell import Ask, Router, cell_of, demo_prompts, serve
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,

@@ -22,7 +22,14 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import Ask, Router, cell_of, demo_prompts, expect_plain, serve
+from tests.together.speculation.speculative_cell import (
+    Ask,
+    Router,
+    cell_of,
+    demo_prompts,
+    expect_plain,
+    serve,
+)
 
 POISON = 200  # a token that no prompt has
 WIDE = MAX_GROUPED_WIDTH + 1  # than what torch attention puts into groups

@@ -13,7 +13,7 @@ from executor.speculative.tree import Drafts
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     CHAINS,
     MAX_LEN,
     MODEL,

@@ -24,7 +24,7 @@ from tests.executor.support.drafts.broken_rules import always_accept, draw_from_
 from tests.executor.support.drafts.draft_checkpoints import VOCAB, save_draft
 from tests.executor.support.steps import ints_of, row_starts, sequences, step
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     CHAINS,
     NEWLINE,
     WAYS,

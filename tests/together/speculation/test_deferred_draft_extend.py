@@ -12,7 +12,7 @@ from executor.worker import Worker
 from tests.executor.support.recording.copiers import SeparateMemory
 from tests.router.support.stepper import drafting
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     ALWAYS,
     Cell,
     Router,

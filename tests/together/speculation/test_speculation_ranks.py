@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from executor.speculative.verifier import Verifier
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     WAYS,
     Ask,
     Router,

@@ -11,7 +11,7 @@ from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.families.mtp_checkpoints import COMMON, FAMILIES, save_with_draft
 from tests.executor.support.checkpoints import save_latent_model
 from tests.executor.support.drafts.draft_checkpoints import save_draft
-from tests.together.speculative_cell import Ask, Router, cell_of, serve
+from tests.together.speculation.speculative_cell import Ask, Router, cell_of, serve
 
 
 def expect_plain(target: Path, draft: Path) -> Router:

@@ -8,7 +8,7 @@ import pytest
 from router.scheduling.sequence_table import RowStatus
 from router.scheduling.step import StepPlan
 from tests.router.support.stepper import drafting
-from tests.together.speculative_cell import (
+from tests.together.speculation.speculative_cell import (
     CHAINS,
     Ask,
     Cell,
