@@ -120,7 +120,7 @@ def own_buffers() -> Iterator[None]:
 
 
 def asks() -> list[Ask]:
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng(12)
     first, *others = (
         tuple(rng.integers(3, VOCAB_SIZE, length).tolist())
         for length in (100, 30, 22, 90, 26, 34, 38, 29)

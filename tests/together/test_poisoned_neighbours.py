@@ -58,7 +58,13 @@ def flashinfer(
     workspace = cache(lambda device: AttentionWorkspace("cpu"))
 
     def attention(
-        device: Cpu, num_heads: int, kv_pool: KVPool, graphs: Sequence[AttentionGraphs], budget: Any
+        device: Cpu,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: Sequence[AttentionGraphs],
+        budget: Any,
+        scale: float | None = None,
+        layers: Any = (),
     ) -> FlashInferAttention:
         made = FlashInferAttention(
             FlashInferOps(enable_pdl=False),
@@ -66,6 +72,7 @@ def flashinfer(
             num_heads,
             workspace(device),
             max_num_tokens=budget.max_tokens_per_rank,
+            scale=scale,
         )
         for sizes, width, has_tree in graphs:
             made.init_cuda_graph_state(sizes, width, has_tree=has_tree)

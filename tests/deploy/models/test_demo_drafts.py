@@ -130,7 +130,7 @@ def test_what_is_trained_is_what_an_executor_computes(name: str, target: Target)
             expected = given[-1] @ target.head.T
         else:
             given = reference.hidden(tokens, given, layer)
-            expected = reference.logits(given[-1], layer)
+            expected = reference.logits(given[-1])
         # The entry of layer k is k positions after its root.
         torch.testing.assert_close(of_layer[0, -1 - layer], expected, atol=1e-3, rtol=1e-3)
 

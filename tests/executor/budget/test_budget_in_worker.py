@@ -240,7 +240,7 @@ AGREED_AS = {
 # Settings in which members may differ, besides the ports: where an executor is (the type of its device
 # may not differ, nor the fingerprint of its model), and its resources.
 RANKS = {"dp_rank", "node_rank", "dp_ranks_per_node", "attn_tp_rank"}
-PLACE = {"model", "device", "advertised_host", "anonymous_callers", *RANKS}
+PLACE = {"model", "device", "advertised_host", "anonymous_callers", "check", *RANKS}
 RESOURCES = {"num_kv_blocks", "kv_cache_bytes", "num_threads", "peer_timeout_s", "stop_timeout_s"}
 
 

@@ -98,7 +98,8 @@ def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
     assert "has neither model.safetensors nor" in lines["refused"]
 
 
-def test_the_program_ends_with_0_or_2(model: Path) -> None:
+def test_the_program_ends_with_0_or_2(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protos.settings.configure_logging", lambda level="info": None)
     arguments = ["--model", str(model), "--check", "on"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     fields = json.loads((model / "config.json").read_text())

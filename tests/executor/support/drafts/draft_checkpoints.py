@@ -142,7 +142,8 @@ def save_draft(path: Path, kind: str, *, beside: Path | None = None) -> Tensors:
     if beside is not None:
         of_draft = {x: what.config[x] for x in ("mlp_only_layers",) if x in what.config}
         config = json.loads((beside / "config.json").read_text())
-        what = replace(what, config={**what.config, **config, **of_draft})
+        own = {x: value for x, value in what.config.items() if x != "rope_theta"}  # the target's
+        what = replace(what, config={**own, **config, **of_draft})
         others = load_file(beside / "model.safetensors")
     (path / "config.json").write_text(json.dumps(what.config))
     tensors = _random(_shapes(what))
