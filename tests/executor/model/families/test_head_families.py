@@ -50,24 +50,6 @@ def test_chunks_beside_decodes_and_a_shared_prefix_have_the_logits_of_transforme
     assert_close(rank.step({1: ids[5 * BLOCK_SIZE : 60]})[1], expected[5 * BLOCK_SIZE : 60])
 
 
-def test_greedy_tokens_of_a_ragged_batch_equal_those_of_generate(checkpoint: Checkpoint):
-    path, model = checkpoint
-    rank, prompts = Rank(path), {0: prompt(3, 3), 2: prompt(21, 4), 5: prompt(80, 5)}
-    tokens: dict[int, list[int]] = {row: [] for row in prompts}
-    feed = prompts
-    for _ in range(16):
-        logits = rank.step(feed)
-        feed = {row: [int(logits[row][-1].argmax())] for row in prompts}
-        for row, [token] in feed.items():
-            tokens[row].append(token)
-    for row, ids in prompts.items():
-        with torch.inference_mode():
-            out = model.generate(
-                torch.tensor([ids]), max_new_tokens=16, do_sample=False, eos_token_id=None
-            )
-        assert tokens[row] == out[0, len(ids) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("shape", "changed", "problem"),
     [
