@@ -190,8 +190,13 @@ class Decoder:
         return replace(ours, name=_name(self._tensors(ours.name)))
 
     def skips(self, name: str) -> bool:
-        """Whether a tensor may be left unread: another executor's, a draft's, or a tied copy."""
+        """Whether a tensor may be left unread.
+
+        Another executor's, a draft's, a tied copy, or a buffer of rope, which old files hold.
+        """
         if name in self._left_to_others or self._is_of_draft(name):
+            return True
+        if name.endswith(".self_attn.rotary_emb.inv_freq"):
             return True
         return self._tied and name == "lm_head.weight"
 

@@ -1,4 +1,4 @@
-"""If this fails, a GLM, gpt-oss or MiniMax is answered for by another model."""
+"""If this fails, a DeepSeek, GLM, gpt-oss, Kimi or MiniMax is answered for by another model."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError
 from executor.model.families import read_spec
-from tests.executor.model.families.head_checkpoints import SHAPES, VOCAB_SIZE, config_of, save_model
-from tests.executor.support.checkpoints import reference_logits
+from tests.executor.model.families.head_checkpoints import SHAPES, config_of, save_model
+from tests.executor.support.checkpoints import (
+    LATENT_SHAPES,
+    reference_logits,
+    save_latent_model,
+)
 from tests.executor.support.serving import BLOCK_SIZE, Rank
 
 TOLERANCE = 1e-4
@@ -18,15 +23,15 @@ TOLERANCE = 1e-4
 Checkpoint = tuple[Path, Any]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*SHAPES, *LATENT_SHAPES])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Checkpoint:
-    path = tmp_path_factory.mktemp(request.param)
-    return path, save_model(path, request.param)
+    path, shape = tmp_path_factory.mktemp(request.param), request.param
+    return path, (save_model if shape in SHAPES else save_latent_model)(path, shape)
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
+def prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -37,7 +42,8 @@ def test_chunks_beside_decodes_and_a_shared_prefix_have_the_logits_of_transforme
     checkpoint: Checkpoint,
 ):
     path, model = checkpoint
-    rank, ids, other = Rank(path), prompt(100), prompt(30, seed=1)
+    size = model.config.vocab_size
+    rank, ids, other = Rank(path), prompt(100, size), prompt(30, size, seed=1)
     expected, others = reference_logits(model, ids), reference_logits(model, other)
     assert expected.abs().max() > 1
     got = [rank.step({0: ids[:70]})[0]]  # beyond the positions before yarn
@@ -72,3 +78,11 @@ def test_a_config_that_contradicts_itself_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=problem):
         read_spec(tmp_path)
+
+
+def test_a_buffer_of_rope_that_old_files_hold_is_left_unread(tmp_path: Path):
+    model, ids = save_model(tmp_path, "glm4_moe"), [5, 9, 33]
+    weights = tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(load_file(weights) | {name: torch.full((4,), torch.nan)}, weights)
+    assert_close(Rank(tmp_path).step({0: ids})[0], reference_logits(model, ids))
