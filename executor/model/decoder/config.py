@@ -486,9 +486,18 @@ def yarn_mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def read_mscale(rope: Fields, name: str) -> float:
+    """Returns one of yarn's mscale fields, 0 where it is absent or 0.
+
+    Raises:
+        CheckpointError: It is neither 0 nor a number above it.
+    """
+    return rope.number(name) if rope.get(name, default=0) != 0 else 0.0
+
+
 def _yarn_attention_factor(rope: Fields) -> float:
     factor = rope.number("factor")
-    scales = [float(rope.get(name, default=0.0)) for name in ("mscale", "mscale_all_dim")]
+    scales = [read_mscale(rope, name) for name in ("mscale", "mscale_all_dim")]
     if not all(scales):
         return yarn_mscale(factor, 1.0)
     return yarn_mscale(factor, scales[0]) / yarn_mscale(factor, scales[1])

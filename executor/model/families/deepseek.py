@@ -8,6 +8,7 @@ from executor.model.decoder.config import (
     read_experts,
     read_layers,
     read_model,
+    read_mscale,
     read_num_layers,
     read_num_mtp_layers,
     read_rope,
@@ -73,9 +74,9 @@ def read_latent_attention(fields: Fields, rope: RopeSpec) -> MlaSpec:
     """
     nope, rope_dim = fields.integer("qk_nope_head_dim", least=1), rope.rotary_dim
     scale = (nope + rope_dim) ** -0.5
-    mscale = read_rope_fields(fields).get("mscale_all_dim", default=0.0)
+    mscale = read_mscale(read_rope_fields(fields), "mscale_all_dim")
     if isinstance(rope.scaling, Yarn) and mscale:
-        scale *= yarn_mscale(rope.scaling.factor, float(mscale)) ** 2
+        scale *= yarn_mscale(rope.scaling.factor, mscale) ** 2
     q_lora_rank = fields.integer("q_lora_rank", default=0)
     return MlaSpec(
         num_heads=fields.integer("num_attention_heads", least=1),
@@ -95,8 +96,9 @@ def _softmax(fields: Fields) -> RouterSpec:
     kinds = ("greedy", "group_limited_greedy")
     fields.refuse({"scoring_func": ("softmax",), "topk_method": kinds, "norm_topk_prob": (False,)})
     is_grouped = fields.get("topk_method", default="greedy") == "group_limited_greedy"
-    groups = fields.integer("n_group", default=1, least=1)
-    kept = fields.integer("topk_group", default=1, least=1)
+    absent = None if is_grouped else 1
+    groups = fields.integer("n_group", default=absent, least=1)
+    kept = fields.integer("topk_group", default=absent, least=1)
     return RouterSpec(
         num_groups=groups if is_grouped else 1,
         num_kept_groups=kept if is_grouped else 1,

@@ -179,6 +179,21 @@ def test_v2_lite_has_no_groups_and_renormalises_nothing(tmp_path: Path) -> None:
         (V3, {"qk_nope_head_dim": None}, "qk_nope_head_dim is missing"),
         (V3, {"index_topk": 2048}, "index_topk=2048: not known"),
         (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        (
+            V2_LITE,
+            {"topk_method": "group_limited_greedy", "n_group": None},
+            "n_group is missing",
+        ),
+        (
+            V3,
+            {"rope_scaling": V3["rope_scaling"] | {"mscale": "x"}},
+            "mscale='x' is no number above 0",
+        ),
+        (
+            V3,
+            {"rope_scaling": V3["rope_scaling"] | {"mscale_all_dim": -1}},
+            "mscale_all_dim=-1 is no number above 0",
+        ),
         (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
     ],
 )
