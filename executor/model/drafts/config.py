@@ -23,13 +23,13 @@ import torch
 from executor.batch.kv_pool import KVShape
 from executor.model.decoder.config import (
     MAX_LAYERS,
-    Fields,
     read_attention,
     read_layers,
     read_model,
     read_num_layers,
     read_rope,
 )
+from executor.model.decoder.fields import Fields
 from executor.model.decoder.sizes import attention_of, kv_shape
 from executor.model.families import read_family
 from executor.model.spec import GqaSpec, ModelSpec, QkNorm

@@ -10,8 +10,8 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.errors import CheckpointError
-from executor.model.decoder.config import Fields
 from executor.model.decoder.decoder import Decoder, Tensors
+from executor.model.decoder.fields import Fields
 from executor.model.decoder.kernels import Kernels, Peers, cpu_kernels
 from executor.model.layers.attention import LayerOptions, Stages
 from executor.model.layers.linear import Embedding, LMHead

@@ -4,7 +4,6 @@ Source: Transformers, models/deepseek_v2/modeling_deepseek_v2.py, deepseek_v3/mo
 """
 
 from executor.model.decoder.config import (
-    Fields,
     read_experts,
     read_layers,
     read_model,
@@ -18,6 +17,7 @@ from executor.model.decoder.config import (
     yarn_mscale,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import (
     GroupScore,
     MlaSpec,

@@ -4,7 +4,6 @@ Source: Transformers, models/llama/modeling_llama.py, qwen2/modeling_qwen2.py, q
 """
 
 from executor.model.decoder.config import (
-    Fields,
     read_attention,
     read_layers,
     read_model,
@@ -13,6 +12,7 @@ from executor.model.decoder.config import (
     refuse_windows,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import GqaSpec, ModelSpec, QkNorm
 
 

@@ -4,7 +4,6 @@ Source: Transformers, models/glm4_moe/modeling_glm4_moe.py.
 """
 
 from executor.model.decoder.config import (
-    Fields,
     read_attention,
     read_experts,
     read_layers,
@@ -16,6 +15,7 @@ from executor.model.decoder.config import (
     with_shared,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import ModelSpec, QkNorm
 
 

@@ -3,8 +3,9 @@
 Source: Transformers, models/glm4_moe_lite/modeling_glm4_moe_lite.py.
 """
 
-from executor.model.decoder.config import Fields, read_num_layers, read_sigmoid_router
+from executor.model.decoder.config import read_num_layers, read_sigmoid_router
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.families.deepseek import read_latent_model
 from executor.model.spec import ModelSpec
 

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 from executor.model.decoder.config import (
-    Fields,
     read_attention,
     read_experts,
     read_model,
@@ -15,6 +14,7 @@ from executor.model.decoder.config import (
     read_rope,
 )
 from executor.model.decoder.decoder import Tensors
+from executor.model.decoder.fields import Fields
 from executor.model.spec import ClampedSwiGlu, LayerSpec, ModelSpec, MoeSpec, RouterSpec
 from executor.model.weights import Source
 

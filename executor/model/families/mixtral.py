@@ -4,7 +4,6 @@ Source: Transformers, models/mixtral/modeling_mixtral.py.
 """
 
 from executor.model.decoder.config import (
-    Fields,
     read_attention,
     read_experts,
     read_layers,
@@ -13,6 +12,7 @@ from executor.model.decoder.config import (
     read_rope,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import ModelSpec, RouterSpec
 
 _EXPERTS = (

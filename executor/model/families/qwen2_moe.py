@@ -6,7 +6,6 @@ Source: Transformers, models/qwen2_moe/modeling_qwen2_moe.py.
 from dataclasses import replace
 
 from executor.model.decoder.config import (
-    Fields,
     are_sparse,
     read_attention,
     read_experts,
@@ -17,6 +16,7 @@ from executor.model.decoder.config import (
     refuse_windows,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import ModelSpec, RouterSpec, SharedSpec
 
 

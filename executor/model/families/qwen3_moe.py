@@ -4,7 +4,6 @@ Source: Transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
 from executor.model.decoder.config import (
-    Fields,
     are_sparse,
     read_attention,
     read_experts,
@@ -16,6 +15,7 @@ from executor.model.decoder.config import (
     refuse_windows,
 )
 from executor.model.decoder.decoder import Tensors, renamed
+from executor.model.decoder.fields import Fields
 from executor.model.spec import ModelSpec, QkNorm, RouterSpec
 
 
