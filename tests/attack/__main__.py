@@ -163,6 +163,8 @@ class Siege:
     async def attack(self, attack: Attack, *, is_timed: bool, pause_s: float) -> Row:
         await self._renew(self._usual_args)
         target = replace(await target_of(self._stack), public=self._public)
+        if self._envoy is not None:
+            target = replace(target, envoy_metrics=self._envoy.metrics_address)
 
         async def run(router: Memory) -> Outcome:
             outcome = await run_apart(attack, target, router)

@@ -41,10 +41,14 @@ def every_port(target: Target) -> Outcome:
         details.append(f"{name}: answers {learnt}; to the rest {', '.join(codes)}")
         if told - HEALTH:
             faults.append(f"{name} tells {learnt}")
-    status, num_names = _scraped(target.metrics)
-    details.append(f"metrics: {status}, {num_names} names")
-    if num_names:
-        faults.append(f"metrics tells {num_names} names, counts and times")
+    pages = [("metrics", target.metrics, "/metrics")]
+    if target.envoy_metrics is not None:
+        pages.append(("Envoy's metrics", target.envoy_metrics, "/stats/prometheus"))
+    for name, address, path in pages:
+        status, num_names = _scraped(address, path)
+        details.append(f"{name}: {status}, {num_names} names")
+        if num_names:
+            faults.append(f"{name} tells {num_names} names, counts and times")
     for host, port in target.inner_ports():
         answer = _said(host, port)
         details.append(f"among executors, {host}: {answer}")
@@ -67,17 +71,19 @@ def _called(address: str, method: str) -> str:
         return "OK"
 
 
-def _scraped(address: str) -> tuple[str, int]:
+def _scraped(address: str, path: str) -> tuple[str, int]:
     """Returns the answer's first line, and how many metrics are in it."""
     host, _, port = address.rpartition(":")
     page = bytearray()
     with _connected(host, int(port)) as connection:
-        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        connection.sendall(
+            f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+        )
         with contextlib.suppress(OSError):
             while data := connection.recv(1 << 16):
                 page += data
     status, *lines = page.decode().splitlines() or ["no answer"]
-    return status, sum(line.startswith("# HELP") for line in lines)
+    return status, sum(line.startswith("# TYPE") for line in lines)
 
 
 def _said(host: str, port: int) -> str:

