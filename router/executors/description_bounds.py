@@ -6,7 +6,7 @@ from protos.executor.epochs import MAX_EPOCH
 from protos.executor.v1 import executor_pb2 as pb
 
 MAX_SIZE = 1 << 22  # of a step in tokens, and of a pool in blocks, which take 36 bytes each
-MAX_TOKENS = 1 << 24  # of a sequence, and of a vocabulary
+MAX_TOKENS = 1 << 24  # of a sequence, a window, and a vocabulary
 MAX_SEQUENCES = 1 << 16
 MAX_EXECUTORS = 1 << 12
 MAX_DRAFTS = 1 << 10
@@ -18,6 +18,7 @@ BOUNDS = {
     "coordinates.attn_tp_size": (1, MAX_EXECUTORS),
     "num_kv_blocks": (2, MAX_SIZE),
     "num_rows": (1, MAX_SEQUENCES),
+    "kv_window": (0, MAX_TOKENS),
     "model.vocab_size": (1, MAX_TOKENS),
     "model.max_model_len": (1, MAX_TOKENS),
     "model.block_size": (1, 1 << 16),

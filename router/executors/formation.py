@@ -51,6 +51,11 @@ def check_group(members: Sequence[Member]) -> None:
     for member in members[1:]:
         if member.description.agreement_digest != first.description.agreement_digest:
             _raise_first_difference(first, member)
+        if member.description.kv_window != first.description.kv_window:
+            raise GroupMismatch(
+                f"{first} has kv_window={first.description.kv_window} but {member} has kv_window="
+                f"{member.description.kv_window}: start them with the same"
+            )
     sizes = first.description.coordinates
     num_places = sizes.dp_size * sizes.attn_tp_size
     given = sorted(member.coordinates for member in members)

@@ -151,6 +151,7 @@ class DescribeResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     PEER_HOST_FIELD_NUMBER: _builtins.int
+    KV_WINDOW_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Random at each start of the process. A router that sees a new one knows that the KV cache
     behind this address is gone.
@@ -170,6 +171,13 @@ class DescribeResponse(_message.Message):
     """
     peer_host: _builtins.str
     """Host at which the group's other executors reach this one."""
+    kv_window: _builtins.int
+    """The widest window of the model's windowed layers in tokens, the newest included: at position p
+    they see positions p - kv_window + 1 to p. Above 0, each row has two block lists with the same
+    columns, and any block of the pool can stand in either: new_block_ids for layers that see
+    everything and for drafts, new_window_block_ids for windowed layers. A row then needs about
+    kv_window / block_size blocks more than the tokens that it has. 0: one list serves all layers.
+    """
     @_builtins.property
     def coordinates(self) -> Global___Coordinates:
         """Where this executor stands in its group."""
@@ -212,10 +220,11 @@ class DescribeResponse(_message.Message):
         epoch: _builtins.int = ...,
         speculation: Global___Speculation | None = ...,
         peer_host: _builtins.str = ...,
+        kv_window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "coordinates", b"coordinates", "graph_sizes", b"graph_sizes", "model", b"model", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreement", b"agreement", "agreement_digest", b"agreement_digest", "budget", b"budget", "coordinates", b"coordinates", "epoch", b"epoch", "graph_sizes", b"graph_sizes", "instance_id", b"instance_id", "kv_window", b"kv_window", "model", b"model", "num_kv_blocks", b"num_kv_blocks", "num_rows", b"num_rows", "peer_host", b"peer_host", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,6 +854,7 @@ class SequenceColumns(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_SCORED_FIELD_NUMBER: _builtins.int
     SCORED_IDS_FIELD_NUMBER: _builtins.int
+    NEW_WINDOW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """[B] Row of the block table; no row twice."""
     num_tokens: _builtins.bytes
@@ -878,6 +888,21 @@ class SequenceColumns(_message.Message):
     """[sum(num_scored)] For each scored token, the prompt token that follows it, whose log
     probability is asked for.
     """
+    new_window_block_ids: _builtins.bytes
+    """[sum(num_new_blocks)] Blocks of the row's second list, for windowed layers, in the columns of
+    new_block_ids; empty if kv_window is 0. In both lists column p // block_size has position p.
+    0 stands in columns with which a row begins if they lie wholly before the window of its first
+    token: older blocks of a cached prefix, which may be gone. No other column has 0.
+
+    The router gives back a block that lies wholly before a row's window once the steps that read it
+    there are answered, and from the next step on it may be anything of any row, in either list.
+    Nothing says so. Where the first token that a step runs of a row is at position p, columns below
+    (p - kv_window + 1) / block_size, rounded down, hold nothing of the row: they must be neither
+    read nor written, and their ids may stand elsewhere in the same table. Columns from there to that
+    of the last token (and of its drafts, as far as new_block_ids go) are the row's: also all columns
+    of a chunk that is longer than the window, since each token's KV is written. p is what the
+    executor knows it to be where num_computed_tokens is an upper bound.
+    """
     def __init__(
         self,
         *,
@@ -890,10 +915,11 @@ class SequenceColumns(_message.Message):
         samples: _builtins.bytes = ...,
         num_scored: _builtins.bytes = ...,
         scored_ids: _builtins.bytes = ...,
+        new_window_block_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_block_ids", b"new_block_ids", "num_computed_tokens", b"num_computed_tokens", "num_new_blocks", b"num_new_blocks", "num_scored", b"num_scored", "num_tokens", b"num_tokens", "rows", b"rows", "samples", b"samples", "scored_ids", b"scored_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_block_ids", b"new_block_ids", "new_window_block_ids", b"new_window_block_ids", "num_computed_tokens", b"num_computed_tokens", "num_new_blocks", b"num_new_blocks", "num_scored", b"num_scored", "num_tokens", b"num_tokens", "rows", b"rows", "samples", b"samples", "scored_ids", b"scored_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,7 @@ def test_what_real_executors_say_is_within_the_bounds() -> None:
         {},
         {"model": large, "budget": budget, "num_kv_blocks": 4_000_000, "num_rows": 8192},
         {"graph_sizes": sizes, "speculation": drafts, "agreement": agreement},
+        {"kv_window": 131_072},
         {"instance_id": "0" * 32, "agreement_digest": bytes(32), "epoch": 2**63 - 1},
     ):
         assert problem_of(described(**fields)) == ""
@@ -41,6 +42,7 @@ def test_what_real_executors_say_is_within_the_bounds() -> None:
         ("num_kv_blocks", 2**31 - 1),
         ("num_rows", 0),
         ("num_rows", 2**22),
+        ("kv_window", 2**31),
         *((f"coordinates.{name}", n) for name in ("dp_size", "attn_tp_size") for n in (0, 2**22)),
         *((f"model.{name}", 0) for name in ("vocab_size", "max_model_len", "block_size")),
         *((f"model.{name}", 2**31) for name in ("vocab_size", "max_model_len", "block_size")),

@@ -60,6 +60,11 @@ def test_digests_that_differ_alone_are_a_mismatch() -> None:
         check_group([make_member(0), make_member(1, agreement_digest=b"other")])
 
 
+def test_members_with_other_windows_are_a_mismatch() -> None:
+    with pytest.raises(GroupMismatch, match=r"host00.*kv_window=128.*host10.*kv_window=0"):
+        check_group([make_member(0, kv_window=128), make_member(1)])
+
+
 @pytest.mark.parametrize("ranks", [(0, 0), (0,), (0, 1, 1), (0, 2), (1, 2)])
 def test_each_place_must_be_taken_once(ranks: tuple[int, ...]) -> None:
     with pytest.raises(GroupMismatch, match="dp_size=2 and attn_tp_size=1") as error:
