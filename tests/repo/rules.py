@@ -35,7 +35,7 @@ LAYERS = {
         {"batch"},
         {"parallel"},
         {"graph", "metrics", "model.spec", "model.flashinfer"},
-        {"model.weights"},
+        {"model.weights", "model.cpu_kernels"},
         {"budget", "errors"},
     ],
 }

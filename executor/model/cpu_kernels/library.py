@@ -1,0 +1,209 @@
+"""Compiled kernels: the tile that this CPU runs, the build, the cache of what was built.
+
+    src/*  ──g++ -fopenmp, a tile──▶  <cache>/TILE-SOURCES-COMPILER.so  ──checksum, ctypes──▶  kernels
+
+The library is not linked with an OpenMP runtime: its symbols come from the one that PyTorch has
+loaded, so that there is one pool of threads. ctypes releases the GIL in every call.
+
+Nothing is compiled for the machine at hand, but for a tile, which is chosen at each start by what the
+CPU can do: a cache or an image made on another machine never brings an illegal instruction. Where
+there are no kernels, callers run plain PyTorch.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import structlog
+
+CHOICE = "LOCKSTEP_CPU_KERNELS"  # auto, a tile, or off
+CACHE = "LOCKSTEP_CPU_KERNELS_CACHE"  # a folder
+EXTRA_FLAGS = "LOCKSTEP_CPU_KERNELS_FLAGS"  # for the compiler: sanitizers
+
+_SOURCES = Path(__file__).with_name("src")
+_COMPILER = "g++"
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra")
+_CPU_INFO = Path("/proc/cpuinfo")
+
+# Of each tile, the best first: flags of /proc/cpuinfo, and of the compiler.
+_TILES = {
+    "avx512": (
+        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx2", "fma"},
+        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx2 -mfma -DTILE_AVX512",
+    ),
+    "avx2": ({"avx2", "fma"}, "-mavx2 -mfma -DTILE_AVX2"),
+}
+TILES = tuple(_TILES)
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+# The arguments of each kernel, as its source declares them: p pointer, i int64_t, f float.
+SIGNATURES = {
+    "linear": "pipppiii",
+}
+_TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
+
+_LOG = structlog.stdlib.get_logger(__name__)
+
+
+class NoKernels(Exception):
+    """There are no kernels to be had here. Says why."""
+
+
+def load() -> ctypes.CDLL | None:
+    """Returns the kernels, or None after a line in the log that says why there are none.
+
+    The first call may compile, for some seconds.
+    """
+    return _load_or_log(os.environ.get(CHOICE, "auto"))
+
+
+@cache
+def _load_or_log(choice: str) -> ctypes.CDLL | None:
+    try:
+        return load_tile(choose(choice))
+    except NoKernels as error:
+        _LOG.warning("no_cpu_kernels", problem=str(error), running="slower, in plain PyTorch")
+        return None
+
+
+def choose(choice: str) -> str:
+    """Returns the tile for ``auto``, or the one that is asked for.
+
+    Raises:
+        NoKernels: This CPU runs none, or not that one; or ``off`` is asked for.
+    """
+    if choice == "off":
+        raise NoKernels(f"{CHOICE}=off")
+    if choice not in ("auto", *TILES):
+        raise NoKernels(f"{CHOICE}={choice}: need one of auto, {', '.join(TILES)}, off")
+    runnable = [tile for tile in TILES if _TILES[tile][0] <= _cpu_flags()]
+    if not runnable:
+        raise NoKernels(f"this CPU has neither of {', '.join(TILES)} ({platform.machine()})")
+    if choice == "auto":
+        return runnable[0]
+    if choice not in runnable:
+        raise NoKernels(f"{CHOICE}={choice}, but this CPU runs only {', '.join(runnable)}")
+    return choice
+
+
+def _cpu_flags() -> set[str]:
+    """Returns what the CPU and the kernel beneath can do."""
+    if not _CPU_INFO.exists():
+        return set()
+    for line in _CPU_INFO.read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split())
+    return set()
+
+
+@cache
+def load_tile(tile: str) -> ctypes.CDLL:
+    """Returns the kernels of a tile that this CPU runs, built if the cache has none.
+
+    Raises:
+        NoKernels: They cannot be built or loaded.
+    """
+    try:
+        kernels = ctypes.CDLL(str(_cached(tile)))
+        for name, arguments in SIGNATURES.items():
+            function = getattr(kernels, name)
+            function.argtypes = [_TYPES[kind] for kind in arguments]
+            function.restype = None
+    except (OSError, AttributeError) as error:
+        raise NoKernels(f"cannot load the library: {error}") from error
+    return kernels
+
+
+def _cached(tile: str) -> Path:
+    compiler = _compiler()
+    sources = _digest(tile, *_flags(tile), *(p.read_text() for p in sorted(_SOURCES.iterdir())))
+    folder = _cache_folder()
+    if compiler is None:  # an image without one: any that was built of these sources
+        for path in sorted(folder.glob(f"{tile}-{sources}-*.so")):
+            if _is_whole(path):
+                return path
+        raise NoKernels(f"no {_COMPILER} here, and nothing built in {folder}")
+    path = folder / f"{tile}-{sources}-{_digest(compiler)}.so"
+    with _lock(folder):
+        if path.exists() and not _is_whole(path):
+            _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
+            path.unlink()
+        if not path.exists():
+            _build(tile, path)
+    return path
+
+
+def _cache_folder() -> Path:
+    """Returns a folder of this user's that can be written; read-only is enough without a compiler."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = Path(os.environ.get(CACHE) or Path(home, "lockstep", "cpu_kernels"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="lockstep-cpu-kernels-"))
+    if _compiler() is None or os.access(folder, os.W_OK):
+        return folder
+    return Path(tempfile.mkdtemp(prefix="lockstep-cpu-kernels-"))
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lets one process at a time build."""
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _compiler() -> str | None:
+    """Returns the compiler's path and version."""
+    path = shutil.which(_COMPILER)
+    if path is None:
+        return None
+    version = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True)
+    return f"{path} {version.stdout.strip()}"
+
+
+def _flags(tile: str) -> list[str]:
+    return [*_FLAGS, *_TILES[tile][1].split(), *shlex.split(os.environ.get(EXTRA_FLAGS, ""))]
+
+
+def _build(tile: str, path: Path) -> None:
+    """Compiles a tile's library, and writes it with its checksum behind it."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        object_file, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        # In two steps: linking with -fopenmp would bring in an OpenMP runtime of the system's.
+        flags = [flag for flag in _flags(tile) if flag.startswith("-fsanitize")]
+        _run(_COMPILER, *_flags(tile), "-c", _SOURCES / "kernels.cpp", "-o", object_file)
+        _run(_COMPILER, *flags, "-shared", object_file, "-o", library)
+        content = library.read_bytes()
+        library.write_bytes(content + hashlib.sha256(content).digest())
+        library.rename(path)
+    _LOG.info("cpu_kernels_built", tile=tile, path=str(path))
+
+
+def _run(*command: str | Path) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        raise NoKernels(f"{_COMPILER} failed: {error.stderr.strip()[-500:]}") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Returns whether a library is as it was built: what is cut short would end the process."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -1,0 +1,65 @@
+"""Matrix product with a packed weight."""
+
+import ctypes
+
+import torch
+
+PANEL = 32  # columns that a packed weight has side by side
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Returns bfloat16 weights [.., N, K] as panels, [.., ceil(N / 32), K / 2, 32, 2].
+
+    Columns past N are zeros.
+
+    Raises:
+        ValueError: K is odd.
+    """
+    *batch, size, width = weight.shape
+    if width % 2:
+        raise ValueError(f"a width of {width}: rows are read in pairs, so it must be even")
+    if size % PANEL:
+        padded = weight.new_zeros(*batch, -(-size // PANEL) * PANEL, width)
+        padded[..., :size, :] = weight
+        weight = padded
+    return weight.reshape(*batch, -1, PANEL, width // 2, 2).transpose(-3, -2).contiguous()
+
+
+def pad_bias(bias: torch.Tensor) -> torch.Tensor:
+    """Returns a bias [N] as ``linear`` takes it: float32, with zeros to the end of its panel."""
+    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+    padded[: len(bias)] = bias
+    return padded
+
+
+def linear(
+    kernels: ctypes.CDLL,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_features: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns x @ weight.T + bias, bfloat16 [T, N]; sums in float32, rounded once.
+
+    Args:
+        kernels: From ``library.load``.
+        x: bfloat16 [T, K].
+        weight: From ``pack``.
+        out_features: N.
+        bias: From ``pad_bias``.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    num_rows, width = x.shape
+    y = x.new_empty(num_rows, out_features)
+    kernels.linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        num_rows,
+        width,
+        out_features,
+    )
+    return y

@@ -1,0 +1,16 @@
+"""Fixture of the CPU kernels' tests: the kernels of each tile that this machine runs."""
+
+import ctypes
+
+import pytest
+
+from executor.model.cpu_kernels import library
+
+
+@pytest.fixture(scope="session", params=library.TILES)
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Returns the kernels of each tile in turn."""
+    try:
+        return library.load_tile(library.choose(request.param))
+    except library.NoKernels as error:
+        pytest.skip(str(error))

@@ -1,0 +1,142 @@
+"""If this fails, an executor starts without its kernels, compiles at each start, or runs two pools."""
+
+import ctypes
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from executor.model.cpu_kernels import library
+
+SOURCES = Path(library.__file__).with_name("src")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Returns the folder of an empty cache, with a compiler that is there at once: it copies."""
+    real = library._cached(library.choose("avx2"))
+    compiler = tmp_path / "bin" / library._COMPILER
+    compiler.parent.mkdir()
+    compiler.write_text(
+        f'#!/bin/sh\nfor last; do :; done\ncase "$1" in *version) echo 1;; *) cp {real} "$last";; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
+    monkeypatch.setenv(library.CACHE, str(tmp_path / "cache"))
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+def forget() -> None:
+    """Forgets what was loaded, and the compiler."""
+    for cached in (library.load_tile, library._load_or_log, library._compiler):
+        cached.cache_clear()
+
+
+def test_arguments_are_as_the_sources_declare_them():
+    kinds = {"int64_t": "i", "float": "f"}
+    declared = {}
+    for path in SOURCES.glob("*.h"):
+        for name, arguments in re.findall(
+            r"^KERNEL void (\w+)\((.*?)\)", path.read_text(), re.M | re.S
+        ):
+            types = [argument.split()[-2] for argument in arguments.split(",")]
+            declared[name] = "".join("p" if kind[-1] == "*" else kinds[kind] for kind in types)
+    assert declared == library.SIGNATURES
+
+
+def test_threads_are_pytorchs(kernels: ctypes.CDLL):
+    maps = Path("/proc/self/maps").read_text()
+    assert len(set(re.findall(r"\S*/lib[gi]?omp\S*", maps))) == 1
+
+
+def test_what_is_built_is_found_again(folder: Path):
+    library.load_tile("avx2")
+    [built] = folder.glob("*.so")
+    before = built.stat()
+    forget()
+    library.load_tile("avx2")
+    assert built.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_library_is_compiled_again(folder: Path, damage: str):
+    library.load_tile("avx2")
+    [built] = folder.glob("*.so")
+    content = built.read_bytes()
+    built.unlink()  # this process has the old one mapped
+    built.write_bytes({"cut": content[:5000], "changed": b"?" + content[1:], "empty": b""}[damage])
+    forget()
+    with structlog.testing.capture_logs() as lines:
+        library.load_tile("avx2")
+    assert [line["event"] for line in lines] == ["cpu_kernels_damaged", "cpu_kernels_built"]
+
+
+def test_an_image_without_a_compiler_takes_what_was_built_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    library.load_tile("avx2")
+    monkeypatch.setenv("PATH", "/nowhere")
+    forget()
+    library.load_tile("avx2")
+    shutil.rmtree(folder)
+    forget()
+    with pytest.raises(library.NoKernels, match="no g\\+\\+ here"):
+        library.load_tile("avx2")
+
+
+def test_a_compiler_that_fails_says_what_it_said(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(library.EXTRA_FLAGS, "-broken")
+    Path(shutil.which("g++") or "").write_text("#!/bin/sh\necho no room on disk >&2\nexit 1\n")
+    forget()
+    with pytest.raises(library.NoKernels, match="no room on disk"):
+        library.load_tile("avx2")
+
+
+def test_a_library_that_lacks_a_kernel_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(library.SIGNATURES, "absent", "p")
+    with pytest.raises(library.NoKernels, match="absent"):
+        library.load_tile("avx2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "choice", "problem"),
+    [
+        ("avx2 fma", "avx512", "runs only avx2"),
+        ("sse4_2", "auto", "neither of avx512, avx2"),
+        ("sse4_2", "avx2", "neither of avx512, avx2"),
+        ("avx2 fma", "neon", "need one of auto, avx512, avx2, off"),
+        ("avx2 fma", "off", "=off"),
+    ],
+)
+def test_a_tile_that_the_cpu_does_not_run_leaves_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, choice: str, problem: str
+):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(library, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv(library.CHOICE, choice)
+    library._load_or_log.cache_clear()
+    with structlog.testing.capture_logs() as lines:
+        assert library.load() is None
+        assert library.load() is None
+    library._load_or_log.cache_clear()
+    [line] = lines
+    assert problem in line["problem"]
+
+
+def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "_CPU_INFO", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(
+        "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
+    )
+    assert library.choose("auto") == "avx512"
+    (tmp_path / "cpuinfo").write_text("flags : avx2 fma avx512f")
+    assert library.choose("auto") == "avx2"
+    (tmp_path / "cpuinfo").unlink()
+    with pytest.raises(library.NoKernels):
+        library.choose("auto")

@@ -1,0 +1,64 @@
+"""If this fails, products on the CPU are wrong, or a row's bits depend on its batch."""
+
+import ctypes
+
+import pytest
+import torch
+
+from executor.model.cpu_kernels.linear import linear, pack, pad_bias
+from tests.executor.model.cpu_kernels.kernel_cases import (
+    ROUNDING,
+    assert_rows_stand_alone,
+    random_bf16,
+    relative_error,
+)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "size"),
+    [
+        (0, 64, 32),
+        (1, 2, 1),
+        (5, 70, 33),
+        (13, 64, 31),
+        (25, 130, 8),
+        (64, 96, 200),
+        (1, 640, 8192),
+    ],
+)
+def test_a_product_is_the_float32_product_rounded(
+    kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
+):
+    x, weight = random_bf16(num_rows, width), random_bf16(size, width, seed=1)
+    bias = random_bf16(size, seed=2) if has_bias else torch.zeros(size)
+    padded = pad_bias(bias) if has_bias else None
+    y = linear(kernels, x, pack(weight), size, padded)
+    assert relative_error(y, x.float() @ weight.float().T + bias) < ROUNDING
+
+
+def test_rows_may_be_strided(kernels: ctypes.CDLL):
+    wide, weight = random_bf16(5, 3, 64), random_bf16(40, 64, seed=1)
+    for x in (wide[:, 1], random_bf16(64, 7).T):
+        y = linear(kernels, x, pack(weight), 40)
+        assert torch.equal(y, linear(kernels, x.contiguous(), pack(weight), 40))
+
+
+def test_infinities_and_nan_come_through(kernels: ctypes.CDLL):
+    x = random_bf16(4, 64)
+    x[1, 3], x[2, 5], x[3, 0] = torch.inf, torch.nan, 3e38
+    y = linear(kernels, x, pack(torch.ones(32, 64).bfloat16() * 100), 32)
+    assert y[0].isfinite().all()
+    assert y[1].isposinf().all()
+    assert y[2].isnan().all()
+    assert y[3].isposinf().all()
+
+
+def test_rows_stand_alone(kernels: ctypes.CDLL):
+    x, packed = random_bf16(80, 640), pack(random_bf16(300, 640, seed=1))
+    assert_rows_stand_alone(lambda rows: linear(kernels, x[rows], packed, 300), len(x))
+
+
+def test_an_odd_width_is_refused():
+    with pytest.raises(ValueError, match="a width of 63"):
+        pack(random_bf16(32, 63))
