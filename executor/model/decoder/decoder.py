@@ -54,6 +54,7 @@ class Decoder:
         kernels: What the layers call.
         aux_layers: Layers, counted from 0, after which the sum of residuals is a feature for a draft.
         tensors: What the checkpoint holds them as.
+        unread: Beginnings of names of tensors that the checkpoint holds for other parts.
 
     Raises:
         ValueError: Heads, experts or dense MLPs do not divide among the executors.
@@ -69,12 +70,14 @@ class Decoder:
         kernels: Kernels,
         aux_layers: Sequence[int] = (),
         tensors: Tensors = str,
+        unread: tuple[str, ...] = (),
     ) -> None:
         hidden = spec.hidden_size
         topology = peers.topology
         self.peers = peers
         self._spec = spec
         self._tensors = tensors
+        self._unread = unread
         self._aux_columns = {
             layer_id: slice(hidden * (1 + i), hidden * (2 + i))
             for i, layer_id in enumerate(aux_layers)
@@ -192,9 +195,12 @@ class Decoder:
     def skips(self, name: str) -> bool:
         """Whether a tensor may be left unread.
 
-        Another executor's, a draft's, a tied copy, or a buffer of rope, which old files hold.
+        Another executor's, a draft's, another part's, a tied copy, or a buffer of rope, which old
+        files hold.
         """
         if name in self._left_to_others or self._is_of_draft(name):
+            return True
+        if name.startswith(self._unread):
             return True
         if name.endswith(".self_attn.rotary_emb.inv_freq"):
             return True

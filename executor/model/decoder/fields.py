@@ -7,7 +7,7 @@ might answer fluently and wrongly.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class Fields:
         """
         value = self.get(*names, default=default)
         if value is None:
-            raise self.error(f"{' or '.join(names)} is missing")
+            raise self.error(f"{self._prefix}{' or '.join(names)} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.error(
                 f"{self._prefix}{names[0]}={value!r} is not a whole number from {least} to {most}"
@@ -126,7 +126,7 @@ class Fields:
             isinstance(value, int) and not isinstance(value, bool) and value >= 0
             for value in values
         ):
-            raise self.error(f"{name}={values!r} is no list of whole numbers from 0")
+            raise self.error(f"{self._prefix}{name}={values!r} is no list of whole numbers from 0")
         return tuple(values)
 
     def number(self, name: str, *, default: float | None = None) -> float:
@@ -154,11 +154,15 @@ class Fields:
             raise self.error(f"{self._prefix}{name}={value!r} is neither true nor false")
         return value
 
-    def nested(self, *names: str) -> "Fields":
+    def nested(self, *names: str, beside: Sequence[str] = ()) -> "Fields":
         """Returns the fields of objects, the later before the earlier; none if all are absent.
 
+        Args:
+            names: Of the objects.
+            beside: Fields that may also stand beside the objects, rather than in them.
+
         Raises:
-            CheckpointError: One is no object.
+            CheckpointError: One is no object, or what stands in them and beside them differs.
         """
         merged = self._nested.get(names)
         if merged is None:
@@ -168,13 +172,21 @@ class Fields:
                 if not isinstance(found, dict):
                     raise self.error(f"{self._prefix}{name}={found!r} is no object")
                 values |= found
+            for name in beside:
+                outer = self.get(name, default=values.get(name))
+                if values.get(name, outer) not in (outer, None):
+                    raise self.error(
+                        f"{name}={outer!r}, and in {names[-1]} {values[name]!r}, contradict each "
+                        f"other; leave out the wrong one"
+                    )
+                values[name] = outer
             merged = self._nested[names] = Fields(self._path, values, f"{self._prefix}{names[-1]}.")
         return merged
 
     def architecture(self) -> str:
         names = self.get("architectures", default=[])
         if not isinstance(names, list) or len(names) != 1:
-            raise self.error(f"architectures={names!r}: need exactly one class name")
+            raise self.error(f"{self._prefix}architectures={names!r}: need exactly one class name")
         return str(names[0])
 
     def refuse(self, supported: Mapping[str, tuple[Any, ...]]) -> None:

@@ -24,6 +24,7 @@ _MODULES = {  # by class name, the file of this folder
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
     "LlamaForCausalLM": "dense",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MixtralForCausalLM": "mixtral",
@@ -36,7 +37,10 @@ _MODULES = {  # by class name, the file of this folder
 
 
 class Family(Protocol):
-    """A file of this folder."""
+    """A file of this folder. One whose checkpoints hold more than a language model has ``UNREAD``.
+
+    ``UNREAD`` are beginnings of names of tensors, of parts that nothing here runs.
+    """
 
     def read(self, fields: Fields) -> ModelSpec:
         """Returns the model that config.json describes, without what generation_config.json says.
@@ -130,7 +134,7 @@ def _family(architecture: str) -> Family:
 def _eos_token_ids(generation_config: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """The generation config decides where it names any, as in Transformers' generate."""
     sources = [Fields.read(generation_config)] if generation_config.exists() else []
-    for source in (*sources, fields):
+    for source in (*sources, fields, fields.nested("text_config")):
         eos = source.get("eos_token_id")
         if eos is None:
             continue
@@ -174,6 +178,7 @@ def new_model(
             f"aux_layers={list(aux_layers)}: the model has layers 0 to {len(spec.layers) - 1}"
         )
     dtype = dtype or spec.dtype
+    family = _family(spec.architecture)
     return Decoder(
         spec,
         dtype=dtype,
@@ -181,7 +186,8 @@ def new_model(
         peers=peers or Peers.gathering(spec.num_experts),
         kernels=kernels or cpu_kernels(spec, dtype=dtype, device=device),
         aux_layers=aux_layers,
-        tensors=_family(spec.architecture).tensors(spec),
+        tensors=family.tensors(spec),
+        unread=getattr(family, "UNREAD", ()),
     )
 
 
