@@ -62,14 +62,16 @@ class Operators(Protocol):
     """Norms, rotation and activation."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Returns x / sqrt(mean(x^2) + eps) * weight, the mean taken in float32.
+        """Returns x / sqrt(mean(x^2) + eps) * weight, all in float32 and rounded once.
+
+        Norms of Llama's kind in Transformers round before they multiply, too.
 
         Args:
             x: [T, size].
             weight: [size].
             eps: Added to the mean square.
 
-        Source: Zhang and Sennrich 2019, equation 4; Transformers, Qwen3MoeRMSNorm.forward.
+        Source: Zhang and Sennrich 2019, equation 4; Transformers, GptOssRMSNorm.forward.
         """
         ...
 
@@ -283,7 +285,7 @@ class RMSNorm:
     Attributes:
         weight: [size].
 
-    Source: Zhang and Sennrich 2019, equation 4; Transformers, Qwen3MoeRMSNorm.forward.
+    Source: As of ``Operators.rms_norm``.
     """
 
     def __init__(
@@ -300,7 +302,7 @@ class RMSNorm:
         self._operators = operators
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the shape and dtype of x [T, size]; the mean is taken in float32."""
+        """Returns the shape and dtype of x [T, size]."""
         return self._operators.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

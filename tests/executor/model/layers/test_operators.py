@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.operators import (
@@ -73,6 +74,15 @@ def test_both_compute_the_same(num_rows: int, dtype: torch.dtype, ops: FlashInfe
     for name, result in theirs.items():
         assert ours[name].shape == result.shape
         torch.testing.assert_close(ours[name], result, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_norm_rounds_once_as_that_of_gpt_oss(dtype: torch.dtype) -> None:
+    """Twice, as norms of Llama's kind in Transformers do, shows in a quarter of the numbers."""
+    inputs, norm = Inputs(50, dtype), GptOssRMSNorm(SIZE, EPS).to(dtype)
+    norm.weight.data = inputs.weight
+    ours = torch_operators(dtype).rms_norm(inputs.x, inputs.weight, EPS)
+    assert torch.equal(ours, norm(inputs.x))
 
 
 def test_inputs_that_others_still_read_are_left_alone(ops: FlashInferOps) -> None:
