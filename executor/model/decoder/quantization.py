@@ -4,6 +4,7 @@ quant_method         tensors                               dequantised at load a
 fp8                  weight, weight_scale_inv              FP8 E4M3, a scale per block of a matrix
 mxfp4                ..._blocks, ..._scales                MXFP4 of gpt-oss
 compressed-tensors   weight_packed, weight_scale, _shape   INT4, a scale per group of a row
+compressed-tensors   weight, weight_scale                  FP8 E4M3, a scale per row
 
 Which modules are quantised is read off their tensors, not off the lists of modules in it.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from executor.errors import CheckpointError
 from executor.model.weights import Format
-from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
+from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
 
 _Error = Callable[[str], CheckpointError]
 _Known = Mapping[str, tuple[Any, ...] | None]  # by field, values that fit; None: all do
@@ -33,7 +34,7 @@ _COMPRESSED: _Known = {
     **dict.fromkeys(
         ("quant_method", "version", "ignore", "global_compression_ratio", "dequantize")
     ),
-    "format": ("pack-quantized",),
+    "format": ("pack-quantized", "float-quantized"),
     "quantization_status": ("compressed",),
     "kv_cache_scheme": (),
     "sparsity_config": ({},),
@@ -47,16 +48,31 @@ _GROUP: _Known = {
     "output_activations": (),
     "weights": None,
 }
-_INT4: _Known = {
-    **dict.fromkeys(("observer", "observer_kwargs", "group_size", "scale_dtype", "zp_dtype")),
-    "num_bits": (4,),
-    "type": ("int",),
-    "strategy": ("group",),
+_FP8_GROUP: _Known = {**_GROUP, "format": ("float-quantized",), "input_activations": None}
+_NUMBERS: _Known = {
+    **dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype")),
     "symmetric": (True,),
-    "dynamic": (False,),
     "actorder": (False,),
     "block_structure": (),
 }
+_INT4: _Known = {
+    **_NUMBERS,
+    "num_bits": (4,),
+    "type": ("int",),
+    "strategy": ("group",),
+    "group_size": None,
+    "dynamic": (False,),
+}
+_FP8_ROWS: _Known = {
+    **_NUMBERS,
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("channel",),
+    "group_size": (),
+    "dynamic": (False,),
+}
+# Of activations, which kernels may quantise as they run, and nothing here does.
+_FP8_TOKENS: _Known = {**_FP8_ROWS, "strategy": ("token",), "dynamic": (True,)}
 
 
 def read_quantization(config: Any, error: _Error) -> Format | None:
@@ -103,12 +119,17 @@ def _compressed(config: dict[str, Any], error: _Error) -> Format:
     if not isinstance(groups, dict) or len(groups) != 1:
         raise error(f"quantization_config: config_groups={groups!r} is not supported; one group is")
     [group] = groups.values()
-    _check(group, _GROUP, error)
+    is_fp8 = config.get("format") == "float-quantized"
+    _check(group, _FP8_GROUP if is_fp8 else _GROUP, error)
+    if group.get("input_activations") is not None:
+        _check(group["input_activations"], _FP8_TOKENS, error)
     weights = group.get("weights")
-    _check(weights, _INT4, error)
+    _check(weights, _FP8_ROWS if is_fp8 else _INT4, error)
     for name in ("num_bits", "strategy"):
         if weights.get(name) is None:
             raise error(f"quantization_config: {name} is missing in weights={weights!r}")
+    if is_fp8:
+        return Fp8RowFormat()
     return Int4Format(_positive("group_size", weights.get("group_size"), 8, error))
 
 

@@ -5,13 +5,14 @@ Only the blocks that an executor's part touches are read.
 
 format               tensors of a weight W                              W =
 FP8, 128 x 128       W F8_E4M3 [n, k], W_scale_inv [n/128, k/128]       W * scale of its block
+FP8, a row           W F8_E4M3 [n, k], W_scale [n, 1]                   W * scale of its row
 MXFP4                W_blocks U8 [E, n, k/32, 16], W_scales U8          table[nibble] * 2^(scale - 127),
                      [E, n, k/32]; W is [E, k, n]                       low nibble first
 INT4, groups of 32   W_packed I32 [n, k/8], W_scale [n, k/32],          (nibble - 8) * scale,
                      W_shape [2]                                        lowest nibble first
 
 Source: Transformers, integrations/finegrained_fp8.py and mxfp4.py; compressed-tensors,
-compressors/quantized_compressors/pack_quantized.py.
+compressors/quantized_compressors/pack_quantized.py and naive_quantized.py.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +36,7 @@ class Format(ABC):
     Attributes:
         title: Its name for people.
         suffixes: Of the names of a weight's tensors, the numbers' first.
-        block: Consecutive numbers of a row that share a scale.
+        block: Consecutive numbers of a row that share a scale; 1 if the whole row does.
     """
 
     title: ClassVar[str]
@@ -108,9 +109,33 @@ class Fp8Format(Format):
             rows, row_cover = _blocks(_range(index[0]), self.block)
             columns, column_cover = _blocks(_range(index[1]), self.block)
             scales = scale.read((row_cover, column_cover)).float()
-            values = _floats(weight.read(index).view(torch.int8), shift=7, mask=~(1 << 14), bias=8)
-            values.masked_fill_(values.abs() > _E4M3_MAX, torch.nan)
-            return values.mul_(scales[:, columns][rows])
+            return _fp8_floats(weight.read(index)).mul_(scales[:, columns][rows])
+
+        return weight.dequantised(weight.shape, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8RowFormat(Format):
+    """FP8 E4M3 of compressed-tensors, with a scale per row, as of GLM-4.5."""
+
+    block: int = 1
+    title: ClassVar[str] = "FP8 with a scale per row"
+    suffixes: ClassVar[tuple[str, ...]] = ("", "_scale")
+
+    def _problem(self, *parts: Stored) -> str | None:
+        weight, scale = parts
+        if weight.dtype != "F8_E4M3" or scale.dtype not in _SCALES:
+            return f"FP8 weights are F8_E4M3, with scales of {', '.join(_SCALES)}"
+        if len(weight.shape) != 2 or scale.shape != (weight.shape[0], 1):
+            return "each row has one scale"
+        return None
+
+    def _open(self, *parts: Stored) -> Stored:
+        weight, scale = parts
+
+        def read(index: Index) -> torch.Tensor:
+            scales = scale.read((index[0], slice(None))).float()
+            return _fp8_floats(weight.read(index)).mul_(scales)
 
         return weight.dequantised(weight.shape, read)
 
@@ -188,6 +213,12 @@ class Int4Format(Format):
             return values.mul_(scales[..., : values.shape[-1]])[..., inside]
 
         return packed.dequantised(whole, read)
+
+
+def _fp8_floats(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns float32 of FP8 E4M3."""
+    values = _floats(numbers.view(torch.int8), shift=7, mask=~(1 << 14), bias=8)
+    return values.masked_fill_(values.abs() > _E4M3_MAX, torch.nan)
 
 
 def _floats(numbers: torch.Tensor, *, shift: int, mask: int, bias: int) -> torch.Tensor:

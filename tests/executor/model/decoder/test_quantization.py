@@ -11,9 +11,16 @@ import torch
 from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
 from executor.model.weights import Format
-from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
+from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
 from tests.executor.model.families.head_checkpoints import save_model
-from tests.executor.model.weights.quantised import Quantised, fp8, int4, mxfp4, save_twins
+from tests.executor.model.weights.quantised import (
+    Quantised,
+    fp8,
+    fp8_rows,
+    int4,
+    mxfp4,
+    save_twins,
+)
 from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
 from tests.executor.support.serving import Rank
 
@@ -52,6 +59,18 @@ INT4 = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+_FLOAT = WEIGHTS | {"group_size": None, "num_bits": 8, "strategy": "channel", "type": "float"}
+FP8_ROWS = INT4 | {
+    "config_groups": {
+        "group_0": {
+            "input_activations": _FLOAT | {"dynamic": True, "observer": None, "strategy": "token"},
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": _FLOAT,
+        }
+    },
+    "format": "float-quantized",
+}
 
 
 def error(message: str) -> CheckpointError:
@@ -70,6 +89,7 @@ def error(message: str) -> CheckpointError:
         ),
         (MXFP4, Mxfp4Format()),
         (INT4, Int4Format(32)),
+        (FP8_ROWS, Fp8RowFormat()),
     ],
 )
 def test_published_formats_are_read(config: Any, expected: Format | None) -> None:
@@ -99,28 +119,37 @@ def test_what_would_change_the_numbers_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("changed", "problem"),
+    ("config", "part", "changed", "problem"),
     [
-        ({"symmetric": False}, "symmetric=False is not supported; True is"),
-        ({"num_bits": 8}, "num_bits=8"),
-        ({"num_bits": None}, "num_bits is missing"),
-        ({"group_size": 12}, "group_size=12 is no multiple of 8"),
-        ({"actorder": "group"}, "actorder='group'"),
-        ({"zero": 1}, "zero=1 is not known"),
+        (INT4, "weights", {"symmetric": False}, "symmetric=False is not supported; True is"),
+        (INT4, "weights", {"num_bits": 8}, "num_bits=8"),
+        (INT4, "weights", {"num_bits": None}, "num_bits is missing"),
+        (INT4, "weights", {"group_size": 12}, "group_size=12 is no multiple of 8"),
+        (INT4, "weights", {"actorder": "group"}, "actorder='group'"),
+        (INT4, "weights", {"zero": 1}, "zero=1 is not known"),
+        (FP8_ROWS, "weights", {"strategy": "tensor"}, "strategy='tensor' .*; 'channel' is"),
+        (FP8_ROWS, "weights", {"num_bits": 4}, "num_bits=4 is not supported; 8 is"),
+        (FP8_ROWS, "input_activations", {"dynamic": False}, "dynamic=False .*; True is"),
     ],
 )
-def test_int4_that_is_packed_otherwise_is_refused_by_name(
-    changed: dict[str, Any], problem: str
+def test_a_group_that_is_quantised_otherwise_is_refused_by_name(
+    config: dict[str, Any], part: str, changed: dict[str, Any], problem: str
 ) -> None:
-    config: dict[str, Any] = deepcopy(INT4)
-    config["config_groups"]["group_0"]["weights"] |= changed
+    config = deepcopy(config)
+    config["config_groups"]["group_0"][part] |= changed
     with pytest.raises(CheckpointError, match=problem):
         read_quantization(config, error)
 
 
-@pytest.mark.parametrize(("quantise", "config"), [(fp8, FP8), (int4, INT4)])
 @pytest.mark.parametrize(
-    ("save", "shape"), [(save_qwen3_moe, "plain"), (save_latent_model, "deepseek_v3")]
+    ("save", "shape", "quantise", "config"),
+    [
+        (save_qwen3_moe, "plain", fp8, FP8),
+        (save_qwen3_moe, "plain", int4, INT4),
+        (save_latent_model, "deepseek_v3", fp8, FP8),
+        (save_latent_model, "deepseek_v3", int4, INT4),
+        (save_model, "glm4_moe", fp8_rows, FP8_ROWS),
+    ],
 )
 def test_a_quantised_model_answers_as_its_dequantised_twin(
     save: Callable[..., Any],

@@ -26,6 +26,13 @@ def fp8(weight: torch.Tensor, scale_type: torch.dtype = torch.float32) -> Quanti
     return {"": numbers, "_scale_inv": scale}, numbers.float() * blocks
 
 
+def fp8_rows(weight: torch.Tensor) -> Quantised:
+    """Takes [n, k]; a scale is for a row."""
+    scale = (torch.rand(len(weight), 1) / 100 + 0.01).bfloat16()
+    numbers = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"": numbers, "_scale": scale}, numbers.float() * scale.float()
+
+
 def mxfp4(weight: torch.Tensor) -> Quantised:
     """Takes [E, k, n]; a scale is for 32 of the k inputs of an output."""
     inputs = weight.transpose(1, 2).unflatten(-1, (-1, 32))

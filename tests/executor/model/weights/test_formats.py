@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from executor.errors import CheckpointError
 from executor.model.weights import Format, Part, Source, WeightGroup, load_weights
-from executor.model.weights.formats import Fp8Format, Int4Format, Mxfp4Format
-from tests.executor.model.weights.quantised import Quantised, fp8, int4, mxfp4
+from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
+from tests.executor.model.weights.quantised import Quantised, fp8, fp8_rows, int4, mxfp4
 
 Saved = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -23,6 +23,7 @@ FORMATS: dict[str, tuple[Format, Callable[[torch.Tensor], Quantised], tuple[int,
         partial(fp8, scale_type=torch.float8_e8m0fnu),
         (200, 300),
     ),
+    "fp8 rows": (Fp8RowFormat(), fp8_rows, (200, 300)),
     "mxfp4": (Mxfp4Format(), mxfp4, (2, 96, 10)),
     "int4": (Int4Format(), int4, (10, 104)),
 }
@@ -74,7 +75,7 @@ def test_a_part_of_a_quantised_weight_is_that_part_of_the_weight(
             assert target.equal(piece.to(dtype)), (every, dim, at)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 rows", "mxfp4", "int4"])
 def test_a_quantised_weight_without_one_of_its_tensors_is_named(name: str, tmp_path: Path) -> None:
     """Whether it is needed or not: what is left of it says that the checkpoint is not whole."""
     weight_format, (tensors, weight) = new(name)
@@ -84,10 +85,11 @@ def test_a_quantised_weight_without_one_of_its_tensors_is_named(name: str, tmp_p
         left = {key: value for key, value in tensors.items() if key != absent}
         save(tmp_path, left)
         groups = [WeightGroup({"w": torch.zeros(weight.shape)})]
-        problem = rf"lacks {absent}" if name != "fp8" else r"w in .* has type F8_E4M3; .* scales"
+        is_fp8 = name.startswith("fp8")
+        problem = r"w in .* has type F8_E4M3; .* scales" if is_fp8 else rf"lacks {absent}"
         with pytest.raises(CheckpointError, match=problem):
             load_weights(tmp_path, groups, weight_format=weight_format)
-        if name != "fp8":
+        if not is_fp8:
             with pytest.raises(CheckpointError, match=rf"lacks {absent}"):
                 load_weights(tmp_path, [], weight_format=weight_format, skipped=lambda _: True)
 
@@ -122,6 +124,8 @@ def test_fp8_numbers_are_never_loaded_unscaled(
     [
         ("fp8", {"w_scale_inv": torch.zeros(2, 2)}, r"blocks of 128 there are \[2, 3\] scales"),
         ("fp8", {"w_scale_inv": torch.zeros(2, 3, dtype=torch.int32)}, r"scales of F32"),
+        ("fp8 rows", {"w_scale": torch.zeros(200)}, "each row has one scale"),
+        ("fp8 rows", {"w": torch.zeros(200, 300)}, "FP8 weights are F8_E4M3"),
         ("mxfp4", {"w_scales": torch.zeros(2, 10, 4, dtype=torch.uint8)}, "have one scale"),
         ("mxfp4", {"w_blocks": torch.zeros(2, 10, 3, 16)}, "U8 for both"),
         ("int4", {"w_scale": torch.zeros(10, 3)}, "groups of 32"),
