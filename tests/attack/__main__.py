@@ -48,6 +48,7 @@ ATTACKS: Sequence[tuple[str, Attack]] = (
     ("A7 half-sent messages", callers.half_sent_messages),
     ("A8 another caller's requests", callers.others_requests),
     (GUESSES, guesses.guessed_prompts),
+    ("A8 guesses at ids", guesses.guessed_ids),
     ("A9 silent strangers while a group forms", strangers.silent_strangers),
     ("B3 half scrapes", strangers.half_scrapes),
     ("B7 rapid resets", callers.rapid_resets),
