@@ -32,7 +32,11 @@ EXTRA_FLAGS = "LOCKSTEP_CPU_KERNELS_FLAGS"  # for the compiler: sanitizers
 
 _SOURCES = Path(__file__).with_name("src")
 _COMPILER = "g++"
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    "-ffp-contract=off",  # a product and a sum are one operation where the source says so
+    "-Wno-maybe-uninitialized",  # g++ 12 finds some in its own headers
+)
 _CPU_INFO = Path("/proc/cpuinfo")
 
 # Of each tile, the best first: flags of /proc/cpuinfo, and of the compiler.
@@ -45,12 +49,16 @@ _TILES = {
 }
 TILES = tuple(_TILES)
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # The arguments of each kernel, as its source declares them: p pointer, i int64_t, f float.
 SIGNATURES = {
+    "add_norm": "pipppiif",
+    "arg_max": "pipii",
     "linear": "pipppiii",
+    "moe": "ppppppppiiiiifff",
+    "route": "pippppppiiiiiiiiif",
+    "silu_and_mul": "ppii",
 }
-_TYPES = {"p": _POINTER, "i": _INT, "f": _FLOAT}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 _LOG = structlog.stdlib.get_logger(__name__)
 

@@ -1,0 +1,88 @@
+"""Experts of a layer, from packed weights. Dimensions as in ``model/moe/layer.py``."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from executor.model.cpu_kernels.linear import PANEL, pack
+
+_HALF = PANEL // 2  # a panel of w13 has so many columns of gate, then as many of up
+
+
+class Activation(NamedTuple):
+    """min(gate, limit) · sigmoid(alpha · gate) · (clip(up, ±limit) + up_offset)."""
+
+    alpha: float = 1.0
+    limit: float = float("inf")
+    up_offset: float = 0.0
+
+
+def misfit(hidden_size: int, intermediate_size: int) -> str | None:
+    """Returns why experts of these sizes, D and F, cannot be packed; None if they can."""
+    if hidden_size % PANEL:
+        return f"D={hidden_size} is no multiple of {PANEL}"
+    if intermediate_size % _HALF:
+        return f"F={intermediate_size} is no multiple of {_HALF}"
+    return None
+
+
+def pack_gate_up(w13: torch.Tensor) -> torch.Tensor:
+    """Returns one expert's gate and up as the kernel reads them, in the shape they had, [2F, D]."""
+    return pack(interleave(w13)).view(w13.shape)
+
+
+def pack_down(w2: torch.Tensor) -> torch.Tensor:
+    """Returns one expert's down as the kernel reads it, in the shape it had, [D, F]."""
+    return pack(w2).view(w2.shape)
+
+
+def interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """Returns gates then ups [2F, ..] as 16 of one and 16 of the other in turn, dense."""
+    by_halves = gate_up.reshape(2, -1, _HALF, *gate_up.shape[1:])
+    return by_halves.transpose(0, 1).reshape(gate_up.shape)
+
+
+def moe(
+    kernels: ctypes.CDLL,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    y: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: Activation = Activation(),  # noqa: B008  a tuple
+) -> torch.Tensor:
+    """Returns each row's outputs of these experts, weighted and summed, in ``y``.
+
+    Args:
+        kernels: From ``library.load``.
+        x: bfloat16 [R, D].
+        ids: int32 [R, K]; those outside 0 to L are of experts elsewhere.
+        weights: float32 [R, K].
+        w13: bfloat16 [L, 2F, D], each expert from ``pack_gate_up``.
+        w2: bfloat16 [L, D, F], each expert from ``pack_down``.
+        y: bfloat16 [R, D], dense.
+        biases: float32, of gate and up [L, 2F], from ``interleave``, and of down [L, D].
+        activation: Between the products.
+    """
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    b13, b2 = biases or (None, None)
+    num_experts, hidden_size, intermediate_size = w2.shape
+    kernels.moe(
+        x.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        w13.data_ptr(),
+        w2.data_ptr(),
+        None if b13 is None else b13.data_ptr(),
+        None if b2 is None else b2.data_ptr(),
+        y.data_ptr(),
+        *ids.shape,
+        num_experts,
+        hidden_size,
+        intermediate_size,
+        *activation,
+    )
+    return y

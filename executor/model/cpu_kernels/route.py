@@ -1,0 +1,70 @@
+"""Router of an expert layer: from rows to the experts that they go to, and their weights."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+
+class RouterRule(NamedTuple):
+    """How experts are chosen; the fields are those of ``RouterSpec``.
+
+    Attributes:
+        num_experts: E.
+        top_k: K.
+        num_groups: 1 for none.
+        num_kept_groups: Of them.
+        is_sigmoid: Scores are sigmoids; else a softmax.
+        sums_two: A group counts as its two best scores; else as its best.
+        renormalise: Weights are divided by their sum.
+        factor: Times this, afterwards.
+    """
+
+    num_experts: int
+    top_k: int
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    is_sigmoid: bool = False
+    sums_two: bool = True
+    renormalise: bool = True
+    factor: float = 1.0
+
+
+def route(
+    kernels: ctypes.CDLL,
+    x: torch.Tensor,
+    rule: RouterRule,
+    gate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns expert ids [T, K] int32 and weights [T, K] float32, the first choice first.
+
+    Args:
+        kernels: From ``library.load``.
+        x: bfloat16 [T, D].
+        rule: Which experts.
+        gate: Packed, or float32 [E, D] with D a multiple of 16.
+        bias: float32 [E], of the logits.
+        correction: float32 [E], added to scores for the choice.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    num_rows, width = x.shape
+    ids = torch.empty(num_rows, rule.top_k, dtype=torch.int32)
+    weights = torch.empty(num_rows, rule.top_k)
+    is_packed = gate.dtype is torch.bfloat16
+    kernels.route(
+        x.data_ptr(),
+        x.stride(0),
+        gate.data_ptr() if is_packed else None,
+        None if is_packed else gate.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if correction is None else correction.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        num_rows,
+        width,
+        *rule,
+    )
+    return ids, weights

@@ -1,0 +1,103 @@
+// The router: logits of a row, scores, and the choice of its experts.
+#pragma once
+
+#include "tile.h"
+
+struct Choice {
+  int64_t experts, top_k, groups, kept_groups;
+  bool is_sigmoid, sums_two, renormalises;  // sums_two: a group counts as its best two, else its best
+  float factor;
+
+  // Makes `scores`, padded with -infinity to full vectors, of logits: a softmax, or sigmoids.
+  void score(float* scores) const {
+    Floats most = set(-INFINITY), total = set(0);
+    for (int64_t e = 0; e < experts; e += kLanes) most = max(most, load(scores + e));
+    const float largest_logit = largest(most);
+    for (int64_t e = 0; e < experts; e += kLanes) {
+      const Floats logits = load(scores + e);
+      const Floats score = is_sigmoid ? sigmoid(logits) : exp(logits - set(largest_logit));
+      store(scores + e, select(first_lanes(experts - e), score, set(0)));
+      total = total + load(scores + e);
+    }
+    if (is_sigmoid) return;
+    const Floats scale = set(1 / sum(total));
+    for (int64_t e = 0; e < experts; e += kLanes) store(scores + e, load(scores + e) * scale);
+  }
+
+  // Sets what is in other groups than the best to -infinity.
+  void keep_groups(float* scores) const {
+    const int64_t size = experts / groups;
+    std::vector<float> totals(groups);
+    for (int64_t g = 0; g < groups; g++) {
+      float best = -INFINITY, second = -INFINITY;
+      for (const float* s = scores + g * size; s < scores + (g + 1) * size; s++) {
+        second = std::max(second, std::min(best, *s));
+        best = std::max(best, *s);
+      }
+      totals[g] = sums_two ? best + second : best;
+    }
+    std::vector<bool> is_kept(groups);
+    for (int64_t i = 0; i < kept_groups; i++) {
+      const int64_t best = std::max_element(totals.begin(), totals.end()) - totals.begin();
+      is_kept[best] = true;
+      totals[best] = -INFINITY;
+    }
+    for (int64_t g = 0; g < groups; g++)
+      if (!is_kept[g]) std::fill(scores + g * size, scores + (g + 1) * size, -INFINITY);
+  }
+
+  // Writes a row's experts and weights, the first choice first. `logits` and `ranks` are scratch.
+  void choose(float* logits, float* ranks, const float* correction, int32_t* ids,
+              float* weights) const {
+    score(logits);
+    for (int64_t e = 0; e < experts; e++) ranks[e] = logits[e] + (correction ? correction[e] : 0);
+    if (groups > 1) keep_groups(ranks);
+    float total = is_sigmoid ? 1e-20f : 0;  // sigmoids may all be 0
+    for (int64_t k = 0; k < top_k; k++) {
+      ids[k] = std::max_element(ranks, ranks + experts) - ranks;
+      weights[k] = logits[ids[k]];
+      ranks[ids[k]] = -INFINITY;
+      total += weights[k];
+    }
+    for (int64_t k = 0; k < top_k; k++)
+      weights[k] = (renormalises ? weights[k] / total : weights[k]) * factor;
+  }
+};
+
+// x [rows, width], with `stride` from row to row; weight packed, or if that is null, `weight32` float32
+// [experts, width], with width a multiple of 16; bias float32, as columns of panels, or null; correction
+// float32 [experts], added to scores for the choice, or null; ids and weights [rows, top_k].
+KERNEL void route(const bf16* x, int64_t stride, const bf16* weight, const float* weight32,
+                  const float* bias, const float* correction, int32_t* ids, float* weights,
+                  int64_t rows, int64_t width, int64_t experts, int64_t top_k, int64_t groups,
+                  int64_t kept_groups, int64_t is_sigmoid, int64_t sums_two, int64_t renormalises,
+                  float factor) {
+  const Choice choice{experts,           top_k,         groups,            kept_groups,
+                      is_sigmoid != 0, sums_two != 0, renormalises != 0, factor};
+  const int64_t padded = (experts + kColumns - 1) / kColumns * kColumns;
+#pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
+  for (int64_t first = 0; first < rows; first += kTileRows) {
+    const int64_t last = std::min(rows, first + kTileRows);
+    std::vector<float> logits((last - first) * padded, -INFINITY), ranks(experts);
+    for (int64_t e = 0; weight && e < experts; e += kColumns) {
+      multiply(
+          first, last, width, weight + e * width, [&](int64_t i) { return x + i * stride; },
+          [&](int64_t i, Floats low, Floats high) {
+            float* const to = logits.data() + (i - first) * padded + e;
+            store(to, select(first_lanes(experts - e), low, set(-INFINITY)));
+            store(to + kLanes, select(first_lanes(experts - e - kLanes), high, set(-INFINITY)));
+          });
+    }
+    for (int64_t i = first; i < last; i++) {
+      float* const row = logits.data() + (i - first) * padded;
+      for (int64_t e = 0; !weight && e < experts; e++) {
+        Floats dot = set(0);
+        for (int64_t d = 0; d < width; d += kLanes)
+          dot = fma(load(x + i * stride + d), load(weight32 + e * width + d), dot);
+        row[e] = sum(dot);
+      }
+      for (int64_t e = 0; bias && e < experts; e++) row[e] += bias[e];
+      choice.choose(row, ranks.data(), correction, ids + i * top_k, weights + i * top_k);
+    }
+  }
+}

@@ -1,0 +1,69 @@
+"""If this fails, norms, activations or arg-max on the CPU are wrong."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from executor.model.cpu_kernels.elementwise import add_rms_norm, arg_max, rms_norm, silu_and_mul
+from tests.executor.model.cpu_kernels.kernel_cases import (
+    ROUNDING,
+    assert_rows_stand_alone,
+    num_threads,
+    random_bf16,
+    relative_error,
+)
+
+SHAPES = [(0, 16), (1, 16), (3, 80), (70, 1024)]
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_norms_are_as_in_float32(kernels: ctypes.CDLL, rows: int, size: int):
+    x, weight = random_bf16(rows, size, scale=3), random_bf16(size, seed=1)
+    expected = F.rms_norm(x.float(), (size,), weight.float(), 1e-3)
+    assert relative_error(rms_norm(kernels, x, weight, 1e-3), expected) < ROUNDING
+    residual = random_bf16(rows, size, seed=2)
+    total = x + residual
+    expected = F.rms_norm(total.float(), (size,), weight.float(), 1e-3)
+    normed, summed = add_rms_norm(kernels, x, residual, weight, 1e-3)
+    assert relative_error(normed, expected) < ROUNDING
+    assert torch.equal(summed, total)
+
+
+def test_rows_of_a_norm_may_be_strided(kernels: ctypes.CDLL):
+    wide, weight = random_bf16(5, 96), random_bf16(32, seed=1)
+    for x in (wide[:, 32:64], wide[:, ::3]):
+        normed = rms_norm(kernels, x, weight, 1e-6)
+        assert torch.equal(normed, rms_norm(kernels, x.contiguous(), weight, 1e-6))
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_the_activation_is_as_in_float32(kernels: ctypes.CDLL, rows: int, size: int):
+    gate_up = random_bf16(rows, 2 * size, scale=20)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert relative_error(silu_and_mul(kernels, gate_up), F.silu(gate) * up) < ROUNDING
+
+
+def test_rows_stand_alone(kernels: ctypes.CDLL):
+    x, weight = random_bf16(80, 1024), random_bf16(1024, seed=1)
+    assert_rows_stand_alone(lambda rows: rms_norm(kernels, x[rows], weight, 1e-6), len(x))
+    assert_rows_stand_alone(lambda rows: silu_and_mul(kernels, x[rows]), len(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(0, 40), (1, 1), (3, 15), (5, 16), (9, 33), (20, 20000)]
+)
+def test_arg_max_is_the_first_of_the_largest(kernels: ctypes.CDLL, rows: int, size: int):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randint(-size, size, (rows, size), generator=generator).float()  # with ties
+    first = (logits == logits.amax(dim=-1, keepdim=True)).int().argmax(dim=-1)
+    with num_threads(2):
+        assert torch.equal(arg_max(kernels, logits), first)
+    assert torch.equal(arg_max(kernels, logits.repeat(1, 2)[:, :size]), first)
+
+
+def test_arg_max_gives_a_token_whatever_the_row(kernels: ctypes.CDLL):
+    logits = torch.full((3, 50), -torch.inf)
+    logits[1], logits[2, 7] = torch.nan, torch.inf
+    assert arg_max(kernels, logits).tolist() == [0, 0, 7]

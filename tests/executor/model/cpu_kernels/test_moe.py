@@ -1,0 +1,142 @@
+"""If this fails, experts on the CPU are wrong, or a row's bits depend on its batch."""
+
+import ctypes
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from executor.model.cpu_kernels.moe import (
+    Activation,
+    interleave,
+    misfit,
+    moe,
+    pack_down,
+    pack_gate_up,
+)
+from tests.executor.model.cpu_kernels.kernel_cases import (
+    ROUNDING,
+    assert_rows_stand_alone,
+    random_bf16,
+    relative_error,
+)
+
+GPT_OSS = Activation(alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+class Case:
+    """Random experts, and what they make of rows in float32."""
+
+    def __init__(self, experts: int, width: int, inner: int, has_biases: bool = False) -> None:
+        self.w13 = random_bf16(experts, 2 * inner, width, seed=1, scale=width**-0.5)
+        self.w2 = random_bf16(experts, width, inner, seed=2, scale=inner**-0.5)
+        self.b13 = random_bf16(experts, 2 * inner, seed=3).float() * has_biases
+        self.b2 = random_bf16(experts, width, seed=4).float() * has_biases
+        self._packed = (
+            torch.stack([pack_gate_up(w) for w in self.w13]),
+            torch.stack([pack_down(w) for w in self.w2]),
+        )
+        self._biases = (torch.stack([interleave(b) for b in self.b13]), self.b2)
+        self._has_biases = has_biases
+
+    def run(
+        self,
+        kernels: ctypes.CDLL,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activation: Activation = Activation(),  # noqa: B008
+    ) -> torch.Tensor:
+        biases = self._biases if self._has_biases else None
+        y = torch.empty(x.shape, dtype=torch.bfloat16)
+        return moe(kernels, x, ids, weights, *self._packed, y, biases, activation)
+
+    def expected(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda g, u: F.silu(g) * u,
+    ) -> torch.Tensor:
+        y = torch.zeros(x.shape)
+        for expert in range(len(self.w2)):
+            rows, places = torch.where(ids == expert)
+            hidden = x[rows].float() @ self.w13[expert].float().T + self.b13[expert]
+            hidden = activate(*hidden.chunk(2, dim=-1))
+            out = hidden @ self.w2[expert].float().T + self.b2[expert]
+            y.index_add_(0, rows, out * weights[rows, places, None])
+        return y
+
+
+def chosen(rows: int, top_k: int, experts: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns distinct random experts for each row, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, experts, generator=generator).argsort(dim=-1)[:, :top_k]
+    return ids.to(torch.int32), torch.rand(rows, top_k, generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_experts_are_as_in_float32(kernels: ctypes.CDLL, seed: int):
+    rng = random.Random(seed)
+    experts, rows = rng.randint(1, 9), rng.choice([0, 1, 2, 5, 13, 30, 70])
+    top_k = rng.randint(1, experts)
+    case = Case(experts, 32 * rng.randint(1, 4), 16 * rng.randint(1, 5), seed % 2 == 1)
+    x, (ids, weights) = random_bf16(rows, case.w2.shape[1]), chosen(rows, top_k, experts, seed)
+    y = case.run(kernels, x, ids, weights)
+    assert relative_error(y, case.expected(x, ids, weights)) < 2 * ROUNDING
+
+
+def test_experts_elsewhere_add_nothing(kernels: ctypes.CDLL):
+    case, x = Case(3, 64, 32), random_bf16(6, 64)
+    ids, weights = chosen(6, 2, 3)
+    ids[0, 1], ids[1], ids[2, 0], ids[5] = 3, 3, -1, 2**31 - 1
+    y = case.run(kernels, x, ids, weights)
+    assert relative_error(y, case.expected(x, ids, weights)) < 2 * ROUNDING
+    assert not y[[1, 5]].any()
+
+
+@pytest.mark.parametrize("rows", [1, 12, 61])
+def test_all_rows_may_go_to_one_expert(kernels: ctypes.CDLL, rows: int):
+    case, x = Case(4, 64, 48), random_bf16(rows, 64)
+    ids, weights = torch.full((rows, 1), 2, dtype=torch.int32), torch.rand(rows, 1)
+    y = case.run(kernels, x, ids, weights)
+    assert relative_error(y, case.expected(x, ids, weights)) < 2 * ROUNDING
+
+
+def test_gates_are_clamped_where_the_activation_says_so(kernels: ctypes.CDLL):
+    case, x = Case(4, 64, 48, has_biases=True), random_bf16(9, 64, scale=8)
+    ids, weights = chosen(9, 2, 4)
+
+    def activate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=7)
+        return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    y = case.run(kernels, x, ids, weights, GPT_OSS)
+    assert relative_error(y, case.expected(x, ids, weights, activate)) < 2 * ROUNDING
+
+
+def test_rows_stand_alone(kernels: ctypes.CDLL):
+    """The weights are enough to be shared by threads."""
+    case, x = Case(6, 256, 256), random_bf16(80, 256)
+    ids, weights = chosen(80, 3, 6)
+    assert_rows_stand_alone(
+        lambda rows: case.run(kernels, x[rows], ids[rows], weights[rows]), len(x)
+    )
+
+
+def test_a_row_that_is_not_finite_stays_alone(kernels: ctypes.CDLL):
+    case, x = Case(3, 64, 32), random_bf16(4, 64)
+    ids, weights = chosen(4, 2, 3)
+    clean = case.run(kernels, x, ids, weights)
+    x[2, 7] = torch.nan
+    y = case.run(kernels, x, ids, weights)
+    assert y[2].isnan().all()
+    assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+def test_sizes_that_no_panel_fits_are_told():
+    assert misfit(64, 32) is None
+    assert misfit(72, 32) == "D=72 is no multiple of 32"
+    assert misfit(64, 24) == "F=24 is no multiple of 16"

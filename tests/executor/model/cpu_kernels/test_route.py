@@ -1,0 +1,76 @@
+"""If this fails, rows on the CPU go to other experts than the plain router sends them to."""
+
+import ctypes
+
+import pytest
+import torch
+
+from executor.model.cpu_kernels.linear import pack
+from executor.model.cpu_kernels.route import RouterRule, route
+from executor.model.moe.routing import choose_experts
+from executor.model.spec import GroupScore, RouterSpec, Scores
+from tests.executor.model.cpu_kernels.kernel_cases import assert_rows_stand_alone, random_bf16
+
+RULES = [
+    (32, 4, RouterSpec()),
+    (5, 5, RouterSpec(renormalise=False, factor=2.5)),
+    (48, 6, RouterSpec(scores=Scores.SIGMOID)),
+    (64, 8, RouterSpec(scores=Scores.SIGMOID, num_groups=8, num_kept_groups=3, factor=1.5)),
+    (24, 3, RouterSpec(num_groups=4, num_kept_groups=2, group_score=GroupScore.MAX)),
+    (200, 1, RouterSpec(num_groups=8, num_kept_groups=8)),
+]
+
+
+def rule_of(spec: RouterSpec, num_experts: int, top_k: int) -> RouterRule:
+    return RouterRule(
+        num_experts,
+        top_k,
+        spec.num_groups,
+        spec.num_kept_groups,
+        spec.scores is Scores.SIGMOID,
+        spec.group_score is GroupScore.TOP2,
+        spec.renormalise,
+        spec.factor,
+    )
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 14, 70])
+@pytest.mark.parametrize(("experts", "top_k", "spec"), RULES)
+def test_rows_go_where_the_plain_router_sends_them(
+    kernels: ctypes.CDLL,
+    experts: int,
+    top_k: int,
+    spec: RouterSpec,
+    rows: int,
+    has_biases: bool,
+    in_float32: bool,
+):
+    x, gate = random_bf16(rows, 80, seed=experts), random_bf16(experts, 80, seed=1, scale=0.1)
+    bias = torch.linspace(-0.5, 0.5, experts) if has_biases else None
+    correction = torch.linspace(0.3, -0.3, experts) if has_biases else None
+    packed = gate.float() if in_float32 else pack(gate)
+    ids, weights = route(kernels, x, rule_of(spec, experts, top_k), packed, bias, correction)
+    logits = x.float() @ gate.float().T + (0 if bias is None else bias)
+    expected_ids, expected_weights = choose_experts(logits, top_k, spec, correction)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_rows_stand_alone(kernels: ctypes.CDLL, in_float32: bool):
+    x, gate = random_bf16(80, 512), random_bf16(40, 512, seed=1)
+    packed = gate.float() if in_float32 else pack(gate)
+    for part in range(2):
+        assert_rows_stand_alone(
+            lambda rows, part=part: route(kernels, x[rows], RouterRule(40, 4), packed)[part], len(x)
+        )
+
+
+def test_choices_stay_within_the_experts_whatever_the_row(kernels: ctypes.CDLL):
+    x = random_bf16(3, 64)
+    x[0, 0], x[1] = torch.nan, 3e38
+    for rule in (RouterRule(8, 4), RouterRule(8, 4, 4, 2, is_sigmoid=True)):
+        ids, _ = route(kernels, x, rule, pack(random_bf16(8, 64, seed=1)))
+        assert ((ids >= 0) & (ids < 8)).all()
