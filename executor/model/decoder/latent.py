@@ -148,13 +148,17 @@ class LatentAttention:
         spec = self.spec
         width = spec.qk_nope_head_dim + spec.v_head_dim
         rows = self.w_uk.new_empty(self.num_heads * width, spec.kv_lora_rank)
+        # No memory until they are read: those of all layers of a DeepSeek-V3 have 2 GB.
+        memory = rows.untyped_storage()
+        begin = partial(memory.resize_, memory.nbytes())
+        memory.resize_(0)
 
         def split() -> None:
             heads = rows.view(self.num_heads, width, -1)
             self.w_uk.copy_(heads[:, : spec.qk_nope_head_dim])
             self.w_uv.copy_(heads[:, spec.qk_nope_head_dim :].transpose(1, 2))
 
-        return WeightGroup({f"{prefix}kv_b_proj.weight": self._of_heads(rows)}, split)
+        return WeightGroup({f"{prefix}kv_b_proj.weight": self._of_heads(rows)}, split, begin)
 
     def _of_heads(self, target: torch.Tensor, dim: int = 0) -> Part:
         """Returns the part of a matrix whose rows or columns are heads'."""

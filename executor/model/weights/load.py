@@ -64,6 +64,7 @@ def load_weights(
         while pending or ahead:
             while pending and len(ahead) < _THREADS:
                 group = pending.popleft()
+                group.begin()
                 ahead.append((_submit(pool, group, weights), group.finish))
                 del group
             copies, finish = ahead.popleft()

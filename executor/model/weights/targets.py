@@ -70,10 +70,12 @@ class WeightGroup:
         targets: What the checkpoint holds, by its name where a tensor is the matrix, to the parameter,
             or the view of one, that it fills.
         finish: Called once all of them are filled.
+        begin: Called before any of them is read, when few groups are yet to be finished.
     """
 
     targets: Targets
     finish: Callable[[], None] = field(default=lambda: None)
+    begin: Callable[[], object] = field(default=lambda: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,22 +102,23 @@ def expanded(x: torch.Tensor, weights: Weights, spec: MlaSpec) -> torch.Tensor:
     return linear("o_proj", torch.einsum("hqk,khd->qhd", weights_of, v).flatten(1))
 
 
+def new_layer(spec: MlaSpec, rank: int = 0, count: int = 1) -> LatentAttention:
+    """Returns one executor's heads, to be filled."""
+    cpu = torch.device("cpu")
+    rope = RopeSpec(rotary_dim=spec.qk_rope_head_dim, theta=THETA)
+    rotary = RotaryEmbedding(rope, MAX_LEN, dtype=torch.float32, device=cpu)
+    kernels = Kernels(operators=TorchOperators([rotary]), new_experts=Any, workers=WorkerPool(1))
+    peers: Any = Peers.gathering(1)
+    if count > 1:
+        peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))
+    return LatentAttention(spec, HIDDEN, 0, peers, kernels, dtype=torch.float32, device=cpu)
+
+
 class Executor:
     """One executor's heads, and the latents that it keeps."""
 
     def __init__(self, path: Path, spec: MlaSpec, rank: int = 0, count: int = 1) -> None:
-        cpu = torch.device("cpu")
-        rope = RopeSpec(rotary_dim=spec.qk_rope_head_dim, theta=THETA)
-        rotary = RotaryEmbedding(rope, MAX_LEN, dtype=torch.float32, device=cpu)
-        kernels = Kernels(
-            operators=TorchOperators([rotary]), new_experts=Any, workers=WorkerPool(1)
-        )
-        peers: Any = Peers.gathering(1)
-        if count > 1:
-            peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))
-        self.layer = LatentAttention(
-            spec, HIDDEN, 0, peers, kernels, dtype=torch.float32, device=cpu
-        )
+        self.layer = new_layer(spec, rank, count)
         skipped = {"a.o_proj.bias"} if rank else set[str]()
         load_weights(path, self.layer.weight_groups("a."), skipped=skipped.__contains__)
         shape = KVShape.of_latents(
@@ -200,6 +201,19 @@ def test_executors_that_share_the_heads_add_up_to_all_of_them_and_keep_the_same_
     first, second = (share.pool.caches[0][0] for share in shares)
     assert first.any()
     assert torch.equal(first, second)
+
+
+def test_what_is_only_for_loading_takes_no_memory_before_it_is_read() -> None:
+    name = "kv_b_proj.weight"
+    [(group, part)] = [
+        (group, dict[Any, Any](group.targets)[name])
+        for group in new_layer(SPEC).weight_groups("")
+        if name in group.targets
+    ]
+    memory = part.target.untyped_storage()
+    assert memory.nbytes() == 0
+    group.begin()
+    assert memory.nbytes() == random_weights(SPEC)[name].nbytes
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

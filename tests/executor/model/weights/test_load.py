@@ -265,14 +265,19 @@ def test_groups_are_finished_in_order_and_full(tmp_path: Path):
     names = [f"w{i}" for i in range(20)]
     save_file({name: torch.ones(50, 50) for name in names}, tmp_path / "model.safetensors")
     targets = {name: torch.zeros(50, 50, dtype=torch.bfloat16) for name in names}
+    begun: list[str] = []
     finished: list[str] = []
 
     def finish(name: str) -> None:
+        assert begun == names[: len(finished) + 4]
         assert targets[name].all()
         assert not any(targets[later].any() for later in names[len(finished) + 4 :])
         finished.append(name)
 
-    groups = [WeightGroup({name: targets[name]}, partial(finish, name)) for name in names]
+    groups = [
+        WeightGroup({name: targets[name]}, partial(finish, name), partial(begun.append, name))
+        for name in names
+    ]
     threads = torch.get_num_threads()
     load_weights(tmp_path, groups)
     assert finished == names
