@@ -83,7 +83,7 @@ class Worker:
 
     Args:
         limits: What a step must fit in.
-        kv_pool: Keys, values and block table.
+        kv_pool: Keys, values and block tables.
         sampler: Sampling state of each row.
         runner: Takes a batch to logits, once it has captured.
         speculation: The draft model's part; None without one.
@@ -282,6 +282,7 @@ class Worker:
             layout=columns.layout,
             logits_indices=tensors.logits_indices,
             extend_seq_lens_cpu=columns.num_tokens if is_extend else None,
+            window_cache_loc=tensors.window_cache_loc if self._limits.kv_window else None,
         )
 
     def _run(self, columns: StepColumns, staged: Staged, batch: ForwardBatch) -> Gained:

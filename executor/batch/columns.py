@@ -64,7 +64,7 @@ class ColumnReader:
         self._bounds = bounds
         self.columns: dict[str, Int64Array] = {}
         for column in table:
-            self.columns[column.name] = self._read(column)
+            self.columns[column.name] = self.read(column)
 
     def error(self, name: str, problem: str) -> InvalidStep:
         return InvalidStep(f"{name}: {problem}", field=f"{self._path}.{name}")
@@ -84,7 +84,8 @@ class ColumnReader:
             )
         return np.frombuffer(data, dtype)
 
-    def _read(self, column: Column) -> Int64Array:
+    def read(self, column: Column) -> Int64Array:
+        """Returns a column, whose length one of those read before gives."""
         name, data = column.name, getattr(self._message, column.name)
         length = self._length(column, data)
         if data or column.default is None:

@@ -46,6 +46,7 @@ class ForwardBatch:
         input_ids: int64 [T].
         positions: int64 [T], from 0 at each sequence's first token.
         out_cache_loc: int64 [T], where each token's keys and values go in the KV pool.
+        window_cache_loc: int64 [T], the same in layers of the pool's second group; None without one.
         req_pool_indices: int64 [B], rows of the block table.
         seq_lens: int64 [B], tokens in the KV pool after this pass.
         seq_lens_cpu: The same on the host.
@@ -82,6 +83,14 @@ class ForwardBatch:
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    window_cache_loc: torch.Tensor | None = None
+
+    def slots_of(self, group: int) -> torch.Tensor:
+        """Returns where tokens go in layers of a group of the KV pool, int64 [T]."""
+        if group == 0:
+            return self.out_cache_loc
+        assert self.window_cache_loc is not None, "a pool with a second group has slots for it"
+        return self.window_cache_loc
 
     def is_padding(self) -> torch.Tensor | None:
         """Returns which rows of this executor's shard are padding, bool [S, 1]. No host read.
@@ -104,6 +113,7 @@ class ForwardBatch:
         out_cache_loc: torch.Tensor,
         layout: DpLayout,
         logits_indices: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        window_cache_loc: torch.Tensor | None = None,
     ) -> "ForwardBatch":
         """Builds a batch from one entry per sequence. The mode follows from the counts.
 
@@ -115,6 +125,7 @@ class ForwardBatch:
             out_cache_loc: int64 [sum(num_tokens)], from ``KVPool.out_cache_loc``.
             layout: Token counts of all DP ranks.
             logits_indices: Token rows that need logits; each sequence's last one if None.
+            window_cache_loc: int64 [sum(num_tokens)], where the pool has a second group.
 
         Raises:
             ValueError: The columns do not fit one another.
@@ -152,4 +163,5 @@ class ForwardBatch:
             layout=layout,
             logits_indices=torch.from_numpy(np.array(wanted, dtype=np.int64)).to(device),
             extend_seq_lens_cpu=new_lens if total > len(rows_) else None,
+            window_cache_loc=window_cache_loc,
         )

@@ -1,23 +1,29 @@
-"""KV pool: the keys, values and block table of one rank. No policy.
+"""KV pool: the keys, values and block tables of one rank. No policy.
 
 The router decides which block belongs to which sequence.
 
     caches[layer][part]  [num_physical_blocks * block_size, heads, width], keys and values, say
-    block_table          [num_rows, max_blocks_per_row], a sequence's blocks in order
+    tables[group]        [num_rows, max_blocks_per_row], a sequence's blocks in order
 
-    token p of row r   lives at block_table[r, p // block_size] * block_size + p % block_size
+    token p of row r   lives at tables[g, r, p // block_size] * block_size + p % block_size
 
     blocks    0            scratch: padded token rows write there, and no sequence ever owns it
               1 …          those that the router hands out, below num_blocks
               num_blocks … spill: spill_blocks_per_row of each row, which never change hands
 
+A model has one group of layers, or two: those that see every token, and those that see a window. A
+block then holds tokens of one group's layers, whichever has it in its table: the n-th layers of both
+keep what they keep in the same tensors. So one pool serves both groups, and the router takes blocks
+back that lie wholly before a row's window. Nothing reads there, and what the window's table says of
+these columns means nothing.
+
 What a step writes behind a row's blocks, drafts for which there was no block, goes to the row's spill
-blocks, in turn: column c of row r is num_blocks + r * n + c % n until a block is put there. So no row
-can write where another reads, and up to n blocks behind a row's own no two positions share a place.
-Nobody reads there what an earlier step wrote.
+blocks, in turn: column c of row r is num_blocks + (g * num_rows + r) * n + c % n until a block is put
+there. So no row can write where another reads, and up to n blocks behind a row's own no two positions
+share a place. Nobody reads there what an earlier step wrote.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -52,36 +58,23 @@ class KVPart:
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that keep alike.
-
-    Attributes:
-        layers: Their numbers.
-        parts: What each keeps: first keys, then values, unless these are columns of the keys.
-        value_width: Columns of a head that are values, from the first of the last part.
-    """
-
-    layers: tuple[int, ...]
-    parts: tuple[KVPart, ...]
-    value_width: int
-
-    @property
-    def latent_dim(self) -> int | None:
-        """Columns of the keys that are the values; None where these are a part of their own."""
-        return self.value_width if len(self.parts) == 1 else None
-
-
-@dataclass(frozen=True, slots=True)
 class KVShape:
     """Sizes of what attention keeps per token.
 
     Attributes:
-        groups: Have each layer once.
+        groups: Numbers of the layers that share a block table: all, or those that see every token
+            and those that see a window.
+        parts: What a layer keeps: first keys, then values, unless these are columns of the keys.
+        value_width: Columns of a head that are values, from the first of the last part.
         block_size: Tokens per block.
+        window: Tokens that layers of the second group see at most, the own one included; None without.
     """
 
-    groups: tuple[KVGroup, ...]
+    groups: tuple[tuple[int, ...], ...]
+    parts: tuple[KVPart, ...]
+    value_width: int
     block_size: int
+    window: int | None = None
 
     @classmethod
     def of_heads(
@@ -92,10 +85,17 @@ class KVShape:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
+        windowed: Sequence[int] = (),
+        window: int | None = None,
     ) -> "KVShape":
-        """Returns what grouped-query attention keeps: keys and values."""
+        """Returns what grouped-query attention keeps: keys and values.
+
+        Args:
+            windowed: Layers of a group of their own, beside others, which see ``window`` tokens.
+        """
         parts = tuple(KVPart(name, num_kv_heads, head_dim, dtype) for name in ("keys", "values"))
-        return cls((KVGroup(tuple(range(num_layers)), parts, head_dim),), block_size)
+        groups = [tuple(i for i in range(num_layers) if i not in windowed), tuple(windowed)]
+        return cls(tuple(filter(None, groups)), parts, head_dim, block_size, window)
 
     @classmethod
     def of_latents(
@@ -109,25 +109,35 @@ class KVShape:
     ) -> "KVShape":
         """Returns what multi-head latent attention keeps: [latent ; rotated key], for all heads."""
         part = KVPart("latents", 1, latent_dim + rope_dim, dtype)
-        return cls((KVGroup(tuple(range(num_layers)), (part,), latent_dim),), block_size)
+        return cls((tuple(range(num_layers)),), (part,), latent_dim, block_size)
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Columns of the keys that are the values; None where these are a part of their own."""
+        return self.value_width if len(self.parts) == 1 else None
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return sum(map(len, self.groups))
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, all parts of all layers."""
-        per_token = sum(
-            len(group.layers) * part.bytes_per_token
-            for group in self.groups
-            for part in group.parts
-        )
-        return per_token * self.block_size
+        """Bytes of one block, all parts of all layers of the larger group."""
+        per_token = sum(part.bytes_per_token for part in self.parts)
+        return max(map(len, self.groups)) * per_token * self.block_size
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that a window of a sequence lies in at most; 0 without windows."""
+        return 0 if self.window is None else (self.window - 2) // self.block_size + 2
+
+    def group_of(self, window: int | None) -> int:
+        """Returns the group of layers that see so many tokens, all if None."""
+        return int(window is not None and self.window is not None)
 
 
 class KVPool:
-    """Keys, values and block table of one rank.
+    """Keys, values and block tables of one rank.
 
     Args:
         shape: Sizes per token.
@@ -136,13 +146,14 @@ class KVPool:
         max_blocks_per_row: Blocks of the longest sequence, and behind them.
         spill_blocks_per_row: Blocks of its own behind those, of each row: at least as many as a step
             writes behind a row's blocks; 0 where none does.
-        device: Where keys, values and block table live.
+        device: Where keys, values and block tables live.
 
     Attributes:
         caches: The parts of each layer, [num_physical_blocks * block_size, heads, width].
-        block_table: int32 [num_rows, max_blocks_per_row] on ``device``.
-        block_table_cpu: The same on the host; shares memory with it if ``device`` is the CPU.
-        row_num_blocks: int64 [num_rows] on the host, blocks that each row holds.
+        tensors: The same, each once.
+        tables: int32 [groups, num_rows, max_blocks_per_row] on ``device``.
+        tables_cpu: The same on the host; shares memory with it if ``device`` is the CPU.
+        row_num_blocks: int64 [num_rows] on the host, blocks that each row holds in each table.
 
     Raises:
         ValueError: A size leaves no room for any sequence.
@@ -171,12 +182,14 @@ class KVPool:
         self.device = torch.device(device)
         self.shape = shape
         self.caches: list[tuple[torch.Tensor, ...]] = []
+        self.tensors: list[torch.Tensor] = []
         self._per_block: list[tuple[int, Callable[[], None]]] = []  # of siblings, too
-        self.block_table_cpu = torch.zeros(num_rows, max_blocks_per_row, dtype=torch.int32)
-        self.block_table = self.block_table_cpu.to(self.device)
-        self._fresh_table_cpu = torch.full_like(self.block_table_cpu, SCRATCH_BLOCK)
-        self._fresh_table = self._fresh_table_cpu.to(self.device)
-        self._table: npt.NDArray[np.int32] = self.block_table_cpu.numpy()
+        size = (len(shape.groups), num_rows, max_blocks_per_row)
+        self.tables_cpu = torch.zeros(size, dtype=torch.int32)
+        self.tables = self.tables_cpu.to(self.device)
+        self._fresh_cpu = torch.full_like(self.tables_cpu, SCRATCH_BLOCK)
+        self._fresh = self._fresh_cpu.to(self.device)
+        self._tables: npt.NDArray[np.int32] = self.tables_cpu.numpy()
         self.row_num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.per_block(shape.bytes_per_block, self._make_caches)
         if num_blocks is not None:
@@ -206,20 +219,21 @@ class KVPool:
             raise ValueError(f"num_blocks={num_blocks}: need the scratch block and one more")
         self.num_blocks = num_blocks
         if count := self.spill_blocks_per_row:
-            firsts = num_blocks + torch.arange(self.num_rows, dtype=torch.int32) * count
+            rows = torch.arange(len(self.tables) * self.num_rows, dtype=torch.int32)
             columns = torch.arange(self.max_blocks_per_row, dtype=torch.int32) % count
-            self._fresh_table_cpu.copy_(firsts[:, None] + columns)
-            self._fresh_table.copy_(self._fresh_table_cpu)
+            spilled = num_blocks + rows[:, None] * count + columns
+            self._fresh_cpu.copy_(spilled.view_as(self._fresh_cpu))
+            self._fresh.copy_(self._fresh_cpu)
         for _, make in self._per_block:
             make()
 
     def sibling(self, shape: KVShape) -> "KVPool":
         """Returns a pool with keys and values of its own over the same blocks: a draft's.
 
-        Both have one block table and one ``row_num_blocks``: blocks appended to either are in both.
+        Both have the same tables and one ``row_num_blocks``: blocks appended to either are in both.
 
         Args:
-            shape: Sizes per token, with this pool's ``block_size``.
+            shape: Sizes per token, with this pool's ``block_size`` and one group.
 
         Raises:
             ValueError: It has another block size.
@@ -241,24 +255,25 @@ class KVPool:
 
     def _make_caches(self) -> None:
         num_tokens = self.num_physical_blocks * self.block_size
-        parts = {layer: group.parts for group in self.shape.groups for layer in group.layers}
-        self.caches = [
+        shared = [
             tuple(
                 torch.zeros(num_tokens, p.num_heads, p.width, dtype=p.dtype, device=self.device)
-                for p in parts[layer]
+                for p in self.shape.parts
             )
-            for layer in range(self.shape.num_layers)
+            for _ in range(max(map(len, self.shape.groups)))
         ]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All parts of all layers."""
-        return [cache for parts in self.caches for cache in parts]
+        by_layer = {
+            layer: parts
+            for group in self.shape.groups
+            for layer, parts in zip(group, shared, strict=False)
+        }
+        self.caches = [by_layer[layer] for layer in range(self.shape.num_layers)]
+        self.tensors = [cache for parts in shared for cache in parts]
 
     @property
     def num_spill_blocks(self) -> int:
         """Spill blocks of all rows."""
-        return self.num_rows * self.spill_blocks_per_row
+        return len(self.tables) * self.num_rows * self.spill_blocks_per_row
 
     @property
     def num_physical_blocks(self) -> int:
@@ -271,7 +286,7 @@ class KVPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, all parts of all layers."""
+        """Bytes of one block, as of ``KVShape``."""
         return self.shape.bytes_per_block
 
     @property
@@ -281,8 +296,8 @@ class KVPool:
 
     @property
     def is_table_shared(self) -> bool:
-        """Whether the device reads the host's block table, so that there is but one."""
-        return self.block_table is self.block_table_cpu
+        """Whether the device reads the host's block tables, so that there is but one of each."""
+        return self.tables is self.tables_cpu
 
     def append_blocks(
         self,
@@ -304,47 +319,52 @@ class KVPool:
         """Puts blocks into rows on the host, unchecked: read_step.py has checked them.
 
         Args:
-            rows: [N] rows of the block table.
+            rows: [N] rows of the tables.
             starts: [N] blocks of that row that stay: at most as many as it holds. 0 gives the row to
                 a new sequence.
             counts: [N] blocks to write after them.
-            block_ids: [sum(counts)] the blocks, row after row.
+            block_ids: [groups * sum(counts)] the blocks, row after row, table after table.
 
         Returns:
-            int64 [sum(counts)], the indices of the blocks in the table laid flat, for
-            ``write_blocks``.
+            int64, as many, the indices of the blocks in the tables laid flat, for ``write_blocks``.
         """
         ends = starts + counts
         first = rows * self.max_blocks_per_row + ends - np.cumsum(counts)
-        places: Int64Array = np.arange(block_ids.size) + np.repeat(first, counts)
-        self._table.ravel()[places] = block_ids
+        places: Int64Array = np.arange(block_ids.size // len(self._tables))
+        places += np.repeat(first, counts)
+        if len(self._tables) > 1:
+            places = np.concatenate((places, places + self._tables[0].size))
+        self._tables.ravel()[places] = block_ids
         self.row_num_blocks[rows] = ends
         return places
 
     def write_blocks(self, places: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Brings the device's table up to date. Does not wait for the device.
+        """Brings the device's tables up to date. Does not wait for the device.
 
         Args:
             places: int64 [N] on the device, from ``append_blocks_on_host``.
             block_ids: int64 [N] on the device, what belongs there.
         """
-        self.block_table.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
+        self.tables.view(-1).index_copy_(0, places, block_ids.to(torch.int32))
 
-    def locate(self, rows: Int64Array, positions: Int64Array, *, out: Int64Array) -> None:
+    def locate(
+        self, rows: Int64Array, positions: Int64Array, *, out: Int64Array, group: int = 0
+    ) -> None:
         """Locates tokens' keys and values, unchecked: for rows that hold their blocks.
 
         Args:
             rows: [T] row of each token.
             positions: [T] its place in the sequence.
             out: [T] its place in ``caches``; may be ``rows``.
+            group: Of the layers that keep them.
         """
         columns = positions // self.block_size
-        np.subtract(self._table[rows, columns], columns, out=out)
+        np.subtract(self._tables[group][rows, columns], columns, out=out)
         out *= self.block_size
         out += positions
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copies keys and values of all layers from slots to other slots: first all are read.
+        """Copies what all layers keep from slots to other slots: first all are read.
 
         Args:
             sources, targets: int64 [N] places in ``caches``, on the device.
@@ -355,10 +375,10 @@ class KVPool:
     def clear_rows(self, rows: Int64Array) -> None:
         """Points rows that begin to their spill blocks, on host and device: what lies behind a
         row's blocks leads nowhere else. Without spill blocks, that is the scratch block."""
-        self._table[rows] = self._fresh_table_cpu.numpy()[rows]
+        self._tables[:, rows] = self._fresh_cpu.numpy()[:, rows]
         if not self.is_table_shared:
             at = torch.from_numpy(rows)
             if self.device.type == "cuda":  # from pinned memory the copy does not wait
                 at = at.pin_memory().to(self.device, non_blocking=True)
             at = at.to(self.device)
-            self.block_table.index_copy_(0, at, self._fresh_table.index_select(0, at))
+            self.tables.index_copy_(1, at, self._fresh.index_select(1, at))

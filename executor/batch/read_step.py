@@ -44,6 +44,7 @@ class StepLimits:
         topology: This executor's coordinates in its group.
         budget: The most that one step may carry. The block table has ``max_num_seqs`` rows.
         num_kv_blocks: Blocks that the router hands out, and the scratch block.
+        kv_window: Tokens that layers see whose blocks are a second list of each row; 0: there is one.
         block_size: Tokens per block.
         vocab_size: Token ids are below this.
         max_model_len: Tokens of one sequence.
@@ -59,6 +60,7 @@ class StepLimits:
     max_model_len: int
     graph_sizes: GraphSizes = NO_GRAPHS
     speculation: SpeculationPlan | None = None
+    kv_window: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.topology.dp_size, self.topology.attn_tp_size)
@@ -392,6 +394,8 @@ _BLOCKS = (
     Column("num_new_blocks", default=0),
     Column("new_block_ids", length="num_new_blocks", least=1, most="block_id"),
 )
+# 0 stands in columns that lie wholly before the window of the first token to run.
+_WINDOW_BLOCKS = Column("new_window_block_ids", length="num_new_blocks", most="block_id")
 _PART = (
     _ROWS,
     Column("num_tokens", least=1, default=1, most_in_all="max_num_batched_tokens"),
@@ -430,6 +434,8 @@ class StepColumns:
         num_kept_blocks: [B] blocks that stay at the front of the row.
         num_new_blocks: [B] blocks to write after them.
         new_block_ids: [sum(num_new_blocks)].
+        new_window_block_ids: [sum(num_new_blocks)], 0 in columns that are not read; empty without a
+            second list.
         logits_indices: [L] token whose logits each row of logits holds: per sequence first its
             scored tokens, then the one it samples after.
         logits_sequence: [L] sequence of each row of logits.
@@ -450,6 +456,7 @@ class StepColumns:
     num_kept_blocks: Int64Array
     num_new_blocks: Int64Array
     new_block_ids: Int64Array
+    new_window_block_ids: Int64Array
     logits_indices: Int64Array
     logits_sequence: Int64Array
     is_sampled: BoolArray
@@ -479,6 +486,7 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
     num_computed_tokens = _read_num_computed(read, first_tokens, limits, progress)
     held = np.where(is_starting, 0, progress.num_blocks[rows])
     num_kept_blocks = _check_blocks(read, num_computed_tokens, held, is_starting, limits)
+    window_ids = _read_window_blocks(read, part, num_kept_blocks, num_computed_tokens, limits)
     indices, sequence, is_sampled = _locate_logits(read, num_query_tokens, first_tokens)
     if not width:
         read.check_at_most("num_scored", len(indices), "max_num_logits")
@@ -500,6 +508,7 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
         num_draft_tokens=width,
         num_query_tokens=num_query_tokens,
         num_kept_blocks=num_kept_blocks,
+        new_window_block_ids=window_ids,
         logits_indices=indices,
         logits_sequence=sequence,
         is_sampled=is_sampled,
@@ -635,6 +644,46 @@ def _check_blocks(
             f"{needed[at]} in all, of which the first {filled[at]} stay",
         )
     return kept
+
+
+def _read_window_blocks(
+    read: ColumnReader,
+    part: pb.RankStep,
+    num_kept: Int64Array,
+    num_computed: Int64Array,
+    limits: StepLimits,
+) -> Int64Array:
+    """Returns the second list of new blocks: a block for each token that this step may read.
+
+    Args:
+        read: The columns.
+        part: Holds them.
+        num_kept: [B] blocks of each row that stay.
+        num_computed: [B] tokens that are in blocks already.
+        limits: The window and the block size.
+    """
+    name, window = _WINDOW_BLOCKS.name, limits.kv_window
+    if not window:
+        if part.sequences.new_window_block_ids:
+            raise read.error(name, "must be empty: this executor's kv_window is 0")
+        return read.columns["rows"][:0]
+    ids = read.read(_WINDOW_BLOCKS)
+    if (ids > 0).all():
+        return ids
+    counts = read.columns["num_new_blocks"]
+    starts = np.cumsum(counts) - counts
+    columns = np.arange(len(ids)) + np.repeat(num_kept - starts, counts)
+    first_seen = np.repeat(num_computed + 1 - window, counts)
+    is_missing = (ids == 0) & ((columns + 1) * limits.block_size > first_seen)
+    if is_missing.any():
+        at = int(is_missing.argmax())
+        row = read.columns["rows"][int(np.searchsorted(starts, at, side="right")) - 1]
+        raise read.error(
+            name,
+            f"0 in column {columns[at]} of row {row}, whose first token sees position "
+            f"{max(first_seen[at], 0)} and all behind; only columns before may have none",
+        )
+    return ids
 
 
 def _locate_logits(

@@ -34,6 +34,7 @@ class StepInputs(NamedTuple, Generic[T]):
 
     Attributes:
         input_ids, positions, out_cache_loc: [T], as in ForwardBatch.
+        window_cache_loc: [T], likewise; empty if the KV pool has one group.
         req_pool_indices, seq_lens: [B], as in ForwardBatch.
         logits_indices: [L], as in ForwardBatch.
         sampled_rows, sampled_positions: [S] row of the block table that samples, and the
@@ -49,6 +50,7 @@ class StepInputs(NamedTuple, Generic[T]):
     input_ids: T
     positions: T
     out_cache_loc: T
+    window_cache_loc: T
     req_pool_indices: T
     seq_lens: T
     logits_indices: T
@@ -254,18 +256,19 @@ class StepStager:
 
     Args:
         limits: What a step fits in.
-        kv_pool: Keeps the block table.
+        kv_pool: Keeps the block tables.
         copier: How columns get to the device.
     """
 
     def __init__(self, limits: StepLimits, kv_pool: KVPool, copier: Copier) -> None:
         self._kv_pool = kv_pool
         self._has_drafts = limits.speculation is not None
+        self._has_window = kv_pool.shape.window is not None
         self._capacity = _capacity(limits)
         self._staging = StagingBuffer(self._capacity, NUM_SLOTS, copier)
 
     def stage(self, columns: StepColumns) -> Staged:
-        """Writes the host's block table, then all columns to a slot, and sends it."""
+        """Writes the host's block tables, then all columns to a slot, and sends it."""
         rows, starts, is_sampled = columns.rows, columns.starts, columns.is_sampled
         if starts is not None and self._has_drafts:
             self._kv_pool.clear_rows(starts.rows)
@@ -274,14 +277,18 @@ class StepStager:
         unknown = np.flatnonzero(columns.token_ids < 0)
         sequences = columns.logits_sequence[is_sampled]
         is_all = len(sequences) == len(is_sampled)
-        places = self._write_blocks(columns)
-        out_cache_loc = np.empty_like(positions)
+        places, block_ids = self._write_blocks(columns)
+        out_cache_loc, window_cache_loc = np.empty_like(positions), _NOTHING
         self._kv_pool.locate(row_of, positions, out=out_cache_loc)
+        if self._has_window:
+            window_cache_loc = np.empty_like(positions)
+            self._kv_pool.locate(row_of, positions, out=window_cache_loc, group=1)
         return self._staging.send(
             StepInputs(
                 input_ids=columns.token_ids,
                 positions=positions,
                 out_cache_loc=out_cache_loc,
+                window_cache_loc=window_cache_loc,
                 req_pool_indices=rows,
                 seq_lens=seq_lens,
                 logits_indices=columns.logits_indices,
@@ -291,25 +298,27 @@ class StepStager:
                 unknown_rows=row_of[unknown],
                 unknown_at=unknown if len(unknown) < len(row_of) else _NOTHING,
                 block_places=places,
-                block_ids=columns.new_block_ids if places.size else _NOTHING,
+                block_ids=block_ids,
                 start_rows=_NOTHING if starts is None else starts.rows,
                 start_parameters=_NOTHING if starts is None else starts.packed_parameters,
             )
         )
 
-    def _write_blocks(self, columns: StepColumns) -> Int64Array:
-        """Writes the host's block table. Returns the places to stage for the device's."""
+    def _write_blocks(self, columns: StepColumns) -> tuple[Int64Array, Int64Array]:
+        """Writes the host's block tables. Returns places and blocks to stage for the device's."""
         pool = self._kv_pool
         kept, new, ids = columns.num_kept_blocks, columns.num_new_blocks, columns.new_block_ids
         if not ids.size and (kept == pool.row_num_blocks[columns.rows]).all():
-            return _NOTHING
+            return _NOTHING, _NOTHING
+        if self._has_window:
+            ids = np.concatenate((ids, columns.new_window_block_ids))
         places = pool.append_blocks_on_host(columns.rows, kept, new, ids)
         if pool.is_table_shared:
-            return _NOTHING
+            return _NOTHING, _NOTHING
         if len(places) > self._capacity.block_places:
             pool.write_blocks(to_device(places, pool.device), to_device(ids, pool.device))
-            return _NOTHING
-        return places
+            return _NOTHING, _NOTHING
+        return places, ids
 
 
 def _capacity(limits: StepLimits) -> StepInputs[int]:
@@ -319,10 +328,13 @@ def _capacity(limits: StepLimits) -> StepInputs[int]:
     # Blocks for all of a step's tokens, and one each. Prefixes found in the cache bring more; a
     # step with that many goes another way.
     num_blocks = num_tokens // limits.block_size + 2 * num_seqs
+    if limits.kv_window:
+        num_blocks *= 2
     return StepInputs(
         input_ids=num_tokens,
         positions=num_tokens,
         out_cache_loc=num_tokens,
+        window_cache_loc=num_tokens if limits.kv_window else 0,
         req_pool_indices=num_seqs,
         seq_lens=num_seqs,
         logits_indices=max(budget.max_num_logits, num_seqs * budget.num_tokens_per_bs),

@@ -48,6 +48,7 @@ def describe(
         ),
         model=model,
         num_kv_blocks=limits.num_kv_blocks,
+        kv_window=limits.kv_window,
         num_rows=config.max_num_seqs,
         budget=pb.TokenBudget(
             max_num_batched_tokens=budget.max_num_batched_tokens,

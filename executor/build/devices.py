@@ -81,14 +81,13 @@ class Device(ABC):
 
         Args:
             num_heads: Query heads of this executor.
-            kv_pool: Keys and values of its KV heads, and the block table.
+            kv_pool: Keys and values of its KV heads, and the block tables.
             graphs: What will be captured with it.
             budget: Token rows of the largest pass.
             scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
             layers: What layers do that others do not, by their number.
         """
-        [group] = kv_pool.shape.groups
-        keys = group.parts[0]
+        keys = kv_pool.shape.parts[0]
         return TorchAttention(
             num_heads,
             keys.num_heads,
@@ -96,7 +95,7 @@ class Device(ABC):
             dtype=keys.dtype,
             num_workers=self.num_workers,
             scale=scale,
-            latent_dim=group.latent_dim,
+            latent_dim=kv_pool.shape.latent_dim,
             layers=layers,
         )
 

@@ -230,6 +230,7 @@ def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
         max_model_len=blueprint.max_model_len,
         graph_sizes=blueprint.graph_sizes,
         speculation=blueprint.speculation,
+        kv_window=kv_pool.shape.window or 0,
     )
 
 
@@ -323,7 +324,7 @@ def _log_loaded(blueprint: Blueprint, device: Device, kv_pool: KVPool) -> None:
         speculation="off" if blueprint.speculation is None else blueprint.speculation.algorithm,
     )
     size = blueprint.config.attn_tp_size
-    if size > 1 and any(group.latent_dim is not None for group in kv_pool.shape.groups):
+    if size > 1 and kv_pool.shape.latent_dim is not None:
         log.warning(
             "latents_on_every_executor",
             attn_tp_size=size,

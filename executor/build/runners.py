@@ -71,6 +71,7 @@ def build_runners(
             max_bs=budget.max_num_seqs,
             max_num_token=budget.max_tokens_per_rank,
             cache_loc_dtype=torch.int64,
+            has_window=forward_pass.has_window,
         ),
     )
     binds_group = config.world_size > 1 and not decode_backend.outlives_group
@@ -100,6 +101,7 @@ def _decode_runner(
         cache_loc_dtype=torch.int64,
         enable_num_token_non_padded=True,
         num_tree_nodes=width if has_tree else 0,
+        has_window=forward_pass.has_window,
         **row_counts(forward_pass),
     )
     return DecodeRunner(forward_pass, registry, backend, sizes, num_tokens_per_bs=width)
@@ -117,6 +119,7 @@ def _prefill_runner(
         max_bs=budget.max_num_seqs,
         max_num_token=budget.extend_graph_size,
         cache_loc_dtype=torch.int64,
+        has_window=forward_pass.has_window,
         enable_num_token_non_padded=True,
         **row_counts(forward_pass),
     )

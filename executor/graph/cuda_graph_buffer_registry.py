@@ -454,6 +454,7 @@ def build_decode_registry(
     num_dp_ranks: int = 1,
     register_global_num_tokens: bool = True,
     num_tree_nodes: int = 0,
+    has_window: bool = False,
     share_pool: bool = True,
     source: Any = None,
     structured_fields: Sequence[str] = (),
@@ -479,6 +480,7 @@ def build_decode_registry(
         num_dp_ranks: Ranks that token counts are for.
         register_global_num_tokens: Whether the device needs the token counts.
         num_tree_nodes: Tokens of a sequence where these are verified as a tree, else 0.
+        has_window: Whether the KV pool has a second group, with slots of its own.
         share_pool: Shares buffers with other runners; without effect on adopted ones.
         source: An object whose tensors are adopted as the slots' buffers, attribute by attribute.
         structured_fields: Dotted paths of further tensors to adopt from ``source``.
@@ -492,6 +494,7 @@ def build_decode_registry(
         cache_loc_dtype=cache_loc_dtype,
         seq_lens_dtype=_dtype_in(source, "seq_lens"),
         seq_lens_cpu_dtype=_dtype_in(source, "seq_lens_cpu"),
+        has_window=has_window,
     )
     slots += unserved_decode_slots(
         enable_mamba_track=enable_mamba_track,
@@ -528,6 +531,7 @@ def build_prefill_registry(
     register_input_embeds: bool = True,
     enable_mamba_track: bool = False,
     register_global_num_tokens: bool = False,
+    has_window: bool = False,
     share_pool: bool = True,
     source: Any = None,
     structured_fields: Sequence[str] = (),
@@ -544,7 +548,7 @@ def build_prefill_registry(
 
     The other arguments and errors are those of ``build_decode_registry``.
     """
-    slots = prefill_slots(cache_loc_dtype=cache_loc_dtype)
+    slots = prefill_slots(cache_loc_dtype=cache_loc_dtype, has_window=has_window)
     slots += unserved_prefill_slots(
         is_multimodal=is_multimodal,
         hidden_size=hidden_size,

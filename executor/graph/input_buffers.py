@@ -21,6 +21,7 @@ INDEX_SEMANTIC_BUFFERS = frozenset(
         "positions",
         "mrope_positions",
         "out_cache_loc",
+        "window_cache_loc",
         "req_pool_indices",
         "mamba_track_indices",
         "mamba_track_mask",

@@ -238,6 +238,7 @@ def decode_slots(
     cache_loc_dtype: torch.dtype,
     seq_lens_dtype: torch.dtype = torch.int64,
     seq_lens_cpu_dtype: torch.dtype = torch.int64,
+    has_window: bool = False,
 ) -> list[GraphSlot]:
     """Returns the inputs that every decode batch has.
 
@@ -249,18 +250,18 @@ def decode_slots(
     return [
         per_token("input_ids", padding_policy=PaddingPolicy.FOREACH_COPY),
         per_token("positions"),
-        per_token("out_cache_loc", dtype=cache_loc_dtype),
+        *_cache_locs(cache_loc_dtype, has_window),
         per_sequence("req_pool_indices"),
         *_lens(per_sequence, seq_len_fill_value, seq_lens_dtype, seq_lens_cpu_dtype),
     ]
 
 
-def prefill_slots(*, cache_loc_dtype: torch.dtype) -> list[GraphSlot]:
+def prefill_slots(*, cache_loc_dtype: torch.dtype, has_window: bool = False) -> list[GraphSlot]:
     """Returns the inputs of an extend, all ZERO: every padded row really runs."""
     return [
         per_token("input_ids"),
         per_token("positions"),
-        per_token("out_cache_loc", dtype=cache_loc_dtype),
+        *_cache_locs(cache_loc_dtype, has_window),
     ]
 
 
@@ -439,6 +440,12 @@ def local_num_token_non_padded(
 def lines(buffer: torch.Tensor, count: int) -> torch.Tensor:
     """Returns the first ``count`` rows of every line, such as of each pass: rows are the last axis."""
     return buffer[:, :count]
+
+
+def _cache_locs(dtype: torch.dtype, has_window: bool) -> list[GraphSlot]:
+    """Returns where tokens go in layers of each group of the KV pool."""
+    names = ("out_cache_loc", "window_cache_loc")[: 1 + has_window]
+    return [per_token(name, dtype=dtype) for name in names]
 
 
 def _lens(

@@ -118,12 +118,14 @@ def _dummy(forward_pass: ForwardPass, lengths: np.ndarray) -> ForwardBatch:
     """Returns new sequences in rows 0, 1, … Their tokens are written to the scratch block."""
     total = int(lengths.sum())
     device = forward_pass.kv_pool.device
+    scratch = torch.zeros(total, dtype=torch.int64, device=device)
     return ForwardBatch.from_columns(
         rows=np.minimum(np.arange(len(lengths)), forward_pass.kv_pool.num_rows - 1),
         num_computed=np.zeros_like(lengths),
         num_tokens=lengths,
         input_ids=torch.zeros(total, dtype=torch.int64, device=device),
-        out_cache_loc=torch.zeros(total, dtype=torch.int64, device=device),
+        out_cache_loc=scratch,
+        window_cache_loc=scratch if forward_pass.has_window else None,
         layout=forward_pass.captured_layout(total, has_extend=total > len(lengths)),
     )
 

@@ -30,7 +30,7 @@ class ForwardPass:
         stages: The model's pass, which stops at each attention call.
         compute_logits: Takes hidden states [L, D] to float32 logits [L, V].
         attention: The attention backend.
-        kv_pool: Keys, values and block table.
+        kv_pool: Keys, values and block tables.
         num_heads: H, query heads of this executor.
         hidden_size: D.
         vocab_size: V.
@@ -62,6 +62,11 @@ class ForwardPass:
         """Tokens of the longest sequence: no position beyond has a rotation."""
         row = self.kv_pool.max_blocks_per_row * self.kv_pool.block_size
         return row if self.max_len is None else min(row, self.max_len)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the KV pool has a second group, so that batches have slots for both."""
+        return self.kv_pool.shape.window is not None
 
     @property
     def require_gathered_buffer(self) -> bool:

@@ -278,10 +278,10 @@ class PiecewisePrefillRunner:
         self._num_layers = pool.shape.num_layers
         self._hidden = forward_pass.new_hidden(rows)
         zeros = partial(torch.zeros, dtype=forward_pass.dtype, device=pool.device)
-        [group] = pool.shape.groups
-        self._q = zeros(rows, forward_pass.num_heads, group.parts[0].width)
-        self._kv = [zeros(rows, part.num_heads, part.width) for part in group.parts]
-        self._attended = zeros(rows, forward_pass.num_heads * group.value_width)
+        parts, value_width = pool.shape.parts, pool.shape.value_width
+        self._q = zeros(rows, forward_pass.num_heads, parts[0].width)
+        self._kv = [zeros(rows, part.num_heads, part.width) for part in parts]
+        self._attended = zeros(rows, forward_pass.num_heads * value_width)
         self._cut_passes: dict[int, _CutPass] = {}
 
     def discard(self) -> None:

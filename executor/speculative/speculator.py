@@ -100,7 +100,7 @@ class Speculator:
         is_starting = np.isin(columns.rows, columns.starts.rows)
         rows, computed = columns.rows[is_starting], columns.num_computed_tokens[is_starting]
         last = np.maximum(computed // self._kv_pool.block_size - 1, 0)
-        table = self._kv_pool.block_table_cpu.numpy()
+        table = self._kv_pool.tables_cpu[0].numpy()
         self._state.start(rows, computed, table[rows, last].astype(np.int64))
 
     def draft(self, columns: StepColumns, at: torch.Tensor) -> Drafts:
@@ -333,7 +333,7 @@ class Speculator:
         """Stores what a layer takes behind each block that was filled: see ``filled_blocks``."""
         sequence, block, _ = filled
         if sequence.size:
-            table = self._kv_pool.block_table_cpu.numpy()
+            table = self._kv_pool.tables_cpu[0].numpy()
             blocks = table[columns.rows[sequence], block].astype(np.int64)
             self._state.keep_blocks(self._to_device(blocks), layer, states, index)
 

@@ -54,7 +54,7 @@ def reference(tiny_checkpoint: Path) -> Any:
 def apart(worker: Worker) -> Worker:
     """A worker whose host and device share no memory, as on CUDA, with a table on each side."""
     pool = worker._kv_pool
-    pool.block_table = pool.block_table_cpu.clone()
+    pool.tables = pool.tables_cpu.clone()
     return Worker(
         limits=worker._limits,
         kv_pool=pool,
@@ -243,7 +243,7 @@ def test_memory_of_its_own_gives_a_device_the_same_tokens(
     for row in (2, 0, 2):
         expected = generate(shared, row, PROMPT, 12, **starts)
         assert generate(apart, row, PROMPT, 12, **starts) == expected
-        assert torch.equal(apart._kv_pool.block_table, apart._kv_pool.block_table_cpu)
+        assert torch.equal(apart._kv_pool.tables, apart._kv_pool.tables_cpu)
 
 
 @pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
@@ -274,7 +274,7 @@ def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker
     part = prompt_part(1, [7], np.arange(1, num_blocks + 1).tolist())
     part.sequences.MergeFrom(sequences(num_computed_tokens=[4 * num_blocks - 1]))
     apart.execute(step(1, part, num_tokens=[1]))
-    assert apart._kv_pool.block_table[1, :num_blocks].tolist() == list(range(1, num_blocks + 1))
+    assert apart._kv_pool.tables[0, 1, :num_blocks].tolist() == list(range(1, num_blocks + 1))
 
 
 def test_a_row_that_starts_again_has_no_last_token(worker: Worker):

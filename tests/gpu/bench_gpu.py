@@ -203,7 +203,7 @@ def _transformers_cache(case: Case, batch: Any) -> Any:
 
     pool, size = case.pool, case.sizes.block_size
     num_keys = CONTEXT - 1
-    table = pool.block_table[batch.req_pool_indices].long()
+    table = pool.tables[0][batch.req_pool_indices].long()
     places = torch.arange(num_keys, device=case.device)
     slots = table[:, places // size] * size + places % size
     cache: Any = DynamicCache()

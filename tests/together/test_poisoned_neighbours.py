@@ -154,7 +154,7 @@ class CheckedRouter(Router):
     def before_step(self, plan: Any) -> None:
         for worker in self._cell.workers:
             pool = worker._kv_pool
-            held, table = pool.row_num_blocks, pool.block_table_cpu.numpy()
+            held, table = pool.row_num_blocks, pool.tables_cpu[0].numpy()
             for row in np.flatnonzero(worker._rows.is_live):
                 assert 0 not in table[row]
                 assert table[row, : held[row]].max() < pool.num_blocks

@@ -55,7 +55,7 @@ class _Metadata:
     """What ``forward`` needs of a batch.
 
     Attributes:
-        out_cache_loc: int64 [T], as the batch has it.
+        out_cache_loc: int64 [T], as the batch has it for the layers.
         slots: int32 [T], the same; filled on the device before the first layer.
         num_rows: Rows that belong to sequences; the rest is padding.
         attention: Has planned this batch; None if it has no sequences.
@@ -111,12 +111,11 @@ class FlashInferAttention:
         self._workspace = workspace
         self._kv_pool = kv_pool
         self._num_heads = num_heads
-        [group] = kv_pool.shape.groups
-        keys = group.parts[0]
-        self._value_width = group.value_width
+        keys, self._value_width = kv_pool.shape.parts[0], kv_pool.shape.value_width
+        self._group = kv_pool.shape.group_of(window)
         self._latent: LatentShape | None = None
         scale = keys.width**-0.5 if scale is None else scale
-        if group.latent_dim is not None:
+        if kv_pool.shape.latent_dim is not None:
             self._latent = _latent_shape(kv_pool, num_heads, scale, max_num_tokens)
         self._shape = PagedShape(
             num_heads=num_heads,
@@ -189,12 +188,15 @@ class FlashInferAttention:
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
         """Plans on the host. Copies little to the device and waits for nothing."""
         assert kv_pool is self._kv_pool, "made for another KV pool"
-        slots = self._slots.of(len(batch.input_ids))
+        slots, out_cache_loc = self._slots.of(len(batch.input_ids)), batch.slots_of(self._group)
         if batch.batch_size == 0:
-            self._metadata = _Metadata(batch.out_cache_loc, slots, 0, None, None)
+            self._metadata = _Metadata(out_cache_loc, slots, 0, None, None)
             return
         plan = plan_pages(
-            batch.seq_lens_cpu.numpy(), batch.extend_seq_lens_cpu, self._shape.block_size
+            batch.seq_lens_cpu.numpy(),
+            batch.extend_seq_lens_cpu,
+            self._shape.block_size,
+            self._shape.window,
         )
         table = self._page_table(plan, batch.req_pool_indices)
         attention, bits = self._choose(batch, plan)
@@ -206,7 +208,7 @@ class FlashInferAttention:
         if batch.tree_mask is not None and bits is not None:
             bits.plan(plan.num_keys)  # after the attention's own planning
             begin = partial(bits.write, batch.tree_mask)
-        self._metadata = _Metadata(batch.out_cache_loc, slots, plan.num_rows, attention, begin)
+        self._metadata = _Metadata(out_cache_loc, slots, plan.num_rows, attention, begin)
 
     def init_forward_metadata_in_graph(self) -> None:
         metadata = self._planned()
@@ -285,16 +287,19 @@ class FlashInferAttention:
         }
 
     def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
-        kv_indptr = self._on_host(plan.kv_indptr)
+        kv_indptr, device, firsts = self._on_host(plan.kv_indptr), self._kv_pool.device, None
+        if plan.firsts is not None:
+            firsts = self._on_host(plan.firsts).to(device, non_blocking=True)
         return PageTable(
             qo_indptr=self._on_host(plan.qo_indptr),
             kv_indptr=kv_indptr,
             last_page_len=self._on_host(plan.last_page_len),
             kv_indices=look_up_pages(
-                self._kv_pool.block_table,
+                self._kv_pool.tables[self._group],
                 rows,
-                kv_indptr.to(self._kv_pool.device, non_blocking=True),
+                kv_indptr.to(device, non_blocking=True),
                 self._workspace.counting(plan.num_pages),
+                firsts,
             ),
         )
 
@@ -412,12 +417,11 @@ def _latent_shape(
     kv_pool: KVPool, num_heads: int, scale: float, max_num_tokens: int
 ) -> LatentShape:
     """Returns the sizes of latent attention, once passes of so many rows are seen to fit."""
-    [group] = kv_pool.shape.groups
-    [latents] = group.parts
+    latent_dim, [latents] = kv_pool.shape.value_width, kv_pool.shape.parts
     shape = LatentShape(
         num_heads=num_heads,
-        latent_dim=group.value_width,
-        rope_dim=latents.width - group.value_width,
+        latent_dim=latent_dim,
+        rope_dim=latents.width - latent_dim,
         block_size=kv_pool.block_size,
         dtype=latents.dtype,
         sm_scale=scale,

@@ -31,13 +31,15 @@ class PagePlan:
         qo_indptr: int32 [B + 1], first query row of each sequence, then their sum.
         kv_indptr: int32 [B + 1], first page of each sequence, then P.
         last_page_len: int32 [B], keys in each sequence's last page, 1 to block_size.
-        num_keys: int32 [B], keys of each sequence, at least 1.
+        num_keys: int32 [B], keys of each sequence, at least 1, from its first page on.
+        firsts: int32 [B], the column of each sequence's first page; None if that is 0 of all.
     """
 
     qo_indptr: Int32Array
     kv_indptr: Int32Array
     last_page_len: Int32Array
     num_keys: Int32Array
+    firsts: Int32Array | None
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +52,9 @@ class PagePlan:
         return int(self.kv_indptr[-1])
 
 
-def plan_pages(seq_lens: Int64Array, new_lens: Int64Array | None, block_size: int) -> PagePlan:
+def plan_pages(
+    seq_lens: Int64Array, new_lens: Int64Array | None, block_size: int, window: int | None = None
+) -> PagePlan:
     """Counts query rows and pages.
 
     A padded sequence may be shorter than the rows that it runs; it gets a page table as if it were
@@ -60,20 +64,29 @@ def plan_pages(seq_lens: Int64Array, new_lens: Int64Array | None, block_size: in
         seq_lens: [B] keys of each sequence, those of this pass included.
         new_lens: [B] query rows of each sequence, at least 1; None if each has one.
         block_size: Keys per page.
+        window: Keys that a query sees, with its own; None for all. Pages before them are left out.
     """
     new_lens = np.ones_like(seq_lens) if new_lens is None else new_lens
-    num_keys = np.maximum(seq_lens, new_lens)
+    num_keys, firsts = np.maximum(seq_lens, new_lens), None
+    if window is not None:
+        firsts = np.maximum(num_keys - new_lens + 1 - window, 0) // block_size
+        num_keys = num_keys - firsts * block_size
     num_pages = -(-num_keys // block_size)
     return PagePlan(
         qo_indptr=_offsets(new_lens),
         kv_indptr=_offsets(num_pages),
         last_page_len=(num_keys - (num_pages - 1) * block_size).astype(np.int32),
         num_keys=num_keys.astype(np.int32),
+        firsts=None if firsts is None else firsts.astype(np.int32),
     )
 
 
 def look_up_pages(
-    block_table: torch.Tensor, rows: torch.Tensor, kv_indptr: torch.Tensor, places: torch.Tensor
+    block_table: torch.Tensor,
+    rows: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    places: torch.Tensor,
+    firsts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns int32 [P], the pages of each row, row after row. All on one device, nothing waits.
 
@@ -82,9 +95,12 @@ def look_up_pages(
         rows: int64 [B] lines of it.
         kv_indptr: int32 [B + 1] from ``plan_pages``.
         places: int32 [P], 0 to P - 1.
+        firsts: int32 [B], the column of each row's first page; None if that is 0 of all.
     """
     sequence = torch.searchsorted(kv_indptr[1:], places, right=True)
     column = places - kv_indptr[sequence]
+    if firsts is not None:
+        column += firsts[sequence]
     return block_table[rows[sequence], column]
 
 

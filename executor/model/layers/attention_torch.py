@@ -118,15 +118,24 @@ class GroupPlanner:
         max_blocks: Blocks of a group, as far as that is more than one sequence.
         group_size: G.
         dtype: Type of masks.
+        sliding: Keys that a query sees, with its own; None for all. Blocks before them are left out.
     """
 
     def __init__(
-        self, *, kv_pool: KVPool, max_blocks: int, group_size: int, dtype: torch.dtype
+        self,
+        *,
+        kv_pool: KVPool,
+        max_blocks: int,
+        group_size: int,
+        dtype: torch.dtype,
+        sliding: int | None = None,
     ) -> None:
         self.kv_pool = kv_pool
         self.max_blocks = max_blocks
         self.group_size = group_size
-        self._table = kv_pool.block_table_cpu.numpy()
+        self.sliding = sliding
+        self.table_cpu = kv_pool.tables_cpu[kv_pool.shape.group_of(sliding)]
+        self._table = self.table_cpu.numpy()
         block_size, most = kv_pool.block_size, kv_pool.max_blocks_per_row
         # What depends on no batch: positions of a row's slots, and a line of which each mask's
         # lines are cut-outs: as many zeros as a row has slots, then as many -inf.
@@ -142,7 +151,6 @@ class GroupPlanner:
         seq_lens: Int64Array,
         rows: Int64Array,
         tree_width: int | None,
-        sliding: int | None = None,
     ) -> tuple[Group, ...]:
         """Returns the groups of some of a batch's sequences.
 
@@ -153,15 +161,13 @@ class GroupPlanner:
                 fewer than new tokens: it then sees zeros.
             rows: [batch] rows of the block table.
             tree_width: W if the batch has a tree mask.
-            sliding: Keys that a query sees, with its own; None for all. Blocks before them are left
-                out.
         """
         if not len(sequences):
             return ()
         firsts = np.zeros_like(seq_lens)  # the first block of each that is taken
-        if sliding is not None:
+        if self.sliding is not None:
             assert tree_width is None, "refused at start: no trees over sliding windows"
-            unseen = seq_lens + 1 - sliding - (1 if new_lens is None else new_lens)
+            unseen = seq_lens + 1 - self.sliding - (1 if new_lens is None else new_lens)
             firsts = np.maximum(unseen, 0) // self.kv_pool.block_size
             seq_lens = seq_lens - firsts * self.kv_pool.block_size
         by_width = [(1, sequences)]
@@ -189,7 +195,6 @@ class GroupPlanner:
                         num_blocks[at],
                         firsts[members],
                         tree_width,
-                        sliding,
                     )
                 )
                 start = groups[-1].stop
@@ -232,7 +237,6 @@ class GroupPlanner:
         num_blocks: Int64Array,
         firsts: Int64Array,
         tree_width: int | None,
-        sliding: int | None,
     ) -> Group:
         device, most = self.kv_pool.device, int(num_blocks.max())
         num_keys = most * self.kv_pool.block_size
@@ -255,7 +259,7 @@ class GroupPlanner:
         elif width > 1:
             ends = ends + np.arange(1 - width, 1)
         is_masked = window is not None or width > 1 or int(ends.min()) < num_keys
-        is_masked |= sliding is not None and int(ends.max()) > sliding
+        is_masked |= self.sliding is not None and int(ends.max()) > self.sliding
         return Group(
             start=start,
             stop=start + len(members) * width,
@@ -263,18 +267,18 @@ class GroupPlanner:
             members=members,
             blocks=torch.from_numpy(blocks.astype(np.int64).ravel()).to(device),
             unwritten=torch.from_numpy(unwritten).to(device) if len(unwritten) else None,
-            mask=self._mask(ends, num_keys, sliding) if is_masked else None,
+            mask=self._mask(ends, num_keys) if is_masked else None,
             window=window,
         )
 
-    def _mask(self, ends: Int64Array, num_keys: int, sliding: int | None) -> torch.Tensor:
+    def _mask(self, ends: Int64Array, num_keys: int) -> torch.Tensor:
         """Returns [B, 1, Q * G, S], which hides keys from ``ends`` [B, Q] on, and before windows."""
         count, size = len(ends), len(self._step) // 2
         firsts = torch.from_numpy(np.repeat(size - ends, self.group_size)).to(self._step.device)
         lines = self._step.as_strided((size + 1, num_keys), (1, 1))
         mask = lines.index_select(0, firsts).view(count, 1, -1, num_keys)
-        if sliding is not None:
-            first_seen = torch.from_numpy(np.repeat(ends - sliding, self.group_size))
+        if self.sliding is not None:
+            first_seen = torch.from_numpy(np.repeat(ends - self.sliding, self.group_size))
             keys = torch.arange(num_keys, device=mask.device)
             is_before = keys < first_seen.to(mask.device).view(count, 1, -1, 1)
             mask.masked_fill_(is_before, -torch.inf)
@@ -337,10 +341,12 @@ class _Plan:
     """What layers with one window need of a batch.
 
     Attributes:
+        out_cache_loc: int64 [T], where they keep this pass's keys and values.
         grouped_rows: int64, the rows in q of sequences in groups, group after group; None if these
             are all rows, in order.
     """
 
+    out_cache_loc: torch.Tensor
     grouped_rows: torch.Tensor | None
     groups: tuple[Group, ...]
     extend_sequences: tuple[_ExtendSequence, ...]
@@ -355,7 +361,6 @@ class _Metadata:
         tree_mask: The batch's.
     """
 
-    out_cache_loc: torch.Tensor
     kv_pool: KVPool
     workspaces: "tuple[_Workspace, ...]"
     plans: Mapping[int | None, _Plan]
@@ -372,10 +377,10 @@ class _Workspace:
         row_tokens = kv_pool.max_blocks_per_row * kv_pool.block_size
         self.kv_pool = kv_pool
         self.num_blocks = max(_WORKSPACE_TOKENS, row_tokens) // kv_pool.block_size
-        [group] = kv_pool.shape.groups
-        self._part, self._value_width = group.parts[0], group.value_width
+        parts, self._value_width = kv_pool.shape.parts, kv_pool.shape.value_width
+        self._part = parts[0]
         width = kv_pool.block_size * self._part.num_heads * self._part.width
-        size = (len(group.parts), self.num_blocks, width)  # keys, values
+        size = (len(parts), self.num_blocks, width)  # keys, values
         room = torch.zeros(size, dtype=self._part.dtype, device=kv_pool.device)
         self._room = room
         # A fill writes element by element: of eight bytes, it takes half as long as of two.
@@ -459,7 +464,7 @@ class TorchAttention:
         self._is_tree_read = False
         self._workers = WorkerPool(num_workers)
         self._workspaces: tuple[_Workspace, ...] = ()  # one per worker
-        self._planner: GroupPlanner | None = None
+        self._planners: tuple[GroupPlanner, ...] = ()  # one per window
 
     def init_forward_metadata_in_graph(self) -> None:
         """Has the next ``forward`` read the tree mask: nothing is recorded."""
@@ -469,17 +474,16 @@ class TorchAttention:
         """Nothing: metadata stays as planned."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
-        planner = self._use(kv_pool)
+        planners = self._use(kv_pool)
         self._is_tree_read = False
         self._metadata = _Metadata(
-            out_cache_loc=batch.out_cache_loc,
             kv_pool=kv_pool,
             workspaces=self._workspaces,
-            plans={window: self._plan(batch, planner, window) for window in self._windows},
+            plans={planner.sliding: self._plan(batch, planner) for planner in planners},
             tree_mask=batch.tree_mask,
         )
 
-    def _plan(self, batch: ForwardBatch, planner: GroupPlanner, window: int | None) -> _Plan:
+    def _plan(self, batch: ForwardBatch, planner: GroupPlanner) -> _Plan:
         kv_pool = planner.kv_pool
         seq_lens, rows = batch.seq_lens_cpu.numpy(), batch.req_pool_indices.cpu().numpy()
         new_lens, tree_width = batch.extend_seq_lens_cpu, None
@@ -499,18 +503,14 @@ class TorchAttention:
             starts = np.cumsum(new_lens) - new_lens
             extended = tuple(
                 self._plan_extend(
-                    int(starts[i]),
-                    int(new_lens[i]),
-                    int(seq_lens[i]),
-                    int(rows[i]),
-                    kv_pool,
-                    window,
+                    int(starts[i]), int(new_lens[i]), int(seq_lens[i]), int(rows[i]), planner
                 )
                 for i in np.flatnonzero(~is_grouped)
             )
-        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width, window)
+        groups = planner.plan(grouped, new_lens, seq_lens, rows, tree_width)
         grouped_rows = _rows_of(groups, new_lens, batch.input_ids.shape[0])
         return _Plan(
+            out_cache_loc=batch.slots_of(kv_pool.shape.group_of(planner.sliding)),
             grouped_rows=(
                 None if grouped_rows is None else torch.from_numpy(grouped_rows).to(kv_pool.device)
             ),
@@ -518,17 +518,21 @@ class TorchAttention:
             extend_sequences=extended,
         )
 
-    def _use(self, kv_pool: KVPool) -> GroupPlanner:
+    def _use(self, kv_pool: KVPool) -> tuple[GroupPlanner, ...]:
         """Returns what plans for a pool, after making what depends on it, if it is another one."""
-        if self._planner is None or self._planner.kv_pool is not kv_pool:
+        if not self._planners or self._planners[0].kv_pool is not kv_pool:
             self._workspaces = tuple(_Workspace(kv_pool) for _ in range(self._workers.size))
-            self._planner = GroupPlanner(
-                kv_pool=kv_pool,
-                max_blocks=self._workspaces[0].num_blocks,
-                group_size=self.group_size if self.latent_dim is None else 1,  # heads broadcast it
-                dtype=self.dtype,
+            self._planners = tuple(
+                GroupPlanner(
+                    kv_pool=kv_pool,
+                    max_blocks=self._workspaces[0].num_blocks,
+                    group_size=self.group_size if self.latent_dim is None else 1,  # broadcast
+                    dtype=self.dtype,
+                    sliding=window,
+                )
+                for window in self._windows
             )
-        return self._planner
+        return self._planners
 
     def _plan_extend(
         self,
@@ -536,10 +540,9 @@ class TorchAttention:
         new_len: int,
         seq_len: int,
         row: int,
-        kv_pool: KVPool,
-        window: int | None,
+        planner: GroupPlanner,
     ) -> _ExtendSequence:
-        before = seq_len - new_len
+        kv_pool, window, before = planner.kv_pool, planner.sliding, seq_len - new_len
         first_block = 0 if window is None else max(before + 1 - window, 0) // kv_pool.block_size
         prefix_len = before - first_block * kv_pool.block_size  # of what is taken
         tiles = []
@@ -558,7 +561,7 @@ class TorchAttention:
         blocks = None
         if before:
             num_blocks = -(-seq_len // kv_pool.block_size)
-            table_row = kv_pool.block_table_cpu[row, first_block:num_blocks]
+            table_row = planner.table_cpu[row, first_block:num_blocks]
             blocks = table_row.to(kv_pool.device, torch.int64)
         return _ExtendSequence(start, start + new_len, blocks, tuple(tiles))
 
@@ -583,11 +586,11 @@ class TorchAttention:
         metadata: _Metadata,
         layer_id: int,
     ) -> torch.Tensor:
-        kept = [x for x in (k, v) if x is not None]
-        for cache, x in zip(metadata.kv_pool.caches[layer_id], kept, strict=bool(kept)):
-            cache.index_copy_(0, metadata.out_cache_loc, x)
         options = self._layers[layer_id] if layer_id < len(self._layers) else PLAIN
         plan, sinks = metadata.plans[options.window], self._by_head(options.sinks)
+        kept = [x for x in (k, v) if x is not None]
+        for cache, x in zip(metadata.kv_pool.caches[layer_id], kept, strict=bool(kept)):
+            cache.index_copy_(0, plan.out_cache_loc, x)
         if plan.grouped_rows is None:
             return self._attend_groups(q, metadata, plan, layer_id, sinks)
         out = q.new_zeros(q.shape[0], q.shape[1] * self.value_width)

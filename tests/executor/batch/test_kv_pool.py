@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch.kv_pool import SCRATCH_BLOCK, KVGroup, KVPart, KVPool, KVShape
+from executor.batch.kv_pool import SCRATCH_BLOCK, KVPool, KVShape
 from tests.executor.support.kv import out_cache_loc
 
 new_shape = partial(
@@ -30,17 +30,45 @@ def test_bytes_per_block_counts_keys_and_values_of_all_layers(pool: KVPool):
     assert pool.bytes_per_block == held // pool.num_blocks
 
 
-def test_layers_of_several_groups_each_keep_the_parts_of_their_own():
-    heads, latents = (
-        KVGroup(
-            (0, 2), (KVPart("keys", 2, 8, torch.float32), KVPart("values", 2, 4, torch.float32)), 4
-        ),
-        KVGroup((1,), (KVPart("latents", 1, 20, torch.bfloat16),), 16),
-    )
-    pool = KVPool(KVShape((heads, latents), 4), num_blocks=3, num_rows=1, max_blocks_per_row=2)
-    kept = [[tuple(cache.shape) for cache in parts] for parts in pool.caches]
-    assert kept == [[(12, 2, 8), (12, 2, 4)], [(12, 1, 20)], [(12, 2, 8), (12, 2, 4)]]
+@pytest.mark.parametrize("windowed", [(0, 2), (0, 2, 3), (1,)])
+def test_layers_of_both_groups_keep_theirs_in_the_same_tensors(windowed: tuple[int, ...]):
+    shape = new_shape(num_layers=4, windowed=windowed, window=8)
+    pool = KVPool(shape, num_blocks=3, num_rows=1, max_blocks_per_row=2)
+    full = [layer for layer in range(4) if layer not in windowed]
+    assert shape.groups == (tuple(full), windowed)
+    for group in shape.groups:
+        assert len({pool.caches[layer][0].data_ptr() for layer in group}) == len(group)
+    for ours, theirs in zip(full, windowed, strict=False):
+        assert pool.caches[ours][0] is pool.caches[theirs][0]
+    assert len(pool.tensors) == 2 * max(map(len, shape.groups))
     assert pool.bytes_per_block == sum(cache.nbytes for cache in pool.tensors) // 3
+
+
+def test_windows_of_gpt_oss_take_as_many_bytes_as_published():
+    sizes = {"num_layers": 36, "num_kv_heads": 8, "head_dim": 64, "block_size": 16}
+    shape = new_shape(**sizes, windowed=range(0, 36, 2), window=128)
+    assert shape.bytes_per_block == 16 * 36_864
+    assert shape.window_blocks * 16 == 144
+    assert 2 * shape.bytes_per_block == new_shape(**sizes).bytes_per_block
+
+
+@pytest.mark.parametrize("window", range(1, 14))
+def test_a_window_lies_in_no_more_blocks_than_the_shape_says(window: int):
+    shape = new_shape(windowed=(1,), window=window)
+    counts = [position // 4 - max(position + 1 - window, 0) // 4 + 1 for position in range(40)]
+    assert max(counts) == shape.window_blocks
+
+
+def test_each_group_has_a_table_of_its_own_which_one_append_fills():
+    pool = KVPool(
+        new_shape(windowed=(1,), window=8), num_blocks=20, num_rows=3, max_blocks_per_row=4
+    )
+    pool.append_blocks([2, 0], [0, 0], [2, 1], [7, 3, 9, 11, 12, 13])
+    pool.append_blocks([2], [2], [1], [5, 6])
+    assert pool.tables[0, [2, 0], :3].tolist() == [[7, 3, 5], [9, 0, 0]]
+    assert pool.tables[1, [2, 0], :3].tolist() == [[11, 12, 6], [13, 0, 0]]
+    assert pool.row_num_blocks.tolist() == [1, 0, 3]
+    assert out_cache_loc(pool, [2], [3], [2], group=1).tolist() == [47, 48]
 
 
 def test_latents_take_as_many_bytes_as_published_for_deepseek_v3():
@@ -74,8 +102,8 @@ def test_the_places_of_new_blocks_bring_another_table_up_to_date(pool: KVPool):
     ):
         places = pool.append_blocks_on_host(*(np.array(x, np.int64) for x in columns))
         other.write_blocks(torch.from_numpy(places), torch.tensor(columns[3], dtype=torch.int64))
-    assert torch.equal(other.block_table, pool.block_table_cpu)
-    assert pool.block_table_cpu[:, :3].tolist() == [[9, 0, 0], [4, 5, 6], [7, 8, 10]]
+    assert torch.equal(other.tables, pool.tables_cpu)
+    assert pool.tables_cpu[0, :, :3].tolist() == [[9, 0, 0], [4, 5, 6], [7, 8, 10]]
 
 
 def test_a_sibling_has_keys_and_values_of_its_own_in_the_same_blocks(pool: KVPool):
@@ -95,7 +123,7 @@ def test_blocks_appended_to_one_sibling_are_in_both(pool: KVPool, appends_to_dra
     (draft if appends_to_draft else pool).append_blocks([2], [0], [2], [7, 3])
     for either in (pool, draft):
         assert out_cache_loc(either, [2], [3], [2]).tolist() == [31, 12]
-        assert either.block_table[2, :2].tolist() == [7, 3]
+        assert either.tables[0, 2, :2].tolist() == [7, 3]
         assert either.row_num_blocks.tolist() == [0, 0, 2]
 
 
@@ -121,17 +149,17 @@ def test_no_sequences_are_no_error(pool: KVPool):
 NUM_ROWS, COLUMNS, BLOCKS = 3, 9, 24
 
 
-def spilling_pool(count: int, *, is_apart: bool = False) -> KVPool:
+def spilling_pool(count: int, shape: KVShape = SHAPE, *, is_apart: bool = False) -> KVPool:
     """Returns a pool of rows with ``count`` spill blocks each, whose device may have its own table."""
     pool = KVPool(
-        SHAPE,
+        shape,
         num_blocks=BLOCKS,
         num_rows=NUM_ROWS,
         max_blocks_per_row=COLUMNS,
         spill_blocks_per_row=count,
     )
     if is_apart:
-        pool.block_table = pool.block_table_cpu.clone()
+        pool.tables = pool.tables_cpu.clone()
     return pool
 
 
@@ -148,7 +176,7 @@ def test_a_row_that_begins_leads_to_its_own_spill_blocks_in_turn():
     pool.append_blocks([1], [0], [3], [5, 6, 7])
     pool.clear_rows(np.array([1, 2]))
     pool.append_blocks([1], [0], [1], [9])
-    assert pool.block_table.tolist() == [
+    assert pool.tables[0].tolist() == [
         [SCRATCH_BLOCK] * 9,
         [9, 27, 26, 27, 26, 27, 26, 27, 26],
         [28, 29, 28, 29, 28, 29, 28, 29, 28],
@@ -160,7 +188,7 @@ def test_without_spill_blocks_a_row_that_begins_leads_to_the_scratch_block():
     assert pool.num_physical_blocks == pool.num_blocks
     pool.append_blocks([1], [0], [3], [5, 6, 7])
     pool.clear_rows(np.array([1]))
-    assert not pool.block_table.any()
+    assert not pool.tables.any()
 
 
 def test_a_negative_number_of_spill_blocks_is_refused():
@@ -175,33 +203,37 @@ def test_no_row_shares_a_place_with_another_nor_uses_one_twice_in_a_step(
     seed: int, count: int, is_apart: bool
 ):
     """Rows begin, grow and end at random; those that have begun write as far as a step may."""
-    rng, pool = np.random.default_rng(seed), spilling_pool(count, is_apart=is_apart)
+    rng = np.random.default_rng(seed)
+    shape = new_shape(windowed=(1,), window=8) if seed else SHAPE
+    pool, groups = spilling_pool(count, shape, is_apart=is_apart), range(len(shape.groups))
     assert pool.is_table_shared is not is_apart
-    free, held = list(range(1, BLOCKS)), {}
+    free = list(range(1, BLOCKS))
+    held: dict[int, list[list[int]]] = {}
     block_size = pool.block_size
     for _ in range(200):
         row = int(rng.integers(NUM_ROWS))
         if row not in held or rng.random() < 0.2:
-            free += held.pop(row, [])
+            free += [block for blocks in held.pop(row, []) for block in blocks]
             pool.clear_rows(np.array([row]))
-            held[row] = []
-        num_new = min(int(rng.integers(3)), COLUMNS - len(held[row]), len(free))
+            held[row] = [[] for _ in groups]
+        num_held = len(held[row][0])
+        num_new = min(int(rng.integers(3)), COLUMNS - num_held, len(free) // len(groups))
         rng.shuffle(free)
-        new = [free.pop() for _ in range(num_new)]
-        pool.append_blocks([row], [len(held[row])], [num_new], new)
-        held[row] += new
+        new = [[free.pop() for _ in range(num_new)] for _ in groups]
+        pool.append_blocks([row], [num_held], [num_new], [block for one in new for block in one])
+        for blocks, more in zip(held[row], new, strict=True):
+            blocks += more
 
-        table = pool.block_table
-        assert torch.equal(table, pool.block_table_cpu)
-        rows = sorted(held)
-        own = [set(table[row].tolist()) for row in rows]
-        assert len(set().union(*own)) == sum(map(len, own)), "a block of two rows"
+        assert torch.equal(pool.tables, pool.tables_cpu)
+        own = [set(pool.tables[group, row].tolist()) for row in held for group in groups]
+        assert len(set().union(*own)) == sum(map(len, own)), "a block of two rows or tables"
         assert SCRATCH_BLOCK not in set().union(*own)
-        for row in rows:
-            assert table[row, : len(held[row])].tolist() == held[row]
-            assert pool.row_num_blocks[row] == len(held[row])
-            end = min(len(held[row]) + count, COLUMNS) * block_size
-            slots = np.empty(end, dtype=np.int64)
-            pool.locate(np.full(end, row), np.arange(end), out=slots)
-            assert len(np.unique(slots)) == end, "two positions at one place"
-            assert slots.max(initial=0) < len(pool.caches[0][0])
+        for row, lists in held.items():
+            assert pool.row_num_blocks[row] == len(lists[0])
+            end = min(len(lists[0]) + count, COLUMNS) * block_size
+            for group, blocks in enumerate(lists):
+                assert pool.tables[group, row, : len(blocks)].tolist() == blocks
+                slots = np.empty(end, dtype=np.int64)
+                pool.locate(np.full(end, row), np.arange(end), out=slots, group=group)
+                assert len(np.unique(slots)) == end, "two positions at one place"
+                assert slots.max(initial=0) < len(pool.caches[0][0])

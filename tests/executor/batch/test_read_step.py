@@ -5,6 +5,7 @@ and must leave the executor as it was.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -257,3 +258,50 @@ def test_a_row_that_starts_has_no_last_token_of_the_sequence_before_it():
     part = prompt_part(2, [-1], [1], dp_rank=1)
     with pytest.raises(InvalidStep, match="-1 for row 2"):
         read_step(step(1, part, num_tokens=[0, 1]), limits(), progress())
+
+
+# ---- second lists
+
+WINDOWED = replace(limits(), kv_window=5)
+
+
+def windowed_step(window_ids: Sequence[int]) -> pb.StepRequest:
+    """Returns the good step, in which row 5 begins with 12 tokens of a prefix."""
+    request = good_step()
+    columns = {"num_computed_tokens": [12, 12, 4], "num_new_blocks": [5, 1, 1]}
+    change_sequences(**columns, new_block_ids=range(1, 8))(request)
+    change_sequences(new_window_block_ids=window_ids)(request)
+    return request
+
+
+@pytest.mark.parametrize("prefix", [[0, 0], [8, 0], [8, 9]])
+def test_a_second_list_may_lack_blocks_wholly_before_the_first_token_s_window(prefix: list[int]):
+    ids = [*prefix, 1, 2, 3, 4, 5]
+    columns = read_step(windowed_step(ids), WINDOWED, progress())
+    assert columns.new_window_block_ids.tolist() == ids
+    assert columns.new_block_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([], "has 0 bytes; 7 entries of 4 bytes are 28"),
+        ([1] * 6, "has 24 bytes; 7 entries of 4 bytes are 28"),
+        ([1] * 6 + [10], "has 10; it must be from 0 to 9"),
+        ([1] * 6 + [-1], "has -1"),
+        ([0, 0, 0, 1, 2, 3, 4], "0 in column 2 of row 5, whose first token sees position 8"),
+        ([0, 0, 1, 0, 2, 3, 4], "0 in column 3 of row 5"),
+        ([0, 0, 1, 2, 3, 0, 4], "0 in column 3 of row 2, whose first token sees position 8"),
+        ([0, 0, 1, 2, 3, 4, 0], "0 in column 1 of row 3, whose first token sees position 0"),
+    ],
+)
+def test_a_second_list_that_does_not_match_the_first_is_refused(ids: list[int], problem: str):
+    error = refusal(windowed_step(ids), WINDOWED, progress)
+    assert error.field == f"{SEQUENCES}.new_window_block_ids"
+    assert problem in str(error)
+
+
+def test_a_second_list_for_a_model_with_one_is_refused():
+    error = refusal(windowed_step([1] * 7), limits(), progress)
+    assert error.field == f"{SEQUENCES}.new_window_block_ids"
+    assert "must be empty: this executor's kv_window is 0" in str(error)

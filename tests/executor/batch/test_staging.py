@@ -115,8 +115,8 @@ def test_columns_begin_where_a_wide_load_may():
 
 def test_more_than_the_capacity_is_refused_by_column():
     staging = StagingBuffer(CAPACITY, 1, CPU)
-    with pytest.raises(AssertionError, match="seq_lens has 25 entries; the slot has 24"):
-        staging.send(numbers(CAPACITY._replace(seq_lens=25)))
+    with pytest.raises(AssertionError, match="seq_lens has 26 entries; the slot has 25"):
+        staging.send(numbers(CAPACITY._replace(seq_lens=26)))
 
 
 def test_tokens_are_waited_for():

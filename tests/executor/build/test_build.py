@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from executor.build.plan import Blueprint, plan_graph_sizes
 from executor.config import ExecutorConfig
 from executor.errors import CheckpointError
 from executor.worker import Worker
+from protos.executor.v1 import executor_pb2 as pb
 from tests.executor.model.families.head_checkpoints import SHAPES as HEAD_SHAPES
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.support.checkpoints import save_latent_model
@@ -120,9 +122,27 @@ def _generate(worker: Worker, prefill_size: int | None, decode_size: int | None)
     worker.join(1, "")
     part = prompt_part(0, PROMPT, [1, 2, 3])
     request = step(1, part, num_tokens=[9], num_logits=[1], graph_size=prefill_size)
-    tokens = tokens_of(worker.execute(request))
+    tokens = _execute(worker, request, 9)
     for length in range(9, 16):
         part = decode_part(0, length, block_ids=[length] if length % 4 == 0 else [])
         request = step(2, part, num_tokens=[1], graph_size=decode_size)
-        tokens += tokens_of(worker.execute(request))
+        tokens += _execute(worker, request, length + 1)
+    return tokens
+
+
+def _execute(worker: Worker, request: pb.StepRequest, length: int) -> list[int]:
+    """Returns the tokens of a step. Blocks that row 0 gives back of its window become NaN.
+
+    Args:
+        length: Tokens of the row that are computed behind it.
+    """
+    columns, window, pool = request.ranks[0].sequences, worker._limits.kv_window, worker._kv_pool
+    if window:
+        ids = np.frombuffer(columns.new_block_ids, "<i4") + 32
+        columns.new_window_block_ids = ids.astype("<i4").tobytes()
+    tokens = tokens_of(worker.execute(request))
+    if window:
+        given_back = pool.tables[1, 0, : max(length + 1 - window, 0) // pool.block_size]
+        for cache in pool.tensors:
+            cache.view(pool.num_blocks, -1)[given_back.long()] = torch.nan
     return tokens

@@ -30,7 +30,7 @@ def full_batch(size: int, num_tokens: int | None = None, first: int = 1) -> Simp
     Those that are copied hold entries from ``first`` up; the others are None.
     """
     tokens = size if num_tokens is None else num_tokens
-    of_tokens = ("input_ids", "positions", "out_cache_loc")
+    of_tokens = ("input_ids", "positions", "out_cache_loc", "window_cache_loc")
     of_sequences = ("req_pool_indices", "seq_lens", "seq_lens_cpu", "mamba_track_indices")
     int32s = ("mamba_track_seqlens", "encoder_lens")
     return SimpleNamespace(
@@ -66,6 +66,7 @@ full_decode_registry: Any = partial(
     require_gathered_buffer=True,
     require_mlp_tp_gather=True,
     num_dp_ranks=4,
+    has_window=True,
 )
 
 

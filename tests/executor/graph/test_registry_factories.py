@@ -78,6 +78,7 @@ DECODE_TABLE = {
     "seq_lens": ("bs", (8,), INT64, SENTINEL),
     "seq_lens_cpu": ("bs", (8,), INT64, SENTINEL),
     "mrope_positions": ("tokens", (3, 16), INT64, ZERO),
+    "window_cache_loc": ("tokens", (16,), torch.int32, ZERO),
     "mamba_track_indices": ("bs", (8,), INT64, ZERO),
     "mamba_track_mask": ("bs", (8,), torch.bool, ZERO),
     "encoder_lens": ("bs", (8,), torch.int32, ONCE),
@@ -90,6 +91,7 @@ PREFILL_TABLE = {
     "input_ids": ("tokens", (16,), INT64, ZERO),
     "positions": ("tokens", (16,), INT64, ZERO),
     "out_cache_loc": ("tokens", (16,), torch.int32, ZERO),
+    "window_cache_loc": ("tokens", (16,), torch.int32, ZERO),
     "mrope_positions": ("tokens", (3, 16), INT64, ZERO),
     "input_embeds": ("tokens", (16, 6), torch.bfloat16, ZERO),
     "mamba_track_indices": ("bs", (4,), INT64, ZERO),
@@ -116,6 +118,7 @@ def test_the_prefill_table():
         embed_dtype=torch.bfloat16,
         enable_mamba_track=True,
         enable_num_token_non_padded=True,
+        has_window=True,
     )
     assert table_of(registry) == PREFILL_TABLE
 
@@ -128,6 +131,7 @@ def test_the_eager_table_is_the_decode_table_at_the_prefill_ceiling_without_coun
         cache_loc_dtype=torch.int32,
         enable_mamba_track=True,
         is_encoder_decoder=True,
+        has_window=True,
     )
     uncounted = {k: v for k, v in DECODE_TABLE.items() if k not in COUNT_SLOTS}
     assert table_of(registry) == uncounted

@@ -187,7 +187,7 @@ def test_metadata_that_a_warm_up_upgraded_is_put_back_before_a_capture(
     """Else every replay attends as the batch did that it was captured with."""
 
     def lazy(num_heads: int, pool: KVPool, graphs: Any) -> LazyAttention:
-        return LazyAttention(num_heads, pool.shape.groups[0].parts[0].num_heads)
+        return LazyAttention(num_heads, pool.shape.parts[0].num_heads)
 
     paths = folders["float32"], folders[way.draft]
     case = DraftCase(*paths, way, is_capturable=True, new_attention=lazy)

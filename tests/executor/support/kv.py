@@ -14,14 +14,14 @@ from executor.parallel.layout import DpLayout
 def full_pool(
     shape: KVShape, num_rows: int, max_len: int, device: torch.device | str = "cpu"
 ) -> KVPool:
-    """Returns a pool in which every row owns blocks for ``max_len`` tokens.
+    """Returns a pool in which every row owns blocks for ``max_len`` tokens of each group.
 
     They are shuffled, as after hours of serving, and alike on all devices.
     """
     blocks_per_row = -(-max_len // shape.block_size)
     pool = KVPool(
         shape,
-        num_blocks=1 + num_rows * blocks_per_row,
+        num_blocks=1 + len(shape.groups) * num_rows * blocks_per_row,
         num_rows=num_rows,
         max_blocks_per_row=blocks_per_row,
         device=device,
@@ -33,7 +33,11 @@ def full_pool(
 
 
 def out_cache_loc(
-    pool: KVPool, rows: npt.ArrayLike, num_computed: npt.ArrayLike, num_tokens: npt.ArrayLike
+    pool: KVPool,
+    rows: npt.ArrayLike,
+    num_computed: npt.ArrayLike,
+    num_tokens: npt.ArrayLike,
+    group: int = 0,
 ) -> torch.Tensor:
     """Returns where the next tokens' keys and values go, int64 [sum(num_tokens)] on the device.
 
@@ -42,6 +46,7 @@ def out_cache_loc(
         rows: [B] rows of the block table.
         num_computed: [B] tokens that the row already has in the pool.
         num_tokens: [B] tokens to add.
+        group: Of layers.
     """
     row_of, prefix_lens, new_lens = (
         np.asarray(column, dtype=np.int64) for column in (rows, num_computed, num_tokens)
@@ -51,7 +56,7 @@ def out_cache_loc(
     locations = np.repeat(row_of, new_lens)
     shift = prefix_lens - (np.cumsum(new_lens) - new_lens)
     positions = np.arange(len(locations)) + np.repeat(shift, new_lens)
-    pool.locate(locations, positions, out=locations)
+    pool.locate(locations, positions, out=locations, group=group)
     return torch.from_numpy(locations).to(pool.device)
 
 
@@ -71,12 +76,17 @@ def batch_of(
     """
     if input_ids is None:
         input_ids = torch.zeros(int(np.sum(num_tokens)), dtype=torch.int64, device=pool.device)
+    slots = [
+        out_cache_loc(pool, rows, num_computed, num_tokens, group)
+        for group in range(len(pool.shape.groups))
+    ]
     return ForwardBatch.from_columns(
         rows=rows,
         num_computed=num_computed,
         num_tokens=num_tokens,
         input_ids=input_ids,
-        out_cache_loc=out_cache_loc(pool, rows, num_computed, num_tokens),
+        out_cache_loc=slots[0],
+        window_cache_loc=slots[1] if len(slots) > 1 else None,
         layout=layout or DpLayout.single(int(np.sum(num_tokens))),
         logits_indices=logits_indices,
     )

@@ -61,14 +61,14 @@ NewAttention = Callable[[ModelSpec, KVPool], Attention]
 
 
 def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
-    [group] = pool.shape.groups
+    keys = pool.shape.parts[0]
     return TorchAttention(
         attention_of(config).num_heads,
-        group.parts[0].num_heads,
-        group.parts[0].width,
+        keys.num_heads,
+        keys.width,
         dtype=config.dtype,
         scale=attention_of(config).scale,
-        latent_dim=group.latent_dim,
+        latent_dim=pool.shape.latent_dim,
     )
 
 

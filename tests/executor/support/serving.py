@@ -43,23 +43,22 @@ class Rank:
         )
         shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
-        [group] = shape.groups
         self.attention = TorchAttention(
             len(attention_share(attention_of(config), topology).q_heads),
-            group.parts[0].num_heads,
-            group.parts[0].width,
+            shape.parts[0].num_heads,
+            shape.parts[0].width,
             dtype=config.dtype,
             scale=attention_of(config).scale,
-            latent_dim=group.latent_dim,
+            latent_dim=shape.latent_dim,
             layers=self.model.attention_layers,
         )
         self.num_computed = [0] * NUM_ROWS
 
     def share_prefix(self, owner: int, row: int, num_blocks: int) -> None:
         """Lets ``row`` start with the first blocks of ``owner``, already computed."""
-        table = self.pool.block_table_cpu
-        blocks = [*table[owner, :num_blocks].tolist(), *table[row, num_blocks:].tolist()]
-        self.pool.append_blocks([row], [0], [len(blocks)], blocks)
+        tables = self.pool.tables_cpu
+        blocks = torch.cat((tables[:, owner, :num_blocks], tables[:, row, num_blocks:]), dim=1)
+        self.pool.append_blocks([row], [0], [blocks.shape[1]], blocks.flatten())
         self.num_computed[row] = num_blocks * BLOCK_SIZE
 
     def step(

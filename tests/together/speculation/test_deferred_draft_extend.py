@@ -59,7 +59,7 @@ def note(
 def on_its_own(worker: Worker) -> Worker:
     """Returns a worker of the same parts whose device has memory of its own, as a GPU has."""
     pool = worker._kv_pool
-    pool.block_table = pool.block_table_cpu.clone()
+    pool.tables = pool.tables_cpu.clone()
     apart = Worker(
         limits=worker._limits,
         kv_pool=pool,

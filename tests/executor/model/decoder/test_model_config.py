@@ -205,7 +205,7 @@ def test_kv_heads_that_are_fewer_than_the_executors_are_on_several(tmp_path: Pat
 def test_what_each_executor_keeps_is_its_share_of_the_kv_heads(tmp_path: Path):
     config = read(tmp_path, num_attention_heads=8, num_key_value_heads=2)
     shapes = [kv_shape(config, 4, torch.float32, Topology(attn_tp_size=size)) for size in (1, 2, 4)]
-    assert [[p.num_heads for p in shape.groups[0].parts] for shape in shapes] == [
+    assert [[p.num_heads for p in shape.parts] for shape in shapes] == [
         [2, 2],
         [1, 1],
         [1, 1],

@@ -37,6 +37,7 @@ MIXES: dict[str, Mix] = {
 class Case:
     """Sequences with keys and values of their own in layer 1; other slots of the pool hold garbage.
 
+    With a window, layer 1 has a table of its own, and blocks wholly before the window are given back.
     Queries, keys and values of the pass are strided as a model's are.
 
     Args:
@@ -75,6 +76,8 @@ class Case:
             head_dim=HEAD_DIM,
             block_size=BLOCK_SIZE,
             dtype=dtype,
+            windowed=() if window is None else (1,),
+            window=window,
         )
         if is_latent:
             self.kv_heads, self.width, self.value_width = 1, LATENT_DIM + ROPE_DIM, LATENT_DIM
@@ -89,14 +92,15 @@ class Case:
         prefixes, self.counts = [p for p, _ in mix], [n for _, n in mix]
         self.num_keys = [p + n for p, n in mix]
         blocks = [-(-n // BLOCK_SIZE) for n in self.num_keys]
+        self.group = 0 if window is None else 1
         self.rows = list(range(len(mix), 0, -1))
         self.pool = KVPool(
             shape,
-            num_blocks=1 + sum(blocks) + spare_blocks,
+            num_blocks=1 + (1 + self.group) * sum(blocks) + spare_blocks,
             num_rows=len(mix) + 1,
             max_blocks_per_row=max([MAX_LEN // BLOCK_SIZE, *blocks]) + 1,
         )
-        shuffled = np.random.default_rng(0).permutation(sum(blocks)) + 1
+        shuffled = np.random.default_rng(0).permutation((1 + self.group) * sum(blocks)) + 1
         self.pool.append_blocks(self.rows, [0] * len(mix), blocks, shuffled)
         for cache in self.caches:
             cache.fill_(garbage)
@@ -113,9 +117,10 @@ class Case:
             self.rows, prefixes, self.k.split(self.counts), v.split(self.counts), strict=True
         ):
             before = random(2, prefix, self.kv_heads, self.width)
-            at = out_cache_loc(self.pool, [row], [0], [prefix])
+            at = out_cache_loc(self.pool, [row], [0], [prefix], self.group)
             for cache, x in zip(self.pool.caches[1], before, strict=False):
                 cache[at] = x
+                cache[at[: self.num_given_back(prefix)]] = garbage
             self.keys.append(torch.cat((before[0], k)))
             values = self.keys[-1][..., : self.value_width]
             self.values.append(values if is_latent else torch.cat((before[1], new_values)))
@@ -198,16 +203,25 @@ class Case:
 
     def check_stored(self) -> None:
         """Every key and value lies where the block table says, the pass's own ones included."""
-        for row, keys, values in zip(self.rows, self.keys, self.values, strict=True):
-            at = out_cache_loc(self.pool, [row], [0], [len(keys)])
-            for cache, x in zip(self.pool.caches[1], (keys, values), strict=not self.is_latent):
-                assert torch.equal(cache[at], x)
+        for i, row in enumerate(self.rows):
+            first = self.num_given_back(self.num_keys[i] - self.counts[i])
+            at = out_cache_loc(self.pool, [row], [first], [self.num_keys[i] - first], self.group)
+            kept = (self.keys[i], self.values[i])
+            for cache, x in zip(self.pool.caches[1], kept, strict=not self.is_latent):
+                assert torch.equal(cache[at], x[first:])
+
+    def num_given_back(self, prefix: int) -> int:
+        """Returns the tokens in blocks wholly before the window of the token behind a prefix."""
+        unseen = 0 if self.window is None else max(prefix + 1 - self.window, 0)
+        return unseen // BLOCK_SIZE * BLOCK_SIZE
 
     def pad(self, num_rows: int, value: float) -> None:
         """Adds rows behind the sequences' own, which write to the scratch block."""
         zeros = torch.zeros(num_rows, dtype=torch.int64)
         self.batch.input_ids = torch.cat((self.batch.input_ids, zeros))
         self.batch.out_cache_loc = torch.cat((self.batch.out_cache_loc, zeros))
+        if self.batch.window_cache_loc is not None:
+            self.batch.window_cache_loc = torch.cat((self.batch.window_cache_loc, zeros))
         self.q, self.k, self.v = (
             None if x is None else torch.cat((x, torch.full((num_rows, *x.shape[1:]), value)))
             for x in (self.q, self.k, self.v)

@@ -40,7 +40,7 @@ def test_every_key_is_found_where_the_pool_put_it(seed: int) -> None:
     plan = plan_pages(seq_lens, None, BLOCK_SIZE)
     places = torch.arange(plan.num_pages, dtype=torch.int32)
     pages = look_up_pages(
-        case.pool.block_table, torch.from_numpy(rows), torch.from_numpy(plan.kv_indptr), places
+        case.pool.tables[0], torch.from_numpy(rows), torch.from_numpy(plan.kv_indptr), places
     )
     assert pages.dtype == torch.int32
     slots = []

@@ -11,6 +11,7 @@ from tests.executor.model.layers.attention_cases import (
     Case,
     Mix,
 )
+from tests.executor.support.kv import out_cache_loc
 
 KINDS = pytest.mark.parametrize("is_latent", [False, True], ids=["heads", "latents"])
 EVERY_MIX = pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
@@ -51,7 +52,7 @@ def test_a_sequence_that_overflowed_poisons_no_other(mix: Mix, is_latent: bool, 
     clean, poisoned = Case(mix, is_latent=is_latent), Case(mix, is_latent=is_latent)
     first, *others = poisoned.rows
     pool = poisoned.pool
-    blocks = pool.block_table_cpu[first, : pool.row_num_blocks[first]]
+    blocks = pool.tables_cpu[0, first, : pool.row_num_blocks[first]]
     for row in others:  # held one of its blocks before
         num_blocks = pool.row_num_blocks[row]
         pool.append_blocks([row], [num_blocks], [1], blocks[:1])
@@ -118,7 +119,9 @@ def test_layers_without_options_are_plain():
     case, other = Case(MIXES["mixed"], window=5, sinks=True), Case(MIXES["mixed"])
     attention = case.attention()
     attention.init_forward_metadata_out_graph(case.batch, case.pool)
-    for plain, special in zip(case.pool.caches[0], case.pool.caches[1], strict=True):
-        plain.copy_(special)
+    for row, *kept in zip(case.rows, case.keys, case.values, strict=True):
+        at = out_cache_loc(case.pool, [row], [0], [len(kept[0])])
+        for cache, x in zip(case.pool.caches[0], kept, strict=True):
+            cache[at] = x
     out = attention.forward(case.q, case.k, case.v, 0)
     assert torch.equal(out, other.run(other.attention()))

@@ -54,14 +54,14 @@ class DraftRank:
         if shape is not None:
             self.pool = self.target.pool.sibling(shape)
         attention = attention_of(self.config.layers)
-        [group] = self.pool.shape.groups
+        shape = self.pool.shape
         self._attention = TorchAttention(
             len(attention_share(attention, topology).q_heads),
-            group.parts[0].num_heads,
-            group.parts[0].width,
+            shape.parts[0].num_heads,
+            shape.parts[0].width,
             dtype=target_config.dtype,
             scale=attention.scale,
-            latent_dim=group.latent_dim,
+            latent_dim=shape.latent_dim,
         )
         self.num_drafted = [[0] * self.pool.num_rows for _ in range(self.model.num_layers)]
 

@@ -80,7 +80,7 @@ class LazyAttention:
 
     def _upgrade(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the slot of every key [B, S], and which ones each query sees [B, 1, width, S]."""
-        table = pool.block_table.index_select(0, batch.req_pool_indices).to(torch.int64)
+        table = pool.tables[0].index_select(0, batch.req_pool_indices).to(torch.int64)
         arange = partial(torch.arange, device=pool.device)
         offsets = arange(pool.block_size)
         slots = (table.unsqueeze(2) * pool.block_size + offsets).flatten(1)
