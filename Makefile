@@ -29,7 +29,7 @@ DEV := $(VENV)/.installed-dev
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
 	@echo "             DP=2 TP=2 EP=1 A2A=torch say how executors share the model (executor/README.md)"
-	@echo "             MODEL=folder serves another model that knows these problems;"
+	@echo "             MODEL=deploy/demo_model_mla serves a DeepSeek-V3 that knows them, too;"
 	@echo "             ARGS=--speculative drafts, too, and compares with not drafting"
 	@echo "make serve   start them and leave them running until Ctrl-C; MODEL, DP and others likewise"
 	@echo "make quick   the checks, and the tests that start no processes"

@@ -1,11 +1,11 @@
 """Training of the demo models: a small Qwen3-MoE and a DeepSeek-V3 that add, reverse and sort.
 
     python -m deploy.demo_model.training.train_demo_model --out deploy/demo_model
-    python -m deploy.demo_model.training.train_demo_model --family deepseek_v3 \\
-        --out deploy/demo_model_mla
+    python -m deploy.demo_model.training.train_demo_model --family deepseek_v3 --bfloat16 \\
+        --steps 2000 --out deploy/demo_model_mla
 
-Some forty minutes on one core. The model reads bytes (id = byte + 3), so it needs no vocabulary,
-and its answers can be checked, so that a fault in what serves it shows as a wrong sum.
+Forty minutes on one core, or twenty. The model reads bytes (id = byte + 3), so it needs no
+vocabulary, and its answers can be checked, so that a fault in what serves it shows as a wrong sum.
 """
 
 import argparse

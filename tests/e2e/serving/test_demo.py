@@ -25,6 +25,7 @@ from deploy.local.demo_tasks import text_of, token_ids
 from deploy.local.launch import DEMO_MODEL
 from deploy.local.processes import ROOT
 from executor.__main__ import main as executor_main
+from tests.support.paths import DEMO_MODEL_MLA
 
 BATCH_SIZE = 50
 PAD_ID, EOS_ID, STOP_ID = 0, 2, 13
@@ -84,7 +85,8 @@ async def test_the_demo_exits_with_0_when_all_answers_are_right():
 
 async def test_the_demo_shares_the_model_as_told_and_compares_with_one_executor():
     exit_code, output = await run_demo(
-        *("--requests", "12", "--compare", "--dp-size", "1", "--attn-tp-size", "2"),
+        *("--model", str(DEMO_MODEL_MLA), "--requests", "12", "--compare"),
+        *("--dp-size", "1", "--attn-tp-size", "2"),
         *("--moe-a2a", "torch", "--moe-a2a-extend", "all-to-all"),
     )
 
