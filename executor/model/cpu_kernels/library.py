@@ -53,6 +53,7 @@ TILES = tuple(_TILES)
 SIGNATURES = {
     "add_norm": "pipppiif",
     "arg_max": "pipii",
+    "attention": "ppp",
     "linear": "pipppiii",
     "moe": "ppppppppiiiiifff",
     "route": "pippppppiiiiiiiiif",

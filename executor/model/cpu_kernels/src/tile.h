@@ -46,9 +46,10 @@ inline float to_float(bf16 x) {
   return result;
 }
 
-// e to the x, to about 1e-6 of it; x is clamped to [-87, 88], so this is never 0 or infinite.
+// e to the x, to about 1e-6 of it; x is clamped to [-87, 88], so this is never 0 or infinite. NaN
+// stays NaN: of two operands, min and max return the second then.
 inline Floats exp(Floats x) {
-  x = min(max(x, set(-87.f)), set(88.f));
+  x = min(set(88.f), max(set(-87.f), x));
   const Floats n = round(x * set(1.44269504f));  // x = n ln 2 + r
   Floats r = fma(n, set(-0.693359375f), x);      // ln 2 in two parts, the first exact
   r = fma(n, set(2.12194440e-4f), r);

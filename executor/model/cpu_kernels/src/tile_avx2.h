@@ -81,6 +81,23 @@ inline float largest(Floats x) {
   return *std::max_element(lanes, lanes + 8);
 }
 
+constexpr int kDotLanes = 8;
+
+// sums + pair . pairs, in each lane.
+inline __m256 dot(__m256 sums, uint32_t pair, __m256i pairs) {
+  const __m256i word = _mm256_set1_epi32(pair);
+  return _mm256_fmadd_ps(odd(word), odd(pairs), _mm256_fmadd_ps(even(word), even(pairs), sums));
+}
+
+// Pairs (even[i], odd[i]) of 16 columns.
+inline void pair_rows(const bf16* even, const bf16* odd, __m256i (&pairs)[2]) {
+  for (int i = 0; i < 2; i++) {
+    const __m128i a = _mm_loadu_si128((const __m128i*)(even + 8 * i));
+    const __m128i b = _mm_loadu_si128((const __m128i*)(odd + 8 * i));
+    pairs[i] = _mm256_or_si256(_mm256_cvtepu16_epi32(a), _mm256_slli_epi32(_mm256_cvtepu16_epi32(b), 16));
+  }
+}
+
 template <int ROWS>
 inline void product(const bf16* const* rows, const bf16* panel, int64_t pairs, float* result) {
   for (int column = 0; column < kColumns; column += 16) {

@@ -27,6 +27,26 @@ inline Mask equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Floats x) { return _mm512_reduce_max_ps(x); }
 
+constexpr int kDotLanes = 16;
+
+// sums + pair . pairs, in each lane.
+inline __m512 dot(__m512 sums, uint32_t pair, __m512i pairs) {
+  return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)pairs);
+}
+inline __m256 dot(__m256 sums, uint32_t pair, __m256i pairs) {
+  return _mm256_dpbf16_ps(sums, (__m256bh)_mm256_set1_epi32(pair), (__m256bh)pairs);
+}
+
+// Pairs (even[i], odd[i]) of 32 columns.
+inline void pair_rows(const bf16* even, const bf16* odd, __m512i (&pairs)[2]) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes));
+  const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+  pairs[0] = _mm512_permutex2var_epi16(a, low, b);
+  pairs[1] = _mm512_permutex2var_epi16(a, high, b);
+}
+
 template <int ROWS>
 inline void product(const bf16* const* rows, const bf16* panel, int64_t pairs, float* result) {
   __m512 sums[ROWS][2];

@@ -1,0 +1,264 @@
+// Attention over paged keys and values: one new token of a sequence, a few (verify, with a tree or
+// without), a prompt with or without prefix; grouped-query heads, latents (MLA), windows, sinks.
+//
+// Rows are queries x heads of one KV head. Keys are taken in tiles of 64, which begin at multiples of
+// 64 of the position whatever a pass runs. So a row's sums are taken in one order, and its bits do not
+// depend on its batch, its chunk, or whether it is decoded, verified or prefilled.
+//
+//     scores    [key][row]      keys as they lie in their blocks, times queries that were packed once
+//     weights   [pair][row]     of keys; a softmax that is kept up to date from tile to tile
+//     sums      [row][column]   weights times values, whose rows are paired in registers
+//
+// Nothing of the cache is copied or transposed. Latents, whose values are the first columns of their
+// keys, come from memory once, for all heads.
+//
+// Source: Milakov and Gimelshein 2018, algorithm 3 (the softmax); Dao et al. 2022, algorithm 1.
+#pragma once
+
+#include <omp.h>
+
+#include "attention_tile.h"
+
+constexpr int64_t kMostRows = 64;  // of an item, unless one query has more
+constexpr int64_t kFewRows = 32;   // up to this, an item has all KV heads: memory is read in order
+constexpr int64_t kMostWidth = 1 << 14;  // of all KV heads of a token
+
+struct AttentionLayer {
+  int64_t heads, kv_heads, key_width, value_width;  // widths are multiples of 32
+  int64_t window;                                   // keys that a query sees, its own too; 0: all
+  const float* sinks;                               // [heads], or null
+  float scale;
+};
+
+struct AttentionBatch {
+  int64_t sequences, rows, block_size, columns;  // columns of the block table
+  int64_t tree_width;                            // W
+  const int64_t* table_rows;                     // [sequences]
+  const int64_t* lengths;                        // [sequences], keys with those of this pass
+  const int64_t* counts;                         // [sequences], queries of each; null: 1
+  const int64_t* slots;                          // [rows], where keys and values go
+  const bool* tree;  // [queries, W], which of the last W keys each sees; null: those before it
+};
+
+struct AttentionRows {
+  const bf16 *q, *k, *v;  // heads side by side; k null: nothing is written; v null: k has the values
+  int64_t q_stride, k_stride, v_stride;  // from row to row
+  bf16 *keys, *values;                   // caches [slots, KV heads, width]; the same for latents
+  const int32_t* table;                  // [.., columns]
+  bf16* out;                             // [rows, heads * value_width]
+};
+
+// What one thread attends at a time.
+struct AttentionItem {
+  int64_t sequence, row, count;  // the sequence's first row, its queries
+  int64_t query, queries;        // the first of them, and how many
+  int64_t kv_head, kv_heads;
+  int64_t head, heads;  // of those of each KV head
+};
+
+inline const bf16 kNoKey[kMostWidth] = {};
+
+template <int LANES>
+class Attend {
+ public:
+  Attend(const AttentionLayer& layer, const AttentionBatch& batch, const AttentionRows& rows,
+         const AttentionItem& item)
+      : layer_(layer), batch_(batch), rows_(rows), item_(item) {}
+
+  void run() {
+    take_room();
+    for (int64_t r = 0; r < lanes_; r++) begin_row(r);
+    const int64_t start = lowest_ / kTileKeys * kTileKeys;
+    TileRows tiles[2];
+    if (start < highest_) locate(start, tiles[0]);
+    int side = 0;
+    for (int64_t tile = start; tile < highest_; tile += kTileKeys, side ^= 1) {
+      const bool is_last = tile + kTileKeys >= highest_;
+      if (!is_last) locate(tile + kTileKeys, tiles[side ^ 1]);
+      for (int64_t m = 0; m < item_.kv_heads; m++)
+        attend_tile(m, tile, tiles[side], tiles[is_last ? side : side ^ 1]);
+    }
+    for (int64_t m = 0; m < item_.kv_heads; m++)
+      for (int64_t r = 0; r < num_rows_; r++) write_row(m, r);
+  }
+
+ private:
+  int64_t query_of(int64_t r) const { return item_.query + r / item_.heads; }
+  int64_t head_of(int64_t m, int64_t r) const {
+    return (item_.kv_head + m) * (layer_.heads / layer_.kv_heads) + item_.head + r % item_.heads;
+  }
+  int64_t value_stride() const { return is_latent_ ? layer_.key_width : layer_.value_width; }
+
+  float* sums_of(int64_t m, int64_t r) const {
+    return sums_ + (m * num_rows_ + r) * layer_.value_width;
+  }
+
+  // One allocation for each thread, which grows.
+  void take_room() {
+    static thread_local std::vector<float> room;
+    const int64_t heads = item_.kv_heads, pairs = layer_.key_width / 2;
+    const int64_t sums = heads * num_rows_ * layer_.value_width, lanes = heads * lanes_;
+    const int64_t sizes[] = {lanes * pairs, lanes_ * kTileKeys / 2, kTileKeys * LANES, sums, lanes,
+                             lanes,         lanes_,                 lanes_,            lanes_};
+    int64_t total = kLanes;
+    for (int64_t size : sizes) total += size;
+    if (int64_t(room.size()) < total) room.resize(total);
+    float* at = room.data();
+    at += -(uintptr_t(at) / sizeof(float)) % kLanes;
+    void* parts[9];
+    for (int i = 0; i < 9; i++) parts[i] = at, at += sizes[i];
+    queries_ = (uint32_t*)parts[0], weights_ = (uint32_t*)parts[1], scores_ = (float*)parts[2];
+    sums_ = (float*)parts[3], peaks_ = (float*)parts[4], totals_ = (float*)parts[5];
+    rescale_ = (float*)parts[6], first_ = (int*)parts[7], end_ = (int*)parts[8];
+    std::fill_n(sums_, sums, 0.f);
+  }
+
+  // Packs a row's queries, and says which keys it sees. Lanes past the last row see none.
+  void begin_row(int64_t r) {
+    const int64_t pairs = layer_.key_width / 2, length = batch_.lengths[item_.sequence];
+    first_[r] = end_[r] = 0;
+    if (r < num_rows_) {
+      const int64_t position = length - item_.count + query_of(r);
+      end_[r] = batch_.tree ? length : std::max<int64_t>(position + 1, 0);
+      first_[r] = layer_.window ? std::max<int64_t>(position + 1 - layer_.window, 0) : 0;
+      lowest_ = std::min<int64_t>(lowest_, first_[r]);
+      highest_ = std::max<int64_t>(highest_, end_[r]);
+    }
+    for (int64_t m = 0; m < item_.kv_heads; m++) {
+      const bool has_sink = layer_.sinks && r < num_rows_;
+      peaks_[m * lanes_ + r] = has_sink ? layer_.sinks[head_of(m, r)] : kHidden;
+      totals_[m * lanes_ + r] = has_sink;
+      uint32_t* packed = queries_ + (m * lanes_ + r / LANES * LANES) * pairs + r % LANES;
+      const bf16* q = kNoKey;
+      if (r < num_rows_)
+        q = rows_.q + (item_.row + query_of(r)) * rows_.q_stride + head_of(m, r) * layer_.key_width;
+      for (int64_t k = 0; k < pairs; k++) packed[k * LANES] = load_as<uint32_t>(q + 2 * k);
+    }
+  }
+
+  // Looks up the rows of a tile. Keys that no row sees are zeros: who knows what lies there.
+  void locate(int64_t tile, TileRows& tile_rows) const {
+    const int64_t first = std::max(lowest_, tile), end = std::min(highest_, tile + kTileKeys);
+    const int32_t* table = rows_.table + batch_.table_rows[item_.sequence] * batch_.columns;
+    int64_t column = first / batch_.block_size, place = first % batch_.block_size;
+    for (int64_t j = tile; j < tile + kTileKeys; j++) {
+      const bf16 *key = kNoKey, *value = kNoKey;
+      if (first <= j && j < end) {
+        const int64_t slot = table[column] * batch_.block_size + place;
+        const int64_t head = slot * layer_.kv_heads + item_.kv_head;
+        key = rows_.keys + head * layer_.key_width;
+        value = rows_.values + head * value_stride();
+        if (++place == batch_.block_size) column++, place = 0;
+      }
+      tile_rows.keys[j - tile] = key;
+      tile_rows.values[j - tile] = value;
+    }
+  }
+
+  void attend_tile(int64_t m, int64_t tile, const TileRows& rows, const TileRows& next) {
+    const int64_t width = layer_.key_width, value_at = m * value_stride();
+    const int begin = std::max<int64_t>(lowest_ - tile, 0) & ~1;
+    const int stop = (std::min<int64_t>(highest_ - tile, kTileKeys) + 1) & ~1;
+    for (int64_t b = 0; b < lanes_; b += LANES) {
+      const TileRows& ahead = b ? rows : next;
+      const uint32_t* queries = queries_ + (m * lanes_ + b) * width / 2;
+      for (int j = begin / kKeyRows * kKeyRows; j < stop; j += kKeyRows)
+        score<LANES>(rows.keys + j, m * width, queries, width / 2, scores_ + j * LANES,
+                     ahead.keys + j, ahead.values + j, value_at);
+      if (batch_.tree) hide_branches(b, tile, stop);
+      int first[LANES], end[LANES];
+      for (int l = 0; l < LANES; l++) first[l] = first_[b + l] - tile, end[l] = end_[b + l] - tile;
+      const int64_t at = m * lanes_ + b;
+      soften<LANES>(scores_, first, end, begin, stop, layer_.scale, peaks_ + at, totals_ + at,
+                    rescale_ + b, weights_ + b * kTileKeys / 2);
+    }
+    for (int64_t column = 0; column < layer_.value_width; column += kValueColumns)
+      for (int64_t r = 0, count; r < num_rows_; r += count) {
+        count = std::min<int64_t>(num_rows_ - r, kValueRows);
+        const uint32_t* weights = weights_ + r / LANES * LANES * kTileKeys / 2 + r % LANES;
+        add_values_of<LANES>(count, weights, rows.values, value_at + column, begin, stop, rescale_ + r,
+                             sums_of(m, r) + column, layer_.value_width);
+      }
+  }
+
+  // Hides those of the last W keys that the tree does not show a row.
+  void hide_branches(int64_t b, int64_t tile, int stop) {
+    const int64_t behind = batch_.lengths[item_.sequence] - batch_.tree_width;
+    for (int64_t r = b; r < std::min(b + LANES, num_rows_); r++) {
+      const bool* seen = batch_.tree + (item_.row + query_of(r)) * batch_.tree_width;
+      for (int64_t j = std::max<int64_t>(behind - tile, 0); j < stop; j++)
+        if (tile + j < highest_ && !seen[tile + j - behind]) scores_[j * LANES + r - b] = kHidden;
+    }
+  }
+
+  void write_row(int64_t m, int64_t r) const {
+    const int64_t width = layer_.value_width;
+    const float total = totals_[m * lanes_ + r];
+    const Floats scale = set(total > 0 ? 1 / total : total);  // without keys: 0
+    const float* sums = sums_of(m, r);
+    bf16* out = rows_.out + ((item_.row + query_of(r)) * layer_.heads + head_of(m, r)) * width;
+    for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(sums + c) * scale);
+  }
+
+  const AttentionLayer& layer_;
+  const AttentionBatch& batch_;
+  const AttentionRows& rows_;
+  const AttentionItem& item_;
+  const bool is_latent_ = rows_.keys == rows_.values;
+  const int64_t num_rows_ = item_.queries * item_.heads;
+  const int64_t lanes_ = (num_rows_ + LANES - 1) / LANES * LANES;
+  int64_t lowest_ = std::numeric_limits<int64_t>::max(), highest_ = 0;  // keys that any row sees
+  uint32_t* queries_;                  // [KV heads][lanes / LANES][pairs of columns][LANES]
+  uint32_t* weights_;                  // [lanes / LANES][pairs of keys][LANES]
+  float *scores_, *sums_;              // [kTileKeys][LANES], [KV heads][rows][value_width]
+  float *peaks_, *totals_, *rescale_;  // [KV heads][lanes], the last one [lanes]
+  int *first_, *end_;                  // [lanes], the keys that each sees
+};
+
+// Divides a batch among threads: no row depends on how.
+inline std::vector<AttentionItem> attention_items(const AttentionLayer& layer,
+                                                  const AttentionBatch& batch) {
+  const int64_t threads = omp_get_max_threads(), group = layer.heads / layer.kv_heads;
+  int64_t few_kv_heads = layer.kv_heads, heads = group;
+  while (few_kv_heads > 1 && batch.sequences * (layer.kv_heads / few_kv_heads) < threads)
+    few_kv_heads = (few_kv_heads + 1) / 2;
+  while (heads > 4 && batch.sequences * layer.kv_heads * (group / heads) < threads)
+    heads = (heads + 1) / 2;
+  std::vector<AttentionItem> items;
+  int64_t row = 0;
+  for (int64_t sequence = 0; sequence < batch.sequences; sequence++) {
+    const int64_t count = batch.counts ? batch.counts[sequence] : 1;
+    const int64_t kv_heads = count * group <= kFewRows ? few_kv_heads : 1;
+    const int64_t queries = std::max<int64_t>(kMostRows / heads, 1);
+    for (int64_t q = (count - 1) / queries * queries; q >= 0; q -= queries)  // the longest first
+      for (int64_t n = 0; n < layer.kv_heads; n += kv_heads)
+        for (int64_t h = 0; h < group; h += heads)
+          items.push_back({sequence, row, count, q, std::min(queries, count - q), n,
+                           std::min(kv_heads, layer.kv_heads - n), h, std::min(heads, group - h)});
+    row += count;
+  }
+  return items;
+}
+
+KERNEL void attention(const AttentionLayer* layer, const AttentionBatch* batch,
+                      const AttentionRows* rows) {
+  const int64_t key = layer->kv_heads * layer->key_width;
+  const int64_t value = layer->kv_heads * layer->value_width;
+#pragma omp parallel for if (batch->rows > 64)
+  for (int64_t t = 0; t < (rows->k ? batch->rows : 0); t++) {
+    const int64_t slot = batch->slots[t];
+    std::copy_n(rows->k + t * rows->k_stride, key, rows->keys + slot * key);
+    if (rows->v) std::copy_n(rows->v + t * rows->v_stride, value, rows->values + slot * value);
+  }
+  const std::vector<AttentionItem> items = attention_items(*layer, *batch);
+  const int64_t used = items.empty() ? 0 : items.back().row + items.back().count;
+  const int64_t width = layer->heads * layer->value_width;
+  std::fill_n(rows->out + used * width, (batch->rows - used) * width, 0);  // padding
+#pragma omp parallel for schedule(dynamic, 1)
+  for (size_t i = 0; i < items.size(); i++) {
+    if (items[i].queries * items[i].heads <= 8)
+      Attend<8>(*layer, *batch, *rows, items[i]).run();
+    else
+      Attend<kDotLanes>(*layer, *batch, *rows, items[i]).run();
+  }
+}
