@@ -81,7 +81,9 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
 
 
 def _bytes_of(groups: Iterable[WeightGroup]) -> int:
-    cuts = [Cut.of(*target) for group in groups for target in group.targets.items()]
+    cuts = [
+        cut for group in groups for target in group.targets.items() for cut in Cut.all_of(*target)
+    ]
     return sum(cut.target.numel() * cut.target.itemsize for cut in cuts)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from executor.errors import CheckpointError
 from executor.model.weights.checkpoint import Index, Stored
+from executor.model.weights.kept import KeptAs
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _E4M3_MAX = 448.0  # what would be above it is NaN
@@ -37,11 +38,13 @@ class Format(ABC):
         title: Its name for people.
         suffixes: Of the names of a weight's tensors, the numbers' first.
         block: Consecutive numbers of a row that share a scale; 1 if the whole row does.
+        kept_as: How its weights are kept for kernels that read them so; None: there are none.
     """
 
     title: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     block: int
+    kept_as: ClassVar[KeptAs | None] = None
 
     def weight_of(self, name: str) -> str:
         """Returns the name of the weight that a tensor belongs to; its own for a plain one."""
@@ -92,6 +95,13 @@ class Fp8Format(Format):
     block: int = 128
     title: ClassVar[str] = "FP8"
     suffixes: ClassVar[tuple[str, ...]] = ("", "_scale_inv")
+    kept_as: ClassVar[KeptAs] = KeptAs(
+        suffixes=("", "_scale_inv"),
+        types=(torch.float8_e4m3fn, torch.float32),
+        stored=(("F8_E4M3",), _SCALES),
+        rows=128,
+        columns=128,
+    )
 
     def _problem(self, *parts: Stored) -> str | None:
         weight, scale = parts
@@ -147,6 +157,15 @@ class Mxfp4Format(Format):
     block: int = 32
     title: ClassVar[str] = "MXFP4"
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+    kept_as: ClassVar[KeptAs] = KeptAs(
+        suffixes=("_blocks", "_scales"),
+        types=(torch.uint8, torch.uint8),
+        stored=(("U8",), ("U8",)),
+        rows=1,
+        columns=32,
+        per_byte=2,
+        pads=True,
+    )
 
     def _problem(self, *parts: Stored) -> str | None:
         blocks, scales = parts

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -42,7 +43,8 @@ def load_weights(
     Args:
         path: Directory with model.safetensors, or shards and their index.
         groups: What to fill; consumed, so that a finished group's memory can go.
-        weight_format: Of quantised weights, which are dequantised; None if there are none.
+        weight_format: Of quantised weights, which are dequantised where a group does not keep them;
+            None if there are none.
         skipped: Whether a tensor that no group names may be left unread; of a quantised one, asked
             once, with the weight's name.
         on_progress: Called with tensors loaded and tensors in all, after each.
@@ -59,7 +61,7 @@ def load_weights(
         weights = _checked(found, pending, weight_format, skipped)
         stack.callback(torch.set_num_threads, num_threads)  # which threads set for those to come
         pool = stack.enter_context(ThreadPoolExecutor(_THREADS, initializer=_keep_to_one_core))
-        done, total = 0, sum(len(group.targets) for group in pending)
+        done, total = 0, sum(len(_cuts(group)) for group in pending)
         ahead: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
         while pending or ahead:
             while pending and len(ahead) < _THREADS:
@@ -94,14 +96,18 @@ def _checked(
     skipped: Skips,
 ) -> dict[str, Stored]:
     """Returns every weight that a group names, once all of them are seen to fit."""
-    cuts = (Cut.of(*target) for group in groups for target in group.targets.items())
-    needs = {(cut.source.name, cut.shape, cut.target.is_floating_point()) for cut in cuts}
-    _check_names(found, {name for name, _, _ in needs}, weight_format, skipped)
+    needs = {
+        (cut.source.name, cut.shape, cut.types, cut.target.is_floating_point())
+        for group in groups
+        for cut in _cuts(group)
+    }
+    _check_names(found, {name for name, *_ in needs}, weight_format, skipped)
     weights: dict[str, Stored] = {}
-    for name, shape, is_float in sorted(needs):
+    for name, shape, types, is_float in sorted(needs, key=itemgetter(0, 1)):
         if name not in weights:
-            weights[name] = weight_format.open(name, found) if weight_format else found[name]
-        _check(weights[name], shape, is_float)
+            opened = weight_format if types is None else None
+            weights[name] = opened.open(name, found) if opened else found[name]
+        _check(weights[name], shape, types or (_FLOATS if is_float else _INTEGERS))
     return weights
 
 
@@ -119,7 +125,9 @@ def _check_names(
     if missing:
         raise CheckpointError(f"{found.path} lacks {_listed(missing)}")
     unexpected = sorted(
-        name for name, weight in weight_of.items() if weight not in needed and not skipped(weight)
+        name
+        for name, weight in weight_of.items()
+        if needed.isdisjoint((name, weight)) and not skipped(weight)
     )
     if unexpected:
         raise CheckpointError(
@@ -128,13 +136,12 @@ def _check_names(
         )
 
 
-def _check(weight: Stored, shape: tuple[int, ...], is_float: bool) -> None:
+def _check(weight: Stored, shape: tuple[int, ...], loadable: tuple[str, ...]) -> None:
     where = f"{weight.name} in {weight.file}"
     if weight.shape != shape:
         raise CheckpointError(
             f"{where} has shape {list(weight.shape)}; this model needs {list(shape)}"
         )
-    loadable = _FLOATS if is_float else _INTEGERS
     if weight.dtype not in loadable:
         raise CheckpointError(
             f"{where} has type {weight.dtype}; {', '.join(loadable)} can be loaded, and others with "
@@ -150,8 +157,11 @@ def _listed(names: list[str]) -> str:
 def _submit(
     pool: ThreadPoolExecutor, group: WeightGroup, weights: Mapping[str, Stored]
 ) -> list[Future[None]]:
-    cuts = [Cut.of(*target) for target in group.targets.items()]
-    return [pool.submit(_copy, weights[cut.source.name], cut) for cut in cuts]
+    return [pool.submit(_copy, weights[cut.source.name], cut) for cut in _cuts(group)]
+
+
+def _cuts(group: WeightGroup) -> list[Cut]:
+    return [cut for target in group.targets.items() for cut in Cut.all_of(*target)]
 
 
 @torch.inference_mode()  # which is a thread's own

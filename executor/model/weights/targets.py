@@ -7,13 +7,16 @@ of that matrix its executor has (``Part``); neither knows of the other.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from executor.model.weights.checkpoint import Index
+from executor.model.weights.kept import KeptWeight
+
+Weight: TypeAlias = torch.Tensor | KeptWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +55,13 @@ class Part:
         size: All of its indices, which the matrix must have.
     """
 
-    target: torch.Tensor
+    target: Weight
     dim: int
     at: range
     size: int
 
 
-Target: TypeAlias = torch.Tensor | Part
+Target: TypeAlias = Weight | Part
 Targets: TypeAlias = Mapping[str, Target] | Mapping[Source, Target] | Mapping[str | Source, Target]
 
 
@@ -87,19 +90,51 @@ class Cut:
         target: The parameter.
         shape: The shape that the tensor must have.
         index: What to index it with; None: nothing of it is needed.
+        types: That the tensor may have, as safetensors names them, and is read as it is stored; None:
+            any that converts to the parameter's, dequantised.
     """
 
     source: Source
     target: torch.Tensor
     shape: tuple[int, ...]
     index: Index | None
+    types: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, source: str | Source, target: Target) -> "Cut":
-        """Returns it for one target of a group."""
+    def all_of(cls, source: str | Source, target: Target) -> "list[Cut]":
+        """Returns those of one target of a group: two for a weight that is kept, else one."""
+        if isinstance(target, torch.Tensor):
+            return [cls.of(source, target)]
+        if isinstance(target, KeptWeight):
+            target = Part(target, 0, range(target.shape[0]), target.shape[0])
+        weight, at = target.target, target.at
+        if isinstance(weight, torch.Tensor):
+            return [cls.of(source, target)]
+        if isinstance(source, str):
+            source = Source(name=source)
+        cuts = []
+        for kept in weight.stored():
+            step = kept.steps[target.dim]
+            part = Part(
+                kept.tensor,
+                target.dim,
+                range(at.start // step, -(-at.stop // step)),
+                -(-target.size // step),
+            )
+            # Scales stay where they are: a turn that is kept leaves each row in its block.
+            turn = source.turn if kept.steps[0] == 1 else None
+            name = source.name + kept.suffix
+            cut = cls.of(replace(source, name=name, transposed=False, turn=turn), part)
+            cuts.append(replace(cut, types=kept.types))
+        return cuts
+
+    @classmethod
+    def of(cls, source: str | Source, target: torch.Tensor | Part) -> "Cut":
+        """Returns it for a target that is one tensor."""
         if isinstance(source, str):
             source = Source(name=source)
         parameter = target.target if isinstance(target, Part) else target
+        assert isinstance(parameter, torch.Tensor)
         shape = list(parameter.shape)
         at = [range(size) for size in shape]
         if isinstance(target, Part):
