@@ -11,12 +11,14 @@ attn_tp       executors of the DP rank    attention heads, logits
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import WorkerPool
+from executor.model.flashinfer.operators import MAX_FP8_MOE_ROWS, FlashInferOps
+from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.layers.linear_kept import KeptLinears
 from executor.model.layers.operators import (
     FlashInferOperators,
     Operators,
@@ -31,11 +33,16 @@ from executor.model.moe.experts import (
     PackedExperts,
     StackedExperts,
 )
-from executor.model.moe.layer import Dispatcher, ExpertScratch
+from executor.model.moe.layer import Dispatched, Dispatcher, ExpertScratch, StackedMoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
-from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
+from executor.model.moe.runner_cutlass import (
+    CutlassMoERunner,
+    CutlassWorkspace,
+    KeptCutlassRunner,
+)
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.spec import ModelSpec, MoeSpec
+from executor.model.weights.kept import DEQUANTISED, Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
@@ -50,12 +57,21 @@ class Kernels:
             the group.
         workers: Threads that share a layer on the CPU.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
+        kept: Keeps weights of linear layers quantised; None dequantises them.
     """
 
     operators: Operators
     new_experts: Callable[[MoeSpec, Topology], Experts]
     workers: WorkerPool
     scratch: ExpertScratch | None = None
+    kept: KeptLinears | None = None
+
+    def linear(
+        self, *, dtype: torch.dtype, device: torch.device, keeps: bool = True
+    ) -> "partial[Linear]":
+        """Returns what makes linear layers; ``keeps`` False dequantises their weights."""
+        kept = self.kept if keeps else None
+        return partial(Linear, dtype=dtype, device=device, workers=self.workers, kept=kept)
 
 
 def cpu_kernels(
@@ -98,6 +114,7 @@ def stacked_kernels(
     ops: FlashInferOps | None,
     moe_runner: str = "grouped",
     max_moe_rows: int | None = None,
+    keeping: Keeping = DEQUANTISED,
 ) -> Kernels:
     """Returns what CUDA runs: nothing in it reads a result on the host, so graphs can capture it.
 
@@ -109,6 +126,7 @@ def stacked_kernels(
         moe_runner: What runs the experts: ``grouped``, or FlashInfer's ``cutlass`` or ``cutedsl``.
         max_moe_rows: Most rows that the experts of a layer see in a pass, from the token budget;
             FlashInfer's kernels need it.
+        keeping: What stays quantised; experts by ``cutlass`` only.
 
     Raises:
         ValueError: FlashInfer's kernels for experts are asked for without FlashInfer. When experts
@@ -132,6 +150,11 @@ def stacked_kernels(
             )
         assert max_moe_rows is not None, f"how many rows {moe_runner} may see is not said"
         kind, new_scratch = _FLASHINFER_RUNNERS[moe_runner]
+        if keeping.experts is not None:
+            assert moe_runner == "cutlass", f"{moe_runner} keeps nothing"
+            kind = KeptCutlassRunner
+            if keeping.experts.per_byte == 1:
+                max_moe_rows = min(max_moe_rows, MAX_FP8_MOE_ROWS)
         scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=spec.top_k)
     return Kernels(
         operators=operators,
@@ -141,12 +164,43 @@ def stacked_kernels(
             spec.hidden_size,
             kind,
             scratch or operators.silu_and_mul,
+            keeping.experts,
             dtype=dtype,
             device=device,
         ),
         workers=WorkerPool(1),
         scratch=scratch,
+        kept=None if keeping.linears is None else KeptLinears(keeping.linears, ops),
     )
+
+
+def kept_sizes(spec: ModelSpec, keeping: Keeping, *, dtype: torch.dtype) -> Kernels:
+    """Returns kernels of a model on the meta device that keeps weights and only has sizes."""
+    device = torch.device("meta")
+    kernels = cpu_kernels(spec, dtype=dtype, num_workers=1, device=device)
+    if keeping.experts is not None:
+        kernels = replace(
+            kernels,
+            new_experts=lambda moe, topology: StackedExperts(
+                moe,
+                ExpertShare.of(topology, moe),
+                spec.hidden_size,
+                lambda w13, w2, tool, activation, biases: NoRunner(w13, w2, biases),
+                None,
+                keeping.experts,
+                dtype=dtype,
+                device=device,
+            ),
+        )
+    linears = None if keeping.linears is None else KeptLinears(keeping.linears, None)
+    return replace(kernels, kept=linears)
+
+
+class NoRunner(StackedMoERunner):
+    """Of experts that only have sizes."""
+
+    def run(self, dispatched: Dispatched) -> torch.Tensor:
+        raise NotImplementedError("experts on the meta device only have sizes")
 
 
 def _torch_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> TorchOperators:

@@ -23,9 +23,10 @@ from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import PLAIN, AttentionCall
 from executor.model.layers.linear import Linear
+from executor.model.layers.linear_kept import BLOCK_ROWS
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
-from executor.model.weights import Part, Source, WeightGroup
+from executor.model.weights import Part, Source, Target, Weight, WeightGroup
 from executor.model.weights.targets import rope_rows_to_halves
 from executor.parallel.layout import DpLayout
 
@@ -65,17 +66,27 @@ class LatentAttention:
         self.num_heads = len(self._heads)
         self._q_width = spec.qk_nope_head_dim + spec.qk_rope_head_dim
         self.latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
-        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        rope = spec.qk_rope_head_dim
+        ends = [self._q_width * (head + 1) for head in range(self.num_heads)]
+        keeps = not any(_cuts_block(end - rope, end) for end in (*ends, self.latent_width))
+        if kernels.kept is not None and not keeps:
+            kernels.kept.say_dequantised(
+                "projections of attention", f"rope turns rows across scales, of {BLOCK_ROWS} each"
+            )
+        linear = kernels.linear(dtype=dtype, device=device, keeps=keeps)
         zeros = partial(torch.zeros, dtype=dtype, device=device)
         norm = partial(RMSNorm, eps=spec.latent_norm_eps, operators=kernels.operators)
         q_size = self.num_heads * self._q_width
         self.q_a_size = q_size if spec.q_lora_rank is None else spec.q_lora_rank
         # Queries or their latents, and beside them the latents of keys.
-        self.a_proj = linear(hidden_size, self.q_a_size + self.latent_width, has_bias=spec.bias)
+        self._a_sizes = (self.q_a_size, self.latent_width)
+        self.a_proj = linear(
+            hidden_size, sum(self._a_sizes), has_bias=spec.bias, parts=(self.q_a_size,)
+        )
         self.q_b_proj: Linear | None = None
         if spec.q_lora_rank is not None:
             self.q_a_norm = norm(spec.q_lora_rank, dtype=dtype, device=device)
-            self.q_b_proj = linear(spec.q_lora_rank, q_size)
+            self.q_b_proj = linear(spec.q_lora_rank, q_size, parts=(q_size,))
         self.kv_a_norm = norm(spec.kv_lora_rank, dtype=dtype, device=device)
         self.w_uk = zeros(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
         self.w_uv = zeros(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
@@ -114,31 +125,32 @@ class LatentAttention:
         rope = self.spec.qk_rope_head_dim
         q_turn = rope_rows_to_halves(self._q_width, rope)
         kv_turn = rope_rows_to_halves(self.latent_width, rope)
-        q_name, norms = "q_proj", {f"{prefix}kv_a_layernorm.weight": self.kv_a_norm.weight}
+        norms = {f"{prefix}kv_a_layernorm.weight": self.kv_a_norm.weight}
         if self.q_b_proj is not None:
-            q_name = "q_a_proj"
             norms[f"{prefix}q_a_layernorm.weight"] = self.q_a_norm.weight
         groups = [WeightGroup(norms)]
-        targets: dict[Source, torch.Tensor | Part] = {}
-        for kind, a in (("weight", self.a_proj.weight), ("bias", self.a_proj.bias)):
-            if a is None:
-                continue
-            q, kv = torch.split_with_sizes(a, (self.q_a_size, self.latent_width))
+        targets: dict[Source, Target] = {}
+        q, kv = self.a_proj.rows(*self._a_sizes)
+        targets[Source(name=f"{prefix}kv_a_proj_with_mqa.weight", turn=kv_turn)] = kv
+        if self.q_b_proj is not None:
+            targets[Source(name=f"{prefix}q_a_proj.weight")] = q
+        else:
+            targets[Source(name=f"{prefix}q_proj.weight", turn=q_turn)] = self._of_heads(q)
+        if self.a_proj.bias is not None:
+            q_bias, kv_bias = torch.split_with_sizes(self.a_proj.bias, self._a_sizes)
+            targets[Source(name=f"{prefix}kv_a_proj_with_mqa.bias", turn=kv_turn)] = kv_bias
             if self.q_b_proj is not None:
-                targets[Source(name=f"{prefix}{q_name}.{kind}")] = q
-            elif kind == "weight":
-                targets[Source(name=f"{prefix}{q_name}.{kind}", turn=q_turn)] = self._of_heads(q)
+                targets[Source(name=f"{prefix}q_a_proj.bias")] = q_bias
             else:
-                q.zero_()
-            targets[Source(name=f"{prefix}kv_a_proj_with_mqa.{kind}", turn=kv_turn)] = kv
+                q_bias.zero_()
         groups.append(WeightGroup(targets, self.a_proj.finish))
         if self.q_b_proj is not None:
             q_b = Source(name=f"{prefix}q_b_proj.weight", turn=q_turn)
-            target = self._of_heads(self.q_b_proj.weight)
+            target = self._of_heads(self.q_b_proj.filled)
             groups.append(WeightGroup({q_b: target}, self.q_b_proj.finish))
         groups.append(self._kv_b_group(prefix))
-        o_targets: dict[str, torch.Tensor | Part] = {
-            f"{prefix}o_proj.weight": self._of_heads(self.o_proj.weight, dim=1)
+        o_targets: dict[str, Target] = {
+            f"{prefix}o_proj.weight": self._of_heads(self.o_proj.filled, dim=1)
         }
         if self.o_proj.bias is not None:
             o_targets[f"{prefix}o_proj.bias"] = self.o_proj.bias
@@ -160,8 +172,12 @@ class LatentAttention:
 
         return WeightGroup({f"{prefix}kv_b_proj.weight": self._of_heads(rows)}, split, begin)
 
-    def _of_heads(self, target: torch.Tensor, dim: int = 0) -> Part:
+    def _of_heads(self, target: Weight, dim: int = 0) -> Part:
         """Returns the part of a matrix whose rows or columns are heads'."""
         width = target.shape[dim] // self.num_heads
         at = range(self._heads.start * width, self._heads.stop * width)
         return Part(target, dim, at, self.spec.num_heads * width)
+
+
+def _cuts_block(start: int, stop: int) -> bool:
+    return start // BLOCK_ROWS != (stop - 1) // BLOCK_ROWS

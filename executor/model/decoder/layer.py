@@ -15,14 +15,13 @@ from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.latent import LatentAttention
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import AttentionCall, LayerOptions
-from executor.model.layers.linear import Linear
 from executor.model.layers.operators import RMSNorm
 from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GqaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
-from executor.model.weights import Part, Source, WeightGroup
+from executor.model.weights import Part, Source, Target, Weight, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
 
@@ -73,9 +72,10 @@ class GroupedQueryAttention:
         self.options = LayerOptions(spec.window, sinks if spec.sinks else None)
         self._attn_tp = peers.attn_tp
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
+        self.sizes = (q_size, kv_size, kv_size)
+        linear = kernels.linear(dtype=dtype, device=device)
         width = hidden_size if input_size is None else input_size
-        self.qkv_proj = linear(width, q_size + 2 * kv_size, has_bias=spec.qkv_bias)
+        self.qkv_proj = linear(width, sum(self.sizes), has_bias=spec.qkv_bias, parts=self.sizes)
         # The executors' products are summed, so the first one adds the bias.
         has_bias = spec.o_bias and peers.topology.attn_tp_rank == 0
         self.o_proj = linear(q_size, hidden_size, has_bias=has_bias)
@@ -88,7 +88,6 @@ class GroupedQueryAttention:
         self._norm = self._norm_heads
         if spec.qk_norm is QkNorm.PROJECTION:
             self._norm = self._norm_projections
-        self.sizes = (q_size, kv_size, kv_size)
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
         """Returns the rotated queries, keys and values [T, heads, D] of x [S, input_size]."""
@@ -127,10 +126,9 @@ class GroupedQueryAttention:
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         qkv, o = self.qkv_proj, self.o_proj
-        weights = torch.split_with_sizes(qkv.weight, self.sizes)
-        qkv_targets = self._qkv_parts(f"{prefix}{{}}_proj.weight", weights)
-        o_targets: dict[str, torch.Tensor | Part] = {
-            f"{prefix}o_proj.weight": Part(o.weight, 1, *self._parts["q"])
+        qkv_targets = self._qkv_parts(f"{prefix}{{}}_proj.weight", qkv.rows(*self.sizes))
+        o_targets: dict[str, Target] = {
+            f"{prefix}o_proj.weight": Part(o.filled, 1, *self._parts["q"])
         }
         if qkv.bias is not None:
             biases = torch.split_with_sizes(qkv.bias, self.sizes)
@@ -162,7 +160,7 @@ class GroupedQueryAttention:
             }
         )
 
-    def _qkv_parts(self, name: str, targets: Sequence[torch.Tensor]) -> dict[str, Part]:
+    def _qkv_parts(self, name: str, targets: Sequence[Weight]) -> dict[str, Part]:
         letters = zip("qkv" if self.num_kv_heads else "q", targets, strict=False)
         return {name.format(letter): Part(x, 0, *self._parts[letter]) for letter, x in letters}
 
@@ -194,8 +192,8 @@ class DenseMlp:
                 self._at = share_of("intermediate_size", self._size, rank, count)
             except ValueError as error:
                 raise ValueError(f"{error}, or set moe_dense_tp_size=1") from error
-        linear = partial(Linear, dtype=dtype, device=device, workers=kernels.workers)
-        self.gate_up_proj = linear(hidden_size, 2 * len(self._at))
+        linear = kernels.linear(dtype=dtype, device=device)
+        self.gate_up_proj = linear(hidden_size, 2 * len(self._at), parts=(len(self._at),))
         self.down_proj = linear(len(self._at), hidden_size)
 
     def __call__(
@@ -210,8 +208,9 @@ class DenseMlp:
         return self.down_proj(self.operators.silu_and_mul(self.gate_up_proj(x)))
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        gate, up = (Part(x, 0, self._at, self._size) for x in self.gate_up_proj.weight.chunk(2))
-        down = Part(self.down_proj.weight, 1, self._at, self._size)
+        halves = self.gate_up_proj.rows(len(self._at), len(self._at))
+        gate, up = (Part(x, 0, self._at, self._size) for x in halves)
+        down = Part(self.down_proj.filled, 1, self._at, self._size)
         targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
         return [
             WeightGroup(targets, self.gate_up_proj.finish),
@@ -241,6 +240,7 @@ class SparseBlock:
                 hidden_size,
                 kernels.operators,
                 kernels.workers,
+                kernels.kept,
                 dtype=dtype,
                 device=device,
             )

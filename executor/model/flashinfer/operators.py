@@ -20,6 +20,9 @@ class ClampOfExperts(NamedTuple):
     limit: torch.Tensor
 
 
+# Kernels for experts in FP8 are said to fail above some 16,000 rows (vLLM, issue 34249).
+MAX_FP8_MOE_ROWS = 8192
+
 LAYOUT = "NHD"  # [block, place in the block, head, width], as the KV pool lies
 
 
@@ -181,6 +184,7 @@ class FlashInferOps:
         w31: torch.Tensor,
         w2: torch.Tensor,
         *,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
         clamp: ClampOfExperts | None = None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         out: torch.Tensor,
@@ -189,12 +193,19 @@ class FlashInferOps:
     ) -> None:
         """Runs experts 0 to L - 1 and writes each row's weighted sum, always in one order.
 
+        FP8 weights (float8_e4m3fn), on Hopper: D and F are multiples of 128, rows are at most
+        ``MAX_FP8_MOE_ROWS``, and x is rounded to FP8, with a scale per 128 of a row. MXFP4 weights
+        (uint8), on Hopper: D and F are multiples of 128; weights and scales as ``interleave_mxfp4``
+        returns them.
+
         Args:
             x_RD: [R, D], contiguous.
             topk_ids_RK: int32, 0 to L - 1, or L for an expert that is elsewhere.
             topk_weights_RK: float32.
-            w31: [L, 2F, D], **up** projection first, then gate.
-            w2: [L, D, F].
+            w31: [L, 2F, D], **up** projection first, then gate. MXFP4: [L, 2F, D / 2].
+            w2: [L, D, F]. MXFP4: [L, D, F / 2].
+            scales: Of FP8, float32 [L, 2F / 128, D / 128] and [L, D / 128, F / 128], or of MXFP4,
+                uint8, as many as 32 numbers; None for other weights.
             clamp: Of the activation; None for silu(gate) * up.
             biases: [L, 2F], up first, and [L, D], in the type of x; None without.
             out: [R, D]; rows without experts here become 0.
@@ -211,7 +222,7 @@ class FlashInferOps:
             fc1_expert_weights=w31,
             fc2_expert_weights=w2,
             output_dtype=out.dtype,
-            quant_scales=[],
+            quant_scales=[] if scales is None else list(scales),
             fc1_expert_biases=None if biases is None else biases[0],
             fc2_expert_biases=None if biases is None else biases[1],
             swiglu_alpha=None if clamp is None else clamp.alpha,
@@ -223,6 +234,8 @@ class FlashInferOps:
             ep_rank=0,
             output=out,
             enable_alltoall=False,
+            use_deepseek_fp8_block_scale=w31.dtype is torch.float8_e4m3fn,
+            use_w4_group_scaling=w31.dtype is torch.uint8,
             tune_max_num_tokens=max_num_rows,
             enable_pdl=self.enable_pdl,
             activation_type=self._activation_type(is_clamped=clamp is not None),
@@ -238,19 +251,23 @@ class FlashInferOps:
         Args:
             max_num_rows: R at most.
             top_k: K.
-            w2: [L, D, F], for its sizes.
+            w2: [L, D, F], for its sizes and type, as of ``fused_moe``.
             is_clamped: Whether there will be a ``clamp``.
         """
         num_local, hidden_size, intermediate_size = w2.shape
+        is_fp8, is_mxfp4 = w2.dtype is torch.float8_e4m3fn, w2.dtype is torch.uint8
+        x_dtype = torch.bfloat16 if is_fp8 or is_mxfp4 else w2.dtype
         num_bytes: int = self.library.fused_moe.cutlass_fused_moe_workspace_size(
             max_num_tokens=max_num_rows,
             hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
+            intermediate_size=intermediate_size * (2 if is_mxfp4 else 1),
             num_experts_total=2 * num_local,
             top_k=top_k,
-            x_dtype=w2.dtype,
+            x_dtype=x_dtype,
             weight_dtype=w2.dtype,
-            output_dtype=w2.dtype,
+            output_dtype=x_dtype,
+            use_deepseek_fp8_block_scale=is_fp8,
+            use_w4_group_scaling=is_mxfp4,
             activation_type=self._activation_type(is_clamped=is_clamped),
             tp_size=1,
             tp_rank=0,
@@ -260,6 +277,40 @@ class FlashInferOps:
             device=w2.device,
         )
         return num_bytes
+
+    def interleave_mxfp4(
+        self, numbers: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns experts' numbers and scales, each as many bytes, as ``fused_moe`` reads them.
+
+        Args:
+            numbers: uint8 [L, n, k / 2], n and k multiples of 128, on the GPU.
+            scales: uint8 [L, n, k / 32].
+        """
+        fused_moe = self.library.fused_moe
+        return (
+            fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(weight=numbers, quant_type="fp4"),
+            fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(scales=scales, group_size=32),
+        )
+
+    def fp8_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns x @ weight.T [T, n] in bfloat16, on Hopper.
+
+        x is rounded to FP8, with a scale per 128 of a row.
+
+        Args:
+            x: bfloat16 [T, k], k a multiple of 128.
+            weight: float8_e4m3fn [n, k], n a multiple of 64.
+            scales: float32 [ceil(n / 128), k / 128].
+        """
+        out = x.new_empty(len(x), len(weight))
+        if len(x):
+            self.library.gemm.fp8_blockscale_gemm_sm90(
+                input=x.contiguous(), weight=weight, weight_scale=scales, out=out
+            )
+        return out
 
     def _activation_type(self, *, is_clamped: bool) -> Any:
         """Plain Swiglu takes the numbers of a clamp and ignores them."""

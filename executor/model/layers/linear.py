@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from executor.model.weights import Part, WeightGroup
+from executor.model.layers.linear_kept import KeptLinears
+from executor.model.weights import KeptWeight, Part, Weight, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator
 
 _OPENMP_ROWS = 256  # a prompt of 512 tokens is 7 % slower when shared
@@ -154,9 +155,11 @@ class Linear:
         dtype: Type of weight, bias, x and y.
         device: Where they live.
         workers: Share the rows of a packed weight; None leaves it to the caller's thread.
+        kept: Keeps the weight quantised if it can; None dequantises.
+        parts: Rows of each matrix in it that others follow, or that executors share.
 
     Attributes:
-        weight: [out_features, in_features]; empty once ``finish`` has packed it.
+        weight: [out_features, in_features]; empty once ``finish`` has packed it, and if it is kept.
         bias: [out_features], or None.
     """
 
@@ -169,13 +172,31 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         workers: WorkerPool | None = None,
+        kept: KeptLinears | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._kept = kept
+        self._kept_weight: KeptWeight | None = None
+        if kept is not None:
+            self._kept_weight = kept.new(out_features, in_features, parts, device)
+        num_plain = out_features if self._kept_weight is None else 0
+        self.weight = torch.empty(num_plain, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if has_bias else None
         self._workers = workers or WorkerPool(1)
         self._packed: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    @property
+    def filled(self) -> Weight:
+        """What the loader fills."""
+        return self.weight if self._kept_weight is None else self._kept_weight
+
+    def rows(self, *sizes: int) -> Sequence[Weight]:
+        """Returns it by rows of matrices side by side."""
+        if self._kept_weight is None:
+            return torch.split_with_sizes(self.weight, sizes)
+        return self._kept_weight.split(sizes)
 
     def finish(self, weight: torch.Tensor | None = None) -> None:
         """Packs the weight if this device can, and drops the plain copy.
@@ -185,6 +206,8 @@ class Linear:
         """
         if weight is not None:
             self.weight = weight
+        if self._kept_weight is not None:
+            return
         weights = self.weight.chunk(self._workers.size)
         biases = [None] * len(weights) if self.bias is None else self.bias.chunk(len(weights))
         packed = [_pack(*part) for part in zip(weights, biases, strict=True)]
@@ -195,6 +218,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [N, out_features] for x [N, in_features]. N may be 0."""
         if not self._packed:
+            if self._kept is not None and self._kept_weight is not None:
+                return self._kept.run(x, self._kept_weight, self.bias)
             return F.linear(x, self.weight, self.bias)
         if x.shape[0] == 0:  # oneDNN refuses to plan for no rows
             return x.new_empty(0, self.out_features)

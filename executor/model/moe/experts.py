@@ -5,10 +5,10 @@ each: rows of gate and up, columns of down. What they compute adds up to the exp
 is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor holds of an expert.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,14 +17,14 @@ from executor.model.moe.activation import activation_of
 from executor.model.moe.layer import ExpertBiases, MoERunner, StackedMoERunner
 from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
 from executor.model.spec import ActivationSpec, MoeSpec
-from executor.model.weights import Part, WeightGroup
+from executor.model.weights import KeptAs, KeptWeight, Part, Target, Weight, WeightGroup
 from executor.parallel.layout import Topology, share_of
 
-# Takes w13 [L, 2F, D], w2 [L, D, F], a kernel for silu(gate) * up or scratch memory, what takes the
+T = TypeVar("T")
+
+# Takes w13 [L, 2F, D], w2 [L, D, F], both kept or both plain, a kernel for silu(gate) * up or scratch memory, what takes the
 # place of that activation, and biases.
-NewRunner = Callable[
-    [torch.Tensor, torch.Tensor, Any, ActivationSpec, ExpertBiases | None], StackedMoERunner
-]
+NewRunner = Callable[[Any, Any, Any, ActivationSpec, ExpertBiases | None], StackedMoERunner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class ExpertShare:
         return self.columns.start == 0
 
     def targets(
-        self, prefix: str, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-    ) -> dict[str, torch.Tensor | Part]:
+        self, prefix: str, expert: int, gate: Weight, up: Weight, down: Weight
+    ) -> dict[str, Target]:
         """Returns where the tensors of one expert go: this executor's part of each.
 
         Args:
@@ -91,10 +91,10 @@ class ExpertShare:
         gate: torch.Tensor,
         up: torch.Tensor,
         down: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | Part]:
+    ) -> dict[str, Target]:
         """Returns where the biases of one expert go: [F], [F] and, if it adds that one, [D]."""
         size, columns = self.intermediate_size, self.columns
-        targets: dict[str, torch.Tensor | Part] = {
+        targets: dict[str, Target] = {
             f"{prefix}{expert}.gate_proj.bias": Part(gate, 0, columns, size),
             f"{prefix}{expert}.up_proj.bias": Part(up, 0, columns, size),
         }
@@ -184,6 +184,7 @@ class StackedExperts:
         hidden_size: D.
         kind: What runs them.
         tool: Its third argument, which all layers share.
+        kept_as: How their weights are kept; None dequantises.
 
     Attributes:
         runner: Runs them, once all weight groups are filled.
@@ -196,41 +197,67 @@ class StackedExperts:
         hidden_size: int,
         kind: NewRunner,
         tool: Any,
+        kept_as: KeptAs | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._share = share
-        count, size = len(share.experts), len(share.columns)
-        self._w13 = torch.empty(count, 2 * size, hidden_size, dtype=dtype, device=device)
-        self._w2 = torch.empty(count, hidden_size, size, dtype=dtype, device=device)
+        self._sizes = size, hidden = len(share.columns), hidden_size
+        count = len(share.experts)
+        self._w13: Weight
+        self._w2: Weight
+        if kept_as is None:
+            self._w13 = torch.empty(count, 2 * size, hidden, dtype=dtype, device=device)
+            self._w2 = torch.empty(count, hidden, size, dtype=dtype, device=device)
+        else:
+            size, hidden = kept_as.padded(size), kept_as.padded(hidden)
+            self._w13 = KeptWeight.zeros(kept_as, count, 2 * size, hidden, device=device)
+            self._w2 = KeptWeight.zeros(kept_as, count, hidden, size, device=device)
         self._biases: ExpertBiases | None = None
         if spec.bias:
-            b13 = torch.empty(count, 2 * size, dtype=dtype, device=device)
-            self._biases = ExpertBiases(b13, b13.new_zeros(count, hidden_size))
+            b13 = torch.zeros(count, 2 * size, dtype=dtype, device=device)
+            self._biases = ExpertBiases(b13, b13.new_zeros(count, hidden))
         self.runner = kind(self._w13, self._w2, tool, spec.activation, self._biases)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
+        size, hidden = self._sizes
         groups = []
         for i, expert in enumerate(self._share.experts):
             w13, w2 = self._w13[i], self._w2[i]
-            targets = self._share.targets(prefix, expert, *self._gate_up(w13), w2)
+            gate, up = (_crop(half, size, hidden) for half in self._gate_up(_halves(w13)))
+            targets = self._share.targets(prefix, expert, gate, up, _crop(w2, hidden, size))
             if self._biases is not None:
                 b13, b2 = (bias[i] for bias in self._biases)
-                targets |= self._share.bias_targets(prefix, expert, *self._gate_up(b13), b2)
-            groups.append(WeightGroup(targets, partial(self._arrange, w13)))
+                b_gate, b_up = (half[:size] for half in self._gate_up(b13.chunk(2)))
+                targets |= self._share.bias_targets(prefix, expert, b_gate, b_up, b2[:hidden])
+            groups.append(WeightGroup(targets, partial(self._arrange, w13, w2)))
         return groups
 
-    def _gate_up(self, w13: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = w13.chunk(2)
-        return (first, second) if self.runner.gate_first else (second, first)
+    def _gate_up(self, halves: Sequence[T]) -> Sequence[T]:
+        return halves if self.runner.gate_first else halves[::-1]
 
-    def _arrange(self, w13: torch.Tensor) -> None:
-        w13.copy_(self.runner.arrange(w13))
+    def _arrange(self, w13: Weight, w2: Weight) -> None:
+        for weight in (w13, w2):
+            if isinstance(weight, KeptWeight):
+                self.runner.arrange_kept(weight)
+        if isinstance(w13, torch.Tensor):
+            w13.copy_(self.runner.arrange(w13))
 
 
 Experts = PackedExperts | StackedExperts
+
+
+def _halves(weight: Weight) -> Sequence[Weight]:
+    if isinstance(weight, torch.Tensor):
+        return weight.chunk(2)
+    return weight.split((weight.shape[0] // 2,) * 2)
+
+
+def _crop(weight: Weight, rows: int, columns: int) -> Weight:
+    """Returns a matrix without its padding, which plain ones do not have."""
+    return weight.crop(rows, columns) if isinstance(weight, KeptWeight) else weight
 
 
 def _gates_then_ups(of_experts: Iterable[torch.Tensor]) -> torch.Tensor:

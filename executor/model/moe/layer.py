@@ -24,6 +24,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
+from executor.model.weights import KeptWeight, Weight
 from executor.parallel.communicators import DpCommunicator
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
@@ -187,23 +188,27 @@ class StackedMoERunner(MoERunner):
 
     gate_first: bool = True
 
-    def __init__(
-        self, w13: torch.Tensor, w2: torch.Tensor, biases: ExpertBiases | None = None
-    ) -> None:
+    def __init__(self, w13: Weight, w2: Weight, biases: ExpertBiases | None = None) -> None:
         num_local, hidden_size, intermediate_size = w2.shape
-        if w13.shape != (num_local, 2 * intermediate_size, hidden_size):
+        if tuple(w13.shape) != (num_local, 2 * intermediate_size, hidden_size):
             raise ValueError(
                 f"w13 is {list(w13.shape)} and w2 {list(w2.shape)}: "
                 f"need [L, 2F, D] and [L, D, F] with the same L, F and D"
             )
-        self._w13 = w13
-        self._w2 = w2
+        self._w13, self._w2 = (x.numbers if isinstance(x, KeptWeight) else x for x in (w13, w2))
+        self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        if isinstance(w13, KeptWeight) and isinstance(w2, KeptWeight):
+            self._scales = w13.scales, w2.scales
         self._biases = biases
 
     @staticmethod
     def arrange(w13: torch.Tensor, /) -> torch.Tensor:
         """Returns one expert's gate and up [2F, D] as the kernel reads them."""
         return w13
+
+    def arrange_kept(self, weight: KeptWeight) -> None:
+        """Lays one expert's matrix, of gate and up or of down, as the kernel reads it, in place."""
+        raise NotImplementedError(f"{type(self).__name__} takes no weights that are kept")
 
 
 class ExpertScratch:

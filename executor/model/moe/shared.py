@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.layers.linear_kept import KeptLinears
 from executor.model.layers.operators import Operators
 from executor.model.spec import SharedSpec
 from executor.model.weights import WeightGroup
@@ -23,6 +24,7 @@ class SharedExpert:
         hidden_size: D.
         operators: Of the model.
         workers: Share its products.
+        kept: Keeps its weights quantised; None dequantises.
     """
 
     def __init__(
@@ -31,13 +33,15 @@ class SharedExpert:
         hidden_size: int,
         operators: Operators,
         workers: WorkerPool,
+        kept: KeptLinears | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        linear = partial(Linear, dtype=dtype, device=device, workers=workers)
+        linear = partial(Linear, dtype=dtype, device=device, workers=workers, kept=kept)
         self._operators = operators
-        self._gate_up = linear(hidden_size, 2 * spec.intermediate_size)
+        self._size = size = spec.intermediate_size
+        self._gate_up = linear(hidden_size, 2 * size, parts=(size,))
         self._down = linear(spec.intermediate_size, hidden_size)
         self._scale = Linear(hidden_size, 1, dtype=dtype, device=device) if spec.gated else None
 
@@ -53,9 +57,9 @@ class SharedExpert:
             prefix: Of its projections' names, with a dot at its end.
             scale: Name of the weight [1, D] of its scale, if it is gated.
         """
-        gate, up = self._gate_up.weight.chunk(2)
+        gate, up = self._gate_up.rows(self._size, self._size)
         targets = {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
-        down = {f"{prefix}down_proj.weight": self._down.weight}
+        down = {f"{prefix}down_proj.weight": self._down.filled}
         groups = [WeightGroup(targets, self._gate_up.finish), WeightGroup(down, self._down.finish)]
         if self._scale is not None:
             groups.append(WeightGroup({scale: self._scale.weight}, self._scale.finish))

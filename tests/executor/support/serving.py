@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from executor.model.decoder.kernels import Peers
+from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
 from executor.model.families import load_model, read_spec
 from executor.model.layers.attention import run_stages
@@ -28,8 +28,11 @@ class Rank:
         communicator: DpCommunicator | None = None,
         attn_tp_communicator: AttnTpCommunicator | None = None,
         moe_dense_tp_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         config = read_spec(path)
+        dtype = dtype or config.dtype
         topology = topology or Topology()
         self.model = load_model(
             path,
@@ -40,14 +43,16 @@ class Rank:
                 attn_tp_communicator,
                 moe_dense_tp_size=moe_dense_tp_size,
             ),
+            dtype=dtype,
+            kernels=kernels,
         )
-        shape = kv_shape(config, BLOCK_SIZE, config.dtype, topology)
+        shape = kv_shape(config, BLOCK_SIZE, dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
         self.attention = TorchAttention(
             len(attention_share(attention_of(config), topology).q_heads),
             shape.parts[0].num_heads,
             shape.parts[0].width,
-            dtype=config.dtype,
+            dtype=dtype,
             scale=attention_of(config).scale,
             latent_dim=shape.latent_dim,
             layers=self.model.attention_layers,

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.executor.support.flashinfer import cpu_all_to_all
+from tests.executor.support.flashinfer import cpu_all_to_all, cpu_kept
 from tests.executor.support.flashinfer.cpu_cutedsl import cpu_wrapper
 
 WORKSPACE = (4096, 512)  # bytes of float and of int workspace that every plan needs
@@ -76,6 +76,10 @@ class CpuFlashInfer:
         )
         self._replace(self.fused_moe, real.fused_moe, self._kernel(_cutlass_fused_moe))
         self._replace(self.fused_moe, real.fused_moe, _cutlass_fused_moe_workspace_size)
+        for function in cpu_kept.INTERLEAVES:
+            self._replace(self.fused_moe, real.fused_moe, function)
+        self.gemm = SimpleNamespace()
+        self._replace(self.gemm, real.gemm, self._kernel(cpu_kept.fp8_blockscale_gemm_sm90))
         self.comm = cpu_all_to_all.stand_in(import_module("flashinfer.comm"), self._bound)
         self.BatchDecodeWithPagedKVCacheWrapper = self._wrapper(
             real.BatchDecodeWithPagedKVCacheWrapper, _DecodeWrapper, plan="_plan_impl"
@@ -266,6 +270,9 @@ def _cutlass_fused_moe(
     swiglu_alpha: torch.Tensor | None,
     swiglu_beta: torch.Tensor | None,
     swiglu_limit: torch.Tensor | None,
+    quant_scales: list[torch.Tensor],
+    use_deepseek_fp8_block_scale: bool,
+    use_w4_group_scaling: bool,
     **_: Any,
 ) -> None:
     assert len(input), "the library refuses no rows"
@@ -281,6 +288,16 @@ def _cutlass_fused_moe(
     assert all(bias is None or bias.dtype == output.dtype for bias in biases)
     assert all(x is None or (x.dtype, len(x)) == (torch.float32, num_local) for x in clamp)
     assert int(token_selected_experts.max()) < num_local * ep_size, "no rank has this expert"
+    if use_deepseek_fp8_block_scale or use_w4_group_scaling:
+        assert not (use_deepseek_fp8_block_scale and use_w4_group_scaling)
+        read = cpu_kept.fp8_experts if use_deepseek_fp8_block_scale else cpu_kept.mxfp4_experts
+        weights = (fc1_expert_weights, fc2_expert_weights)
+        fc1_expert_weights, fc2_expert_weights = map(read, weights, quant_scales)
+        assert input.dtype == torch.bfloat16
+        input = input.float()
+        biases = tuple(None if bias is None else bias.float() for bias in biases)
+    else:
+        assert not quant_scales
     output.zero_()
     for row, ids in enumerate(token_selected_experts.tolist()):
         for k, expert in enumerate(ids):
@@ -302,9 +319,20 @@ def _cutlass_fused_moe(
 
 
 def _cutlass_fused_moe_workspace_size(
-    *, max_num_tokens: int, top_k: int, use_fused_finalize: bool, **_: Any
+    *,
+    max_num_tokens: int,
+    top_k: int,
+    use_fused_finalize: bool,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    use_deepseek_fp8_block_scale: bool,
+    use_w4_group_scaling: bool,
+    **_: Any,
 ) -> int:
     assert not use_fused_finalize, "sized for other kernels than those that run"
+    assert use_deepseek_fp8_block_scale == (weight_dtype == torch.float8_e4m3fn)
+    assert use_w4_group_scaling == (weight_dtype == torch.uint8)
+    assert x_dtype == weight_dtype or x_dtype == torch.bfloat16
     return max_num_tokens * top_k
 
 
