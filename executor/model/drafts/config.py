@@ -28,6 +28,7 @@ from executor.model.decoder.config import (
     read_model,
     read_num_layers,
     read_rope,
+    refuse_windows,
 )
 from executor.model.decoder.fields import Fields
 from executor.model.decoder.sizes import attention_of, kv_shape
@@ -43,10 +44,10 @@ _LLAMA_ROPE_THETA = 10000.0  # of Transformers' LlamaConfig: published EAGLE-3 h
 
 # What layers of Llama's kind, of EAGLE-3 heads and frozen-KV drafts, do not do here.
 _PLAIN_LAYERS: dict[str, tuple[Any, ...]] = {
-    "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
     "num_experts": (0,),
     "num_local_experts": (0,),
+    "mlp_bias": (False,),
 }
 
 
@@ -141,42 +142,49 @@ def _eagle3(fields: Fields, target: ModelSpec) -> DraftConfig:
     fields.refuse(
         {
             "num_hidden_layers": (1,),
-            "mlp_bias": (False,),
             "norm_before_residual": (False,),
             "target_hidden_size": (target.hidden_size,),
         }
     )
-    eagle = fields.get("eagle_config", default={})
-    if eagle.get("use_aux_hidden_state") is False:
-        raise fields.error("eagle_config.use_aux_hidden_state=False is not supported; only True is")
+    fields.ignore("target_model_type", "modal_type")
+    fields.nested("eagle_config").refuse(
+        {
+            "use_aux_hidden_state": (True,),
+            "use_input_layernorm_in_first_layer": (True,),
+            "use_last_layernorm": (True,),
+            "use_mtp_layernorm": (False,),
+        }
+    )
     layers = _read_layers(fields, target, 1, theta=_LLAMA_ROPE_THETA)
     vocab_size = fields.integer("draft_vocab_size", default=layers.vocab_size)
     if not 1 <= vocab_size <= layers.vocab_size:
         raise fields.error(
             f"draft_vocab_size={vocab_size} of vocab_size={layers.vocab_size}: need 1 to as many"
         )
+    aux_layers = _aux_layers(fields, target)
+    fields.refuse_others()
     return DraftConfig(
         layout=DraftLayout.EAGLE3,
         algorithm="eagle",
         layers=layers,
         num_layers=1,
         vocab_size=vocab_size,
-        aux_layers=_aux_layers(fields, target),
+        aux_layers=aux_layers,
     )
 
 
 def _aux_layers(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     """Source: SGLang, set_eagle3_layers_to_capture, whose numbers are of the layers after."""
     name, count = "eagle_aux_hidden_state_layer_ids", len(target.layers)
-    given = fields.get("eagle_config", default={}).get(name)
-    chosen = given or [1, count // 2 - 1, count - 4]
-    if len(chosen) != 3 or not all(isinstance(i, int) and 0 <= i < count for i in chosen):
+    given = fields.nested("eagle_config").integers(name)
+    chosen = given or (1, count // 2 - 1, count - 4)
+    if len(chosen) != 3 or not all(0 <= i < count for i in chosen):
         default = "" if given else ", by default"
         raise fields.error(
-            f"eagle_config.{name}={chosen}{default}: need three layers of the target, from 0 to "
+            f"eagle_config.{name}={list(chosen)}{default}: need three layers of the target, from 0 to "
             f"{count - 1}"
         )
-    return tuple(chosen)
+    return chosen
 
 
 def _mtp(fields: Fields, target: ModelSpec, layout: DraftLayout) -> DraftConfig:
@@ -225,6 +233,7 @@ def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
             f"target_kv_layer_ids={list(target_layers)}: need one layer of the target, 0 to {last}, "
             f"for each of num_hidden_layers={len(layers.layers)}"
         )
+    fields.refuse_others()
     return DraftConfig(
         layout=DraftLayout.FROZEN_KV,
         algorithm="frozen_kv_mtp",
@@ -263,6 +272,7 @@ def _read_layers(
         CheckpointError: They do not fit the target.
     """
     fields.refuse(_PLAIN_LAYERS)
+    refuse_windows(fields)
     bias = fields.flag("attention_bias")
     attention = read_attention(fields, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
     layers = read_layers(fields, attention, None, [False] * count)

@@ -138,6 +138,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
         r"layer_ids=\[0, 1\]: need three",
     ),
+    (
+        "eagle3",
+        {"eagle_config": {"use_mtp_layernorm": True}},
+        "eagle_config.use_mtp_layernorm=True",
+    ),
+    (
+        "eagle3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "depth": 2}},
+        "eagle_config.depth=2: not known",
+    ),
+    ("eagle3", {"eagle_config": [1]}, r"eagle_config=\[1\] is no object"),
+    ("eagle3", {"fc_norm": True}, r"fc_norm=True: not known of \['LlamaForCausalLMEagle3'\]"),
+    ("eagle3", {"layer_types": ["sliding_attention"]}, "layer_types=.* is not supported"),
     ("eagle3", {"eagle_config": "absent"}, r"layer_ids=\[1, 0, -1\], by default: need three"),
     ("eagle3", {"architectures": ["LlamaForCausalLMEagle"]}, "LlamaForCausalLMEagle is no draft"),
     ("nextn", {"num_nextn_predict_layers": 0}, "at least 1 layer"),
@@ -155,6 +168,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("frozen_kv", {"target_kv_layer_ids": [2]}, r"target_kv_layer_ids=\[2\]: need one .* 0 to 2"),
     ("frozen_kv", {"target_kv_layer_ids": [2, 3]}, r"target_kv_layer_ids=\[2, 3\]: need one"),
     ("frozen_kv", {"target_kv_layer_ids": "all"}, "target_kv_layer_ids='all' is no list"),
+    ("frozen_kv", {"sinks": True}, "sinks=True: not known of .'FrozenKvMTPForCausalLM'"),
     ("frozen_kv", {"num_experts": 8, "num_experts_per_tok": 3}, "num_experts=8"),
 ]
 
