@@ -6,7 +6,7 @@ A normal run takes each family one way; ``LOCKSTEP_FAMILY_WAYS=all`` takes each 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from executor.budget.capture_sizes import GraphSizes
-from executor.graph.input_buffers import fresh_input_buffer_pool
 from tests.executor.model.families import head_checkpoints
 from tests.executor.support.checkpoints import (
     FAMILIES,
@@ -27,7 +26,8 @@ from tests.executor.support.checkpoints import (
     save_latent_model,
     save_qwen3_moe,
 )
-from tests.executor.support.recording.recording_backend import RecordingBackend, known_world
+from tests.executor.support.recording.fixtures import own_buffers, world
+from tests.executor.support.recording.recording_backend import RecordingBackend
 from tests.executor.support.runner_cases import (
     PREFILL_GRAPHS,
     RunnerCase,
@@ -36,6 +36,8 @@ from tests.executor.support.runner_cases import (
     registry_of,
 )
 from tests.together.speculation.speculative_cell import Answer, Ask, Cell, Router, cell_of, serve
+
+__all__ = ["own_buffers", "world"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -104,19 +106,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
         return path, SAVES[family](path)
 
     return save
-
-
-@pytest.fixture(autouse=True, scope="module")
-def world() -> Iterator[None]:
-    """Spares each capture the million objects that a run has imported."""
-    with known_world():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def own_buffers() -> Iterator[None]:
-    with fresh_input_buffer_pool():
-        yield
 
 
 def asks() -> list[Ask]:
