@@ -12,6 +12,7 @@ from router.scheduling.step import (
     GroupShape,
     ServedModel,
     SpeculationShape,
+    sequence_capacity,
 )
 
 MAX_SHOWN = 64  # places, in an error
@@ -104,7 +105,9 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
         min(m.description.num_kv_blocks for m in members if m.dp_rank == leader.dp_rank)
         for leader in leaders
     )
-    max_model_len = min(model.max_model_len, (min(num_blocks) - 1) * model.block_size)
+    kv_window = descriptions[0].kv_window
+    capacity = sequence_capacity(min(num_blocks), model.block_size, kv_window)
+    max_model_len = min(model.max_model_len, capacity)
     rows_per_rank = min(budget.max_num_seqs, *(member.description.num_rows for member in members))
     try:
         shape = GroupShape(
@@ -120,6 +123,7 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
                 tuple(graph_sizes.decode), tuple(graph_sizes.extend), graph_sizes.extend_runner
             ),
             speculation=_speculation(descriptions[0]),
+            kv_window=kv_window,
         )
     except ValueError as error:
         raise GroupMismatch(f"{leaders[0]}: {error}") from error

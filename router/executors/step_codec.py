@@ -101,6 +101,8 @@ def _encode_batch(part: pb.RankStep, rank: int, batch: RankBatch) -> None:
     if batch.num_new_blocks is not None and batch.new_block_ids is not None:
         columns.num_new_blocks = batch.num_new_blocks.tobytes()
         columns.new_block_ids = batch.new_block_ids.tobytes()
+        if batch.new_window_block_ids is not None:
+            columns.new_window_block_ids = batch.new_window_block_ids.tobytes()
     if batch.samples is not None:
         columns.samples = batch.samples.tobytes()
     if batch.num_scored is not None and batch.scored_ids is not None:

@@ -9,6 +9,7 @@ references and knows no names, `PrefixCache` has the names. No tensors.
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ BlockIds = npt.NDArray[np.int32]
 BlockHash = bytes
 
 NEW_HASH = blake2b(digest_size=16)
+WINDOW = b"w"  # at the end of a block's name: it holds the keys and values of windowed layers
 NO_BLOCKS: BlockIds = np.zeros(0, dtype=np.int32)
 
 SCRATCH_BLOCK = 0  # padded rows read and write here; never handed out
@@ -120,6 +122,19 @@ class BlockPool:
         self._free_up(unused[~is_kept])
         self._line_up(unused[is_kept][::-1])
 
+    def release_each(self, block_ids: BlockIds) -> None:
+        """Drops a reference for each entry: a block that several share may be there several times."""
+        counts = self._ref_counts[block_ids]
+        if (
+            counts + self._is_kept[block_ids]
+        ).max() == 1:  # as nearly always, in a third of the time
+            self._free_up(block_ids)
+            return
+        if counts.max() > 1:
+            block_ids, num_times = np.unique(block_ids, return_counts=True)
+            self._ref_counts[block_ids] -= (num_times - 1).astype(np.int32)
+        self.release(block_ids)
+
     def _free_up(self, block_ids: BlockIds) -> None:
         self._ref_counts[block_ids] = 1
         self._free[self.num_free : self.num_free + len(block_ids)] = block_ids
@@ -180,10 +195,35 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-class PrefixCache:
-    """The named blocks of one rank, and the pool that they are in."""
+class CachedPrefix(NamedTuple):
+    """Blocks of a rank's cache that hold the beginning of a prompt.
 
-    def __init__(self, num_blocks: int) -> None:
+    Attributes:
+        blocks: Of all of it.
+        window_blocks: For windowed layers, the last of it that the next token's window needs.
+    """
+
+    blocks: BlockIds
+    window_blocks: BlockIds
+
+
+NO_PREFIX = CachedPrefix(NO_BLOCKS, NO_BLOCKS)
+
+
+class PrefixCache:
+    """The named blocks of one rank, and the pool that they are in.
+
+    Where rows have a second block list for windowed layers, its blocks are in the same pool and
+    under the same names, but for a suffix. A prefix then counts as far as the window's blocks at its
+    end are there too; those before them are not needed, and were mostly evicted.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        window_reach: Blocks that a window needs before that of the next token; None: no windows.
+    """
+
+    def __init__(self, num_blocks: int, window_reach: int | None = None) -> None:
+        self._window_reach = window_reach
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of = [b""] * num_blocks  # only of blocks that the pool keeps
@@ -195,17 +235,27 @@ class PrefixCache:
         """Share of the prompt tokens of all sequences that was found here, 0 to 1."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
-    def match(self, hashes: list[BlockHash]) -> BlockIds:
+    def match(self, hashes: list[BlockHash]) -> CachedPrefix:
         """Returns the blocks of the longest cached prefix. Takes no reference."""
         if not hashes or hashes[0] not in self._block_of:
-            return NO_BLOCKS
+            return NO_PREFIX
         block_ids = []
         for name in hashes:
             block_id = self._block_of.get(name)
             if block_id is None:
                 break
             block_ids.append(block_id)
-        return np.array(block_ids, dtype=np.int32)
+        if self._window_reach is None:
+            return CachedPrefix(np.array(block_ids, dtype=np.int32), NO_BLOCKS)
+        end = start = len(block_ids)
+        while start > 0 and end - start < self._window_reach:
+            start -= 1
+            if hashes[start] + WINDOW not in self._block_of:
+                end = start
+        window_ids = [self._block_of[name + WINDOW] for name in hashes[start:end]]
+        return CachedPrefix(
+            np.array(block_ids[:end], dtype=np.int32), np.array(window_ids, dtype=np.int32)
+        )
 
     def insert(self, hashes: list[BlockHash], block_ids: BlockIds) -> None:
         """Names used blocks without a name. A name that another has stays with that one."""

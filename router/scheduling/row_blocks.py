@@ -6,6 +6,12 @@ A row cannot give them back while it runs: an executor only ever appends blocks 
 writing into them. So their number is bounded: beyond the blocks for its tokens, by the upper bound
 of its length, a row holds the blocks for one step's drafts and keeps them for its next steps; and
 `reserve` leaves a block for the next token of every sequence of the rank.
+
+Where the model has windowed layers, a row takes two blocks for each column, one for either list. At
+each answer `give_back` returns those of the second that lie before the row's window, and one more at
+most, so that the window before the row's last full block is there for the prefix cache. All tokens
+of a prompt's chunk are written, so a chunk takes more than the window until it is answered: where that
+is not there, the chunk is shorter and nobody is preempted for it.
 """
 
 from collections.abc import Callable
@@ -14,68 +20,87 @@ from itertools import pairwise
 import numpy as np
 
 from router.requests.request import Int32Array
-from router.scheduling.block_pool import BlockPool, PrefixCache, extend_block_hashes
-from router.scheduling.sequence_table import Rows, RowStatus, SequenceTable, spread
+from router.scheduling.block_pool import (
+    WINDOW,
+    BlockIds,
+    BlockPool,
+    PrefixCache,
+    extend_block_hashes,
+)
+from router.scheduling.sequence_table import Mask, Rows, RowStatus, SequenceTable, offsets, spread
+from router.scheduling.step import StepPlan
 
 
 class RowBlocks:
     """The blocks behind the rows of one table.
 
     Args:
-        table: Its `num_blocks`, `block_table` and `num_named_blocks` change here.
+        table: Its columns and tables of blocks change here.
         caches: [dp_size] of each rank.
         preempt: Takes the sequence of a row off its rank.
+        max_window_blocks: See GroupShape.
     """
 
     def __init__(
-        self, table: SequenceTable, caches: list[PrefixCache], preempt: Callable[[int], None]
+        self,
+        table: SequenceTable,
+        caches: list[PrefixCache],
+        preempt: Callable[[int], None],
+        max_window_blocks: int = 0,
     ) -> None:
         self._table = table
         self._caches = caches
         self._pools = [cache.pool for cache in caches]
         self._preempt = preempt
+        self._max_window_blocks = max_window_blocks
 
     # ---- getting blocks
 
     def grow(self, rows: Rows) -> bool:
-        """Gives each decoding row one block, as far as the ranks' pools and preemption allow.
+        """Gives each decoding row one column, as far as the ranks' pools and preemption allow.
 
         Returns whether all of them got one without preemption.
         """
         table = self._table
         cuts = table.cuts_of(rows)
         counts = [end - start for start, end in pairwise(cuts)]
-        pools = self._pools
+        pools, num_lists = self._pools, table.num_lists
+        if num_lists > 1:
+            counts = [num_lists * count for count in counts]
         had_room = all(map(BlockPool.can_acquire, pools, counts))
         if not had_room:
             parts = [
                 self._make_room(rank, rows[start:end])
                 for rank, (start, end) in enumerate(pairwise(cuts))
             ]
-            rows, counts = np.concatenate(parts), [len(part) for part in parts]
+            rows, counts = np.concatenate(parts), [num_lists * len(part) for part in parts]
         block_ids = [
             pool.acquire(count) for pool, count in zip(pools, counts, strict=True) if count
         ]
         if not block_ids:
             return False
-        ends = (table.block_starts + table.num_blocks).take(rows)
-        table.flat_blocks[ends] = np.concatenate(block_ids)
+        self._put((table.block_starts + table.num_blocks).take(rows), block_ids)
         table.num_blocks[rows] += 1
         return had_room
 
     def give(self, rank: int, row: int, num_tokens: int) -> int:
         """Gives a row blocks for its next tokens. Returns for how many tokens there are some."""
-        table, pool = self._table, self._pools[rank]
+        table, pool, num_lists = self._table, self._pools[rank], self._table.num_lists
         start, held = int(table.num_computed[row]), int(table.num_blocks[row])
-        num_new = -(-(start + num_tokens) // table.block_size) - held
-        if num_new > pool.num_available and not self._find(rank, num_new, row):
-            if table.status[row] != RowStatus.EXTEND:
-                return 0
-            num_new = pool.num_available
-        block_ids = pool.acquire(max(0, num_new))
-        table.block_table[row, held : held + len(block_ids)] = block_ids
-        table.num_blocks[row] += len(block_ids)
-        return min(num_tokens, (held + len(block_ids)) * table.block_size - start)
+        num_new = max(0, -(-(start + num_tokens) // table.block_size) - held)
+        if num_new * num_lists > pool.num_available:
+            if table.has_windows:
+                num_new = max(1, pool.num_available // num_lists)
+            if not self._find(rank, num_new * num_lists, row):
+                if table.status[row] != RowStatus.EXTEND:
+                    return 0
+                num_new = pool.num_available // num_lists
+        block_ids, columns = pool.acquire(num_new * num_lists), slice(held, held + num_new)
+        table.block_table[row, columns] = block_ids[:num_new]
+        if table.has_windows:
+            table.window_block_table[row, columns] = block_ids[num_new:]
+        table.num_blocks[row] += num_new
+        return min(num_tokens, (held + num_new) * table.block_size - start)
 
     def reserve(self, ends: Int32Array) -> None:
         """Gives rows blocks for drafts, if there are more than all sequences need next.
@@ -95,25 +120,28 @@ class RowBlocks:
         for rank, (start, end) in enumerate(pairwise(table.cuts_of(rows))):
             pool = self._pools[rank]
             sums = num_missing[start:end].cumsum()
-            count = int(sums.searchsorted(pool.num_available - table.num_bound(rank), side="right"))
+            num_spare = pool.num_available // table.num_lists - table.num_bound(rank)
+            count = int(sums.searchsorted(num_spare, side="right"))
             if count:
                 is_granted[start : start + count] = True
-                block_ids.append(pool.acquire(int(sums[count - 1])))
+                block_ids.append(pool.acquire(int(sums[count - 1]) * table.num_lists))
         if block_ids:
             rows, num_missing = rows[is_granted], num_missing[is_granted]
             places = spread((table.block_starts + table.num_blocks).take(rows), num_missing)
-            table.flat_blocks[places] = np.concatenate(block_ids)
+            self._put(places, block_ids)
             table.num_blocks[rows] += num_missing
 
     def can_reserve(self, ends: Int32Array) -> bool:
         """Whether `reserve` would give all rows what they want, and no bound prompt's blocks."""
         table = self._table
-        num_wanted = np.maximum(self._num_missing(ends), 0)
+        num_lists = table.num_lists
+        num_wanted = np.maximum(self._num_missing(ends), 0) * num_lists
         for_prompts = table.num_extend // table.block_size + 1 - table.num_blocks
+        for_prompts += np.minimum(for_prompts, self._max_window_blocks)
         num_wanted += np.where(table.status == RowStatus.EXTEND, for_prompts, 0)
         sums = num_wanted.reshape(table.dp_size, -1).sum(axis=1).tolist()
         return all(
-            count + table.num_bound(rank) <= pool.num_available
+            count + num_lists * table.num_bound(rank) <= pool.num_available
             for rank, (pool, count) in enumerate(zip(self._pools, sums, strict=True))
         )
 
@@ -122,13 +150,22 @@ class RowBlocks:
         table = self._table
         return -(-np.minimum(ends, table.max_len) // table.block_size) - table.num_blocks
 
+    def _put(self, places: Rows, block_ids: list[BlockIds]) -> None:
+        """Writes blocks of each rank into columns of its rows: `num_lists` for each column."""
+        table = self._table
+        if table.has_windows:
+            halves = [ids[len(ids) // 2 :] for ids in block_ids]
+            table.flat_window_blocks[places] = np.concatenate(halves)
+            block_ids = [ids[: len(ids) // 2] for ids in block_ids]
+        table.flat_blocks[places] = np.concatenate(block_ids)
+
     def _make_room(self, rank: int, rows: Rows) -> Rows:
-        """Preempts until there is a block for each of the rows that it returns."""
+        """Preempts until there is a column for each of the rows that it returns."""
         granted: list[int] = []
         for row in sorted(rows.tolist(), key=self._table.order_of):
             if self._table.status[row] != RowStatus.DECODE:
                 continue  # preempted for one before it
-            if self._find(rank, len(granted) + 1, row):
+            if self._find(rank, (len(granted) + 1) * self._table.num_lists, row):
                 granted.append(row)
         still_there = [row for row in granted if self._table.status[row] == RowStatus.DECODE]
         return np.array(still_there, dtype=np.int64)
@@ -152,9 +189,53 @@ class RowBlocks:
     # ---- giving them up
 
     def release(self, row: int) -> None:
-        """Names the row's full blocks and drops its references to all of its blocks."""
+        """Names the row's full blocks and drops its references to all of its blocks.
+
+        Of a prefix's blocks, the window's are to be evicted last: they are few, and without them the
+        others are worth nothing.
+        """
         self.name(row)
-        self._pools[self._table.rank_of(row)].release(self._table.blocks_of(row))
+        pool = self._pools[self._table.rank_of(row)]
+        pool.release(self._table.blocks_of(row))
+        if self._table.has_windows:
+            pool.release(self._table.window_blocks_of(row))
+
+    def give_back(self, plan: StepPlan, has_token: Mask) -> None:
+        """Drops the references to windows' blocks that no step reads any more, now that one is back.
+
+        What runs of a row from here on, or is in flight, begins behind what the answered step ran
+        of it: at its last known token, however many drafts may be accepted, or at the prompt's next
+        chunk. Blocks of a prompt were named when they were handed out; those of outputs are named
+        when the sequence ends, and its last window is there then.
+
+        Args:
+            plan: The step, whose tokens are written.
+            has_token: bool [R], rows that gained some.
+        """
+        table = self._table
+        starts, is_due = table.num_tokens - 1, has_token.copy()
+        if plan.agreement.has_extend:
+            for batch, first_row in zip(plan.batches, table.first_rows[:-1], strict=True):
+                if batch.samples is not None and batch.num_tokens is not None:
+                    is_part = batch.samples == 0
+                    rows = batch.rows[is_part] + first_row
+                    starts[rows] = (batch.num_computed_tokens + batch.num_tokens)[is_part]
+                    is_due[rows] = True
+        num_past = starts // table.block_size - table.window_reach
+        is_due &= num_past > table.num_past_blocks
+        is_due &= table.status <= RowStatus.DECODE  # others give up all that they have
+        rows = np.flatnonzero(is_due)
+        if not len(rows):
+            return
+        first, num_past = table.num_past_blocks.take(rows), num_past.take(rows)
+        counts = num_past - first
+        places = spread(table.block_starts.take(rows) + first, counts)
+        block_ids = table.flat_window_blocks.take(places)
+        table.num_past_blocks[rows] = num_past
+        cuts = offsets(counts, table.cuts_of(rows))
+        for pool, (start, end) in zip(self._pools, pairwise(cuts), strict=True):
+            if start < end:
+                pool.release_each(block_ids[start:end])
 
     def name(self, row: int) -> None:
         """Lets others find the full blocks of a row whose tokens are known and handed out.
@@ -177,11 +258,24 @@ class RowBlocks:
             extend_block_hashes(hashes, tokens, table.block_size, salt)
         cache = self._caches[table.rank_of(row)]
         cache.insert(hashes[first:end], table.block_table[row, first:end])
+        if table.has_windows:
+            held = max(first, int(table.num_past_blocks[row]))
+            names = [name + WINDOW for name in hashes[held:end]]
+            cache.insert(names, table.window_block_table[row, held:end])
         table.num_named_blocks[row] = end
 
     def _num_leaving_blocks(self, rank: int) -> int:
         """Blocks that come back once the steps in flight that use them are back."""
         table = self._table
         rows = slice(*table.first_rows[rank : rank + 2])
-        is_leaving = table.status[rows] >= RowStatus.PREEMPTED
-        return int(table.num_blocks[rows][is_leaving].sum())
+        is_leaving, num_blocks = table.status[rows] >= RowStatus.PREEMPTED, table.num_blocks[rows]
+        num_leaving = int(num_blocks[is_leaving].sum())
+        if table.has_windows:
+            # Each step in flight gains a decode one token at least.
+            least = table.num_tokens[rows] - 1 + table.num_in_flight[rows]
+            starts = np.minimum(table.num_computed[rows], least)
+            num_past = starts // table.block_size - table.window_reach
+            num_past = np.where(is_leaving, num_blocks, num_past)
+            num_back = np.maximum(num_past - table.num_past_blocks[rows], 0)
+            num_leaving += int(num_back[table.status[rows] != RowStatus.FREE].sum())
+        return num_leaving

@@ -23,7 +23,12 @@ from protos.settings import at_least, setting
 from protos.transport.errors import RpcError
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
-from router.scheduling.block_pool import BlockHash, BlockIds, PrefixCache, extend_block_hashes
+from router.scheduling.block_pool import (
+    BlockHash,
+    CachedPrefix,
+    PrefixCache,
+    extend_block_hashes,
+)
 from router.scheduling.commit import (
     NewTokens,
     apply_stop_conditions,
@@ -84,8 +89,10 @@ class Scheduler:
             rows_per_rank=shape.rows_per_rank,
             max_model_len=shape.max_model_len,
             block_size=shape.block_size,
+            kv_window=shape.kv_window,
         )
-        self.caches = [PrefixCache(num_blocks) for num_blocks in shape.num_blocks]
+        reach = self.table.window_reach if self.table.has_windows else None
+        self.caches = [PrefixCache(num_blocks, reach) for num_blocks in shape.num_blocks]
         self.num_preemptions = [0] * shape.dp_size
         self.gate = DraftGate(settings)
         speculation = shape.speculation if self.gate.is_on else None
@@ -97,7 +104,7 @@ class Scheduler:
         self._on_end = on_end
         self._measures = measures or GroupMeasures()
         self._gaps = TokenGaps(len(self.table.status), self._measures.inter_token_s)
-        self._blocks = RowBlocks(self.table, self.caches, self.preempt)
+        self._blocks = RowBlocks(self.table, self.caches, self.preempt, shape.max_window_blocks)
         self._drafting: Drafting | None = None  # where no step ever is speculative
         if speculation is not None:
             self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
@@ -133,6 +140,8 @@ class Scheduler:
         self._note_times(new, has_first=plan.agreement.has_extend)
         self._listeners.wake(table.listener.take(new.rows))
         num_dropped = sum(self._apply_stops(row, num_kept) for row, num_kept in new.due)
+        if table.has_windows:
+            self._blocks.give_back(plan, new.has_token)
         self._free_left_rows()
         if is_speculative:
             self.gate.add(len(new.rows), new.num_kept)
@@ -244,14 +253,15 @@ class Scheduler:
         extend_block_hashes(hashes, tokens, block_size, sequence.request.cache_salt)
         return hashes[: (len(tokens) - 1) // block_size]
 
-    def _bind(self, sequence: Sequence, rank: int, cached_blocks: BlockIds) -> None:
+    def _bind(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> None:
         cache = self.caches[rank]
-        cache.pool.share(cached_blocks)
-        row, progress = self.table.bind(sequence, rank, cached_blocks), sequence.progress
+        cache.pool.share(cached.blocks)
+        cache.pool.share(cached.window_blocks)
+        row, progress = self.table.bind(sequence, rank, cached), sequence.progress
         self._gaps.enter(row, progress.last_token_time)
         if progress.start_time is None:
             progress.start_time = self._clock()
-            progress.num_cached_tokens = len(cached_blocks) * self._shape.block_size
+            progress.num_cached_tokens = len(cached.blocks) * self._shape.block_size
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
@@ -417,12 +427,13 @@ class RankLoads:
         self._shape = shape
         self._table = table
         self._pools = [cache.pool for cache in caches]
+        self._max_window_blocks = shape.max_window_blocks
         self._num_tokens = list(num_decodes)
         self._num_promised_blocks = [0] * shape.dp_size
         for row in np.flatnonzero(table.status == RowStatus.EXTEND).tolist():
             rank, num_extend = table.rank_of(row), int(table.num_extend[row])
             self._num_tokens[rank] += num_extend - int(table.num_computed[row])
-            num_missing = self._num_blocks_for(num_extend) - int(table.num_blocks[row])
+            num_missing = self._num_missing(num_extend, int(table.num_blocks[row]))
             self._num_promised_blocks[rank] += num_missing
         self.work = [self._work(rank) for rank in range(shape.dp_size)]
 
@@ -435,51 +446,51 @@ class RankLoads:
             if num_tokens < max_tokens and self._table.has_free_row(rank)
         ]
 
-    def _fits(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> bool:
+    def _fits(self, rank: int, num_tokens: int, cached: CachedPrefix) -> bool:
         """Whether the rank's pool has place for all known tokens of a sequence and one more.
 
-        Beyond that, one free block is left for each sequence that the rank already has, which
+        Beyond that, one free column is left for each sequence that the rank already has, which
         will want it soon. An empty rank takes any sequence that the model's length admits.
         """
-        num_bound = self._table.num_bound(rank)
-        if num_bound == 0:
+        num_next = self._table.num_bound(rank) * self._table.num_lists
+        if num_next == 0:
             return True
         pool = self._pools[rank]
-        num_taken = self._num_blocks_for(num_tokens)
-        if len(cached_blocks):
-            num_taken += pool.num_unused(cached_blocks) - len(cached_blocks)
-        return num_taken + num_bound <= pool.num_available - self._num_promised_blocks[rank]
+        num_taken = self._num_missing(num_tokens, len(cached.blocks))
+        num_taken += sum(pool.num_unused(block_ids) for block_ids in cached if len(block_ids))
+        return num_taken + num_next <= pool.num_available - self._num_promised_blocks[rank]
 
     def pick(
-        self, ranks: SequenceOf[int], num_tokens: int, cached_blocks: SequenceOf[BlockIds]
+        self, ranks: SequenceOf[int], num_tokens: int, cached: SequenceOf[CachedPrefix]
     ) -> int | None:
         """Picks the rank for a sequence.
 
         Args:
             ranks: Ranks that have room for another sequence.
             num_tokens: Known tokens of the sequence.
-            cached_blocks: [dp_size] its prefix in each rank's cache.
+            cached: [dp_size] its prefix in each rank's cache.
 
         Returns:
             One of ``ranks`` into whose pool it fits; None if there is none.
         """
-        fitting = [rank for rank in ranks if self._fits(rank, num_tokens, cached_blocks[rank])]
+        fitting = [rank for rank in ranks if self._fits(rank, num_tokens, cached[rank])]
         if not fitting:
             return None
         block_size = self._shape.block_size
-        num_cached_tokens = [len(blocks) * block_size for blocks in cached_blocks]
+        num_cached_tokens = [len(prefix.blocks) * block_size for prefix in cached]
         return pick_rank(num_cached_tokens, self.work, fitting)
 
-    def add(self, rank: int, num_tokens: int, cached_blocks: BlockIds) -> None:
+    def add(self, rank: int, num_tokens: int, cached: CachedPrefix) -> None:
         """Counts a sequence that was just bound."""
-        self._num_tokens[rank] += num_tokens - len(cached_blocks) * self._shape.block_size
-        self._num_promised_blocks[rank] += self._num_blocks_for(num_tokens) - len(cached_blocks)
+        self._num_tokens[rank] += num_tokens - len(cached.blocks) * self._shape.block_size
+        self._num_promised_blocks[rank] += self._num_missing(num_tokens, len(cached.blocks))
         self.work[rank] = self._work(rank)
 
     def _work(self, rank: int) -> float:
         num_kv_tokens = self._pools[rank].num_used * self._shape.block_size
         return self._num_tokens[rank] + KV_WORK * num_kv_tokens
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks for this many tokens and the one that they lead to."""
-        return num_tokens // self._shape.block_size + 1
+    def _num_missing(self, num_tokens: int, num_held: int) -> int:
+        """Blocks for this many tokens and the one that they lead to, where a row holds so many."""
+        num_missing = num_tokens // self._shape.block_size + 1 - num_held
+        return num_missing + min(num_missing, self._max_window_blocks)

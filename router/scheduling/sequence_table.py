@@ -10,6 +10,12 @@ r * rows_per_rank to (r + 1) * rows_per_rank - 1; row % rows_per_rank is the exe
     computed    [ handed out to the executor ......... | ]
                   0                                      num_computed
 
+Where the model has windowed layers, a row has a second list of blocks for them, with the columns of
+the first. Blocks at its beginning are given back once no step can read them any more:
+
+    window_block_table  [ 0 0 0 (given back) | held ....................... ]
+                          0                    num_past_blocks                num_blocks
+
 With drafts, a step that is not back may have computed fewer tokens than it was allowed to: while it
 is in flight, num_computed counts all of them, and is an upper bound.
 """
@@ -21,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from router.requests.request import Columns, Int32Array, Sequence
-from router.scheduling.block_pool import BlockIds
+from router.scheduling.block_pool import BlockIds, CachedPrefix
+from router.scheduling.step import window_reach
 
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -72,6 +79,14 @@ def spread(starts: Rows, counts: npt.NDArray[np.integer[Any]]) -> Rows:
     return indices
 
 
+def offsets(counts: npt.NDArray[np.integer[Any]], cuts: list[int]) -> list[int]:
+    """Returns the sum of all counts before each cut."""
+    sums = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=sums[1:])
+    starts: list[int] = sums.take(cuts).tolist()
+    return starts
+
+
 class SequenceTable:
     """Arrays of R rows, and how a sequence gets in and out of them.
 
@@ -104,6 +119,8 @@ class SequenceTable:
         is_columnar: bool [R], its listener takes its tokens as columns.
         tag: uint32 [R], what its listener calls it.
         block_table: int32 [R, max_blocks].
+        window_block_table: int32 [R, max_blocks], for windowed layers; [R, 0] without any.
+        num_past_blocks: int32 [R], columns of it that were given back, or that the row never had.
         tokens: int32 [R, max_model_len]. Untouched pages of it take no memory.
         last_token: int32 [R], the last of its known tokens.
         sequences: The sequence of each row, or None.
@@ -113,15 +130,28 @@ class SequenceTable:
         flat_tokens: `tokens` as one long row.
         block_starts: int64 [R], where each row begins in `flat_blocks`.
         flat_blocks: `block_table` as one long row.
+        flat_window_blocks: `window_block_table` as one long row.
+        has_windows: Whether rows have two lists of blocks.
+        num_lists: 2 if so, else 1.
+        window_reach: Blocks before that of a token that its window may reach into.
     """
 
     def __init__(
-        self, *, dp_size: int, rows_per_rank: int, max_model_len: int, block_size: int
+        self,
+        *,
+        dp_size: int,
+        rows_per_rank: int,
+        max_model_len: int,
+        block_size: int,
+        kv_window: int = 0,
     ) -> None:
         num_rows = dp_size * rows_per_rank
         self.dp_size = dp_size
         self.rows_per_rank = rows_per_rank
         self.block_size = block_size
+        self.has_windows = kv_window > 0
+        self.num_lists = 2 if self.has_windows else 1
+        self.window_reach = window_reach(kv_window, block_size)
         self.status = np.zeros(num_rows, dtype=np.uint8)
         self.num_tokens = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
@@ -148,6 +178,9 @@ class SequenceTable:
         self.tag = np.zeros(num_rows, dtype=np.uint32)
         max_blocks = -(-max_model_len // block_size)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        width = max_blocks if self.has_windows else 0
+        self.window_block_table = np.zeros((num_rows, width), dtype=np.int32)
+        self.num_past_blocks = np.zeros(num_rows, dtype=np.int32)
         self.tokens = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
@@ -157,6 +190,7 @@ class SequenceTable:
         self.flat_tokens = self.tokens.reshape(-1)
         self.block_starts = np.arange(num_rows) * max_blocks
         self.flat_blocks = self.block_table.reshape(-1)
+        self.flat_window_blocks = self.window_block_table.reshape(-1)
         self._last_mask, self._last_row_set = b"", RowSet(self.first_rows[:0], [], [], [])
         self._free_rows = [
             list(range((rank + 1) * rows_per_rank - 1, rank * rows_per_rank - 1, -1))
@@ -213,19 +247,20 @@ class SequenceTable:
         """Rows whose sequences have neither ended nor been preempted."""
         return np.flatnonzero((self.status == RowStatus.EXTEND) | (self.status == RowStatus.DECODE))
 
-    def bind(self, sequence: Sequence, dp_rank: int, cached_blocks: BlockIds) -> int:
+    def bind(self, sequence: Sequence, dp_rank: int, cached: CachedPrefix) -> int:
         """Gives a sequence a row of a rank. The caller holds a reference to the cached blocks."""
+        num_cached, num_past = len(cached.blocks), len(cached.blocks) - len(cached.window_blocks)
         row = self._free_rows[dp_rank].pop()
         request, stop = sequence.request, sequence.request.stop
         num_tokens = len(sequence.tokens)
         self.status[row] = RowStatus.EXTEND
         self.num_tokens[row] = self.num_extend[row] = num_tokens
         self.num_prompt[row] = sequence.num_prompt_tokens
-        self.num_computed[row] = len(cached_blocks) * self.block_size
+        self.num_computed[row] = num_cached * self.block_size
         self.max_len[row] = sequence.num_prompt_tokens + stop.max_tokens
         self.max_computed[row] = self.max_len[row] - 1
         self.min_len[row] = sequence.num_prompt_tokens + stop.min_tokens
-        self.num_blocks[row] = self.num_named_blocks[row] = len(cached_blocks)
+        self.num_blocks[row] = self.num_named_blocks[row] = num_cached
         self.num_sent_blocks[row] = 0
         self.num_taken[row] = sequence.num_taken
         has_many_stop_ids = len(stop.stop_token_ids) > NUM_STOP_IDS
@@ -244,7 +279,11 @@ class SequenceTable:
         self.listener[row] = request.listener.index
         self.is_columnar[row] = request.is_columnar
         self.tag[row] = request.tag
-        self.block_table[row, : len(cached_blocks)] = cached_blocks
+        self.block_table[row, :num_cached] = cached.blocks
+        if self.has_windows:
+            self.window_block_table[row, :num_past] = 0
+            self.window_block_table[row, num_past:num_cached] = cached.window_blocks
+            self.num_past_blocks[row] = num_past
         self.tokens[row, :num_tokens] = sequence.tokens
         self.last_token[row] = sequence.tokens[-1]
         self.sequences[row] = sequence
@@ -276,6 +315,10 @@ class SequenceTable:
     def blocks_of(self, row: int) -> BlockIds:
         """The blocks that a row holds, in order."""
         return self.block_table[row, : self.num_blocks[row]]
+
+    def window_blocks_of(self, row: int) -> BlockIds:
+        """The blocks that a row holds for windowed layers, in order; none without any."""
+        return self.window_block_table[row, self.num_past_blocks[row] : self.num_blocks[row]]
 
     def take_tokens(self, row: int) -> Int32Array:
         """Returns a row's output tokens since the last call."""

@@ -74,6 +74,7 @@ class RankBatch(NamedTuple):
             it, the most tokens that each sequence may gain.
         num_new_blocks: [B]; None: none.
         new_block_ids: [sum(num_new_blocks)].
+        new_window_block_ids: As many; None: none, or the group has no windows.
         samples: [B]; None: all of them.
         num_scored: [B]; None: none.
         scored_ids: [sum(num_scored)].
@@ -88,6 +89,7 @@ class RankBatch(NamedTuple):
     num_tokens: Int32Array | None = None
     num_new_blocks: Int32Array | None = None
     new_block_ids: Int32Array | None = None
+    new_window_block_ids: Int32Array | None = None
     samples: npt.NDArray[np.uint8] | None = None
     num_scored: Int32Array | None = None
     scored_ids: Int32Array | None = None
@@ -281,6 +283,23 @@ class SpeculationShape:
         return self.num_draft_steps + 1
 
 
+def window_reach(kv_window: int, block_size: int) -> int:
+    """Returns how many blocks before a position's own its window may reach into."""
+    return -(-max(0, kv_window - 1) // block_size)
+
+
+def sequence_capacity(num_blocks: int, block_size: int, kv_window: int) -> int:
+    """Returns how many tokens a sequence can have that has a KV pool for itself.
+
+    With windows it needs, beside a block for each block_size tokens, as many again or those of its
+    window: the block that is written, and those before it.
+    """
+    columns = num_blocks - 1  # without the scratch block
+    if kv_window:
+        columns = max(columns // 2, columns - 1 - window_reach(kv_window, block_size))
+    return columns * block_size
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupShape:
     """What the scheduler must know of a group; the same on every DP rank but for the blocks.
@@ -296,6 +315,7 @@ class GroupShape:
         attn_tp_size: Executors that share one DP rank's attention, and its rows between.
         graph_sizes: What the executors have captured.
         speculation: What they can draft; None without a draft model.
+        kv_window: Tokens that windowed layers see, for which rows have a second block list; 0: none.
     """
 
     dp_size: int
@@ -308,14 +328,15 @@ class GroupShape:
     attn_tp_size: int = 1
     graph_sizes: CapturedSizes = NO_GRAPHS
     speculation: SpeculationShape | None = None
+    kv_window: int = 0
 
     def __post_init__(self) -> None:
         if len(self.num_blocks) != self.dp_size:
             raise ValueError(
                 f"num_blocks has {len(self.num_blocks)} entries for dp_size={self.dp_size}"
             )
-        capacity = (min(self.num_blocks) - 1) * self.block_size
-        if self.max_model_len > capacity:
+        capacity = sequence_capacity(min(self.num_blocks), self.block_size, self.kv_window)
+        if not 0 < self.max_model_len <= capacity:
             raise ValueError(
                 f"max_model_len={self.max_model_len}: the smallest KV pool holds {capacity} tokens; "
                 f"raise the executors' KV cache or lower their max_model_len"
@@ -326,6 +347,18 @@ class GroupShape:
                     f"{name}={getattr(self, name)} is below max_num_seqs={self.rows_per_rank}: "
                     f"a step of decodes would not fit"
                 )
+
+    @property
+    def max_window_blocks(self) -> int:
+        """Blocks beyond those of its tokens that a row of a prompt may hold; 0 without windows.
+
+        Those of its window, and all of two steps' chunks: the first is not answered yet when the
+        second gets its blocks.
+        """
+        if not self.kv_window:
+            return 0
+        num_chunk_blocks = -(-self.max_num_batched_tokens // self.block_size)
+        return window_reach(self.kv_window, self.block_size) + 1 + 2 * num_chunk_blocks
 
     def check(self, agreement: Agreement) -> None:
         """Checks that a step is within what the executors have room for. They would refuse it."""

@@ -12,10 +12,17 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from router.requests.request import Int32Array
-from router.scheduling.sequence_table import Mask, Rows, RowSet, RowStatus, SequenceTable, spread
+from router.scheduling.sequence_table import (
+    Mask,
+    Rows,
+    RowSet,
+    RowStatus,
+    SequenceTable,
+    offsets,
+    spread,
+)
 from router.scheduling.step import (
     NO_GRAPHS,
     Agreement,
@@ -34,8 +41,8 @@ from router.scheduling.step import (
 LAST_SAMPLED = -1  # in a batch with chunks: the token that the row of a decode sampled last
 
 NOTHING = np.zeros(0, dtype=np.int32)
-Ragged = tuple[Int32Array | None, Int32Array | None]
-NONE: Ragged = (None, None)
+NewBlocks = tuple[Int32Array | None, Int32Array | None, Int32Array | None]
+NONE: NewBlocks = (None, None, None)
 IDLE = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
 
 
@@ -143,13 +150,19 @@ class StepBuilder:
         has_new &= runs
         if np.count_nonzero(has_new):
             grown = np.flatnonzero(has_new)
-            counts, block_ids = self._take_new_blocks(grown)
+            counts, block_ids, window_ids = self._take_new_blocks(grown)
             cuts = table.cuts_of(grown)
             if len(block_ids) > len(grown):  # drafts may take a row over several blocks' ends
-                cuts = _offsets(counts, cuts)
+                cuts = offsets(counts, cuts)
             num_new = num_new.take(decodes.rows)
             new_blocks = [
-                (num_new[part], block_ids[start:end]) if start < end else NONE
+                (
+                    num_new[part],
+                    block_ids[start:end],
+                    None if window_ids is None else window_ids[start:end],
+                )
+                if start < end
+                else NONE
                 for part, (start, end) in zip(decodes.parts, pairwise(cuts), strict=True)
             ]
         batches = [
@@ -169,15 +182,19 @@ class StepBuilder:
         ]
         return batches
 
-    def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array]:
-        """Returns how many blocks each row has that its executor does not know, and the blocks."""
+    def _take_new_blocks(self, rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array | None]:
+        """Returns how many blocks each row has that its executor does not know, and the blocks.
+
+        The third are those for windowed layers; None without any.
+        """
         table = self._table
         num_sent, num_blocks = table.num_sent_blocks.take(rows), table.num_blocks.take(rows)
         num_new = num_blocks - num_sent
         first = table.block_starts.take(rows) + num_sent
-        block_ids = table.flat_blocks.take(spread(first, num_new))
+        places = spread(first, num_new)
+        window_ids = table.flat_window_blocks.take(places) if table.has_windows else None
         table.num_sent_blocks[rows] = num_blocks
-        return num_new, block_ids
+        return num_new, table.flat_blocks.take(places), window_ids
 
     def _add_chunks(
         self,
@@ -215,6 +232,7 @@ class StepBuilder:
             end, local_row = start + chunk.num_tokens, row % table.rows_per_rank
             num_sent, num_blocks = int(table.num_sent_blocks[row]), int(table.num_blocks[row])
             new_blocks = table.block_table[row, num_sent:num_blocks]
+            window_blocks = table.window_block_table[row, num_sent:num_blocks]
             ends_prompt = end == table.num_extend[row]
             scored_ids = NOTHING
             if table.scores_prompt[row]:
@@ -222,7 +240,7 @@ class StepBuilder:
             if num_sent == 0:
                 starts.append(RowStart(local_row, table.bound(row)))
             counts = chunk.num_tokens, len(new_blocks), ends_prompt, len(scored_ids)
-            ids = table.tokens[row, start:end], new_blocks, scored_ids
+            ids = table.tokens[row, start:end], new_blocks, window_blocks, scored_ids
             columns.append((local_row, start, *counts, *ids))
             table.num_sent_blocks[row] = num_blocks
             table.num_computed[row] = end
@@ -231,7 +249,7 @@ class StepBuilder:
         rows, computed, num_tokens, num_new, samples, num_scored, *values = zip(
             *columns, strict=True
         )
-        token_ids, block_ids, scores = map(np.concatenate, values)
+        token_ids, block_ids, window_ids, scores = map(np.concatenate, values)
         return RankBatch(
             BatchMode.EXTEND,
             np.array(rows, dtype=np.int32),
@@ -240,6 +258,7 @@ class StepBuilder:
             num_tokens=np.array(num_tokens, dtype=np.int32),
             num_new_blocks=np.array(num_new, dtype=np.int32),
             new_block_ids=block_ids,
+            new_window_block_ids=window_ids if table.has_windows else None,
             samples=np.array(samples, dtype=np.uint8),
             num_scored=np.array(num_scored, dtype=np.int32) if len(scores) else None,
             scored_ids=scores if len(scores) else None,
@@ -283,23 +302,16 @@ def _join(decodes: RankBatch, chunks: RankBatch) -> RankBatch:
         ones,
         zeros if decodes.num_new_blocks is None else decodes.num_new_blocks,
         NOTHING if decodes.new_block_ids is None else decodes.new_block_ids,
+        NOTHING if decodes.new_window_block_ids is None else decodes.new_window_block_ids,
         ones.astype(np.uint8),
         zeros,
         NOTHING,
     )
     columns: Iterable[Any] = (
         None if second is None else np.concatenate((first, second))
-        for first, second in zip(ahead, chunks[1:10], strict=True)
+        for first, second in zip(ahead, chunks[1:11], strict=True)
     )
     return RankBatch._make((BatchMode.EXTEND, *columns, chunks.starts, ()))
-
-
-def _offsets(counts: npt.NDArray[Any], cuts: SequenceOf[int]) -> list[int]:
-    """Returns the sum of all counts before each cut."""
-    sums = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=sums[1:])
-    offsets: list[int] = sums.take(cuts).tolist()
-    return offsets
 
 
 # ---- agreement of all ranks

@@ -1173,7 +1173,7 @@ class RankStatus(_message.Message):
     total_tokens: _builtins.int
     """Tokens that it ran in all steps."""
     num_used_blocks: _builtins.int
-    """KV blocks that live sequences hold."""
+    """KV blocks that live sequences hold, in both lists of a row where the model has windowed layers."""
     num_cached_blocks: _builtins.int
     """KV blocks that hold a reusable prefix and that no live sequence holds."""
     num_free_blocks: _builtins.int

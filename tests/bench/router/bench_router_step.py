@@ -5,9 +5,9 @@
 Every row decodes: 16 ranks of 256 sequences, blocks of 16 tokens, prompts of 128 random tokens and
 outputs of 512, all at different places. So in each step about 8 sequences finish, 8 others are
 bound and prefilled, and 256 rows get a block. With `--output 16384` hardly any finishes: what is
-left is the work for rows that only go on. At 512, the pool is as full as after hours of serving:
-each block that is acquired evicts a cached one, and each full block is named for the prefix cache.
-Two steps are in flight. One columnar listener takes all tokens of each step into one
+left is the work for rows that only go on; with `--window 128`, in two lists of blocks. At 512, the
+pool is as full as after hours of serving: each block that is acquired evicts a cached one, and each
+full block is named for the prefix cache. Two steps are in flight. One columnar listener takes all tokens of each step into one
 GenerateManyResponse.
 
     plan     WaitingQueue.submit, Scheduler.schedule
@@ -50,6 +50,7 @@ from router.scheduling.step import (
     RankBatch,
     RankResult,
     StepPlan,
+    window_reach,
 )
 from tests.bench.support.options import parse_options
 from tests.router.support.requests import make_request
@@ -72,10 +73,14 @@ class Bench:
         num_events: [steps] sequences that ended.
     """
 
-    def __init__(self, num_ranks: int, rows_per_rank: int, output_len: int = 512) -> None:
+    def __init__(
+        self, num_ranks: int, rows_per_rank: int, output_len: int = 512, kv_window: int = 0
+    ) -> None:
         self.rng = np.random.default_rng(0)
         self.output_len = output_len
         blocks_per_row = (PROMPT_LEN + output_len) // BLOCK_SIZE
+        if kv_window:
+            blocks_per_row += min(blocks_per_row, 2 + window_reach(kv_window, BLOCK_SIZE))
         self.shape = GroupShape(
             dp_size=num_ranks,
             num_blocks=(1 + rows_per_rank * blocks_per_row,) * num_ranks,
@@ -84,6 +89,7 @@ class Bench:
             max_num_batched_tokens=8192,
             max_num_logits=2 * rows_per_rank,
             max_model_len=PROMPT_LEN + output_len,
+            kv_window=kv_window,
         )
         num_rows = num_ranks * rows_per_rank
         listeners = Listeners(max_listeners=16)
@@ -203,10 +209,10 @@ def _decode(
 
 
 def main() -> None:
-    sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000}
+    sizes = {"ranks": 16, "rows": 256, "output": 512, "steps": 1000, "window": 0}
     options = parse_options(__doc__, profile=False, **sizes)
 
-    bench = Bench(options.ranks, options.rows, options.output)
+    bench = Bench(options.ranks, options.rows, options.output, options.window)
     for _ in range(min(2 * options.output, MAX_WARM_UP)):
         bench.step()
     bench.times.clear()

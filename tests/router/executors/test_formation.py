@@ -97,6 +97,16 @@ def test_a_group_is_as_large_as_its_smallest_members_allow() -> None:
     assert info.model.eos_token_ids == (2, 3)
 
 
+def test_a_group_with_windows_takes_sequences_that_fit_with_both_lists_of_blocks() -> None:
+    member = make_member(0, dp_size=1, kv_window=33, num_kv_blocks=12)
+    info = describe_group([member], epoch=1, model_name="moe")
+    assert info.shape.kv_window == 33
+    assert info.shape.max_model_len == 8 * 16  # of 11 blocks, 3 are for a window
+    member.description.num_kv_blocks = 2
+    with pytest.raises(GroupMismatch, match=r"host00:9000.*the smallest KV pool holds 0 tokens"):
+        describe_group([member], epoch=1, model_name="moe")
+
+
 def test_a_budget_below_one_step_of_decodes_is_refused_with_the_executor_s_name() -> None:
     member = make_member(0, dp_size=1)
     member.description.budget.max_num_batched_tokens = 7

@@ -88,6 +88,7 @@ EXTEND_COLUMNS = {
     "num_tokens": ints(2, 1),
     "num_new_blocks": ints(1, 2),
     "new_block_ids": ints(9, 10, 11),
+    "new_window_block_ids": ints(0, 12, 13),
     "samples": np.array([0, 1], dtype=np.uint8),
     "num_scored": ints(2, 0),
     "scored_ids": ints(6, 7),

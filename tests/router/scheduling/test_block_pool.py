@@ -143,9 +143,9 @@ def test_the_longest_cached_prefix_is_found() -> None:
     hashes = hashes_of(list(range(12)))
     blocks = cache.pool.acquire(2)
     cache.insert(hashes[:2], blocks)
-    assert cache.match(hashes).tolist() == blocks.tolist()
-    assert cache.match(hashes[1:]).tolist() == blocks[1:].tolist()
-    assert cache.match(hashes_of([5] * 12)).tolist() == []
+    assert cache.match(hashes).blocks.tolist() == blocks.tolist()
+    assert cache.match(hashes[1:]).blocks.tolist() == blocks[1:].tolist()
+    assert cache.match(hashes_of([5] * 12)).blocks.tolist() == []
 
 
 def test_a_name_stays_with_the_block_that_had_it_first() -> None:
@@ -154,7 +154,7 @@ def test_a_name_stays_with_the_block_that_had_it_first() -> None:
     first, second = cache.pool.acquire(1), cache.pool.acquire(2)
     cache.insert(hashes[:1], first)
     cache.insert(hashes, second)
-    assert cache.match(hashes).tolist() == [first[0], second[1]]
+    assert cache.match(hashes).blocks.tolist() == [first[0], second[1]]
     cache.pool.release(second)
     assert (cache.pool.num_free, cache.pool.num_cached) == (7, 1)
     check_cache(cache)
@@ -173,7 +173,7 @@ def test_a_hit_holds_the_tokens_that_were_asked_for(seed: int) -> None:
         else:
             tokens = rng.choices(range(2), k=rng.randint(1, 4) * BLOCK_SIZE)
             hashes = hashes_of(tokens)
-            hit = cache.match(hashes)
+            hit = cache.match(hashes).blocks
             num_new = len(hashes) - len(hit)
             if num_new > cache.pool.num_available - cache.pool.num_unused(hit):
                 continue

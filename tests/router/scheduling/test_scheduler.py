@@ -10,7 +10,7 @@ from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
 from router.scheduling.scheduler import fill_level, pick_rank
-from router.scheduling.step import PaddingMode
+from router.scheduling.step import PaddingMode, sequence_capacity
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
     Stepper,
@@ -364,9 +364,12 @@ def test_a_group_that_is_lost_leaves_its_sequences_waiting_with_their_tokens() -
 def test_invariants_hold_after_every_call(seed: int) -> None:
     """A world in which every step collides: few rows, few blocks, few different tokens."""
     rng = random.Random(seed)
+    kv_window = rng.choice([0, 0, 3, 9])
+    least = next(n for n in range(20) if sequence_capacity(n, 4, kv_window) >= 32)
     shape = make_shape(
         dp_size=rng.randint(1, 3),
-        num_blocks=rng.randint(9, 20),
+        num_blocks=rng.randint(least, least + 11),
+        kv_window=kv_window,
         rows_per_rank=rng.randint(1, 5),
         max_num_batched_tokens=rng.choice([5, 8, 30]),
         max_num_logits=rng.choice([5, 12]),

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from router.requests.request import Listener, Listeners, Sequence
+from router.scheduling.block_pool import NO_PREFIX, CachedPrefix
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus, SequenceTable
 from tests.router.support.requests import make_request
 
-NO_BLOCKS = np.zeros(0, dtype=np.int32)
+
+def prefix(block_ids: list[int]) -> CachedPrefix:
+    return CachedPrefix(np.array(block_ids, dtype=np.int32), NO_PREFIX.window_blocks)
 
 
 def make_table(dp_size: int = 2, rows_per_rank: int = 3) -> SequenceTable:
@@ -41,14 +44,14 @@ def give(table: SequenceTable, row: int, tokens: list[int]) -> None:
 def test_rows_belong_to_ranks_and_come_back(listeners: Listeners) -> None:
     table, listener = make_table(), listeners.open()
     sequences = [make_sequence([1], listener) for _ in range(3)]
-    rows = [table.bind(sequence, 1, NO_BLOCKS) for sequence in sequences]
+    rows = [table.bind(sequence, 1, NO_PREFIX) for sequence in sequences]
     assert sorted(rows) == [3, 4, 5]
     assert (table.has_free_row(0), table.has_free_row(1)) == (True, False)
     assert (table.num_bound(0), table.num_bound(1)) == (0, 3)
     assert [table.local_rows[row] for row in rows] == [row - 3 for row in rows]
     table.detach(sequences[1])
     table.free_row(rows[1])
-    assert table.bind(make_sequence([1], listener), 1, NO_BLOCKS) == rows[1]
+    assert table.bind(make_sequence([1], listener), 1, NO_PREFIX) == rows[1]
 
 
 def test_ascending_rows_are_cut_by_rank() -> None:
@@ -86,7 +89,7 @@ def test_the_shared_row_set_cannot_be_written_to() -> None:
 def test_a_bound_row_says_what_its_request_asked_for(listeners: Listeners) -> None:
     table, listener = make_table(), listeners.open()
     sequence = make_sequence([5, 6, 7, 8, 9], listener, tag=77, stop_token_ids=(3, 4))
-    row = table.bind(sequence, 0, np.array([8], dtype=np.int32))
+    row = table.bind(sequence, 0, prefix([8]))
     assert table.status[row] == RowStatus.EXTEND
     assert (table.num_tokens[row], table.num_prompt[row], table.num_computed[row]) == (5, 5, 4)
     assert (table.max_len[row], table.min_len[row]) == (25, 6)
@@ -101,10 +104,10 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listen
     many = tuple(range(10, 11 + NUM_STOP_IDS))
     first = make_sequence([1] * 9, listeners.open(), tag=1, stop_token_ids=(1, 2, 3, 4))
     second = make_sequence([2], listeners.open(), tag=2, stop_token_ids=many)
-    table.bind(first, 0, np.array([3, 4], dtype=np.int32))
+    table.bind(first, 0, prefix([3, 4]))
     table.detach(first)
     table.free_row(0)
-    table.bind(second, 0, NO_BLOCKS)
+    table.bind(second, 0, NO_PREFIX)
     assert (table.num_tokens[0], table.num_computed[0], table.num_blocks[0]) == (1, 0, 0)
     assert table.stop_ids[:, 0].tolist() == [-1] * NUM_STOP_IDS
     assert table.is_inspected[0]  # more stop tokens than there are columns for
@@ -113,7 +116,7 @@ def test_nothing_of_a_row_s_last_sequence_is_left_for_the_next(listeners: Listen
 def test_taken_tokens_do_not_change_when_the_row_does(listeners: Listeners) -> None:
     table = make_table()
     sequence = make_sequence([1], listeners.open())
-    row = table.bind(sequence, 0, NO_BLOCKS)
+    row = table.bind(sequence, 0, NO_PREFIX)
     give(table, row, [7])
     taken = sequence.take_tokens()
     table.tokens[row] = 0
@@ -124,7 +127,7 @@ def test_columns_hold_one_listeners_columnar_rows_in_row_order(listeners: Listen
     table = make_table()
     ours, theirs = listeners.open(), listeners.open()
     rows = [
-        table.bind(make_sequence([1, 2], listener, tag), rank, NO_BLOCKS)
+        table.bind(make_sequence([1, 2], listener, tag), rank, NO_PREFIX)
         for tag, (listener, rank) in enumerate([(ours, 0), (theirs, 0), (ours, 1), (ours, 1)])
     ]
     table.is_columnar[rows[3]] = False
@@ -155,7 +158,7 @@ def test_every_token_comes_out_once_whoever_takes_it(seed: int) -> None:
         match rng.choice(["bind", "give", "give", "tokens", "columns", "detach"]):
             case "bind" if sequence.table is None:
                 ranks = [rank for rank in range(2) if table.has_free_row(rank)]
-                table.bind(sequence, rng.choice(ranks), NO_BLOCKS)
+                table.bind(sequence, rng.choice(ranks), NO_PREFIX)
             case "give" if sequence.table is not None:
                 room = 32 - sequence.num_tokens
                 tokens = [rng.randrange(100) for _ in range(min(room, rng.randint(1, 3)))]

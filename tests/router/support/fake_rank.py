@@ -7,12 +7,18 @@ or shared behind another prefix, a row that kept an old block, or a token that w
 place changes the output, as it would on a real executor. So does a row that begins with another
 seed than its sequence has.
 
+Where the group has windows, a position's KV for windowed layers is a number of its own, `window_kv`,
+in the block of the row's second list. Whatever a sequence reads of it must be that number: what a
+step reads is looked at when it is sent, and once more when it is answered, since until then nothing
+that it reads may be given to others.
+
 With a draft model, a random number of drafts is accepted, and what a real executor writes into a
 row's blocks for those that are not, and ahead of its tokens, is written here as well.
 """
 
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +28,8 @@ from router.requests.request import Sequence as LiveSequence
 from router.scheduling.block_pool import SCRATCH_BLOCK
 from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, RankBatch, RankResult
 
+Read = tuple[np.ndarray, np.ndarray]
+
 VOCAB_SIZE = 50
 EOS = 0
 MAX_DEPTH = 3  # steps in flight in any test
@@ -30,6 +38,11 @@ MAX_DEPTH = 3  # steps in flight in any test
 def extend_kv(before: int, token: int) -> int:
     """What a position holds, given what the one before it holds (0 at the start)."""
     return (before * 1_000_003 + int(token) + 1) % (1 << 61)
+
+
+def window_kv(held: int) -> int:
+    """What a position holds for windowed layers, given what it holds for the others."""
+    return (held + 1) * 7919 % (1 << 61)
 
 
 def next_token(kv: Sequence[int], seed: int = 0) -> int:
@@ -74,11 +87,13 @@ class Row:
     """A row of the block table.
 
     Attributes:
+        window_blocks: Of windowed layers, in the same columns.
         num_computed: Positions whose KV is there: the place of the token that it sampled last.
     """
 
     sequence: LiveSequence
     blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     last_token: int | None = None
 
@@ -88,10 +103,11 @@ class FakeRank:
     """One DP rank's memory.
 
     Attributes:
-        kv: int64 [num_blocks, block_size], extend_kv of the token whose KV is there.
+        kv: int64 [num_blocks, block_size], extend_kv of the token whose KV is there, or its window_kv.
         acceptance: Share of drafts that are accepted if those before them are.
         rng: Of the draft model alone.
         ran: What the last step computed.
+        reads: Of each step that is not answered, the slots that it reads, and what they held.
     """
 
     shape: GroupShape
@@ -100,6 +116,7 @@ class FakeRank:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     rows: dict[int, Row] = field(default_factory=dict)
     ran: list[Ran] = field(default_factory=list)
+    reads: deque[list[Read]] = field(default_factory=deque)
 
     @classmethod
     def of_group(cls, shape: GroupShape, **fields: object) -> list["FakeRank"]:
@@ -128,12 +145,21 @@ class FakeRank:
         for start in batch.starts:
             self.rows[start.row] = Row(start.sequence)
         new_blocks = iter([] if batch.new_block_ids is None else batch.new_block_ids.tolist())
+        new_window_blocks = self._window_blocks_of(batch)
         token_ids = iter(known_ids.tolist())
         gains: list[list[int]] = []
         self.ran = []
+        self.reads.append([])
         for i, number in enumerate(batch.rows.tolist()):
             row, count = self.rows[number], int(num_tokens[i])
+            has_begun = len(row.blocks) > 0
             row.blocks += [next(new_blocks) for _ in range(num_new[i])]
+            if shape.kv_window:
+                new = [next(new_window_blocks) for _ in range(num_new[i])]
+                self._check_window_blocks(
+                    new, 0 if has_begun else int(batch.num_computed_tokens[i])
+                )
+                row.window_blocks += new
             tokens = [next(token_ids) for _ in range(count)]
             bound = int(batch.num_computed_tokens[i])
             self._check_row(row, bound, bound + count, is_decode=tokens[0] == -1)
@@ -142,14 +168,50 @@ class FakeRank:
                 continue
             start = row.num_computed if tokens[0] == -1 else bound
             self._compute(row, start, tokens)
+            self._check_windows(row, start)
             if samples[i]:
                 gains.append([self._sample(row)])
                 self._scribble(row, row.num_computed, self._lookahead)
-        assert next(new_blocks, None) is None
+        assert next(new_blocks, None) is next(new_window_blocks, None) is None
         if width:
             scored = {scoring.sample_index for scoring in batch.scorings}
             assert all(len(gains[index]) == 1 for index in scored if index is not None)
         return self._answer(batch, gains)
+
+    def answered(self) -> None:
+        """Notes that the earliest step is back: all that it read was there until now."""
+        for slots, held in self.reads.popleft():
+            assert (self.kv.reshape(-1)[slots] == held).all(), "given back before its answer"
+
+    def _window_blocks_of(self, batch: RankBatch) -> Iterator[int]:
+        given = batch.new_window_block_ids
+        assert self.shape.kv_window or given is None
+        assert (given is None) == (batch.new_block_ids is None) or not self.shape.kv_window
+        return iter([] if given is None else given.tolist())
+
+    def _check_window_blocks(self, new: list[int], start: int) -> None:
+        """0 stands only before the window of the position at which a row begins."""
+        first = max(0, start - self.shape.kv_window + 1) // self.shape.block_size
+        assert SCRATCH_BLOCK not in new[first:]
+
+    def _check_windows(self, row: Row, start: int) -> None:
+        """Reads what windowed layers read in a step that begins at ``start`` and has computed."""
+        if not self.shape.kv_window:
+            return
+        span = max(0, start - self.shape.kv_window + 1), row.num_computed
+        slots = self._slots(row.window_blocks, *span)
+        full = self.kv.reshape(-1)[self._slots(row.blocks, *span)].tolist()
+        held = self.kv.reshape(-1)[slots].tolist()
+        assert held == list(map(window_kv, full)), "not what the row wrote there"
+        self._note_read(slots)
+
+    def _note_read(self, slots: np.ndarray) -> None:
+        self.reads[-1].append((slots, self.kv.reshape(-1)[slots]))
+
+    def _slots(self, blocks: list[int], start: int, end: int) -> np.ndarray:
+        """Returns where positions lie in `kv`."""
+        columns, offsets = np.divmod(np.arange(start, end), self.shape.block_size)
+        return np.array(blocks, np.int64)[columns] * self.shape.block_size + offsets
 
     def _answer(self, batch: RankBatch, gains: list[list[int]]) -> RankResult:
         num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
@@ -166,6 +228,7 @@ class FakeRank:
         """What an executor refuses, and blocks that nobody needs."""
         assert SCRATCH_BLOCK not in row.blocks
         assert len(set(row.blocks)) == len(row.blocks)
+        assert len(row.window_blocks) == (len(row.blocks) if self.shape.kv_window else 0)
         num_slots = len(row.blocks) * self.shape.block_size
         assert num_slots >= end
         speculation = self.shape.speculation
@@ -189,8 +252,9 @@ class FakeRank:
         row.num_computed = start + len(tokens)
 
     def _sample(self, row: Row) -> int:
-        held = self.kv[row.blocks].reshape(-1)[: row.num_computed].tolist()
-        row.last_token = next_token(held, row.sequence.seed)
+        slots = self._slots(row.blocks, 0, row.num_computed)
+        self._note_read(slots)
+        row.last_token = next_token(self.kv.reshape(-1)[slots].tolist(), row.sequence.seed)
         return row.last_token
 
     def _draft(self, row: Row, limit: int) -> list[int]:
@@ -206,6 +270,7 @@ class FakeRank:
         while len(gained) < limit and (not gained or self.rng.random() < self.acceptance):
             self._compute(row, row.num_computed, [-1])
             gained.append(self._sample(row))
+        self._check_windows(row, start)
         num_written = row.num_computed - start
         self._scribble(row, row.num_computed, speculation.num_reserved_tokens - num_written)
         return gained
@@ -222,6 +287,8 @@ class FakeRank:
     def _write(self, row: Row, position: int, held: int) -> None:
         block, offset = divmod(position, self.shape.block_size)
         self.kv[row.blocks[block], offset] = held
+        if self.shape.kv_window:
+            self.kv[row.window_blocks[block], offset] = window_kv(held)
 
     def _held(self, row: Row, position: int) -> int:
         """What a position holds; 0 before the first."""

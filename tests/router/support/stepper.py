@@ -114,6 +114,8 @@ class Stepper:
 
     def commit(self) -> DraftCounts:
         """Commits the earliest step in flight. Returns what came of its drafts."""
+        for rank in self.ranks:
+            rank.answered()
         return self.scheduler.commit(self.in_flight.popleft(), self.results.popleft())
 
     def step(self) -> StepPlan:
@@ -140,9 +142,15 @@ class Stepper:
         for rank, cache in enumerate(self.scheduler.caches):
             check_cache(cache)
             rows = range(rank * table.rows_per_rank, (rank + 1) * table.rows_per_rank)
-            held = [table.blocks_of(row) for row in rows if table.status[row] != RowStatus.FREE]
-            blocks = np.concatenate([np.zeros(0, np.int32), *held])
-            assert cache.pool.num_used == len(set(blocks.tolist()))
+            bound = [row for row in rows if table.status[row] != RowStatus.FREE]
+            held = [table.blocks_of(row) for row in bound]
+            windows = [table.window_blocks_of(row) for row in bound]
+            blocks, window_blocks = (
+                set(np.concatenate([np.zeros(0, np.int32), *ids]).tolist())
+                for ids in (held, windows)
+            )
+            assert cache.pool.num_used == len(blocks | window_blocks)
+            assert not blocks & window_blocks
         taken = np.zeros(len(table.status), np.int32)
         for plan in self.in_flight:
             taken += plan.runs
@@ -156,6 +164,12 @@ class Stepper:
         assert (table.num_computed >= table.num_tokens - 1)[is_decode].all()
         is_known = is_decode & (table.num_in_flight == 0)
         assert (table.num_computed == table.num_tokens - 1)[is_known].all()
+        if table.has_windows:
+            num_past = np.maximum(table.num_computed // table.block_size - table.window_reach, 0)
+            is_live = is_decode | (table.status == RowStatus.EXTEND)
+            assert (table.num_past_blocks <= num_past)[is_live].all()
+            is_answered = is_live & (table.num_in_flight == 0)
+            assert (table.num_past_blocks == num_past)[is_answered].all()
 
     def check_idle(self) -> None:
         """Asserts that no sequence, row or block is left behind."""
