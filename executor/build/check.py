@@ -75,7 +75,7 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     say(f"KV per token          {kv_bytes:,} bytes on this executor")
     fill_model(config.model, blueprint.model, model)
     if config.draft_model is not None and draft_config is not None:
-        kernels = cpu_kernels(draft_config.layers, dtype=dtype, num_workers=1, device=_META)
+        kernels = cpu_kernels(draft_config.layers, dtype=dtype, device=_META)
         draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
         say(f"weights of the draft  {_bytes_of(draft.weight_groups()):,} bytes on this executor")
 

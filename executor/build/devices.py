@@ -1,8 +1,8 @@
 """Devices: the kernels, attention, graph backend and sampling filters of a CPU or a GPU.
 
              CPU                     CUDA, with FlashInfer         CUDA, without
-operators    PyTorch                 FlashInfer                    PyTorch
-experts      packed, one by one      grouped products, or fused    grouped products
+operators    kernels of its own      FlashInfer                    PyTorch
+experts      kernels of its own      grouped products, or fused    grouped products
 attention    PyTorch                 FlashInfer, in graphs         PyTorch, graphs break
 graphs       called                  recorded                      recorded
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
@@ -56,7 +56,7 @@ class Device(ABC):
         torch_device: Where tensors are.
         ops: FlashInfer; None where it does not run.
         filters: How sampling drops unlikely tokens, if all rows go through every stage.
-        num_workers: Threads that share a layer; None: as many as OpenMP has.
+        num_workers: Threads that share attention; None: as many as OpenMP has.
     """
 
     torch_device: torch.device
@@ -162,7 +162,7 @@ class Cpu(Device):
 
     Args:
         omp_wait_policy: What OpenMP's threads do between operators. If they sleep (PASSIVE), as
-            they must where processes share cores, layers are shared among threads of our own.
+            they must where processes share cores, attention is shared among threads of our own.
     """
 
     torch_device = torch.device("cpu")
@@ -171,7 +171,7 @@ class Cpu(Device):
         self.num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
 
     def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
-        return cpu_kernels(model, dtype=dtype, num_workers=self.num_workers)
+        return cpu_kernels(model, dtype=dtype)
 
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()

@@ -23,7 +23,6 @@ from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.spec import RopeSpec
-from tests.executor.support.experts import one_by_one
 from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
@@ -228,7 +227,7 @@ def test_experts_equal_the_authority(
     else:
         build = fused if kind == "fused" else cutedsl
         runner = build(request.getfixturevalue("ops"), dims, *on_device)
-    authority = one_by_one(*weights)
+    authority = GroupedMMRunner(*weights, TorchOperators([]).silu_and_mul)
     for num_rows in ROWS:
         dispatched = routed(dims, num_rows, *ROUTINGS[routing](dims.experts))
         y = runner.run(

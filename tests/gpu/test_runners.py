@@ -171,7 +171,7 @@ def test_the_device_computes_what_the_cpu_computes(machine: Machine, case: Case)
     cpu = Case(
         exact,
         SMALL,
-        cpu_kernels(exact, dtype=torch.float32, num_workers=1),
+        cpu_kernels(exact, dtype=torch.float32),
         torch_attention,
         decided_weights(case.config),
         device=CPU,

@@ -1,28 +1,26 @@
 """Norms, the activation of dense MLPs, and arg-max: what reads each number once or twice."""
 
-import ctypes
-
 import torch
+
+from executor.model.cpu_kernels.library import Library
 
 LANES = 16  # sizes of norms and activations are multiples of it
 
 
-def rms_norm(
-    kernels: ctypes.CDLL, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def rms_norm(kernels: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight, bfloat16 [T, size], rounded once."""
     return _norm(kernels, x, None, weight, eps)
 
 
 def add_rms_norm(
-    kernels: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    kernels: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds x to the dense ``residual``, bfloat16 [T, size]. Returns the norm of the sum, and that."""
     return _norm(kernels, x, residual, weight, eps), residual
 
 
 def _norm(
-    kernels: ctypes.CDLL,
+    kernels: Library,
     x: torch.Tensor,
     added: torch.Tensor | None,
     weight: torch.Tensor,
@@ -45,7 +43,7 @@ def _norm(
     return y
 
 
-def silu_and_mul(kernels: ctypes.CDLL, gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(kernels: Library, gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up, bfloat16 [T, F], of dense [T, 2F], gate first."""
     num_rows, size = gate_up.shape
     y = gate_up.new_empty(num_rows, size // 2)
@@ -53,7 +51,7 @@ def silu_and_mul(kernels: ctypes.CDLL, gate_up: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def arg_max(kernels: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
+def arg_max(kernels: Library, logits: torch.Tensor) -> torch.Tensor:
     """Returns int64 [S], the first place of the largest of each row of float32 logits [S, V]."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()

@@ -61,6 +61,8 @@ SIGNATURES = {
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
+Library = ctypes.CDLL
+
 _LOG = structlog.stdlib.get_logger(__name__)
 
 
@@ -68,7 +70,7 @@ class NoKernels(Exception):
     """There are no kernels to be had here. Says why."""
 
 
-def load() -> ctypes.CDLL | None:
+def load() -> Library | None:
     """Returns the kernels, or None after a line in the log that says why there are none.
 
     The first call may compile, for some seconds.
@@ -77,7 +79,7 @@ def load() -> ctypes.CDLL | None:
 
 
 @cache
-def _load_or_log(choice: str) -> ctypes.CDLL | None:
+def _load_or_log(choice: str) -> Library | None:
     try:
         return load_tile(choose(choice))
     except NoKernels as error:
@@ -116,7 +118,7 @@ def _cpu_flags() -> set[str]:
 
 
 @cache
-def load_tile(tile: str) -> ctypes.CDLL:
+def load_tile(tile: str) -> Library:
     """Returns the kernels of a tile that this CPU runs, built if the cache has none.
 
     Raises:

@@ -1,8 +1,8 @@
 """Matrix product with a packed weight."""
 
-import ctypes
-
 import torch
+
+from executor.model.cpu_kernels.library import Library
 
 PANEL = 32  # columns that a packed weight has side by side
 
@@ -33,7 +33,7 @@ def pad_bias(bias: torch.Tensor) -> torch.Tensor:
 
 
 def linear(
-    kernels: ctypes.CDLL,
+    kernels: Library,
     x: torch.Tensor,
     weight: torch.Tensor,
     out_features: int,
@@ -51,6 +51,8 @@ def linear(
     if x.stride(-1) != 1:
         x = x.contiguous()
     num_rows, width = x.shape
+    assert x.dtype is torch.bfloat16
+    assert width == 2 * weight.shape[1], "the weight is of another width"
     y = x.new_empty(num_rows, out_features)
     kernels.linear(
         x.data_ptr(),

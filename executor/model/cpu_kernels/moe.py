@@ -1,10 +1,10 @@
 """Experts of a layer, from packed weights. Dimensions as in ``model/moe/layer.py``."""
 
-import ctypes
 from typing import NamedTuple
 
 import torch
 
+from executor.model.cpu_kernels.library import Library
 from executor.model.cpu_kernels.linear import PANEL, pack
 
 _HALF = PANEL // 2  # a panel of w13 has so many columns of gate, then as many of up
@@ -44,7 +44,7 @@ def interleave(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def moe(
-    kernels: ctypes.CDLL,
+    kernels: Library,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -67,6 +67,7 @@ def moe(
         biases: float32, of gate and up [L, 2F], from ``interleave``, and of down [L, D].
         activation: Between the products.
     """
+    assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     b13, b2 = biases or (None, None)
     num_experts, hidden_size, intermediate_size = w2.shape

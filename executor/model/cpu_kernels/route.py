@@ -1,9 +1,10 @@
 """Router of an expert layer: from rows to the experts that they go to, and their weights."""
 
-import ctypes
 from typing import NamedTuple
 
 import torch
+
+from executor.model.cpu_kernels.library import Library
 
 
 class RouterRule(NamedTuple):
@@ -31,7 +32,7 @@ class RouterRule(NamedTuple):
 
 
 def route(
-    kernels: ctypes.CDLL,
+    kernels: Library,
     x: torch.Tensor,
     rule: RouterRule,
     gate: torch.Tensor,

@@ -84,7 +84,6 @@ class Decoder:
         }
         self._attn_tp = peers.attn_tp
         self._operators = kernels.operators
-        self._workers = kernels.workers
         self._tied = spec.tied
         self._vocab_size = spec.vocab_size
         self.embed_tokens = Embedding(
@@ -109,7 +108,7 @@ class Decoder:
             communicator=peers.attn_tp,
             dtype=dtype,
             device=device,
-            workers=self._workers,
+            library=kernels.library,
         )
 
     @property
@@ -124,24 +123,23 @@ class Decoder:
         them, if there are ``aux_layers``, their features: [T, D + len(aux_layers) * D].
         """
         layout = batch.layout
-        with self._workers.sharing(layout.global_dp_buffer_len):
-            rotations = self._operators.rotations(batch.positions)
-            is_padding = batch.is_padding()
-            x = self.embed_tokens(self._attn_tp.shard(batch.input_ids, layout))
-            out = self._new_out(x)
-            residual = None
-            for layer_id, layer in enumerate(self.layers):
-                call, residual = layer.before_attention(x, residual, rotations, layout)
-                self._keep_sum(out, layer_id - 1, residual)
-                attended = yield call
-                x, residual = layer.after_attention(attended, residual, layout, is_padding)
-            assert residual is not None, "a model has layers"
-            hidden, residual = self.norm.add(x, residual)
-            self._keep_sum(out, len(self.layers) - 1, residual)
-            if out is not None:
-                out[:, : hidden.shape[1]] = hidden
-                hidden = out
-            return self._attn_tp.gather(hidden, layout)
+        rotations = self._operators.rotations(batch.positions)
+        is_padding = batch.is_padding()
+        x = self.embed_tokens(self._attn_tp.shard(batch.input_ids, layout))
+        out = self._new_out(x)
+        residual = None
+        for layer_id, layer in enumerate(self.layers):
+            call, residual = layer.before_attention(x, residual, rotations, layout)
+            self._keep_sum(out, layer_id - 1, residual)
+            attended = yield call
+            x, residual = layer.after_attention(attended, residual, layout, is_padding)
+        assert residual is not None, "a model has layers"
+        hidden, residual = self.norm.add(x, residual)
+        self._keep_sum(out, len(self.layers) - 1, residual)
+        if out is not None:
+            out[:, : hidden.shape[1]] = hidden
+            hidden = out
+        return self._attn_tp.gather(hidden, layout)
 
     def _new_out(self, x: torch.Tensor) -> torch.Tensor | None:
         """Returns room for hidden states and features; None if there are no features."""
@@ -159,8 +157,7 @@ class Decoder:
 
         Every executor of the DP rank must call it, with the same rows.
         """
-        with self._workers.sharing(len(hidden)):
-            return self.lm_head(hidden)
+        return self.lm_head(hidden)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

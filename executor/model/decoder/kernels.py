@@ -1,6 +1,7 @@
 """Kernels and peers of a model: the implementation of each part by device, and the other executors.
 
-CPU     PyTorch, experts packed one by one, small ones side by side
+CPU     its own kernels (``model/cpu_kernels``) for bfloat16; PyTorch for float32 and elsewhere,
+        with experts as grouped products
 CUDA    FlashInfer's norms, rotation and activation where it is installed, PyTorch's elsewhere;
         experts as PyTorch's grouped products, or as FlashInfer's kernels, CUTLASS or CuTe-DSL
 
@@ -13,27 +14,27 @@ attn_tp       executors of the DP rank    attention heads, logits
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import structlog
 import torch
 
+from executor.model.cpu_kernels.library import Library, load
+from executor.model.cpu_kernels.moe import misfit
 from executor.model.flashinfer.operators import MAX_FP8_MOE_ROWS, FlashInferOps
-from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.layers.linear import Linear
 from executor.model.layers.linear_kept import KeptLinears
 from executor.model.layers.operators import (
+    CpuOperators,
     FlashInferOperators,
     Operators,
     RotaryEmbedding,
     TorchOperators,
 )
 from executor.model.moe.dispatch_all_gather import AllGatherDispatcher
-from executor.model.moe.experts import (
-    Experts,
-    ExpertShare,
-    NewRunner,
-    PackedExperts,
-    StackedExperts,
-)
+from executor.model.moe.experts import Experts, ExpertShare, NewRunner
 from executor.model.moe.layer import Dispatched, Dispatcher, ExpertScratch, StackedMoERunner
+from executor.model.moe.runner_cpu import CpuMoERunner
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import (
     CutlassMoERunner,
@@ -46,6 +47,8 @@ from executor.model.weights.kept import DEQUANTISED, Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
+_LOG = structlog.stdlib.get_logger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
@@ -55,14 +58,14 @@ class Kernels:
         operators: Norms, rotation and activation.
         new_experts: Makes an executor's share of one layer's experts, given these and its place in
             the group.
-        workers: Threads that share a layer on the CPU.
+        library: The CPU's kernels, which products and routers call; None for PyTorch's.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
         kept: Keeps weights of linear layers quantised; None dequantises them.
     """
 
     operators: Operators
     new_experts: Callable[[MoeSpec, Topology], Experts]
-    workers: WorkerPool
+    library: Library | None = None
     scratch: ExpertScratch | None = None
     kept: KeptLinears | None = None
 
@@ -71,39 +74,38 @@ class Kernels:
     ) -> "partial[Linear]":
         """Returns what makes linear layers; ``keeps`` False dequantises their weights."""
         kept = self.kept if keeps else None
-        return partial(Linear, dtype=dtype, device=device, workers=self.workers, kept=kept)
+        return partial(Linear, dtype=dtype, device=device, library=self.library, kept=kept)
 
 
 def cpu_kernels(
-    spec: ModelSpec,
-    *,
-    dtype: torch.dtype,
-    num_workers: int | None = None,
-    device: torch.device | str = "cpu",
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Kernels:
-    """Returns PyTorch's operators and packed experts.
+    """Returns the CPU's own kernels for bfloat16, where it has some, and PyTorch for all else.
 
     Args:
         spec: The model.
         dtype: Type of weights and hidden states.
-        num_workers: Threads that share a layer. None is as many as OpenMP has, which suits
-            OMP_WAIT_POLICY=PASSIVE; 1 leaves all to OpenMP, which suits threads that spin.
         device: The CPU, or meta, for a model that only has sizes.
     """
     device = torch.device(device)
-    workers = WorkerPool(num_workers)
-    return Kernels(
-        operators=_torch_operators(spec, dtype, device),
-        new_experts=lambda moe, topology: PackedExperts(
-            moe,
-            ExpertShare.of(topology, moe),
-            spec.hidden_size,
-            workers,
-            dtype=dtype,
-            device=device,
-        ),
-        workers=workers,
-    )
+    operators = _torch_operators(spec, dtype, device)
+    library = load() if dtype is torch.bfloat16 and device.type == "cpu" else None
+    if library is not None:
+        operators = CpuOperators(library, operators.ropes)
+
+    def new_experts(moe: MoeSpec, topology: Topology) -> Experts:
+        share = ExpertShare.of(topology, moe)
+        kind: NewRunner = GroupedMMRunner
+        tool: Any = operators.silu_and_mul
+        if library is not None:
+            problem = misfit(spec.hidden_size, len(share.columns))
+            if problem is None:
+                kind, tool = CpuMoERunner, library
+            else:
+                _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
+        return Experts(moe, share, spec.hidden_size, kind, tool, dtype=dtype, device=device)
+
+    return Kernels(operators=operators, new_experts=new_experts, library=library)
 
 
 def stacked_kernels(
@@ -158,7 +160,7 @@ def stacked_kernels(
         scratch = new_scratch(ops, max_num_rows=max_moe_rows, top_k=spec.top_k)
     return Kernels(
         operators=operators,
-        new_experts=lambda moe, topology: StackedExperts(
+        new_experts=lambda moe, topology: Experts(
             moe,
             ExpertShare.of(topology, moe),
             spec.hidden_size,
@@ -168,7 +170,6 @@ def stacked_kernels(
             dtype=dtype,
             device=device,
         ),
-        workers=WorkerPool(1),
         scratch=scratch,
         kept=None if keeping.linears is None else KeptLinears(keeping.linears, ops),
     )
@@ -177,11 +178,11 @@ def stacked_kernels(
 def kept_sizes(spec: ModelSpec, keeping: Keeping, *, dtype: torch.dtype) -> Kernels:
     """Returns kernels of a model on the meta device that keeps weights and only has sizes."""
     device = torch.device("meta")
-    kernels = cpu_kernels(spec, dtype=dtype, num_workers=1, device=device)
+    kernels = cpu_kernels(spec, dtype=dtype, device=device)
     if keeping.experts is not None:
         kernels = replace(
             kernels,
-            new_experts=lambda moe, topology: StackedExperts(
+            new_experts=lambda moe, topology: Experts(
                 moe,
                 ExpertShare.of(topology, moe),
                 spec.hidden_size,

@@ -231,7 +231,7 @@ class SparseBlock:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.router = Router(spec, hidden_size, dtype=dtype, device=device)
+        self.router = Router(spec, hidden_size, kernels.library, dtype=dtype, device=device)
         self.experts = kernels.new_experts(spec, peers.topology)
         self.shared: SharedExpert | None = None
         if spec.shared is not None:
@@ -239,7 +239,7 @@ class SparseBlock:
                 spec.shared,
                 hidden_size,
                 kernels.operators,
-                kernels.workers,
+                kernels.library,
                 kernels.kept,
                 dtype=dtype,
                 device=device,

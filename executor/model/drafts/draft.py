@@ -111,7 +111,7 @@ class DraftShare:
         self._config = config
         self._peers = replace(target.peers, moe_dense_tp_size=1)
         self._operators = kernels.operators
-        self._workers = kernels.workers
+        self._library = kernels.library
         self._embed_tokens = target.embed_tokens
         self._placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
         self._new_norm = partial(
@@ -127,7 +127,7 @@ class DraftShare:
             self.hidden_size,
             self.vocab_size,
             communicator=self._peers.attn_tp,
-            workers=self._workers,
+            library=self._library,
             **self._placed,
         )
 

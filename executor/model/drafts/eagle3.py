@@ -46,7 +46,7 @@ class Eagle3Draft(DraftShare):
                 config.vocab_size, dtype=torch.int64, device=placed["device"]
             )
         self._attn_tp = peers.attn_tp
-        self.fc = Linear(config.feature_size, hidden, workers=kernels.workers, **placed)
+        self.fc = Linear(config.feature_size, hidden, library=kernels.library, **placed)
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
             self._new_norm() for _ in _NORMS
         )
@@ -66,21 +66,19 @@ class Eagle3Draft(DraftShare):
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"
         hidden, layout = batch.hidden_states, batch.layout
-        with self._workers.sharing(layout.global_dp_buffer_len):
-            rotations = self._operators.rotations(batch.positions)
-            embedded = self.input_layernorm(self._embed_tokens(batch.input_ids))
-            # Every executor of the DP rank has all rows here, so none needs to be gathered.
-            x = torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
-            attended = yield self.self_attn.project_gathered(x, rotations)
-            x = self.self_attn.merge(attended, layout)
-            # A copy: the sum may be written where the residual is, and the input stays as it was.
-            residual = self._attn_tp.shard(hidden, layout).clone()
-            x, residual = self.post_attention_layernorm.add(x, residual)
-            return self._attn_tp.gather(residual + self.mlp(x, layout, None), layout)
+        rotations = self._operators.rotations(batch.positions)
+        embedded = self.input_layernorm(self._embed_tokens(batch.input_ids))
+        # Every executor of the DP rank has all rows here, so none needs to be gathered.
+        x = torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
+        attended = yield self.self_attn.project_gathered(x, rotations)
+        x = self.self_attn.merge(attended, layout)
+        # A copy: the sum may be written where the residual is, and the input stays as it was.
+        residual = self._attn_tp.shard(hidden, layout).clone()
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self._attn_tp.gather(residual + self.mlp(x, layout, None), layout)
 
     def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        with self._workers.sharing(len(hidden)):
-            return self.lm_head(self.norm(hidden))
+        return self.lm_head(self.norm(hidden))
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

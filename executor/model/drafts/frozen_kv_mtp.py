@@ -47,21 +47,19 @@ class FrozenKvMTPDraft(DraftShare):
     def stages(self, batch: ForwardBatch, layer: int = 0) -> Stages:
         assert batch.hidden_states is not None, "a draft reads hidden states"
         layout, attn_tp = batch.layout, self._peers.attn_tp
-        with self._workers.sharing(layout.global_dp_buffer_len):
-            rotations = self._operators.rotations(batch.positions)
-            embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
-            x = self.combine(embedded, attn_tp.shard(batch.hidden_states, layout))
-            residual = None
-            for decoder in self.layers:
-                call, residual = decoder.before_attention(x, residual, rotations, layout)
-                attended = yield call
-                x, residual = decoder.after_attention(attended, residual, layout, None)
-            assert residual is not None, "a draft has layers"
-            return attn_tp.gather(self.norm.add(x, residual)[0], layout)
+        rotations = self._operators.rotations(batch.positions)
+        embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
+        x = self.combine(embedded, attn_tp.shard(batch.hidden_states, layout))
+        residual = None
+        for decoder in self.layers:
+            call, residual = decoder.before_attention(x, residual, rotations, layout)
+            attended = yield call
+            x, residual = decoder.after_attention(attended, residual, layout, None)
+        assert residual is not None, "a draft has layers"
+        return attn_tp.gather(self.norm.add(x, residual)[0], layout)
 
     def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        with self._workers.sharing(len(hidden)):
-            return self._lm_head(hidden)
+        return self._lm_head(hidden)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

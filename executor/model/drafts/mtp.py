@@ -51,7 +51,7 @@ class Combine:
         norm = partial(RMSNorm, hidden_size, eps, kernels.operators, dtype=dtype, device=device)
         self.embedding_norm, self.hidden_norm = norm(), norm()
         self.proj = Linear(
-            2 * hidden_size, hidden_size, dtype=dtype, device=device, workers=kernels.workers
+            2 * hidden_size, hidden_size, dtype=dtype, device=device, library=kernels.library
         )
 
     def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -101,20 +101,18 @@ class MTPDraft(DraftShare):
         assert batch.hidden_states is not None, "a draft reads hidden states"
         layout, attn_tp = batch.layout, self._peers.attn_tp
         decoder = self.layers[layer]
-        with self._workers.sharing(layout.global_dp_buffer_len):
-            rotations = self._operators.rotations(batch.positions)
-            is_padding = batch.is_padding()
-            embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
-            hidden = attn_tp.shard(batch.hidden_states, layout)
-            x = self.combines[layer](embedded, hidden)
-            call, residual = decoder.before_attention(x, None, rotations, layout)
-            attended = yield call
-            x, residual = decoder.after_attention(attended, residual, layout, is_padding)
-            return attn_tp.gather(self.norms[layer].add(x, residual)[0], layout)
+        rotations = self._operators.rotations(batch.positions)
+        is_padding = batch.is_padding()
+        embedded = self._embed_tokens(attn_tp.shard(batch.input_ids, layout))
+        hidden = attn_tp.shard(batch.hidden_states, layout)
+        x = self.combines[layer](embedded, hidden)
+        call, residual = decoder.before_attention(x, None, rotations, layout)
+        attended = yield call
+        x, residual = decoder.after_attention(attended, residual, layout, is_padding)
+        return attn_tp.gather(self.norms[layer].add(x, residual)[0], layout)
 
     def compute_logits(self, hidden: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        with self._workers.sharing(len(hidden)):
-            return self._lm_head(hidden)
+        return self._lm_head(hidden)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

@@ -1,10 +1,7 @@
-"""Linear layers: the product, the CPU threads that share it, the vocabulary's embedding and head.
+"""Linear layers: the product, the vocabulary's embedding and head; threads that share attention.
 
-A weight is laid out once, at load, for the device that runs it. On the CPU, oneDNN can reorder it into
-the order its kernels read; decode then streams it at the speed of memory, about twice that of
-``F.linear`` (``tests/bench/executor/bench_cpu_model.py``). The two operators are private to PyTorch, which
-uses them itself to freeze compiled models, so they are tried at load, and ``F.linear`` runs where they
-are missing or refuse.
+A weight is laid out once, at load, for what reads it: the kernels of the CPU have it in panels
+(``model/cpu_kernels``), all else as it is.
 
 The executors of one DP rank share the head:
 
@@ -15,24 +12,27 @@ All have equal shares of Vp = ceil(V / attn_tp_size) rows; rows past the vocabul
 nobody reads. Every executor ends up with the same bits, so that they cannot sample differently.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import structlog
 import torch
 import torch.nn.functional as F
 
+from executor.model.cpu_kernels.library import Library
+from executor.model.cpu_kernels.linear import linear, pack, pad_bias
 from executor.model.layers.linear_kept import KeptLinears
 from executor.model.weights import KeptWeight, Part, Weight, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator
 
 _OPENMP_ROWS = 256  # a prompt of 512 tokens is 7 % slower when shared
+
+_LOG = structlog.stdlib.get_logger(__name__)
 
 T = TypeVar("T")
 _Outcomes = SimpleQueue[tuple[int, Any, BaseException | None]]
@@ -139,10 +139,6 @@ def _finish(index: int, piece: Callable[[], Any], done: _Outcomes) -> None:
         done.put((index, None, error))
 
 
-_LOG = logging.getLogger(__name__)
-_PACK_FOR_ROWS = 8  # rows that oneDNN plans the order for; decode batches are about this large
-
-
 class Linear:
     """y = x @ weight.T + bias.
 
@@ -154,13 +150,14 @@ class Linear:
         has_bias: Whether there is a bias.
         dtype: Type of weight, bias, x and y.
         device: Where they live.
-        workers: Share the rows of a packed weight; None leaves it to the caller's thread.
+        library: Kernels that read the weight packed, if it is bfloat16; None for plain PyTorch.
         kept: Keeps the weight quantised if it can; None dequantises.
         parts: Rows of each matrix in it that others follow, or that executors share.
 
     Attributes:
-        weight: [out_features, in_features]; empty once ``finish`` has packed it, and if it is kept.
-        bias: [out_features], or None.
+        weight: [out_features, in_features]; packed, once ``finish`` has done so; empty if it is kept.
+        bias: [out_features], or None; as the kernel takes it, likewise.
+        is_packed: Whether they are.
     """
 
     def __init__(
@@ -171,7 +168,7 @@ class Linear:
         has_bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
-        workers: WorkerPool | None = None,
+        library: Library | None = None,
         kept: KeptLinears | None = None,
         parts: Sequence[int] = (),
     ) -> None:
@@ -184,8 +181,8 @@ class Linear:
         num_plain = out_features if self._kept_weight is None else 0
         self.weight = torch.empty(num_plain, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if has_bias else None
-        self._workers = workers or WorkerPool(1)
-        self._packed: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.is_packed = False
+        self._library = library
 
     @property
     def filled(self) -> Weight:
@@ -199,7 +196,7 @@ class Linear:
         return self._kept_weight.split(sizes)
 
     def finish(self, weight: torch.Tensor | None = None) -> None:
-        """Packs the weight if this device can, and drops the plain copy.
+        """Packs weight and bias for the kernel, if there is one.
 
         Args:
             weight: Takes the place of ``self.weight``; for a weight that another layer owns.
@@ -208,45 +205,22 @@ class Linear:
             self.weight = weight
         if self._kept_weight is not None:
             return
-        weights = self.weight.chunk(self._workers.size)
-        biases = [None] * len(weights) if self.bias is None else self.bias.chunk(len(weights))
-        packed = [_pack(*part) for part in zip(weights, biases, strict=True)]
-        self._packed = [product for product in packed if product is not None]
-        if self._packed:
-            self.weight = self.weight.new_empty(0, self.in_features)
+        if self._library is None or self.weight.dtype is not torch.bfloat16:
+            return
+        if self.in_features % 2:
+            _LOG.warning("no_kernel_for_odd_width", width=self.in_features, running="PyTorch's")
+            return
+        self.weight = pack(self.weight)
+        self.bias = None if self.bias is None else pad_bias(self.bias)
+        self.is_packed = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [N, out_features] for x [N, in_features]. N may be 0."""
-        if not self._packed:
-            if self._kept is not None and self._kept_weight is not None:
-                return self._kept.run(x, self._kept_weight, self.bias)
-            return F.linear(x, self.weight, self.bias)
-        if x.shape[0] == 0:  # oneDNN refuses to plan for no rows
-            return x.new_empty(0, self.out_features)
-        if len(self._packed) == 1:
-            return self._packed[0](x)
-        return torch.cat(self._workers.run([partial(product, x) for product in self._packed]), -1)
-
-
-def _pack(
-    weight: torch.Tensor, bias: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Returns the product with a packed weight, or None where oneDNN has none to offer."""
-    if weight.device.type != "cpu":
-        return None
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
-        run = torch.ops.mkldnn._linear_pointwise.default
-        run(weight.new_zeros(1, weight.shape[1]), packed, bias, "none", [], "")
-    except (AttributeError, RuntimeError) as error:
-        _LOG.warning("no packed weights on this CPU, running slower without: %s", error)
-        return None
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = run(x, packed, bias, "none", [], "")
-        return y
-
-    return product
+        if self._library is not None and self.is_packed:
+            return linear(self._library, x, self.weight, self.out_features, self.bias)
+        if self._kept is not None and self._kept_weight is not None:
+            return self._kept.run(x, self._kept_weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Embedding:
@@ -275,7 +249,7 @@ class LMHead:
         communicator: Joins the executors of this DP rank.
         dtype: Type of weights and hidden states.
         device: Where they live.
-        workers: Share the product.
+        library: Kernels of the product; None for plain PyTorch.
     """
 
     def __init__(
@@ -286,14 +260,14 @@ class LMHead:
         communicator: AttnTpCommunicator,
         dtype: torch.dtype,
         device: torch.device,
-        workers: WorkerPool,
+        library: Library | None,
     ) -> None:
         self.vocab_size = vocab_size
         num_rows = vocab_slice(vocab_size, communicator.size)
         start = num_rows * communicator.topology.attn_tp_rank
         self._rows = range(start, start + num_rows)
         self._communicator = communicator
-        self._linear = Linear(hidden_size, num_rows, dtype=dtype, device=device, workers=workers)
+        self._linear = Linear(hidden_size, num_rows, dtype=dtype, device=device, library=library)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 logits [L, V] of hidden states [L, D].

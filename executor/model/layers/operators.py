@@ -1,7 +1,7 @@
 """Operators between a model's matrix products: norms, rotation and activation, for any device.
 
 A model is given one object with these methods, so that it is written once. ``TorchOperators`` runs
-anywhere and is what ``FlashInferOperators`` must match.
+anywhere and is what the others must match.
 
     T token rows    H query heads    N KV heads    D head width    F hidden width of a gated MLP
 """
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from executor.model.cpu_kernels.elementwise import LANES, add_rms_norm, rms_norm, silu_and_mul
+from executor.model.cpu_kernels.library import Library
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.spec import Llama3Scaling, RopeSpec, Yarn
 
@@ -141,7 +143,7 @@ class TorchOperators:
     """
 
     def __init__(self, ropes: Sequence[RotaryEmbedding]) -> None:
-        self._ropes = ropes
+        self.ropes = ropes
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -158,7 +160,7 @@ class TorchOperators:
         return F.rms_norm(qk, (qk.shape[-1],), None, eps).mul_(weight)
 
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [rope.at(positions) for rope in self._ropes]
+        return [rope.at(positions) for rope in self.ropes]
 
     def rotate(
         self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -169,6 +171,36 @@ class TorchOperators:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+class CpuOperators(TorchOperators):
+    """The CPU's kernels, for bfloat16; PyTorch for sizes that are no multiple of 16.
+
+    Args:
+        library: The kernels.
+        ropes: Of the model.
+    """
+
+    def __init__(self, library: Library, ropes: Sequence[RotaryEmbedding]) -> None:
+        super().__init__(ropes)
+        self._library = library
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.shape[-1] % LANES:
+            return super().rms_norm(x, weight, eps)
+        return rms_norm(self._library, x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.shape[-1] % LANES:
+            return super().add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self._library, x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.shape[-1] % (2 * LANES):
+            return super().silu_and_mul(gate_up)
+        return silu_and_mul(self._library, gate_up)
 
 
 class FlashInferOperators:

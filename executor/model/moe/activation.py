@@ -1,24 +1,8 @@
 """Activation between the two products of an expert."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
-from executor.model.spec import ActivationSpec, ClampedSwiGlu
-
-# Takes gate and up, [.., F] each, which it may not overwrite, to [.., F].
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def activation_of(spec: ActivationSpec) -> Activation:
-    """Returns what computes it in plain PyTorch."""
-    return swiglu if spec is None else partial(clamped_swiglu, spec)
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate).mul_(up)
+from executor.model.spec import ClampedSwiGlu
 
 
 def clamped_swiglu(spec: ClampedSwiGlu, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

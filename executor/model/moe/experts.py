@@ -5,25 +5,22 @@ each: rows of gate and up, columns of down. What they compute adds up to the exp
 is what ``combine`` does. Dimensions as in ``layer.py``; F is what this executor holds of an expert.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from executor.model.layers.linear import Linear, WorkerPool
-from executor.model.moe.activation import activation_of
-from executor.model.moe.layer import ExpertBiases, MoERunner, StackedMoERunner
-from executor.model.moe.runner_torch import SmallExpertsRunner, TorchMoERunner, are_small
+from executor.model.moe.layer import ExpertBiases, StackedMoERunner
 from executor.model.spec import ActivationSpec, MoeSpec
 from executor.model.weights import KeptAs, KeptWeight, Part, Target, Weight, WeightGroup
 from executor.parallel.layout import Topology, share_of
 
 T = TypeVar("T")
 
-# Takes w13 [L, 2F, D], w2 [L, D, F], both kept or both plain, a kernel for silu(gate) * up or scratch memory, what takes the
-# place of that activation, and biases.
+# Takes w13 [L, 2F, D], w2 [L, D, F], both kept or both plain, a kernel for silu(gate) * up, scratch
+# memory or the CPU's kernels, what takes the place of that activation, and biases.
 NewRunner = Callable[[Any, Any, Any, ActivationSpec, ExpertBiases | None], StackedMoERunner]
 
 
@@ -103,80 +100,8 @@ class ExpertShare:
         return targets
 
 
-class PackedExperts:
-    """Each expert's products by themselves, packed for the CPU; small ones side by side as well.
-
-    Args:
-        spec: The layer's.
-        share: What this executor holds.
-        hidden_size: D.
-        workers: Share the experts of a step.
-
-    Attributes:
-        runner: Runs them, once all weight groups are filled.
-    """
-
-    def __init__(
-        self,
-        spec: MoeSpec,
-        share: ExpertShare,
-        hidden_size: int,
-        workers: WorkerPool,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        def linear(in_features: int, out_features: int, *, has_bias: bool) -> Linear:
-            return Linear(in_features, out_features, has_bias=has_bias, dtype=dtype, device=device)
-
-        count, size = len(share.experts), len(share.columns)
-        has_down_bias = spec.bias and share.adds_down_bias
-        activation = activation_of(spec.activation)
-        self._share = share
-        self._w13 = [linear(hidden_size, 2 * size, has_bias=spec.bias) for _ in share.experts]
-        self._w2 = [linear(size, hidden_size, has_bias=has_down_bias) for _ in share.experts]
-        self._side_by_side: tuple[Linear, Linear] | None = None
-        self._down_bias: torch.Tensor | None = None
-        self.runner: MoERunner = TorchMoERunner(self._w13, self._w2, workers, activation)
-        if are_small(count, hidden_size, size, dtype.itemsize):
-            w13 = linear(hidden_size, 2 * count * size, has_bias=spec.bias)
-            w2 = linear(count * size, hidden_size, has_bias=False)
-            self._side_by_side = w13, w2
-            if has_down_bias:
-                self._down_bias = torch.empty(count, hidden_size, dtype=dtype, device=device)
-            self.runner = SmallExpertsRunner(
-                w13, w2, count, self.runner, activation, self._down_bias
-            )
-
-    def weight_groups(self, prefix: str) -> list[WeightGroup]:
-        """Returns what the checkpoint must hold, under ``{prefix}{expert}.``."""
-        groups = []
-        for expert, w13, w2 in zip(self._share.experts, self._w13, self._w2, strict=True):
-            gate, up = w13.weight.chunk(2)
-            targets = self._share.targets(prefix, expert, gate, up, w2.weight)
-            if w13.bias is not None:
-                gate, up = w13.bias.chunk(2)
-                targets |= self._share.bias_targets(prefix, expert, gate, up, w2.bias)
-            groups.append(WeightGroup(targets, partial(_finish, w13, w2)))
-        if self._side_by_side is None:
-            return groups
-        together = {name: part for group in groups for name, part in group.targets.items()}
-        return [WeightGroup(together, self._finish_side_by_side)]
-
-    def _finish_side_by_side(self) -> None:
-        assert self._side_by_side is not None
-        w13, w2 = self._side_by_side
-        if w13.bias is not None:
-            w13.bias.copy_(_gates_then_ups(x.bias for x in self._w13 if x.bias is not None))
-        if self._down_bias is not None:
-            torch.stack([x.bias for x in self._w2 if x.bias is not None], out=self._down_bias)
-        w13.finish(_gates_then_ups(x.weight for x in self._w13))
-        w2.finish(torch.cat([linear.weight for linear in self._w2], dim=1))
-        _finish(*self._w13, *self._w2)
-
-
-class StackedExperts:
-    """All experts' weights in two tensors, for kernels that run all experts at once.
+class Experts:
+    """All experts' weights in two tensors, which what runs them arranges for itself.
 
     Args:
         spec: The layer's.
@@ -242,11 +167,9 @@ class StackedExperts:
         for weight in (w13, w2):
             if isinstance(weight, KeptWeight):
                 self.runner.arrange_kept(weight)
-        if isinstance(w13, torch.Tensor):
+        if isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor):
             w13.copy_(self.runner.arrange(w13))
-
-
-Experts = PackedExperts | StackedExperts
+            w2.copy_(self.runner.arrange_down(w2))
 
 
 def _halves(weight: Weight) -> Sequence[Weight]:
@@ -258,13 +181,3 @@ def _halves(weight: Weight) -> Sequence[Weight]:
 def _crop(weight: Weight, rows: int, columns: int) -> Weight:
     """Returns a matrix without its padding, which plain ones do not have."""
     return weight.crop(rows, columns) if isinstance(weight, KeptWeight) else weight
-
-
-def _gates_then_ups(of_experts: Iterable[torch.Tensor]) -> torch.Tensor:
-    gates_ups = zip(*(tensor.chunk(2) for tensor in of_experts), strict=True)
-    return torch.cat([tensor for part in gates_ups for tensor in part])
-
-
-def _finish(*linears: Linear) -> None:
-    for linear in linears:
-        linear.finish()

@@ -206,6 +206,11 @@ class StackedMoERunner(MoERunner):
         """Returns one expert's gate and up [2F, D] as the kernel reads them."""
         return w13
 
+    @staticmethod
+    def arrange_down(w2: torch.Tensor, /) -> torch.Tensor:
+        """Returns one expert's down [D, F] as the kernel reads it."""
+        return w2
+
     def arrange_kept(self, weight: KeptWeight) -> None:
         """Lays one expert's matrix, of gate and up or of down, as the kernel reads it, in place."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights that are kept")

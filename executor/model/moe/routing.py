@@ -8,6 +8,9 @@ Dimensions as in ``layer.py``.
 
 import torch
 
+from executor.model.cpu_kernels.elementwise import LANES
+from executor.model.cpu_kernels.library import Library
+from executor.model.cpu_kernels.route import RouterRule, route
 from executor.model.layers.linear import Linear
 from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores
 
@@ -20,6 +23,7 @@ class Router:
     Args:
         spec: The layer's.
         hidden_size: D.
+        library: Kernels for bfloat16 on the CPU; None for plain PyTorch.
         dtype: Type of the hidden states.
         device: Where it lives.
 
@@ -33,7 +37,13 @@ class Router:
     """
 
     def __init__(
-        self, spec: MoeSpec, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: MoeSpec,
+        hidden_size: int,
+        library: Library | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         router = spec.router
         check_groups(spec)
@@ -44,16 +54,31 @@ class Router:
             has_bias=router.bias,
             dtype=torch.float32 if router.in_float32 else dtype,
             device=device,
+            library=library,
         )
         self.correction: torch.Tensor | None = None
         if router.correction_bias:
             self.correction = torch.empty(spec.num_experts, dtype=torch.float32, device=device)
         self._spec = router
         self._top_k = spec.top_k
+        self._library = None if hidden_size % LANES else library
+        self._rule = RouterRule(
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            num_groups=router.num_groups,
+            num_kept_groups=router.num_kept_groups,
+            is_sigmoid=router.scores is Scores.SIGMOID,
+            sums_two=router.group_score is GroupScore.TOP2,
+            renormalise=router.renormalise,
+            factor=router.factor,
+        )
 
     def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns expert ids [T, K] int32 and weights [T, K] float32 of x [T, D]."""
-        logits_TE = self.gate(x_TD.float() if self._spec.in_float32 else x_TD)
+        gate = self.gate
+        if self._library is not None:
+            return route(self._library, x_TD, self._rule, gate.weight, gate.bias, self.correction)
+        logits_TE = gate(x_TD.float() if self._spec.in_float32 else x_TD)
         return choose_experts(logits_TE, self._top_k, self._spec, self.correction)
 
 

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from executor.model.layers.linear import Linear, WorkerPool
+from executor.model.cpu_kernels.library import Library
+from executor.model.layers.linear import Linear
 from executor.model.layers.linear_kept import KeptLinears
 from executor.model.layers.operators import Operators
 from executor.model.spec import SharedSpec
@@ -23,7 +24,7 @@ class SharedExpert:
         spec: Its sizes.
         hidden_size: D.
         operators: Of the model.
-        workers: Share its products.
+        library: Kernels of its products; None for plain PyTorch.
         kept: Keeps its weights quantised; None dequantises.
     """
 
@@ -32,18 +33,20 @@ class SharedExpert:
         spec: SharedSpec,
         hidden_size: int,
         operators: Operators,
-        workers: WorkerPool,
+        library: Library | None,
         kept: KeptLinears | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        linear = partial(Linear, dtype=dtype, device=device, workers=workers, kept=kept)
+        linear = partial(Linear, dtype=dtype, device=device, library=library, kept=kept)
         self._operators = operators
         self._size = size = spec.intermediate_size
         self._gate_up = linear(hidden_size, 2 * size, parts=(size,))
         self._down = linear(spec.intermediate_size, hidden_size)
-        self._scale = Linear(hidden_size, 1, dtype=dtype, device=device) if spec.gated else None
+        self._scale: Linear | None = None
+        if spec.gated:
+            self._scale = Linear(hidden_size, 1, dtype=dtype, device=device, library=library)
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Returns [T, D], in memory of its own."""

@@ -1,6 +1,6 @@
 """Times this executor's model against Transformers on the CPU, in one process, interleaved.
 
-    python -m tests.bench.executor.bench_cpu_model [--threads 2] [--workers 1] [--batches 1,8,32]
+    python -m tests.bench.executor.bench_cpu_model [--threads 2] [--batches 1,8,32]
 
 Both run the same random Qwen3-MoE of 703 M parameters in bfloat16. Prefill is one prompt of 512
 tokens; decode takes greedy steps of that many sequences, each after 512 tokens of random keys and
@@ -17,10 +17,7 @@ so. One thread is timed in CPU seconds, which leave out the time that neighbours
 several threads the machine must be quiet: a thread that waits for a core makes all others wait.
 
 Both share this process's OMP_WAIT_POLICY. Unset, waiting threads spin: both are fastest then, so
-that is the ratio to quote; this model leaves its operators to OpenMP (``--workers 1``). The
-executor itself sets PASSIVE and has as many workers as threads, which is the default here too if
-PASSIVE is set: Transformers then takes up to twice as long, this model a fifth longer in decode of
-one sequence and half as long again in prefill.
+that is the ratio to quote. The executor itself sets PASSIVE.
 """
 
 import os
@@ -54,16 +51,14 @@ NUM_LEFT_OUT = 2
 class Ours:
     """Prompts in a paged KV pool, one row each."""
 
-    def __init__(
-        self, model: Model, config: ModelSpec, batch_size: int, max_len: int, num_workers: int
-    ) -> None:
+    def __init__(self, model: Model, config: ModelSpec, batch_size: int, max_len: int) -> None:
         self._model = model
         self._attention = TorchAttention(
             attention_of(config).num_heads,
             attention_of(config).num_kv_heads,
             attention_of(config).head_dim,
             dtype=config.dtype,
-            num_workers=num_workers,
+            num_workers=None if is_passive() else 1,
         )
         self._pool = full_pool(kv_shape(config, BLOCK_SIZE, config.dtype), batch_size, max_len)
 
@@ -159,6 +154,10 @@ def make_checkpoint(path: Path) -> Any:
     return model
 
 
+def is_passive() -> bool:
+    return os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+
+
 def clock() -> Callable[[], float]:
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -170,12 +169,10 @@ def seconds(run: Callable[[], object]) -> float:
     return now() - started
 
 
-def time_prefill(
-    model: Model, config: ModelSpec, peer: Any, rounds: int, num_workers: int
-) -> list[list[float]]:
+def time_prefill(model: Model, config: ModelSpec, peer: Any, rounds: int) -> list[list[float]]:
     ids = torch.randint(0, config.vocab_size, (1, PROMPT_LEN))
     times: list[list[float]] = [[], []]
-    ours = Ours(model, config, 1, PROMPT_LEN, num_workers)
+    ours = Ours(model, config, 1, PROMPT_LEN)
     for _ in range(rounds + 1):
         theirs = Theirs(peer)
         times[0].append(seconds(lambda: ours.run([0], 0, ids)))
@@ -184,9 +181,9 @@ def time_prefill(
 
 
 def time_decode(
-    model: Model, config: ModelSpec, peer: Any, batch_size: int, steps: int, num_workers: int
+    model: Model, config: ModelSpec, peer: Any, batch_size: int, steps: int
 ) -> list[list[float]]:
-    ours = Ours(model, config, batch_size, PROMPT_LEN + steps, num_workers)
+    ours = Ours(model, config, batch_size, PROMPT_LEN + steps)
     theirs = Theirs(peer)
     rows = list(range(batch_size))
     fed = torch.randint(0, config.vocab_size, (steps, batch_size, 1))
@@ -221,30 +218,24 @@ def print_row(name: str, num_tokens: int, times: list[list[float]]) -> None:
 
 
 def main() -> None:
-    # Workers are the threads that share a layer of ours, rounds those of the prefill.
-    counts = {"threads": 2, "workers": int, "steps": 48, "rounds": 3}
+    counts = {"threads": 2, "steps": 48, "rounds": 3}  # rounds of the prefill
     options = parse_options(__doc__, batches=(1, 8, 32), **counts)
     torch.set_num_threads(options.threads)
-    is_passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-    workers = options.workers or (options.threads if is_passive else 1)
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
         peer = make_checkpoint(Path(directory))
         config = read_spec(directory)
-        kernels = cpu_kernels(config, dtype=config.dtype, num_workers=workers)
+        kernels = cpu_kernels(config, dtype=config.dtype)
         model = load_model(directory, config, kernels=kernels)
         kind = "CPU" if options.threads == 1 else "wall"
-        print(
-            f"{options.threads} threads, {workers} workers, bfloat16, {kind} time, "
-            f"medians over the whole batch"
-        )
+        print(f"{options.threads} threads, bfloat16, {kind} time, medians over the whole batch")
         print(
             f"{'':<12} {'ours ms':>9} {'peer ms':>9} {'ours t/s':>9} {'peer t/s':>9} {'ratio':>8} "
             f"{'generate ms':>11} {'ratio':>8}"
         )
-        times = time_prefill(model, config, peer, options.rounds, workers)
+        times = time_prefill(model, config, peer, options.rounds)
         print_row("prefill 512", PROMPT_LEN, times)
         for batch_size in options.batches:
-            times = time_decode(model, config, peer, batch_size, options.steps, workers)
+            times = time_decode(model, config, peer, batch_size, options.steps)
             times.append(time_generate(config, peer, batch_size, options.steps))
             print_row(f"decode B={batch_size}", batch_size, times)
 

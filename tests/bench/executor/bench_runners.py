@@ -52,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(Path(directory))
         config = read_spec(directory)
-    kernels = cpu_kernels(config, dtype=config.dtype, num_workers=1)
+    kernels = cpu_kernels(config, dtype=config.dtype)
     case = Case(config, SIZES, kernels, torch_attention, flat_weights(config, CPU), device=CPU)
     eager, decode = case.eager(), case.decode(EagerBackend())
     prefill = {kind: case.prefill(kind, EagerBackend()) for kind in ("breakable", "piecewise")}

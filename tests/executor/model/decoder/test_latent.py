@@ -13,7 +13,6 @@ from executor.batch.kv_pool import KVShape
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.latent import LatentAttention
 from executor.model.layers.attention_torch import TorchAttention
-from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import RotaryEmbedding, TorchOperators
 from executor.model.spec import MlaSpec, RopeSpec
 from executor.model.weights import load_weights
@@ -107,7 +106,7 @@ def new_layer(spec: MlaSpec, rank: int = 0, count: int = 1) -> LatentAttention:
     cpu = torch.device("cpu")
     rope = RopeSpec(rotary_dim=spec.qk_rope_head_dim, theta=THETA)
     rotary = RotaryEmbedding(rope, MAX_LEN, dtype=torch.float32, device=cpu)
-    kernels = Kernels(operators=TorchOperators([rotary]), new_experts=Any, workers=WorkerPool(1))
+    kernels = Kernels(operators=TorchOperators([rotary]), new_experts=Any)
     peers: Any = Peers.gathering(1)
     if count > 1:
         peers = Sharing(Topology(attn_tp_rank=rank, attn_tp_size=count))

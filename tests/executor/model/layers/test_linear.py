@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from executor.model.cpu_kernels.library import load
 from executor.model.layers.linear import Linear, WorkerPool
 
 
@@ -89,22 +90,23 @@ def test_shares_cover_everything_once_and_evenly(costs: list[int], size: int):
     assert largest <= sum(costs) / size + max(costs, default=0)
 
 
+@pytest.mark.parametrize("width", [64, 63])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_shared_product_equals_a_whole_one(dtype: torch.dtype, num_rows: int, has_bias: bool):
-    generator = torch.Generator().manual_seed(num_rows)
-    weight, bias = (torch.randn(size, generator=generator) for size in ((96, 64), (96,)))
-    x = torch.randn(num_rows, 64, generator=generator).to(dtype)
-    results = []
-    for workers in (WorkerPool(1), WorkerPool(2), WorkerPool(3)):
+def test_a_product_is_the_same_packed_or_not(dtype: torch.dtype, has_bias: bool, width: int):
+    """Only bfloat16 of an even width is packed."""
+    generator, results = torch.Generator().manual_seed(0), []
+    weight, bias = (torch.randn(size, generator=generator) for size in ((96, width), (96,)))
+    x = torch.randn(5, width, generator=generator).to(dtype)
+    for library in (None, load()):
         device = torch.device("cpu")
-        linear = Linear(64, 96, has_bias=has_bias, dtype=dtype, device=device, workers=workers)
+        linear = Linear(width, 96, has_bias=has_bias, dtype=dtype, device=device, library=library)
         linear.weight.copy_(weight)
         if linear.bias is not None:
             linear.bias.copy_(bias)
         linear.finish()
-        with workers.sharing(num_rows):
-            results.append(linear(x))
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+        is_packed = library is not None and dtype is torch.bfloat16 and width % 2 == 0
+        assert linear.is_packed is is_packed
+        assert linear(x[:0]).shape == (0, 96)
+        results.append(linear(x))
+    torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)

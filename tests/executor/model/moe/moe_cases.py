@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
+from executor.model.cpu_kernels.library import load
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.moe import experts
 from executor.model.moe.experts import Experts
 from executor.model.moe.layer import Dispatched, MoERunner
 from executor.model.spec import ClampedSwiGlu, ModelSpec, MoeSpec
@@ -18,7 +17,7 @@ from executor.model.weights.targets import Cut
 from executor.parallel.layout import Topology
 from tests.executor.support.experts import new_spec
 
-D, FF, NUM_EXPERTS, TOP_K = 16, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
+D, FF, NUM_EXPERTS, TOP_K = 32, 128, 5, 3  # a quarter of F is what CuTe-DSL takes at least
 MAX_ROWS = 40
 PREFIX = "experts."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,7 +63,7 @@ def _stacked(moe_runner: str) -> NewKernels:
 
 
 def _cpu(model: ModelSpec, ops: FlashInferOps | None) -> Kernels:
-    return cpu_kernels(model, dtype=model.dtype, num_workers=1)
+    return cpu_kernels(model, dtype=model.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +73,22 @@ class Kind:
     Attributes:
         new_kernels: Makes what the layers call.
         dtypes: What it can compute in.
-        is_small: Whether the CPU runs small experts side by side.
         takes_place: Whether it writes where the dispatcher says.
     """
 
     new_kernels: NewKernels
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    is_small: bool = False
     takes_place: bool = False
 
     def new(
         self, model: ModelSpec, ops: FlashInferOps | None, topology: Topology, **spec: Any
     ) -> Experts:
         """Returns an executor's experts, not filled yet. ``spec`` are fields of their MoeSpec."""
-        with patch.object(experts, "are_small", lambda *sizes: self.is_small):
-            return self.new_kernels(model, ops).new_experts(moe_spec(model, **spec), topology)
+        return self.new_kernels(model, ops).new_experts(moe_spec(model, **spec), topology)
 
 
 KINDS = {
-    "torch": Kind(_cpu),
-    "torch, small": Kind(_cpu, is_small=True),
+    "cpu": Kind(_cpu, dtypes=(torch.bfloat16,), takes_place=load() is not None),
     "grouped": Kind(_stacked("grouped")),
     "cutlass": Kind(_stacked("cutlass"), takes_place=True),
     "cutedsl": Kind(_stacked("cutedsl"), dtypes=(torch.bfloat16,), takes_place=True),

@@ -109,7 +109,7 @@ def both(
         max_moe_rows=MAX_ROWS,
         keeping=Keeping(experts=weight_format.kept_as),
     )
-    plain = cpu_kernels(spec, dtype=torch.float32, num_workers=1)
+    plain = cpu_kernels(spec, dtype=torch.float32)
     topology = topology or Topology()
     kept_experts, plain_experts = (x.new_experts(moe, topology) for x in (kept, plain))
     return load(kept_experts, folder, name), load(plain_experts, folder, name)

@@ -14,23 +14,18 @@ import torch
 from safetensors.torch import save_file
 
 from executor.graph.backend import ShapeKey
-from executor.model.decoder.kernels import cpu_kernels
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.linear import Linear
 from executor.model.moe import runner_grouped
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.moe.runner_torch import SmallExpertsRunner
 from executor.model.weights import load_weights
 from executor.parallel.layout import Topology
 from tests.executor.model.moe.moe_cases import (
     CASES,
     CLAMPED,
-    CPU,
     DTYPES,
     FF,
     KINDS,
     MAX_ROWS,
-    NUM_EXPERTS,
     OPTIONS,
     PREFIX,
     TOLERANCES,
@@ -126,7 +121,7 @@ TOO_MANY, TOO_FEW = r"41 rows; the \w+ is for 40", rf"2 experts; the \w+ is for 
 
 
 @pytest.mark.parametrize("problem", ["is for other rows", "is not dense", TOO_MANY, TOO_FEW])
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.takes_place])
+@pytest.mark.parametrize("name", ["cutlass", "cutedsl"])
 def test_rows_and_places_that_do_not_fit_are_refused(name: str, problem: str, ops_of: Any) -> None:
     runner = new_runner(KINDS[name], checkpoint(torch.bfloat16), ops_of(name))
     num_rows = MAX_ROWS + 1 if problem == TOO_MANY else 4
@@ -273,57 +268,6 @@ def test_what_a_grouped_product_leaves_in_unused_rows_reaches_nobody(
     for case in ("some elsewhere", "all elsewhere", "one row, some elsewhere", "padding between"):
         dispatched = CASES[case](dtype)
         assert_right(runner.run(dispatched), tensors, dispatched)
-
-
-# On the CPU.
-
-
-@pytest.mark.parametrize("num_workers", [2, 3, NUM_EXPERTS + 2])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_workers_change_no_bit(case: str, dtype: torch.dtype, num_workers: int) -> None:
-    dispatched, results = CASES[case](dtype), []
-    for size in (1, num_workers):
-        kernels = cpu_kernels(config(dtype), dtype=dtype, num_workers=size)
-        runner = new_runner(Kind(lambda *_, made=kernels: made), checkpoint(dtype), None)
-        with kernels.workers.sharing(num_rows=33):
-            results.append(runner.run(dispatched))
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize(
-    ("layer", "few"),
-    [((8, 128, 128), range(1, 129)), ((16, 256, 256), range(2, 33)), ((2, 512, 512), range(2, 9))],
-    ids=str,
-)
-def test_small_experts_hand_on_passes_that_an_expert_at_a_time_runs_faster(
-    layer: tuple[int, int, int], few: range
-) -> None:
-    num_experts, hidden_size, size = layer
-
-    class OneByOne:
-        def run(self, dispatched: Any) -> torch.Tensor:
-            handed_on.append(len(dispatched.x_RD))
-            return torch.empty(0)
-
-    def linear(in_features: int, out_features: int) -> Linear:
-        made = Linear(in_features, out_features, dtype=torch.bfloat16, device=CPU)
-        made.weight.zero_()
-        return made
-
-    handed_on: list[int] = []
-    runner = SmallExpertsRunner(
-        linear(hidden_size, 2 * num_experts * size),
-        linear(num_experts * size, hidden_size),
-        num_experts,
-        OneByOne(),
-    )
-    tried = [0, 1, 2, few.stop - 1, few.stop, 1000]
-    for num_rows in tried:
-        dispatched = routed(num_rows, 0, 2, torch.bfloat16)
-        dispatched.x_RD = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16)
-        runner.run(dispatched)
-    assert handed_on == [num_rows for num_rows in tried if num_rows not in few]
 
 
 # What is refused.

@@ -219,7 +219,7 @@ def test_one_dimension_that_does_not_fit_is_enough(shape: tuple[int, ...]) -> No
 
 def test_weights_that_do_not_fit_one_another_are_refused(ops: FlashInferOps) -> None:
     w13, w2 = torch.zeros(2, 16, D).bfloat16(), torch.zeros(3, D, 32).bfloat16()
-    message = r"is \[2, 16, 16\] and w2 \[3, 16, 32\]: need \[L, 2F, D\] and \[L, D, F\]"
+    message = r"is \[2, 16, 32\] and w2 \[3, 32, 32\]: need \[L, 2F, D\] and \[L, D, F\]"
     with pytest.raises(ValueError, match=message):
         GroupedMMRunner(w13, w2, lambda x: x)
     with pytest.raises(ValueError, match=message):

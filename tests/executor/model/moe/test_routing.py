@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from executor.model.layers.linear import WorkerPool
 from executor.model.layers.operators import TorchOperators
 from executor.model.moe.routing import Router, choose_experts
 from executor.model.moe.shared import SharedExpert
@@ -167,7 +166,7 @@ def test_a_shared_expert_is_a_gated_mlp(gated: bool) -> None:
         SharedSpec(intermediate_size=24, gated=gated),
         16,
         TorchOperators([]),
-        WorkerPool(1),
+        None,
         dtype=torch.float32,
         device=CPU,
     )

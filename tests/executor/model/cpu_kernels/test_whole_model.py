@@ -1,0 +1,37 @@
+"""If this fails, an executor answers otherwise for the tile that its CPU runs, or without kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.model.cpu_kernels import library
+from tests.executor.support.checkpoints import VOCAB_SIZE, reference_logits, save_qwen3_moe
+from tests.executor.support.serving import Rank
+
+PROMPT = torch.randint(3, VOCAB_SIZE, (37,), generator=torch.Generator().manual_seed(0)).tolist()
+OFF = 0.15  # logits have a standard deviation of 1; bfloat16 keeps 8 bits, through two layers
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """Returns a model in bfloat16 that all kernels take, and its logits in float32.
+
+    Every token goes to all experts: rounding may choose others, whose results are far off.
+    """
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"moe_intermediate_size": 32, "head_dim": 32, "num_experts_per_tok": 4}
+    model = save_qwen3_moe(path, "tied", dtype=torch.bfloat16, **sizes)
+    return path, reference_logits(model.float(), PROMPT)
+
+
+@pytest.mark.parametrize("choice", [*library.TILES, "off"])
+def test_every_tile_and_plain_pytorch_give_the_same_logits(
+    checkpoint: tuple[Path, torch.Tensor], choice: str, monkeypatch: pytest.MonkeyPatch
+):
+    path, expected = checkpoint
+    monkeypatch.setenv(library.CHOICE, choice)
+    if choice != "off" and library.load() is None:
+        pytest.skip(f"{choice} does not run here")
+    logits = Rank(path).step({0: PROMPT})[0]
+    assert (logits - expected).abs().max() < OFF * expected.std()
