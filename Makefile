@@ -24,7 +24,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench gpu protos lock venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -40,6 +40,7 @@ help:
 	@echo "             ARGS='OLD .' attacks the checkout in OLD, too"
 	@echo "make check   ruff, mypy and buf"
 	@echo "make bench   benchmarks on this machine"
+	@echo "make sanitize  tests of the CPU kernels under AddressSanitizer and UBSan"
 	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
 	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
@@ -83,6 +84,14 @@ sim: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m tests.bench $(ARGS)
 
+# Sanitizers must be there before Python is, as must what throws PyTorch's exceptions.
+SANITIZERS = -fsanitize=address,undefined -fno-sanitize-recover=undefined -g
+sanitize: $(DEV)
+	LOCKSTEP_CPU_KERNELS_FLAGS="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(for name in \
+		libasan.so libubsan.so libstdc++.so.6; do g++ -print-file-name=$$name; done | xargs)" \
+		$(PYTEST) tests/executor/model/cpu_kernels --deselect \
+		tests/executor/model/cpu_kernels/test_library.py $(ARGS)
+
 gpu: $(DEV)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
@@ -118,6 +127,7 @@ $(BIN)/python:
 
 $(RUN): pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) run
+	@$(BIN)/python -m executor.model.cpu_kernels
 	@touch $@
 
 $(DEV): $(RUN) deploy/requirements-flashinfer.txt

@@ -3,6 +3,11 @@
 #     docker build -f deploy/docker/executor-cpu.Dockerfile -t lockstep-executor-cpu .
 
 FROM python:3.12-slim AS build
+# Versions of system packages go with the base image's release.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY deploy/docker/executor-cpu.lock deploy/docker/torch-cpu.txt ./
 # One index for each step: of two, pip takes the higher version, and anybody may upload to one.
@@ -14,12 +19,17 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY executor executor
 RUN /opt/venv/bin/pip install --no-index --no-deps --no-build-isolation .
+# For every CPU that the image may run on.
+ENV LOCKSTEP_CPU_KERNELS_CACHE=/opt/cpu_kernels
+RUN /opt/venv/bin/python -m executor.model.cpu_kernels avx512 avx2
 
 FROM python:3.12-slim
 ENV PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1
+    PYTHONDONTWRITEBYTECODE=1 \
+    LOCKSTEP_CPU_KERNELS_CACHE=/opt/cpu_kernels
 RUN useradd --uid 65532 --user-group --no-create-home --shell /usr/sbin/nologin lockstep
 COPY --from=build /opt/venv /opt/venv
+COPY --from=build /opt/cpu_kernels /opt/cpu_kernels
 COPY deploy/demo_model /opt/demo_model
 # Not /tmp: Python takes modules from where it starts, and whoever can write there is it then.
 WORKDIR /opt

@@ -5,6 +5,7 @@ settings, checkpoints ─▶ blueprint ─▶ model ─────┐
                                       attention ─┘                    drafts ─┘
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -64,6 +65,7 @@ def build_worker(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    _warn_of_many_threads()
     blueprint = Blueprint.of(config)
     device = open_device(config, blueprint.dtype)
     lines = _logged(budget_table(blueprint.budget))
@@ -331,3 +333,9 @@ def _log_loaded(blueprint: Blueprint, device: Device, kv_pool: KVPool) -> None:
             kv_bytes_per_token=kv_pool.bytes_per_block // kv_pool.block_size,
             instead="more dp_size keeps each sequence's latents once",
         )
+
+
+def _warn_of_many_threads() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if torch.get_num_threads() > (cores or 1):
+        log.warning("more_threads_than_cores", threads=torch.get_num_threads(), cores=cores)

@@ -125,7 +125,7 @@ def load_tile(tile: str) -> Library:
         NoKernels: They cannot be built or loaded.
     """
     try:
-        kernels = ctypes.CDLL(str(_cached(tile)))
+        kernels = ctypes.CDLL(str(built(tile)))
         for name, arguments in SIGNATURES.items():
             function = getattr(kernels, name)
             function.argtypes = [_TYPES[kind] for kind in arguments]
@@ -135,36 +135,53 @@ def load_tile(tile: str) -> Library:
     return kernels
 
 
-def _cached(tile: str) -> Path:
-    compiler = _compiler()
+def built(tile: str) -> Path:
+    """Returns a tile's library, which this CPU need not run; compiles it if the cache has none.
+
+    Raises:
+        NoKernels: It cannot be compiled.
+    """
+    compiler, folder = _compiler(), _cache_folder()
     sources = _digest(tile, *_flags(tile), *(p.read_text() for p in sorted(_SOURCES.iterdir())))
-    folder = _cache_folder()
     if compiler is None:  # an image without one: any that was built of these sources
-        for path in sorted(folder.glob(f"{tile}-{sources}-*.so")):
-            if _is_whole(path):
-                return path
-        raise NoKernels(f"no {_COMPILER} here, and nothing built in {folder}")
-    path = folder / f"{tile}-{sources}-{_digest(compiler)}.so"
+        found = [path for path in folder.glob(f"{tile}-{sources}-*.so") if _is_whole(path)]
+        if not found:
+            raise NoKernels(f"no {_COMPILER} here, and nothing built in {folder}")
+        return min(found)
+    name = f"{tile}-{sources}-{_digest(compiler)}.so"
+    if _is_whole(folder / name):
+        return folder / name
+    folder = _writable(folder)
+    path = folder / name
     with _lock(folder):
         if path.exists() and not _is_whole(path):
             _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
-            path.unlink()
-        if not path.exists():
+        if not _is_whole(path):
             _build(tile, path)
     return path
 
 
 def _cache_folder() -> Path:
-    """Returns a folder of this user's that can be written; read-only is enough without a compiler."""
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(os.environ.get(CACHE) or Path(home, "lockstep", "cpu_kernels"))
+    return Path(os.environ.get(CACHE) or Path(home, "lockstep", "cpu_kernels"))
+
+
+def _writable(folder: Path) -> Path:
+    """Returns the folder, or one for this process if it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="lockstep-cpu-kernels-"))
-    if _compiler() is None or os.access(folder, os.W_OK):
-        return folder
-    return Path(tempfile.mkdtemp(prefix="lockstep-cpu-kernels-"))
+        pass
+    _LOG.warning("cpu_kernels_not_kept", folder=str(folder), problem="it cannot be written")
+    return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder that ends with the process."""
+    return tempfile.TemporaryDirectory(prefix="lockstep-cpu-kernels-")
 
 
 @contextmanager
@@ -211,7 +228,9 @@ def _run(*command: str | Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a library is as it was built: what is cut short would end the process."""
+    """Returns whether it is there as it was built: what is cut short would end the process."""
+    if not path.exists():
+        return False
     content = path.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 

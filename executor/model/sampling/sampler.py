@@ -20,6 +20,8 @@ import torch
 from executor.batch.columns import BoolArray, Int64Array
 from executor.batch.read_step import PARAMETER_WIDTH, RowStarts
 from executor.batch.staging import to_device
+from executor.model.cpu_kernels.elementwise import arg_max
+from executor.model.cpu_kernels.library import load
 from executor.model.sampling.fixed_shape import Filters, sample_rows
 from executor.model.sampling.logits import (
     RowParameters,
@@ -73,6 +75,7 @@ class Sampler:
         filters: Filters | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self._library = load() if self.device.type == "cpu" else None
         self._agree = agree
         self._filters = filters
         self.vocab_size = vocab_size
@@ -206,13 +209,13 @@ class Sampler:
         behind each of its drafts. Its penalties are then exact only for the first.
         """
         if not self._stages[rows].any():
-            return logits.argmax(dim=-1)
+            return self._likeliest(logits)
         stages = self._stages_at(rows, seq_lens)
         positions = self._index(seq_lens) if positions is None else positions
         if stages.all():
             edited = self._edit(logits.to(torch.float32, copy=True), stages, at)
             return self._choose(edited, stages, at, positions)
-        tokens = logits.argmax(dim=-1)
+        tokens = self._likeliest(logits)
         special = np.flatnonzero(stages)
         if special.size:
             members, stages = self._index(special), stages[special]
@@ -250,6 +253,11 @@ class Sampler:
         if is_counted.any():
             members = self._index(np.flatnonzero(is_counted))
             self._output_counts[at[members], tokens[members]] += 1
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._library is None or logits.dtype is not torch.float32:
+            return logits.argmax(dim=-1)
+        return arg_max(self._library, logits)
 
     def _stages_at(self, rows: Int64Array, seq_lens: Int64Array) -> Stages:
         """Returns the stages of rows, [S]: tokens come back when a sequence is long enough."""
@@ -305,7 +313,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Draws each row's token among its ``width`` likeliest; None: among all of them."""
         if width == 1:
-            return x.argmax(dim=-1)
+            return self._likeliest(x)
         p = self.parameters.at(at)
         x, uniform = temper(x, p["temperature"]), uniform_samples(p["seed"], positions)
         if width is None:

@@ -18,7 +18,7 @@ SOURCES = Path(library.__file__).with_name("src")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Returns the folder of an empty cache, with a compiler that is there at once: it copies."""
-    real = library._cached(library.choose("avx2"))
+    real = library.built(library.choose("avx2"))
     compiler = tmp_path / "bin" / library._COMPILER
     compiler.parent.mkdir()
     compiler.write_text(
@@ -88,6 +88,20 @@ def test_an_image_without_a_compiler_takes_what_was_built_for_it(
     forget()
     with pytest.raises(library.NoKernels, match="no g\\+\\+ here"):
         library.load_tile("avx2")
+
+
+def test_a_cache_that_cannot_be_written_is_read_and_else_made_do_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as lines:
+        patch.setattr(os, "access", lambda *_: False)
+        library.load_tile("avx2")
+    assert [line["event"] for line in lines] == ["cpu_kernels_not_kept", "cpu_kernels_built"]
+    monkeypatch.setenv(library.CACHE, str(library._own_folder().name))
+    forget()
+    with structlog.testing.capture_logs() as lines:
+        assert library.built("avx2").parent == Path(library._own_folder().name)
+    assert not lines
 
 
 def test_a_compiler_that_fails_says_what_it_said(folder: Path, monkeypatch: pytest.MonkeyPatch):
