@@ -7,7 +7,8 @@ import torch
 from executor.model.cpu_kernels.library import Library
 from executor.model.cpu_kernels.linear import PANEL, pack
 
-_HALF = PANEL // 2  # a panel of w13 has so many columns of gate, then as many of up
+HIDDEN_MULTIPLE = PANEL  # of D
+INTERMEDIATE_MULTIPLE = PANEL // 2  # of F: a panel has so many columns of gate, then as many of up
 
 
 class Activation(NamedTuple):
@@ -16,15 +17,6 @@ class Activation(NamedTuple):
     alpha: float = 1.0
     limit: float = float("inf")
     up_offset: float = 0.0
-
-
-def misfit(hidden_size: int, intermediate_size: int) -> str | None:
-    """Returns why experts of these sizes, D and F, cannot be packed; None if they can."""
-    if hidden_size % PANEL:
-        return f"D={hidden_size} is no multiple of {PANEL}"
-    if intermediate_size % _HALF:
-        return f"F={intermediate_size} is no multiple of {_HALF}"
-    return None
 
 
 def pack_gate_up(w13: torch.Tensor) -> torch.Tensor:
@@ -39,7 +31,7 @@ def pack_down(w2: torch.Tensor) -> torch.Tensor:
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns gates then ups [2F, ..] as 16 of one and 16 of the other in turn, dense."""
-    by_halves = gate_up.reshape(2, -1, _HALF, *gate_up.shape[1:])
+    by_halves = gate_up.reshape(2, -1, INTERMEDIATE_MULTIPLE, *gate_up.shape[1:])
     return by_halves.transpose(0, 1).reshape(gate_up.shape)
 
 

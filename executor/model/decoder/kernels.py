@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from executor.model.cpu_kernels.library import Library, load
-from executor.model.cpu_kernels.moe import misfit
+from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
 from executor.model.flashinfer.operators import MAX_FP8_MOE_ROWS, FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.layers.linear_kept import KeptLinears
@@ -93,19 +93,28 @@ def cpu_kernels(
     if library is not None:
         operators = CpuOperators(library, operators.ropes)
 
-    def new_experts(moe: MoeSpec, topology: Topology) -> Experts:
-        share = ExpertShare.of(topology, moe)
-        kind: NewRunner = GroupedMMRunner
-        tool: Any = operators.silu_and_mul
-        if library is not None:
-            problem = misfit(spec.hidden_size, len(share.columns))
-            if problem is None:
-                kind, tool = CpuMoERunner, library
-            else:
-                _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
-        return Experts(moe, share, spec.hidden_size, kind, tool, dtype=dtype, device=device)
-
-    return Kernels(operators=operators, new_experts=new_experts, library=library)
+    kind: NewRunner = GroupedMMRunner
+    tool: Any = operators.silu_and_mul
+    multiple = 16 // dtype.itemsize  # of a grouped product
+    if library is not None and spec.hidden_size % HIDDEN_MULTIPLE == 0:
+        kind, tool, multiple = CpuMoERunner, library, INTERMEDIATE_MULTIPLE
+    elif library is not None:
+        problem = f"hidden_size={spec.hidden_size} is no multiple of {HIDDEN_MULTIPLE}"
+        _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
+    return Kernels(
+        operators=operators,
+        new_experts=lambda moe, topology: Experts(
+            moe,
+            ExpertShare.of(topology, moe),
+            spec.hidden_size,
+            kind,
+            tool,
+            multiple=multiple,
+            dtype=dtype,
+            device=device,
+        ),
+        library=library,
+    )
 
 
 def stacked_kernels(

@@ -110,6 +110,7 @@ class Experts:
         kind: What runs them.
         tool: Its third argument, which all layers share.
         kept_as: How their weights are kept; None dequantises.
+        multiple: Columns of an expert are filled up with zeros to a multiple of it, if it is not kept.
 
     Attributes:
         runner: Runs them, once all weight groups are filled.
@@ -123,6 +124,7 @@ class Experts:
         kind: NewRunner,
         tool: Any,
         kept_as: KeptAs | None = None,
+        multiple: int = 1,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -133,8 +135,10 @@ class Experts:
         self._w13: Weight
         self._w2: Weight
         if kept_as is None:
-            self._w13 = torch.empty(count, 2 * size, hidden, dtype=dtype, device=device)
-            self._w2 = torch.empty(count, hidden, size, dtype=dtype, device=device)
+            new = torch.zeros if size % multiple else torch.empty
+            size = -(-size // multiple) * multiple
+            self._w13 = new(count, 2 * size, hidden, dtype=dtype, device=device)
+            self._w2 = new(count, hidden, size, dtype=dtype, device=device)
         else:
             size, hidden = kept_as.padded(size), kept_as.padded(hidden)
             self._w13 = KeptWeight.zeros(kept_as, count, 2 * size, hidden, device=device)
@@ -179,5 +183,7 @@ def _halves(weight: Weight) -> Sequence[Weight]:
 
 
 def _crop(weight: Weight, rows: int, columns: int) -> Weight:
-    """Returns a matrix without its padding, which plain ones do not have."""
-    return weight.crop(rows, columns) if isinstance(weight, KeptWeight) else weight
+    """Returns a matrix without its padding."""
+    if isinstance(weight, KeptWeight):
+        return weight.crop(rows, columns)
+    return weight[:rows, :columns]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from executor.model.cpu_kernels.moe import (
     Activation,
     interleave,
-    misfit,
     moe,
     pack_down,
     pack_gate_up,
@@ -134,9 +133,3 @@ def test_a_row_that_is_not_finite_stays_alone(kernels: ctypes.CDLL):
     y = case.run(kernels, x, ids, weights)
     assert y[2].isnan().all()
     assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]])
-
-
-def test_sizes_that_no_panel_fits_are_told():
-    assert misfit(64, 32) is None
-    assert misfit(72, 32) == "D=72 is no multiple of 32"
-    assert misfit(64, 24) == "F=24 is no multiple of 16"
