@@ -54,7 +54,7 @@ SIGNATURES = {
     "add_norm": "pipppiif",
     "arg_max": "pipii",
     "attention": "ppp",
-    "linear": "pipppiii",
+    "linear": "piipppiiii",
     "moe": "ppppppppiiiiifff",
     "route": "pippppppiiiiiiiiif",
     "silu_and_mul": "ppii",

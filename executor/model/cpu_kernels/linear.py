@@ -1,4 +1,4 @@
-"""Matrix product with a packed weight."""
+"""Matrix products with packed weights: one weight for all, or one for each head."""
 
 import torch
 
@@ -50,18 +50,50 @@ def linear(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    num_rows, width = x.shape
+    y = x.new_empty(len(x), out_features)
+    _run(kernels, x, 1, 0, weight, bias, y)
+    return y
+
+
+def linear_of_heads(
+    kernels: Library, x: torch.Tensor, weight: torch.Tensor, out_features: int
+) -> torch.Tensor:
+    """Returns each head's x @ weight.T, bfloat16 [T, H, N].
+
+    Args:
+        kernels: From ``library.load``.
+        x: bfloat16 [T, H, K].
+        weight: From ``pack``, of [H, N, K].
+        out_features: N.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    y = x.new_empty(*x.shape[:2], out_features)
+    _run(kernels, x, x.shape[1], x.stride(1), weight, None, y)
+    return y
+
+
+def _run(
+    kernels: Library,
+    x: torch.Tensor,
+    num_heads: int,
+    head_stride: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    width = x.shape[-1]
     assert x.dtype is torch.bfloat16
-    assert width == 2 * weight.shape[1], "the weight is of another width"
-    y = x.new_empty(num_rows, out_features)
+    assert width == 2 * weight.shape[-3], "the weight is of another width"
     kernels.linear(
         x.data_ptr(),
         x.stride(0),
+        head_stride,
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        num_rows,
+        len(x),
+        num_heads,
         width,
-        out_features,
+        y.shape[-1],
     )
-    return y

@@ -22,7 +22,7 @@ import torch
 from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import PLAIN, AttentionCall
-from executor.model.layers.linear import Linear
+from executor.model.layers.linear import HeadLinear, Linear
 from executor.model.layers.linear_kept import BLOCK_ROWS
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
@@ -74,7 +74,6 @@ class LatentAttention:
                 "projections of attention", f"rope turns rows across scales, of {BLOCK_ROWS} each"
             )
         linear = kernels.linear(dtype=dtype, device=device, keeps=keeps)
-        zeros = partial(torch.zeros, dtype=dtype, device=device)
         norm = partial(RMSNorm, eps=spec.latent_norm_eps, operators=kernels.operators)
         q_size = self.num_heads * self._q_width
         self.q_a_size = q_size if spec.q_lora_rank is None else spec.q_lora_rank
@@ -88,8 +87,9 @@ class LatentAttention:
             self.q_a_norm = norm(spec.q_lora_rank, dtype=dtype, device=device)
             self.q_b_proj = linear(spec.q_lora_rank, q_size, parts=(q_size,))
         self.kv_a_norm = norm(spec.kv_lora_rank, dtype=dtype, device=device)
-        self.w_uk = zeros(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
-        self.w_uv = zeros(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
+        of_heads = partial(HeadLinear, dtype=dtype, device=device, library=kernels.library)
+        self.w_uk = of_heads(self.num_heads, spec.qk_nope_head_dim, spec.kv_lora_rank)
+        self.w_uv = of_heads(self.num_heads, spec.kv_lora_rank, spec.v_head_dim)
         # The executors' products are summed, so the first one adds the bias.
         has_bias = spec.bias and peers.topology.attn_tp_rank == 0
         self.o_proj = linear(self.num_heads * spec.v_head_dim, hidden_size, has_bias=has_bias)
@@ -110,14 +110,14 @@ class LatentAttention:
         # Dense, as the kernels want it: a slice of wider heads would be copied and the copy turned.
         qk = torch.cat((q_rope, k_rope.unsqueeze(1)), dim=1)
         q_rope, turned = self.operators.rotate(qk, self.num_heads, rotations[spec.rope])
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)
+        absorbed = self.w_uk(q_nope)
         keys = torch.cat((self.kv_a_norm(latents).unsqueeze(1), turned), dim=-1)
         return AttentionCall(torch.cat((absorbed, q_rope), dim=-1), keys, None, self.layer_id)
 
     def merge(self, attended: torch.Tensor, layout: DpLayout) -> torch.Tensor:
         """Returns what attention adds to this executor's rows, [S, D], of its heads' [T, H * C]."""
-        by_head = attended.view(-1, self.num_heads, self.spec.kv_lora_rank).transpose(0, 1)
-        values = torch.bmm(by_head, self.w_uv).transpose(0, 1).flatten(1)
+        by_head = attended.view(-1, self.num_heads, self.spec.kv_lora_rank)
+        values = self.w_uv(by_head).flatten(1)
         return self._attn_tp.scatter_sum(self.o_proj(values), layout)
 
     def weight_groups(self, prefix: str) -> list[WeightGroup]:
@@ -159,7 +159,7 @@ class LatentAttention:
     def _kv_b_group(self, prefix: str) -> WeightGroup:
         spec = self.spec
         width = spec.qk_nope_head_dim + spec.v_head_dim
-        rows = self.w_uk.new_empty(self.num_heads * width, spec.kv_lora_rank)
+        rows = self.w_uk.weight.new_empty(self.num_heads * width, spec.kv_lora_rank)
         # No memory until they are read: those of all layers of a DeepSeek-V3 have 2 GB.
         memory = rows.untyped_storage()
         begin = partial(memory.resize_, memory.nbytes())
@@ -167,8 +167,10 @@ class LatentAttention:
 
         def split() -> None:
             heads = rows.view(self.num_heads, width, -1)
-            self.w_uk.copy_(heads[:, : spec.qk_nope_head_dim])
-            self.w_uv.copy_(heads[:, spec.qk_nope_head_dim :].transpose(1, 2))
+            self.w_uk.weight.copy_(heads[:, : spec.qk_nope_head_dim])
+            self.w_uv.weight.copy_(heads[:, spec.qk_nope_head_dim :].transpose(1, 2))
+            self.w_uk.finish()
+            self.w_uv.finish()
 
         return WeightGroup({f"{prefix}kv_b_proj.weight": self._of_heads(rows)}, split, begin)
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.model.cpu_kernels.library import Library
-from executor.model.cpu_kernels.linear import linear, pack, pad_bias
+from executor.model.cpu_kernels.linear import linear, linear_of_heads, pack, pad_bias
 from executor.model.layers.linear_kept import KeptLinears
 from executor.model.weights import KeptWeight, Part, Weight, WeightGroup
 from executor.parallel.communicators import AttnTpCommunicator
@@ -221,6 +221,48 @@ class Linear:
         if self._kept is not None and self._kept_weight is not None:
             return self._kept.run(x, self._kept_weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+
+class HeadLinear:
+    """y = x @ weight, each head with a weight of its own.
+
+    Args:
+        num_heads: H.
+        in_features: Width of a head of x.
+        out_features: Width of a head of y.
+        dtype: Type of weight, x and y.
+        device: Where they live.
+        library: As in ``Linear``.
+
+    Attributes:
+        weight: [H, in_features, out_features]; packed, once ``finish`` has done so.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        library: Library | None = None,
+    ) -> None:
+        self.out_features = out_features
+        size = (num_heads, in_features, out_features)
+        self.weight = torch.zeros(size, dtype=dtype, device=device)
+        self._library = library if dtype is torch.bfloat16 and in_features % 2 == 0 else None
+
+    def finish(self) -> None:
+        """Packs the weight for the kernel, if there is one."""
+        if self._library is not None:
+            self.weight = pack(self.weight.transpose(1, 2))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns [T, H, out_features] for x [T, H, in_features]."""
+        if self._library is not None:
+            return linear_of_heads(self._library, x, self.weight, self.out_features)
+        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
 
 
 class Embedding:

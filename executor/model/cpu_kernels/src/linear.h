@@ -1,4 +1,4 @@
-// y = x @ weight.T + bias.
+// y = x @ weight.T + bias, with one weight, or one for each head.
 #pragma once
 
 #include "tile.h"
@@ -16,20 +16,22 @@ inline void store_columns(bf16* y, int64_t count, Floats low, Floats high) {
   std::memcpy(y, columns, count * sizeof(bf16));
 }
 
-// x [rows, in], with `stride` from row to row; weight packed as ceil(out / 32) panels of width `in`;
-// bias float32, one for each column of the panels, or null; y [rows, out], dense.
-KERNEL void linear(const bf16* x, int64_t stride, const bf16* weight, const float* bias, bf16* y,
-                   int64_t rows, int64_t in, int64_t out) {
+// x [rows, heads, in], with `stride` from row to row and `head_stride` from head to head; weight packed,
+// for each head ceil(out / 32) panels of width `in`; bias float32, one for each column of the panels,
+// or null; y [rows, heads, out], dense.
+KERNEL void linear(const bf16* x, int64_t stride, int64_t head_stride, const bf16* weight,
+                   const float* bias, bf16* y, int64_t rows, int64_t heads, int64_t in, int64_t out) {
   const int64_t panels = (out + kColumns - 1) / kColumns;
-#pragma omp parallel for schedule(static) if (worth_sharing(in * out, rows))
-  for (int64_t p = 0; p < panels; p++) {
-    const int64_t column = p * kColumns;
-    const Floats low = bias ? load(bias + column) : set(0);
-    const Floats high = bias ? load(bias + column + kLanes) : set(0);
+#pragma omp parallel for schedule(static) if (worth_sharing(heads * in * out, rows))
+  for (int64_t p = 0; p < heads * panels; p++) {
+    const int64_t head = p / panels, column = p % panels * kColumns;
+    const Floats low = bias ? load(bias + p * kColumns) : set(0);
+    const Floats high = bias ? load(bias + p * kColumns + kLanes) : set(0);
     multiply(
-        0, rows, in, weight + column * in, [&](int64_t i) { return x + i * stride; },
+        0, rows, in, weight + p * kColumns * in,
+        [&](int64_t i) { return x + i * stride + head * head_stride; },
         [&](int64_t i, Floats a, Floats b) {
-          store_columns(y + i * out + column, out - column, a + low, b + high);
+          store_columns(y + (i * heads + head) * out + column, out - column, a + low, b + high);
         });
   }
 }

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from executor.model.cpu_kernels.linear import linear, pack, pad_bias
+from executor.model.cpu_kernels.linear import linear, linear_of_heads, pack, pad_bias
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
@@ -42,6 +42,15 @@ def test_rows_may_be_strided(kernels: ctypes.CDLL):
     for x in (wide[:, 1], random_bf16(64, 7).T):
         y = linear(kernels, x, pack(weight), 40)
         assert torch.equal(y, linear(kernels, x.contiguous(), pack(weight), 40))
+
+
+def test_heads_have_weights_of_their_own(kernels: ctypes.CDLL):
+    wide, weight = random_bf16(7, 3, 50), random_bf16(3, 40, 34, seed=1)
+    x = wide[..., 8:42]
+    y = linear_of_heads(kernels, x, pack(weight), 40)
+    expected = torch.einsum("thk,hnk->thn", x.float(), weight.float())
+    assert relative_error(y, expected) < ROUNDING
+    assert torch.equal(linear_of_heads(kernels, x[2:3], pack(weight), 40), y[2:3])
 
 
 def test_infinities_and_nan_come_through(kernels: ctypes.CDLL):
