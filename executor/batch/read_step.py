@@ -433,9 +433,8 @@ class StepColumns:
         token_ids: [T], sequences end to end; -1 is the row's last sampled token, or a draft.
         num_kept_blocks: [B] blocks that stay at the front of the row.
         num_new_blocks: [B] blocks to write after them.
-        new_block_ids: [sum(num_new_blocks)].
-        new_window_block_ids: [sum(num_new_blocks)], 0 in columns that are not read; empty without a
-            second list.
+        new_block_ids: [sum(num_new_blocks)]; with a second list twice as many, those of
+            ``new_window_block_ids`` behind.
         logits_indices: [L] token whose logits each row of logits holds: per sequence first its
             scored tokens, then the one it samples after.
         logits_sequence: [L] sequence of each row of logits.
@@ -456,7 +455,6 @@ class StepColumns:
     num_kept_blocks: Int64Array
     num_new_blocks: Int64Array
     new_block_ids: Int64Array
-    new_window_block_ids: Int64Array
     logits_indices: Int64Array
     logits_sequence: Int64Array
     is_sampled: BoolArray
@@ -486,7 +484,8 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
     num_computed_tokens = _read_num_computed(read, first_tokens, limits, progress)
     held = np.where(is_starting, 0, progress.num_blocks[rows])
     num_kept_blocks = _check_blocks(read, num_computed_tokens, held, is_starting, limits)
-    window_ids = _read_window_blocks(read, part, num_kept_blocks, num_computed_tokens, limits)
+    if limits.kv_window or part.sequences.new_window_block_ids:
+        _add_window_blocks(read, num_kept_blocks, num_computed_tokens, limits)
     indices, sequence, is_sampled = _locate_logits(read, num_query_tokens, first_tokens)
     if not width:
         read.check_at_most("num_scored", len(indices), "max_num_logits")
@@ -508,7 +507,6 @@ def read_step(request: pb.StepRequest, limits: StepLimits, progress: RowProgress
         num_draft_tokens=width,
         num_query_tokens=num_query_tokens,
         num_kept_blocks=num_kept_blocks,
-        new_window_block_ids=window_ids,
         logits_indices=indices,
         logits_sequence=sequence,
         is_sampled=is_sampled,
@@ -646,30 +644,24 @@ def _check_blocks(
     return kept
 
 
-def _read_window_blocks(
-    read: ColumnReader,
-    part: pb.RankStep,
-    num_kept: Int64Array,
-    num_computed: Int64Array,
-    limits: StepLimits,
-) -> Int64Array:
-    """Returns the second list of new blocks: a block for each token that this step may read.
+def _add_window_blocks(
+    read: ColumnReader, num_kept: Int64Array, num_computed: Int64Array, limits: StepLimits
+) -> None:
+    """Adds the second list of new blocks, which has one for each token that this step may read.
 
     Args:
         read: The columns.
-        part: Holds them.
         num_kept: [B] blocks of each row that stay.
         num_computed: [B] tokens that are in blocks already.
         limits: The window and the block size.
     """
     name, window = _WINDOW_BLOCKS.name, limits.kv_window
     if not window:
-        if part.sequences.new_window_block_ids:
-            raise read.error(name, "must be empty: this executor's kv_window is 0")
-        return read.columns["rows"][:0]
+        raise read.error(name, "must be empty: this executor's kv_window is 0")
     ids = read.read(_WINDOW_BLOCKS)
+    read.columns["new_block_ids"] = np.concatenate((read.columns["new_block_ids"], ids))
     if (ids > 0).all():
-        return ids
+        return
     counts = read.columns["num_new_blocks"]
     starts = np.cumsum(counts) - counts
     columns = np.arange(len(ids)) + np.repeat(num_kept - starts, counts)
@@ -683,7 +675,6 @@ def _read_window_blocks(
             f"0 in column {columns[at]} of row {row}, whose first token sees position "
             f"{max(first_seen[at], 0)} and all behind; only columns before may have none",
         )
-    return ids
 
 
 def _locate_logits(

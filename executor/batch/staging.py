@@ -277,7 +277,7 @@ class StepStager:
         unknown = np.flatnonzero(columns.token_ids < 0)
         sequences = columns.logits_sequence[is_sampled]
         is_all = len(sequences) == len(is_sampled)
-        places, block_ids = self._write_blocks(columns)
+        places = self._write_blocks(columns)
         out_cache_loc, window_cache_loc = np.empty_like(positions), _NOTHING
         self._kv_pool.locate(row_of, positions, out=out_cache_loc)
         if self._has_window:
@@ -298,27 +298,25 @@ class StepStager:
                 unknown_rows=row_of[unknown],
                 unknown_at=unknown if len(unknown) < len(row_of) else _NOTHING,
                 block_places=places,
-                block_ids=block_ids,
+                block_ids=columns.new_block_ids if places.size else _NOTHING,
                 start_rows=_NOTHING if starts is None else starts.rows,
                 start_parameters=_NOTHING if starts is None else starts.packed_parameters,
             )
         )
 
-    def _write_blocks(self, columns: StepColumns) -> tuple[Int64Array, Int64Array]:
-        """Writes the host's block tables. Returns places and blocks to stage for the device's."""
+    def _write_blocks(self, columns: StepColumns) -> Int64Array:
+        """Writes the host's block tables. Returns the places to stage for the device's."""
         pool = self._kv_pool
         kept, new, ids = columns.num_kept_blocks, columns.num_new_blocks, columns.new_block_ids
         if not ids.size and (kept == pool.row_num_blocks[columns.rows]).all():
-            return _NOTHING, _NOTHING
-        if self._has_window:
-            ids = np.concatenate((ids, columns.new_window_block_ids))
+            return _NOTHING
         places = pool.append_blocks_on_host(columns.rows, kept, new, ids)
         if pool.is_table_shared:
-            return _NOTHING, _NOTHING
+            return _NOTHING
         if len(places) > self._capacity.block_places:
             pool.write_blocks(to_device(places, pool.device), to_device(ids, pool.device))
-            return _NOTHING, _NOTHING
-        return places, ids
+            return _NOTHING
+        return places
 
 
 def _capacity(limits: StepLimits) -> StepInputs[int]:
