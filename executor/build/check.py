@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from executor.build.memory import kv_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.decoder.kernels import Peers, cpu_kernels
-from executor.model.decoder.sizes import kv_shape
+from executor.model.decoder.sizes import kv_shape, windows_of
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model, new_model
 from executor.model.spec import MoeSpec
@@ -67,12 +68,17 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
         aux_layers=() if draft_config is None else draft_config.aux_layers,
     )
     say(f"weights               {_bytes_of(model.weight_groups()):,} bytes on this executor")
-    kv_shapes = [
-        kv_shape(blueprint.model, config.block_size, dtype, config.topology),
-        draft_config and draft_config.kv_shape(config.block_size, dtype, config.topology),
-    ]
-    kv_bytes = sum(shape.bytes_per_block // config.block_size for shape in kv_shapes if shape)
-    say(f"KV per token          {kv_bytes:,} bytes on this executor")
+    shape = kv_shape(blueprint.model, config.block_size, dtype, config.topology)
+    block_bytes = shape.bytes_per_block
+    if draft_config is not None:
+        own = draft_config.kv_shape(config.block_size, dtype, config.topology)
+        block_bytes += 0 if own is None else own.bytes_per_block
+    of_token, *of_windows = kv_lines(shape, block_bytes)
+    say(f"KV per token          {of_token.bytes:,} bytes on this executor")
+    for line in of_windows:
+        say(f"KV of windows         {line.bytes:,} bytes of a sequence that decodes, {line.bound}")
+    if not of_windows and windows_of(blueprint.model):
+        say("KV of windows         not apart: all layers have one, and every block is kept")
     fill_model(config.model, blueprint.model, model)
     if config.draft_model is not None and draft_config is not None:
         kernels = cpu_kernels(draft_config.layers, dtype=dtype, device=_META)

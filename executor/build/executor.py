@@ -97,7 +97,7 @@ def build_worker(
             scratch=[one.scratch for one in kernels if one.scratch is not None],
             sampler=sampler,
             runner=runner,
-            features=forward_pass.features,
+            forward_pass=forward_pass,
             drafts=drafts,
         )
     )

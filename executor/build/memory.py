@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from executor.batch.kv_pool import KVPool
+from executor.batch.kv_pool import KVPool, KVShape
 from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, RANK_ROWS, BudgetLine
 from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.drafts import Drafts
@@ -17,6 +17,7 @@ from executor.build.plan import Blueprint
 from executor.model.decoder.sizes import kv_shape
 from executor.model.moe.layer import Dispatcher, ExpertScratch
 from executor.model.sampling.sampler import Sampler
+from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
@@ -73,10 +74,13 @@ def held_lines(
     scratch: list[ExpertScratch],
     sampler: Sampler,
     runner: RunnerSelection,
-    features: torch.Tensor | None,
+    forward_pass: ForwardPass,
     drafts: Drafts | None,
 ) -> tuple[BudgetLine, ...]:
-    """Returns what is kept on the device beside weights, attention and the buffers of collectives."""
+    """Returns what is kept on the device beside weights, attention and the buffers of collectives.
+
+    Of keys and values it tells what a sequence takes: how many there are follows from the rest.
+    """
     budget, held = blueprint.budget, HeldBytes()
     num_rows, graph = blueprint.config.max_num_seqs, max(blueprint.graph_sizes.decode, default=0)
     bound, rows = f"{EXECUTOR_ROWS} * {budget.world_size} executors", dispatcher.max_rows
@@ -89,12 +93,13 @@ def held_lines(
     ]
     if drafts is not None:
         lines += [
-            BudgetLine("features of the target", RANK_ROWS, tokens, held.of(features)),
+            BudgetLine("features of the target", RANK_ROWS, tokens, held.of(forward_pass.features)),
             BudgetLine("draft state of each row", _ROWS, num_rows, held.of(drafts.state)),
             BudgetLine("buffers of draft runners", _GRAPH, graph, held.of(*drafts.runners)),
         ]
     lines.append(BudgetLine("buffers of runners", RANK_ROWS, tokens, held.of(runner)))
-    return (*lines, *step_lines(blueprint))
+    pool = forward_pass.kv_pool
+    return (*lines, *step_lines(blueprint), *kv_lines(pool.shape, pool.all_bytes_per_block))
 
 
 def step_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
@@ -119,6 +124,24 @@ def new_kv_pool(blueprint: Blueprint, device: torch.device) -> KVPool:
         spill_blocks_per_row=blueprint.spill_blocks_per_row,
         device=device,
     )
+
+
+def kv_lines(shape: KVShape, block_bytes: int) -> tuple[BudgetLine, ...]:
+    """Returns what a sequence takes of the pool: of each token, and where it decodes, of windows.
+
+    Args:
+        shape: Of the pool.
+        block_bytes: Of a block with all that lies in it.
+    """
+    lines = [BudgetLine("KV of a token", "block_size", 1, block_bytes // shape.block_size)]
+    if shape.window is not None:
+        blocks = shape.window_blocks
+        bound = f"{blocks} blocks for window={shape.window}"
+        num_bytes = blocks * block_bytes
+        lines.append(
+            BudgetLine("KV of a sequence's windows", bound, blocks * shape.block_size, num_bytes)
+        )
+    return tuple(lines)
 
 
 def num_kv_blocks(blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher) -> int:

@@ -57,6 +57,9 @@ def kv_shape(
 ) -> KVShape:
     """Returns the sizes of the keys and values that an executor keeps of a model.
 
+    Layers that see a window are a group of their own beside layers that see every token. If all have
+    windows, there is one group, which keeps every block.
+
     Args:
         spec: The model.
         block_size: Tokens per block.
@@ -75,10 +78,21 @@ def kv_shape(
             block_size=block_size,
             dtype=dtype,
         )
+    windows = windows_of(spec)
+    is_apart = 0 < len(windows) < len(spec.layers)
     return KVShape.of_heads(
         num_layers=len(spec.layers),
         num_kv_heads=len(attention_share(attention, topology or Topology()).kv_heads),
         head_dim=attention.head_dim,
         block_size=block_size,
         dtype=dtype,
+        windowed=tuple(windows) if is_apart else (),
+        window=max(windows.values()) if is_apart else None,
     )
+
+
+def windows_of(spec: ModelSpec) -> dict[int, int]:
+    """Returns how many tokens layers see, the own one included, by layer; without those that see all."""
+    attentions = enumerate(layer.attention for layer in spec.layers)
+    found = {i: x.window for i, x in attentions if isinstance(x, GqaSpec)}
+    return {i: window for i, window in found.items() if window is not None}

@@ -31,7 +31,7 @@ from executor.model.decoder.config import (
     refuse_windows,
 )
 from executor.model.decoder.fields import Fields
-from executor.model.decoder.sizes import attention_of, kv_shape
+from executor.model.decoder.sizes import attention_of, kv_shape, windows_of
 from executor.model.families import read_family
 from executor.model.spec import GqaSpec, ModelSpec, QkNorm
 from executor.model.weights import tensor_names
@@ -232,6 +232,13 @@ def _frozen_kv(fields: Fields, target: ModelSpec) -> DraftConfig:
         raise fields.error(
             f"target_kv_layer_ids={list(target_layers)}: need one layer of the target, 0 to {last}, "
             f"for each of num_hidden_layers={len(layers.layers)}"
+        )
+    windows = windows_of(target)
+    if not windows.keys().isdisjoint(target_layers):
+        seeing_all = [layer for layer in range(last + 1) if layer not in windows]
+        raise fields.error(
+            f"target_kv_layer_ids={list(target_layers)}: the draft sees all tokens, and the target's "
+            f"layers with windows do not keep them; use layers of {seeing_all}"
         )
     fields.refuse_others()
     return DraftConfig(

@@ -64,8 +64,8 @@ def test_an_executor_holds_what_the_check_said(model: Path) -> None:
         (
             save_model,
             "gpt_oss",
-            4 * 2 * 2 * 16 * 4,
-        ),  # layers, keys and values, heads, width, float32
+            2 * 2 * 2 * 16 * 4,
+        ),  # layers that see all, keys and values, heads, width, float32
         (save_latent_model, "deepseek_v3", 3 * (32 + 8) * 4),  # layers, latent and rope
     ],
 )
@@ -78,6 +78,25 @@ def test_other_families_are_checked_by_what_they_keep(
     assert bytes_of(lines["KV per token"]) == kv_bytes
     tensors = load_file(tmp_path / "model.safetensors").values()
     assert bytes_of(lines["weights"]) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_windows_are_told_of_apart_where_some_layers_see_all(tmp_path: Path) -> None:
+    save_model(tmp_path, "gpt_oss")
+    _, lines = check_lines(model=tmp_path, block_size=4)
+    told = lines["KV of windows"]
+    assert told == "6,144 bytes of a sequence that decodes, 3 blocks for window=8"
+    worker, description = build_worker(ExecutorConfig(model=tmp_path, block_size=4, **SETTINGS))
+    assert 3 * worker._kv_pool.all_bytes_per_block == bytes_of(told)
+    sizes = {line.what: (line.tokens, line.bytes) for line in description.budget.lines}
+    assert sizes["KV of a token"] == (1, bytes_of(lines["KV per token"]))
+    assert sizes["KV of a sequence's windows"] == (12, bytes_of(told))
+    assert description.kv_window == 8
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["layer_types"] = ["sliding_attention"] * 4
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    _, lines = check_lines(model=tmp_path)
+    assert "every block is kept" in lines["KV of windows"]
+    assert bytes_of(lines["KV per token"]) == 4 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])

@@ -26,10 +26,10 @@ from executor.graph.cuda_graph_buffer_registry import (
     PaddingPolicy,
 )
 from executor.model.decoder.kernels import Peers, stacked_kernels
-from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
+from executor.model.decoder.sizes import attention_of, attention_share, kv_shape, windows_of
 from executor.model.families import load_model, read_spec
 from executor.model.flashinfer.operators import FlashInferOps
-from executor.model.layers.attention import Attention
+from executor.model.layers.attention import Attention, LayerOptions
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import GqaSpec, ModelSpec
@@ -61,7 +61,7 @@ NewAttention = Callable[[ModelSpec, KVPool], Attention]
 
 
 def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
-    keys = pool.shape.parts[0]
+    keys, windows = pool.shape.parts[0], windows_of(config)
     return TorchAttention(
         attention_of(config).num_heads,
         keys.num_heads,
@@ -69,6 +69,7 @@ def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
         dtype=config.dtype,
         scale=attention_of(config).scale,
         latent_dim=pool.shape.latent_dim,
+        layers=[LayerOptions(windows.get(layer)) for layer in range(len(config.layers))],
     )
 
 

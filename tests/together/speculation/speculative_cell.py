@@ -5,7 +5,7 @@ Executors that share a group run in a thread each.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
+from executor.batch.kv_pool import KVPool
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
 from executor.parallel.epochs import JoinAttempt
@@ -129,6 +130,7 @@ class Router(Stepper):
 
     def __init__(self, cell: Cell, drafts: dict[str, Any] = ALWAYS, **options: Any) -> None:
         super().__init__(cell.shape, **drafts, **options)
+        self.ranks = []  # the cell's are real ones
         cell.join()
         self._cell = cell
         self.widths: list[int] = []
@@ -161,6 +163,26 @@ class Router(Stepper):
     def tokens_per_step(self) -> float:
         """Tokens that a row gained in a speculative step."""
         return self.scheduler.gate.tokens_per_step or 0.0
+
+
+def poison_free_blocks(router: Router) -> None:
+    """Has every block that nobody uses any more turn into NaN: what reads it shows."""
+
+    def poisoning(free_up: Callable[[Any], None], pools: list[KVPool]) -> Callable[[Any], None]:
+        def poison(block_ids: Any) -> None:
+            for pool in pools:
+                for tensor in pool.tensors:
+                    tensor.view(pool.num_physical_blocks, -1)[block_ids] = torch.nan
+            free_up(block_ids)
+
+        return poison
+
+    cell = router._cell
+    for rank, of_rank in enumerate(router.scheduler.caches):
+        first = rank * cell.attn_tp_size
+        pools = [worker._kv_pool for worker in cell.workers[first : first + cell.attn_tp_size]]
+        free_up: Any = poisoning(of_rank.pool._free_up, pools)
+        of_rank.pool._free_up = free_up  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

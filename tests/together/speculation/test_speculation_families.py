@@ -11,7 +11,13 @@ from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.families.mtp_checkpoints import COMMON, FAMILIES, save_with_draft
 from tests.executor.support.checkpoints import save_latent_model
 from tests.executor.support.drafts.draft_checkpoints import save_draft
-from tests.together.speculation.speculative_cell import Ask, Router, cell_of, serve
+from tests.together.speculation.speculative_cell import (
+    Ask,
+    Router,
+    cell_of,
+    poison_free_blocks,
+    serve,
+)
 
 
 def expect_plain(target: Path, draft: Path) -> Router:
@@ -24,6 +30,7 @@ def expect_plain(target: Path, draft: Path) -> Router:
         expected = serve(Router(cell), asks)
     with cell_of(model=target, draft_model=draft, num_draft_steps=2) as cell:
         router = Router(cell)
+        poison_free_blocks(router)
         answers = serve(router, asks)
     assert [[x.tokens for x in each] for each in answers] == [
         [x.tokens for x in each] for each in expected

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,17 @@ def test_a_frozen_kv_draft_keeps_nothing(read: Read):
     config = read("frozen_kv")
     assert config.kv_shape(4, torch.bfloat16) is None
     assert config.target_kv_layer_ids == (2, 0)
+
+
+def test_a_frozen_kv_draft_that_reads_a_layer_with_a_window_is_refused(
+    read: Read, target: ModelSpec
+):
+    windowed, *others = target.layers
+    windowed = replace(windowed, attention=replace(windowed.attention, window=8))
+    beside = replace(target, layers=(windowed, *others))
+    with pytest.raises(CheckpointError, match=r"=\[2, 0\]: .* windows .*; use layers of \[1, 2\]"):
+        read("frozen_kv", beside=beside)
+    assert read("frozen_kv", beside=beside, target_kv_layer_ids=[2, 1]).target_kv_layer_ids
 
 
 def test_a_draft_for_short_texts_reaches_as_far_as_its_target(read: Read, target: ModelSpec):
