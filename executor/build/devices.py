@@ -3,12 +3,11 @@
              CPU                     CUDA, with FlashInfer         CUDA, without
 operators    kernels of its own      FlashInfer                    PyTorch
 experts      kernels of its own      grouped products, or fused    grouped products
-attention    PyTorch                 FlashInfer, in graphs         PyTorch, graphs break
+attention    a kernel of its own     FlashInfer, in graphs         PyTorch, graphs break
 graphs       called                  recorded                      recorded
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDA
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention, LayerOptions
+from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention, flashinfer_attention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
@@ -56,13 +56,11 @@ class Device(ABC):
         torch_device: Where tensors are.
         ops: FlashInfer; None where it does not run.
         filters: How sampling drops unlikely tokens, if all rows go through every stage.
-        num_workers: Threads that share attention; None: as many as OpenMP has.
     """
 
     torch_device: torch.device
     ops: FlashInferOps | None = None
     filters: Filters | None = None
-    num_workers: int | None = 1
 
     @abstractmethod
     def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
@@ -92,8 +90,6 @@ class Device(ABC):
             num_heads,
             keys.num_heads,
             keys.width,
-            dtype=keys.dtype,
-            num_workers=self.num_workers,
             scale=scale,
             latent_dim=kv_pool.shape.latent_dim,
             layers=layers,
@@ -125,7 +121,7 @@ def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
         if config.device != "auto":
             raise ValueError(f"device={config.device}: {problem}; or set device=cpu")
         log.info("runs_on_cpu", reason=problem)
-    return Cpu(os.environ.get("OMP_WAIT_POLICY", ""))
+    return Cpu()
 
 
 def _why_not_cuda(config: ExecutorConfig, dtype: torch.dtype) -> str | None:
@@ -158,20 +154,23 @@ def memory_in_use() -> dict[str, int]:
 
 
 class Cpu(Device):
-    """The machine's cores.
-
-    Args:
-        omp_wait_policy: What OpenMP's threads do between operators. If they sleep (PASSIVE), as
-            they must where processes share cores, attention is shared among threads of our own.
-    """
+    """The machine's cores."""
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, omp_wait_policy: str) -> None:
-        self.num_workers = None if omp_wait_policy.upper() == "PASSIVE" else 1
-
     def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
         return cpu_kernels(model, dtype=dtype)
+
+    def attention(
+        self,
+        num_heads: int,
+        kv_pool: KVPool,
+        graphs: list[AttentionGraphs],
+        budget: TokenBudget,
+        scale: float | None = None,
+        layers: Sequence[LayerOptions] = (),
+    ) -> Attention:
+        return cpu_attention(num_heads, kv_pool.shape, scale=scale, layers=layers)
 
     def new_backend(self) -> RunnerBackend:
         return EagerBackend()

@@ -17,7 +17,6 @@ from executor.build import executor as build
 from executor.build.devices import AttentionGraphs, Cpu
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_flashinfer import FlashInferAttention
-from executor.model.layers.attention_torch import MAX_GROUPED_WIDTH
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.speculative.verifier import Verifier
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer, real_flashinfer
@@ -32,7 +31,7 @@ from tests.together.speculation.speculative_cell import (
 )
 
 POISON = 200  # a token that no prompt has
-WIDE = MAX_GROUPED_WIDTH + 1  # than what torch attention puts into groups
+WIDE = 17  # more drafts than a block holds
 # Blocks smaller than what a step writes behind them.
 OF_TWO = {"block_size": 2, "num_kv_blocks": 8 * 48 + 1}
 OF_ONE = {"block_size": 1, "num_kv_blocks": 8 * 96 + 1}

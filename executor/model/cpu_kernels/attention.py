@@ -38,7 +38,7 @@ class Layer(ctypes.Structure):
         """Returns a layer.
 
         Args:
-            num_heads, num_kv_heads, key_width, value_width: H, N, D and V, which ``is_supported``.
+            num_heads, num_kv_heads, key_width, value_width: H, N, D and V, in which ``misfit`` finds nothing.
             scale: What scores are multiplied by.
             window: Keys that a query sees, with its own; None for all.
             sinks: float32 [H], a logit of each head that joins its softmax and has no value.
@@ -105,11 +105,14 @@ class _Rows(ctypes.Structure):
     ]
 
 
-def is_supported(dtype: torch.dtype, num_kv_heads: int, key_width: int, value_width: int) -> bool:
-    """Returns whether the kernel takes heads of these widths."""
+def misfit(num_kv_heads: int, key_width: int, value_width: int) -> str | None:
+    """Returns why the kernel does not take heads of these widths; None if it does."""
     widths = (key_width, value_width)
-    fits = num_kv_heads * max(widths) <= _MOST_WIDTH
-    return dtype is torch.bfloat16 and fits and not any(w % _WIDTH_STEP for w in widths)
+    if any(width % _WIDTH_STEP for width in widths):
+        return f"heads of {key_width}, values of {value_width}: need multiples of {_WIDTH_STEP}"
+    if num_kv_heads * max(widths) > _MOST_WIDTH:
+        return f"{num_kv_heads} KV heads of {max(widths)}: a token has at most {_MOST_WIDTH}"
+    return None
 
 
 def attention(
@@ -135,6 +138,7 @@ def attention(
         keys, values: bfloat16 [slots, N, width], caches; the same tensor for latents.
         table: int32 [.., columns], blocks of each row.
     """
+    assert all(x is None or x.dtype is torch.bfloat16 for x in (q, k, v)), "read as bfloat16"
     out = q.new_empty(q.shape[0], layer.heads * layer.value_width)
     q = _by_row(q)
     k, v = (None if x is None else _by_row(x) for x in (k, v))

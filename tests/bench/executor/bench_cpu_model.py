@@ -20,7 +20,6 @@ Both share this process's OMP_WAIT_POLICY. Unset, waiting threads spin: both are
 that is the ratio to quote. The executor itself sets PASSIVE.
 """
 
-import os
 import statistics
 import tempfile
 import time
@@ -37,7 +36,7 @@ from executor.model.decoder.kernels import cpu_kernels
 from executor.model.decoder.sizes import attention_of, kv_shape
 from executor.model.families import Model, load_model, read_spec
 from executor.model.layers.attention import run_stages
-from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.spec import ModelSpec
 from tests.bench.support.options import parse_options
 from tests.executor.support.kv import batch_of, full_pool
@@ -53,14 +52,9 @@ class Ours:
 
     def __init__(self, model: Model, config: ModelSpec, batch_size: int, max_len: int) -> None:
         self._model = model
-        self._attention = TorchAttention(
-            attention_of(config).num_heads,
-            attention_of(config).num_kv_heads,
-            attention_of(config).head_dim,
-            dtype=config.dtype,
-            num_workers=None if is_passive() else 1,
-        )
-        self._pool = full_pool(kv_shape(config, BLOCK_SIZE, config.dtype), batch_size, max_len)
+        shape = kv_shape(config, BLOCK_SIZE, config.dtype)
+        self._attention = cpu_attention(attention_of(config).num_heads, shape)
+        self._pool = full_pool(shape, batch_size, max_len)
 
     def fill(self) -> None:
         """Puts random keys and values everywhere, in place of a prefill."""
@@ -152,10 +146,6 @@ def make_checkpoint(path: Path) -> Any:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(path)
     return model
-
-
-def is_passive() -> bool:
-    return os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
 
 
 def clock() -> Callable[[], float]:

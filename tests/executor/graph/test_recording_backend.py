@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from executor.graph.backend import ShapeKey
-from executor.model.layers.linear import WorkerPool
 from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
 
 KEY = ShapeKey(4)
@@ -189,17 +188,6 @@ def test_a_piece_reads_what_an_earlier_piece_of_its_size_left():
     backend.replay(ShapeKey(4, 1))
     backend.discard()
     assert torch.equal(x, torch.full((4,), 4.0))
-
-
-def test_pieces_shared_among_threads_are_refused():
-    pool, x = WorkerPool(2), torch.ones(8, 4)
-
-    def run() -> None:
-        with pool.sharing(8):
-            pool.run([lambda: x[:4] + 1, lambda: x[4:] + 1])
-
-    with pytest.raises(CannotBeCaptured, match=r"2 threads.*WorkerPool\(1\)"):
-        captured(run)
 
 
 def test_a_tensor_that_another_thread_made_is_refused():

@@ -66,7 +66,6 @@ def torch_attention(config: ModelSpec, pool: KVPool) -> TorchAttention:
         attention_of(config).num_heads,
         keys.num_heads,
         keys.width,
-        dtype=config.dtype,
         scale=attention_of(config).scale,
         latent_dim=pool.shape.latent_dim,
         layers=[LayerOptions(windows.get(layer)) for layer in range(len(config.layers))],

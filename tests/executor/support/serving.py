@@ -52,7 +52,6 @@ class Rank:
             len(attention_share(attention_of(config), topology).q_heads),
             shape.parts[0].num_heads,
             shape.parts[0].width,
-            dtype=dtype,
             scale=attention_of(config).scale,
             latent_dim=shape.latent_dim,
             layers=self.model.attention_layers,

@@ -64,8 +64,6 @@ def torch_attention(config: ModelSpec, pool: KVPool, sizes: Sizes) -> TorchAtten
         attention_of(config).num_heads,
         attention_of(config).num_kv_heads,
         attention_of(config).head_dim,
-        dtype=pool.tensors[0].dtype,
-        num_workers=1,
     )
 
 

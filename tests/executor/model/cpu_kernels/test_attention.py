@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.model.cpu_kernels.attention import Batch, Layer, attention, is_supported
+from executor.model.cpu_kernels.attention import Batch, Layer, attention, misfit
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     num_threads,
@@ -236,11 +236,8 @@ def test_nan_stays_in_the_rows_that_see_it(kernels: ctypes.CDLL):
     assert result[1].isnan().all()
 
 
-def test_widths_that_no_tile_fits_are_not_supported():
-    assert is_supported(torch.bfloat16, 2, 64, 64)
-    for dtype, *widths in (
-        (torch.float32, 2, 64, 64),
-        (torch.bfloat16, 2, 48, 48),
-        (torch.bfloat16, 1 << 14, 64, 64),
-    ):
-        assert not is_supported(dtype, *widths)
+def test_widths_that_the_kernel_does_not_take_are_named():
+    assert misfit(2, 64, 64) is None
+    assert misfit(1, 576, 512) is None
+    assert "heads of 48, values of 48: need multiples of 32" in str(misfit(2, 48, 48))
+    assert "1024 KV heads of 64" in str(misfit(1024, 64, 64))

@@ -132,7 +132,6 @@ class Executor:
             self.layer.num_heads,
             1,
             self.layer.latent_width,
-            dtype=torch.float32,
             scale=spec.scale,
             latent_dim=spec.kv_lora_rank,
         )

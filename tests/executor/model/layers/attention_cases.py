@@ -7,6 +7,7 @@ import torch
 
 from executor.batch.kv_pool import KVPool, KVShape
 from executor.model.layers.attention import Attention, LayerOptions
+from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention, LayeredAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
@@ -48,6 +49,7 @@ class Case:
         spare_blocks: Blocks of the pool that belong to none of them.
         window: Keys that a query of layer 1 sees; None for all.
         sinks: Whether its softmax has a sink for each head.
+        times: What all widths are multiplied by.
         is_latent: Whether all heads share one latent, whose first columns are the values.
         layout: Of the pass; that of an executor without peers and graphs if None.
     """
@@ -64,28 +66,30 @@ class Case:
         is_latent: bool = False,
         window: int | None = None,
         sinks: bool = False,
+        times: int = 1,
     ) -> None:
         self.window = window
         self.sinks = torch.linspace(-2, 4, num_heads).to(dtype) if sinks else None
         self.dtype, self.num_heads, self.is_latent = dtype, num_heads, is_latent
-        self.kv_heads, self.width, self.value_width = KV_HEADS, HEAD_DIM, HEAD_DIM
-        self.scale = HEAD_DIM**-0.5
+        head_dim, latent_dim, rope_dim = times * HEAD_DIM, times * LATENT_DIM, times * ROPE_DIM
+        self.kv_heads, self.width, self.value_width = KV_HEADS, head_dim, head_dim
+        self.scale = head_dim**-0.5
         shape = KVShape.of_heads(
             num_layers=2,
             num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            head_dim=head_dim,
             block_size=BLOCK_SIZE,
             dtype=dtype,
             windowed=() if window is None else (1,),
             window=window,
         )
         if is_latent:
-            self.kv_heads, self.width, self.value_width = 1, LATENT_DIM + ROPE_DIM, LATENT_DIM
-            self.scale = 0.3
+            self.kv_heads, self.width, self.value_width = 1, latent_dim + rope_dim, latent_dim
+            self.scale = 0.3 if times == 1 else self.width**-0.5
             shape = KVShape.of_latents(
                 num_layers=2,
-                latent_dim=LATENT_DIM,
-                rope_dim=ROPE_DIM,
+                latent_dim=latent_dim,
+                rope_dim=rope_dim,
                 block_size=BLOCK_SIZE,
                 dtype=dtype,
             )
@@ -134,15 +138,17 @@ class Case:
     def layers(self) -> tuple[LayerOptions, ...]:
         return (LayerOptions(), LayerOptions(self.window, self.sinks))
 
-    def attention(self, backend: str = "torch", num_workers: int = 1) -> Attention:
+    def attention(self, backend: str = "torch") -> Attention:
         if backend == "flashinfer":
             return self.flashinfer()
+        if backend == "cpu":
+            return cpu_attention(
+                self.num_heads, self.pool.shape, scale=self.scale, layers=self.layers
+            )
         return TorchAttention(
             self.num_heads,
             self.kv_heads,
             self.width,
-            dtype=self.dtype,
-            num_workers=num_workers,
             scale=self.scale,
             latent_dim=self.value_width if self.is_latent else None,
             layers=self.layers,
@@ -223,6 +229,27 @@ class Case:
         if self.batch.window_cache_loc is not None:
             self.batch.window_cache_loc = torch.cat((self.batch.window_cache_loc, zeros))
         self.q, self.k, self.v = (
-            None if x is None else torch.cat((x, torch.full((num_rows, *x.shape[1:]), value)))
+            None if x is None else torch.cat((x, x.new_full((num_rows, *x.shape[1:]), value)))
             for x in (self.q, self.k, self.v)
         )
+
+
+def random_trees(num_sequences: int, width: int, seed: int) -> torch.Tensor:
+    """Returns bool [B, Q, Q]: each node of a random tree sees its ancestors and itself."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = torch.eye(width, dtype=torch.bool).repeat(num_sequences, 1, 1)
+    for mask in masks:
+        for node in range(1, width):
+            parent = int(torch.randint(node, (), generator=generator))
+            mask[node] |= mask[parent]
+    return masks
+
+
+def with_trees(num_keys: list[int], masks: torch.Tensor) -> list[torch.Tensor]:
+    """Returns bool [Q, n] of each sequence: all keys before the tree, and the tree's own."""
+    width = masks.shape[2]
+    seen = []
+    for mask, n in zip(masks, num_keys, strict=True):
+        before = torch.ones(len(mask), max(n - width, 0), dtype=torch.bool)
+        seen.append(torch.cat((before, mask[:, max(width - n, 0) :]), dim=1))
+    return seen

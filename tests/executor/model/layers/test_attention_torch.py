@@ -29,14 +29,6 @@ def test_every_mix_equals_plain_attention_and_is_stored_where_the_pool_says(
     case.check_stored()
 
 
-@KINDS
-@EVERY_MIX
-def test_workers_change_no_bit(mix: Mix, is_latent: bool):
-    alone, shared = Case(mix, is_latent=is_latent), Case(mix, is_latent=is_latent)
-    expected = alone.run(alone.attention())
-    assert torch.equal(shared.run(shared.attention(num_workers=3)), expected)
-
-
 @pytest.mark.parametrize("garbage", [1e30, torch.inf, -torch.inf, torch.nan])
 @KINDS
 @EVERY_MIX
@@ -104,15 +96,6 @@ def test_a_long_window_changes_no_bit():
     for mix in MIXES.values():
         plain, windowed = Case(mix), Case(mix, window=5000)
         assert torch.equal(windowed.run(windowed.attention()), plain.run(plain.attention()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_workers_change_no_bit_of_windows_and_sinks(dtype: torch.dtype):
-    for mix in MIXES.values():
-        alone, shared = (Case(mix, dtype, window=5, sinks=True) for _ in range(2))
-        expected = alone.run(alone.attention())
-        alone.check(expected)
-        assert torch.equal(shared.run(shared.attention(num_workers=3)), expected)
 
 
 def test_layers_without_options_are_plain():

@@ -59,7 +59,6 @@ class DraftRank:
             len(attention_share(attention, topology).q_heads),
             shape.parts[0].num_heads,
             shape.parts[0].width,
-            dtype=target_config.dtype,
             scale=attention.scale,
             latent_dim=shape.latent_dim,
         )
