@@ -4,7 +4,7 @@
 #include "tile.h"
 
 constexpr int kTileKeys = 64;
-constexpr int kKeyRows = kDotLanes;           // keys whose scores are taken at once
+constexpr int kKeyRows = kDotLanes / 2;       // keys whose scores are taken at once
 constexpr int kValueRows = std::min(8, kTileRows);
 constexpr int kValueColumns = 2 * kDotLanes;  // columns of values that are summed at once
 constexpr int kLinePairs = 16;                // pairs of a line of the cache
@@ -46,21 +46,26 @@ inline void score(const bf16* const* keys, int64_t column, const uint32_t* queri
                   float* scores, const bf16* const* next_keys, const bf16* const* next_values,
                   int64_t value_column) {
   const bf16* rows[kKeyRows];
-  typename Lanes<LANES>::Sums sums[kKeyRows] = {};
+  typename Lanes<LANES>::Sums sums[kKeyRows][2] = {};  // of even and of odd pairs
   for (int i = 0; i < kKeyRows; i++) rows[i] = keys[i] + column;
   for (int64_t line = 0; line < pairs; line += kLinePairs) {
     for (int i = 0; i < kKeyRows; i++) {
       _mm_prefetch((const char*)(next_keys[i] + column + 2 * line), _MM_HINT_T1);
       _mm_prefetch((const char*)(next_values[i] + value_column + 2 * line), _MM_HINT_T1);
     }
-    for (int64_t k = line; k < line + kLinePairs; k++) {
-      const auto query = load_as<typename Lanes<LANES>::Pairs>(queries + k * LANES);
-#pragma GCC unroll 16
-      for (int i = 0; i < kKeyRows; i++)
-        sums[i] = dot(sums[i], load_as<uint32_t>(rows[i] + 2 * k), query);
-    }
+    for (int64_t k = line; k < line + kLinePairs; k += 2)
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++) {
+        const auto query = load_as<typename Lanes<LANES>::Pairs>(queries + (k + odd) * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < kKeyRows; i++)
+          sums[i][odd] = dot(sums[i][odd], load_as<uint32_t>(rows[i] + 2 * (k + odd)), query);
+      }
   }
-  std::memcpy(scores, sums, sizeof sums);
+  for (int i = 0; i < kKeyRows; i++) {
+    const auto score = sums[i][0] + sums[i][1];
+    std::memcpy(scores + i * LANES, &score, sizeof score);
+  }
 }
 
 // Turns a tile's scores [kTileKeys][LANES] into weights, pairs of bfloat16 [kTileKeys / 2][LANES], and
