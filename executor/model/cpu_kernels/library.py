@@ -56,6 +56,7 @@ SIGNATURES = {
     "attention": "ppp",
     "linear": "piipppiiii",
     "moe": "ppppppppiiiiifff",
+    "prepare_heads": "piipppiiiiif",
     "route": "pippppppiiiiiiiiif",
     "silu_and_mul": "ppii",
 }

@@ -1,0 +1,85 @@
+"""If this fails, queries and keys on the CPU have wrong norms or stand at wrong positions."""
+
+import ctypes
+
+import pytest
+import torch
+
+from executor.model.cpu_kernels.heads import is_supported, prepare_heads
+from tests.executor.model.cpu_kernels.kernel_cases import (
+    ROUNDING,
+    assert_rows_stand_alone,
+    random_bf16,
+    relative_error,
+)
+
+EPS = 1e-5
+
+
+def turns_of(rotary: int, limit: int = 50) -> torch.Tensor:
+    angles = torch.outer(torch.arange(limit), 0.5 ** torch.arange(rotary // 2))
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def prepared(
+    x: torch.Tensor, weights: torch.Tensor | None, positions: torch.Tensor, turns: torch.Tensor
+) -> torch.Tensor:
+    """Returns what float32 gives."""
+    y = x.float()
+    if weights is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS) * weights.float()
+    half = turns.shape[1] // 2
+    cos, sin = turns[positions, None].chunk(2, -1)
+    a, b, rest = y.split((half, half, y.shape[-1] - 2 * half), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 200])
+@pytest.mark.parametrize(("width", "rotary"), [(64, 64), (128, 64), (32, 8), (16, 16)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_are_those_of_float32(
+    kernels: ctypes.CDLL, num_rows: int, width: int, rotary: int, has_norm: bool
+):
+    wide = random_bf16(num_rows, 7, width)
+    x, weights = wide[:, :5], random_bf16(5, width, seed=1) if has_norm else None
+    turns, positions = turns_of(rotary), torch.arange(num_rows) * 7 % 50
+    expected = prepared(x, weights, positions, turns)
+    behind = wide[:, 5:].clone()
+    prepare_heads(kernels, x, weights, EPS, (positions, turns))
+    assert relative_error(x, expected) < ROUNDING
+    assert torch.equal(wide[:, 5:], behind)
+
+
+def test_parts_of_heads_may_be_turned_and_heads_normed_only(kernels: ctypes.CDLL):
+    wide, turns, positions = random_bf16(3, 4, 96), turns_of(32), torch.tensor([4, 0, 49])
+    expected = prepared(wide[..., 64:], None, positions, turns)
+    before = wide[..., :64].clone()
+    prepare_heads(kernels, wide[..., 64:], None, EPS, (positions, turns))
+    assert relative_error(wide[..., 64:], expected) < ROUNDING
+    assert torch.equal(wide[..., :64], before)
+    weights, normed = random_bf16(4, 96, seed=2), wide.clone()
+    prepare_heads(kernels, normed, weights, EPS, None)
+    assert relative_error(normed, prepared(wide, weights, positions, turns_of(0))) < ROUNDING
+
+
+def test_rows_stand_alone(kernels: ctypes.CDLL):
+    x, weights, turns = random_bf16(80, 5, 128), random_bf16(5, 128, seed=1), turns_of(64)
+    positions = torch.arange(80) % 50
+
+    def run(rows: slice) -> torch.Tensor:
+        y = x[rows].clone()
+        prepare_heads(kernels, y, weights, EPS, (positions[rows], turns))
+        return y
+
+    assert_rows_stand_alone(run, len(x))
+
+
+def test_a_position_past_the_table_reads_nothing_behind_it(kernels: ctypes.CDLL):
+    x, turns = random_bf16(2, 1, 32), turns_of(32)
+    x[1] = x[0]
+    prepare_heads(kernels, x, None, EPS, (torch.tensor([49, 1 << 40]), turns))
+    assert torch.equal(x[0], x[1])
+
+
+def test_widths_that_the_kernel_takes():
+    assert [width for width in (8, 16, 40, 64, 128, 2048) if is_supported(width)] == [16, 64, 128]
