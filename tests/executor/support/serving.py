@@ -9,7 +9,7 @@ from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_of, attention_share, kv_shape
 from executor.model.families import load_model, read_spec
 from executor.model.layers.attention import run_stages
-from executor.model.layers.attention_torch import TorchAttention
+from executor.model.layers.attention_cpu import cpu_attention
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from tests.executor.support.kv import batch_of, full_pool
@@ -48,12 +48,10 @@ class Rank:
         )
         shape = kv_shape(config, BLOCK_SIZE, dtype, topology)
         self.pool = full_pool(shape, NUM_ROWS, MAX_LEN)
-        self.attention = TorchAttention(
+        self.attention = cpu_attention(
             len(attention_share(attention_of(config), topology).q_heads),
-            shape.parts[0].num_heads,
-            shape.parts[0].width,
+            shape,
             scale=attention_of(config).scale,
-            latent_dim=shape.latent_dim,
             layers=self.model.attention_layers,
         )
         self.num_computed = [0] * NUM_ROWS

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor.graph.backend import Captures, ShapeKey, copy_result
-from executor.model.layers.linear import WorkerPool
 
 P = ParamSpec("P")
 
@@ -153,7 +151,6 @@ class RecordingBackend:
             try:
                 with (
                     torch.inference_mode(),
-                    _sharing_refused(self._recorder),
                     self._recorder,
                     _HostAccess(self._recorder),
                 ):
@@ -337,23 +334,6 @@ def _refuse_what_depends_on_values(function: Any, args: tuple[Any, ...]) -> None
         raise CannotBeCaptured(
             f"{function} cannot be captured: it copies host data, make the tensor before the capture"
         )
-
-
-@contextmanager
-def _sharing_refused(recorder: Recorder) -> Iterator[None]:
-    """Operators of other threads would go unnoticed."""
-    run = WorkerPool.run
-
-    def refusing(pool: WorkerPool, pieces: Sequence[Callable[[], Any]]) -> list[Any]:
-        if pool.is_sharing and len(pieces) > 1 and not recorder.is_paused:
-            raise CannotBeCaptured(
-                f"WorkerPool.run cannot be captured: {pool.size} threads share {len(pieces)} "
-                f"pieces, but only this thread's operators are seen; use WorkerPool(1)"
-            )
-        return run(pool, pieces)
-
-    with patch.object(WorkerPool, "run", refusing):
-        yield
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
