@@ -17,6 +17,7 @@ from tests.router.support.virtual_clock import on_virtual_clock
 from tests.sim.world import World
 
 NUM_CHAOS_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "150"))
+NUM_WINDOW_SEEDS = int(os.environ.get("LOCKSTEP_SIM_SEEDS", "20"))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -62,6 +63,18 @@ async def test_chaos_loses_and_doubles_nothing(seed: int) -> None:
     clients += [world.stream(first, 6) for first in (20, 26)]
     await world.run_clients(clients, break_at_random(world))
     check_blame(world)
+
+
+@pytest.mark.parametrize("seed", range(NUM_WINDOW_SEEDS))
+@on_virtual_clock
+async def test_no_block_of_a_window_is_read_after_it_was_given_back(seed: int) -> None:
+    """The fake executors look at all that each step reads, when it is sent and when it is answered."""
+    rng = random.Random(3000 + seed)
+    world = World(rng, windows=(1, 2, 4, 5, 8, 9, 14, 50), slow_rate=0.002)
+    clients = [world.client(number) for number in range(16)]
+    clients += [world.stream(first, 6) for first in (16, 22)]
+    await world.run_clients(clients, break_at_random(world) if seed % 2 else None)
+    assert world.failed == []
 
 
 async def break_at_random(world: World) -> None:

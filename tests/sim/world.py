@@ -21,7 +21,13 @@ from router.requests.request import (
 )
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.sequence_table import NUM_STOP_IDS, RowStatus
-from router.scheduling.step import NO_GRAPHS, CapturedSizes, GroupShape, SpeculationShape
+from router.scheduling.step import (
+    NO_GRAPHS,
+    CapturedSizes,
+    GroupShape,
+    SpeculationShape,
+    window_reach,
+)
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_executors import FakeExecutors, Poison
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, expected_output
@@ -52,6 +58,7 @@ class World:
         num_groups: Groups of executors.
         poison: Requests that kill executors, by id.
         shape: Of every group; None: at random.
+        windows: What its `kv_window` is drawn from.
         faults: See FakeExecutors.
 
     Attributes:
@@ -67,11 +74,13 @@ class World:
         num_groups: int = 1,
         poison: dict[str, Poison] | None = None,
         shape: GroupShape | None = None,
+        windows: tuple[int, ...] = (0, 0, 1, 14),
         **faults: float,
     ) -> None:
         self.rng = rng
         self.poison = poison or {}
         self.block_size = 4
+        self.windows = windows
         self.engines = Engines(
             Listeners(MAX_READERS), failover_after_s=rng.choice([0.3, 2.0, 1000.0])
         )
@@ -91,9 +100,14 @@ class World:
         dp_size, attn_tp_size = rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
         decode_sizes = (2, 4) if attn_tp_size == 2 else (1, 2, 4)
         graph_sizes = CapturedSizes(decode_sizes, EXTEND_SIZES, "prefill")
+        kv_window = rng.choice(self.windows)
+        num_columns = MAX_MODEL_LEN // self.block_size
+        least = 1 + num_columns  # blocks without which the longest sequence does not fit
+        if kv_window:
+            least += min(num_columns, 1 + window_reach(kv_window, self.block_size))
         return GroupShape(
             dp_size=dp_size,
-            num_blocks=tuple(rng.randint(14, 40) for _ in range(dp_size)),
+            num_blocks=tuple(rng.randint(least, least + 27) for _ in range(dp_size)),
             block_size=self.block_size,
             rows_per_rank=rng.choice([2, 5, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 40]),
@@ -101,6 +115,7 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             attn_tp_size=attn_tp_size,
             graph_sizes=rng.choice([NO_GRAPHS, graph_sizes]),
+            kv_window=kv_window,
         )
 
     def _draw_speculation(self, shape: GroupShape) -> GroupShape:
@@ -301,6 +316,7 @@ class World:
         assert self.engines.num_live == 0
         assert self.engines.listeners.num_free == MAX_READERS
         for group in self.groups:
+            assert group.engine.measures.faults["unexpected"] == 0
             assert len(group.admission) == group.admission.num_tokens == 0
             assert group.engine.waiting.num_tokens == 0
             scheduler = group.engine._scheduler

@@ -48,6 +48,13 @@ class Poison:
         return ran.is_decode and ran.end % self.period == 0
 
 
+class Misled(BaseException):
+    """A step that no executor can run, or that spoils what another reads.
+
+    No Exception: an engine would count that, form its group again, and go on.
+    """
+
+
 class Pending(NamedTuple):
     """A step that has not come back.
 
@@ -152,7 +159,12 @@ class FakeExecutors:
         return GroupInfo(epoch=self.num_epochs, model=model, shape=self.shape, addresses=addresses)
 
     def send(self, step: InFlight) -> None:
-        plan = step.plan
+        try:
+            self._send(step.plan)
+        except AssertionError as error:
+            raise Misled from error
+
+    def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self._check_agreement(plan)
         now = asyncio.get_running_loop().time()
@@ -184,6 +196,11 @@ class FakeExecutors:
             self._loss.result()
         result = self._pending.popleft().result
         assert result is not None
+        try:
+            for rank in self._ranks:
+                rank.answered()
+        except AssertionError as error:
+            raise Misled from error
         return result
 
     async def lost(self) -> None:

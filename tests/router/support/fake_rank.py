@@ -28,8 +28,6 @@ from router.requests.request import Sequence as LiveSequence
 from router.scheduling.block_pool import SCRATCH_BLOCK
 from router.scheduling.step import NO_FLOATS, NO_INTS, Agreement, GroupShape, RankBatch, RankResult
 
-Read = tuple[np.ndarray, np.ndarray]
-
 VOCAB_SIZE = 50
 EOS = 0
 MAX_DEPTH = 3  # steps in flight in any test
@@ -82,6 +80,14 @@ class Ran(NamedTuple):
     is_decode: bool
 
 
+class Read(NamedTuple):
+    """What a step read of a row for windowed layers: from an offset in the first block on."""
+
+    blocks: list[int]
+    offset: int
+    held: list[int]
+
+
 @dataclass
 class Row:
     """A row of the block table.
@@ -107,7 +113,7 @@ class FakeRank:
         acceptance: Share of drafts that are accepted if those before them are.
         rng: Of the draft model alone.
         ran: What the last step computed.
-        reads: Of each step that is not answered, the slots that it reads, and what they held.
+        reads: Of each step that is not answered, what it read for windowed layers.
     """
 
     shape: GroupShape
@@ -180,8 +186,9 @@ class FakeRank:
 
     def answered(self) -> None:
         """Notes that the earliest step is back: all that it read was there until now."""
-        for slots, held in self.reads.popleft():
-            assert (self.kv.reshape(-1)[slots] == held).all(), "given back before its answer"
+        for blocks, offset, held in self.reads.popleft():
+            still_held = self.kv[blocks].reshape(-1)[offset:][: len(held)].tolist()
+            assert still_held == held, "given back before its answer"
 
     def _window_blocks_of(self, batch: RankBatch) -> Iterator[int]:
         given = batch.new_window_block_ids
@@ -198,20 +205,13 @@ class FakeRank:
         """Reads what windowed layers read in a step that begins at ``start`` and has computed."""
         if not self.shape.kv_window:
             return
-        span = max(0, start - self.shape.kv_window + 1), row.num_computed
-        slots = self._slots(row.window_blocks, *span)
-        full = self.kv.reshape(-1)[self._slots(row.blocks, *span)].tolist()
-        held = self.kv.reshape(-1)[slots].tolist()
+        first = max(0, start - self.shape.kv_window + 1)
+        column, offset = divmod(first, self.shape.block_size)
+        blocks, num_read = row.window_blocks[column:], row.num_computed - first
+        full = self.kv[row.blocks[column:]].reshape(-1)[offset:][:num_read].tolist()
+        held = self.kv[blocks].reshape(-1)[offset:][:num_read].tolist()
         assert held == list(map(window_kv, full)), "not what the row wrote there"
-        self._note_read(slots)
-
-    def _note_read(self, slots: np.ndarray) -> None:
-        self.reads[-1].append((slots, self.kv.reshape(-1)[slots]))
-
-    def _slots(self, blocks: list[int], start: int, end: int) -> np.ndarray:
-        """Returns where positions lie in `kv`."""
-        columns, offsets = np.divmod(np.arange(start, end), self.shape.block_size)
-        return np.array(blocks, np.int64)[columns] * self.shape.block_size + offsets
+        self.reads[-1].append(Read(blocks, offset, held))
 
     def _answer(self, batch: RankBatch, gains: list[list[int]]) -> RankResult:
         num_scores = sum(len(s.scored_ids) + (s.sample_index is not None) for s in batch.scorings)
@@ -252,9 +252,8 @@ class FakeRank:
         row.num_computed = start + len(tokens)
 
     def _sample(self, row: Row) -> int:
-        slots = self._slots(row.blocks, 0, row.num_computed)
-        self._note_read(slots)
-        row.last_token = next_token(self.kv.reshape(-1)[slots].tolist(), row.sequence.seed)
+        held = self.kv[row.blocks].reshape(-1)[: row.num_computed].tolist()
+        row.last_token = next_token(held, row.sequence.seed)
         return row.last_token
 
     def _draft(self, row: Row, limit: int) -> list[int]:
