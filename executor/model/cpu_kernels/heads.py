@@ -11,7 +11,7 @@ _LANES = 16  # head widths are multiples of it
 _MOST_WIDTH = 1024
 
 
-def is_supported(width: int) -> bool:
+def takes_width(width: int) -> bool:
     """Returns whether the kernel takes heads of this width."""
     return width % _LANES == 0 and width <= _MOST_WIDTH
 

@@ -88,10 +88,12 @@ def cpu_kernels(
         device: The CPU, or meta, for a model that only has sizes.
     """
     device = torch.device(device)
-    operators = _torch_operators(spec, dtype, device)
     library = load() if dtype is torch.bfloat16 and device.type == "cpu" else None
-    if library is not None:
-        operators = CpuOperators(library, operators.ropes)
+    operators: Operators
+    if library is None:
+        operators = _torch_operators(spec, dtype, device)
+    else:
+        operators = CpuOperators(library, spec.ropes, spec.max_position_embeddings)
 
     kind: NewRunner = GroupedMMRunner
     tool: Any = operators.silu_and_mul

@@ -98,12 +98,15 @@ class GroupedQueryAttention:
         heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
-        if self.qk_norm_weight is not None:
-            qk = self._norm(qk, self.qk_norm_weight)
-        if self.rope is None:
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        weight, operators = self.qk_norm_weight, self.operators
+        if weight is not None and self.rope is not None and self._norm == self._norm_heads:
+            rotation = rotations[self.rope]
+            q, k = operators.norm_and_rotate(qk, weight, self.num_heads, self.eps, rotation)
         else:
-            q, k = self.operators.rotate(qk, self.num_heads, rotations[self.rope])
+            qk = qk if weight is None else self._norm(qk, weight)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            if self.rope is not None:
+                q, k = operators.rotate(qk, self.num_heads, rotations[self.rope])
         if not self.num_kv_heads:
             return AttentionCall(q, None, None, self.layer_id)
         return AttentionCall(q, k, heads[:, num_qk:], self.layer_id)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from executor.model.cpu_kernels.elementwise import LANES, add_rms_norm, rms_norm, silu_and_mul
+from executor.model.cpu_kernels.heads import prepare_heads, takes_width
 from executor.model.cpu_kernels.library import Library
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.spec import Llama3Scaling, RopeSpec, Yarn
@@ -99,7 +100,7 @@ class Operators(Protocol):
 
         Args:
             qk: [T, H + N, D], query heads first. Heads lie side by side, rows may be strided. N may
-                be 0.
+                be 0. May be overwritten.
             weight: [H + N, D]. All query heads have the same weights, and all KV heads.
             num_heads: H.
             eps: As in ``rms_norm``.
@@ -126,6 +127,12 @@ class Operators(Protocol):
         """
         ...
 
+    def norm_and_rotate(
+        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float, rotation: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what ``norm_heads`` and then ``rotate`` do."""
+        return self.rotate(self.norm_heads(qk, weight, num_heads, eps), num_heads, rotation)
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Returns silu(gate) * up, [T, F].
 
@@ -135,7 +142,7 @@ class Operators(Protocol):
         ...
 
 
-class TorchOperators:
+class TorchOperators(Operators):
     """Plain PyTorch.
 
     Args:
@@ -143,7 +150,7 @@ class TorchOperators:
     """
 
     def __init__(self, ropes: Sequence[RotaryEmbedding]) -> None:
-        self.ropes = ropes
+        self._ropes = ropes
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -160,7 +167,7 @@ class TorchOperators:
         return F.rms_norm(qk, (qk.shape[-1],), None, eps).mul_(weight)
 
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [rope.at(positions) for rope in self.ropes]
+        return [rope.at(positions) for rope in self._ropes]
 
     def rotate(
         self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -179,11 +186,13 @@ class CpuOperators(TorchOperators):
     Args:
         library: The kernels.
         ropes: Of the model.
+        max_positions: Positions from 0 to below this can be asked for.
     """
 
-    def __init__(self, library: Library, ropes: Sequence[RotaryEmbedding]) -> None:
-        super().__init__(ropes)
+    def __init__(self, library: Library, ropes: Sequence[RopeSpec], max_positions: int) -> None:
+        super().__init__(())
         self._library = library
+        self._turns = [cos_sin_table(rope, max_positions) for rope in ropes]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.shape[-1] % LANES:
@@ -197,13 +206,43 @@ class CpuOperators(TorchOperators):
             return super().add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self._library, x, residual, weight, eps)
 
+    def norm_heads(
+        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float
+    ) -> torch.Tensor:
+        if not takes_width(qk.shape[-1]):
+            return super().norm_heads(qk, weight, num_heads, eps)
+        prepare_heads(self._library, qk, weight, eps, None)
+        return qk
+
+    def rotations(self, positions: torch.Tensor) -> list[Any]:
+        return [(positions, turns) for turns in self._turns]
+
+    def rotate(
+        self, qk: torch.Tensor, num_heads: int, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not takes_width(qk.shape[-1]):
+            positions, turns = rotation
+            cos, sin = turns.index_select(0, positions).unsqueeze(1).to(qk.dtype).chunk(2, dim=-1)
+            signed = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+            return super().rotate(qk, num_heads, signed)
+        prepare_heads(self._library, qk, None, 0, rotation)
+        return qk[:, :num_heads], qk[:, num_heads:]
+
+    def norm_and_rotate(
+        self, qk: torch.Tensor, weight: torch.Tensor, num_heads: int, eps: float, rotation: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not takes_width(qk.shape[-1]):
+            return super().norm_and_rotate(qk, weight, num_heads, eps, rotation)
+        prepare_heads(self._library, qk, weight, eps, rotation)
+        return qk[:, :num_heads], qk[:, num_heads:]
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.shape[-1] % (2 * LANES):
             return super().silu_and_mul(gate_up)
         return silu_and_mul(self._library, gate_up)
 
 
-class FlashInferOperators:
+class FlashInferOperators(Operators):
     """FlashInfer's kernels, for float16 and bfloat16 on CUDA.
 
     Args:

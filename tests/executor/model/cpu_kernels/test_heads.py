@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from executor.model.cpu_kernels.heads import is_supported, prepare_heads
+from executor.model.cpu_kernels.heads import prepare_heads, takes_width
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
@@ -82,4 +82,4 @@ def test_a_position_past_the_table_reads_nothing_behind_it(kernels: ctypes.CDLL)
 
 
 def test_widths_that_the_kernel_takes():
-    assert [width for width in (8, 16, 40, 64, 128, 2048) if is_supported(width)] == [16, 64, 128]
+    assert [width for width in (8, 16, 40, 64, 128, 2048) if takes_width(width)] == [16, 64, 128]

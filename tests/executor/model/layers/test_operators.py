@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
+from executor.model.cpu_kernels.library import load
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.operators import (
+    CpuOperators,
     FlashInferOperators,
     Operators,
     RotaryEmbedding,
@@ -33,7 +35,7 @@ def flashinfer_operators(ops: FlashInferOps) -> FlashInferOperators:
 class Inputs:
     """Random tensors of T rows, laid as a model lays them."""
 
-    def __init__(self, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_rows: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> None:
         generator = torch.Generator().manual_seed(num_rows)
 
         def random(*size: int) -> torch.Tensor:
@@ -41,21 +43,25 @@ class Inputs:
 
         self.x, self.residual = random(num_rows, SIZE), random(num_rows, SIZE)
         self.weight = random(SIZE)
-        self.heads = random(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
-        q_weight, k_weight = random(HEAD_DIM), random(HEAD_DIM)
+        self.heads = random(num_rows, HEADS + 2 * KV_HEADS, head_dim)
+        q_weight, k_weight = random(head_dim), random(head_dim)
         self.qk_weight = torch.stack([q_weight] * HEADS + [k_weight] * KV_HEADS)
         self.gate_up = random(num_rows, 2 * SIZE)
         self.positions = torch.randint(0, MAX_POSITIONS, (num_rows,), generator=generator)
 
+    def qk(self, num_heads: int) -> torch.Tensor:
+        """Returns the first heads as operators may overwrite them."""
+        return self.heads.clone()[:, :num_heads]
+
     def through(self, operators: Operators) -> dict[str, torch.Tensor]:
         """Returns what every operator makes of them."""
-        normed = operators.norm_heads(self.heads[:, : HEADS + KV_HEADS], self.qk_weight, HEADS, EPS)
+        normed = operators.norm_heads(self.qk(HEADS + KV_HEADS), self.qk_weight, HEADS, EPS)
         rotation = operators.rotations(self.positions)[0]
         results = {"norm_heads": normed.clone()}
         results["q"], results["k"] = operators.rotate(normed, HEADS, rotation)
-        queries = operators.norm_heads(self.heads[:, :HEADS], self.qk_weight[:HEADS], HEADS, EPS)
+        queries = operators.norm_heads(self.qk(HEADS), self.qk_weight[:HEADS], HEADS, EPS)
         results["q without keys"], none = operators.rotate(queries, HEADS, rotation)
-        assert none.shape == (len(queries), 0, HEAD_DIM)
+        assert none.shape == (len(queries), 0, queries.shape[-1])
         results["rms_norm"] = operators.rms_norm(self.x, self.weight, EPS)
         results["add_rms_norm"], results["sum"] = operators.add_rms_norm(
             self.x.clone(), self.residual.clone(), self.weight, EPS
@@ -74,6 +80,22 @@ def test_both_compute_the_same(num_rows: int, dtype: torch.dtype, ops: FlashInfe
     for name, result in theirs.items():
         assert ours[name].shape == result.shape
         torch.testing.assert_close(ours[name], result, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.skipif(load() is None, reason="no kernels for this CPU")
+@pytest.mark.parametrize("head_dim", [HEAD_DIM, 24])
+def test_kernels_of_the_cpu_compute_the_same(head_dim: int) -> None:
+    """The second width is one that they do not take."""
+    rope = RopeSpec(rotary_dim=8, theta=1e4)
+    kernels, inputs = load(), Inputs(7, torch.bfloat16, head_dim)
+    assert kernels is not None
+    ours = CpuOperators(kernels, [rope], MAX_POSITIONS)
+    plain = TorchOperators([RotaryEmbedding(rope, MAX_POSITIONS, dtype=torch.bfloat16, device=CPU)])
+    results, rotation = inputs.through(ours), ours.rotations(inputs.positions)[0]
+    torch.testing.assert_close(results, inputs.through(plain), atol=3e-2, rtol=3e-2)
+    qk, weight = inputs.qk(HEADS + KV_HEADS), inputs.qk_weight
+    together = ours.norm_and_rotate(qk, weight, HEADS, EPS, rotation)
+    torch.testing.assert_close(together, (results["q"], results["k"]), atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
