@@ -35,3 +35,23 @@ def test_every_tile_and_plain_pytorch_give_the_same_logits(
         pytest.skip(f"{choice} does not run here")
     logits = Rank(path).step({0: PROMPT})[0]
     assert (logits - expected).abs().max() < OFF * expected.std()
+
+
+@pytest.mark.parametrize("choice", library.TILES)
+def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
+    checkpoint: tuple[Path, torch.Tensor], choice: str, monkeypatch: pytest.MonkeyPatch
+):
+    path, _ = checkpoint
+    monkeypatch.setenv(library.CHOICE, choice)
+    if library.load() is None:
+        pytest.skip(f"{choice} does not run here")
+    alone = Rank(path).step({0: PROMPT})[0]
+
+    others = {0: PROMPT[::-1], 1: PROMPT[:1], 3: PROMPT[5:30], 5: PROMPT[3:]}
+    assert torch.equal(Rank(path).step(others | {2: PROMPT})[2], alone)
+
+    rank, parts = Rank(path), []
+    for start, stop in [(0, 13), (13, 14), (14, 18), (18, 19), (19, 37)]:
+        beside = {0: others[0][start : start + 1]}
+        parts.append(rank.step(beside | {4: PROMPT[start:stop]})[4])
+    assert torch.equal(torch.cat(parts), alone)
