@@ -50,7 +50,7 @@ def linear(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    y = x.new_empty(len(x), out_features)
+    y = x.new_empty(x.shape[0], out_features)
     _run(kernels, x, 1, 0, weight, bias, y)
     return y
 
@@ -92,7 +92,7 @@ def _run(
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        len(x),
+        x.shape[0],
         num_heads,
         width,
         y.shape[-1],
