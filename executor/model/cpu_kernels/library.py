@@ -163,8 +163,13 @@ def built(tile: str) -> Path:
 
 
 def _cache_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(os.environ.get(CACHE) or Path(home, "lockstep", "cpu_kernels"))
+    if CACHE in os.environ:
+        return Path(os.environ[CACHE])
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:  # this user has no home
+        caches = os.devnull  # which no folder can be made in
+    return Path(caches, "lockstep", "cpu_kernels")
 
 
 def _writable(folder: Path) -> Path:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+import torch
 
 from executor.model.cpu_kernels import library
+from executor.model.cpu_kernels.linear import linear, pack
+from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
 
 SOURCES = Path(library.__file__).with_name("src")
 
@@ -51,8 +54,27 @@ def test_arguments_are_as_the_sources_declare_them():
 
 
 def test_threads_are_pytorchs(kernels: ctypes.CDLL):
+    x, weight = random_bf16(8, 1024), pack(random_bf16(1024, 1024))  # enough to be shared
+    with num_threads(2):
+        torch.zeros(1 << 20).exp()
+        before = set(os.listdir("/proc/self/task"))
+        linear(kernels, x, weight, 1024)
+        assert set(os.listdir("/proc/self/task")) <= before
     maps = Path("/proc/self/maps").read_text()
     assert len(set(re.findall(r"\S*/lib[gi]?omp\S*", maps))) == 1
+
+
+def test_a_user_without_a_home_compiles_for_each_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def expanduser(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (library.CACHE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    forget()
+    assert library.built("avx2").parent == Path(library._own_folder().name)
 
 
 def test_what_is_built_is_found_again(folder: Path):
