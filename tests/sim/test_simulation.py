@@ -74,7 +74,7 @@ async def test_no_block_of_a_window_is_read_after_it_was_given_back(seed: int) -
     clients = [world.client(number) for number in range(16)]
     clients += [world.stream(first, 6) for first in (16, 22)]
     await world.run_clients(clients, break_at_random(world) if seed % 2 else None)
-    assert world.failed == []
+    check_blame(world)
 
 
 async def break_at_random(world: World) -> None:
