@@ -17,23 +17,26 @@ from executor.errors import CaptureError
 from executor.graph.backend import EagerBackend, RunnerBackend, ShapeKey
 from executor.graph.cuda_graph_backend import CaptureResources, CUDAGraphBackend, weak_view
 from tests.executor.support.recording.fake_cuda_device import FakeDevice
-from tests.executor.support.recording.recording_backend import RecordingBackend
+from tests.executor.support.recording.recording_backend import RecordingBackend, known_world
 
 KEY = ShapeKey(4)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _thawed() -> Iterator[None]:
-    """What the suite froze is seen, so that a freeze is a capture's own."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
+def world() -> Iterator[None]:
+    """Spares each capture the million objects that a run has imported."""
+    with known_world():
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _quick_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of what a test has made: a run's imports are a million objects to look through."""
+def collector(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collects only what a test has made, and notes that it is frozen: it is seen all the same."""
+    frozen: list[bool] = []
     monkeypatch.setattr(gc, "collect", partial(gc.collect, 1))
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(gc, "unfreeze", frozen.clear)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: len(frozen))
 
 
 @pytest.fixture

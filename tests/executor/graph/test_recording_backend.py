@@ -1,7 +1,7 @@
 """The stand-in must be as strict as a GPU: what it lets pass is what nobody checks without one."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from executor.graph.backend import ShapeKey
-from tests.executor.support.recording.recording_backend import CannotBeCaptured, RecordingBackend
+from tests.executor.support.recording.recording_backend import (
+    CannotBeCaptured,
+    RecordingBackend,
+    known_world,
+)
 
 KEY = ShapeKey(4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    """Spares each capture the million objects that a run has imported."""
+    with known_world():
+        yield
 
 
 def captured(run: Callable[[], Any], backend: RecordingBackend | None = None) -> RecordingBackend:

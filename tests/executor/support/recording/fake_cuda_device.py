@@ -32,7 +32,7 @@ class FakeGraph:
         device.num_open += 1
         device.pools.append(pool)
         device.log.append("begin")
-        self.recorder = Recorder(self.recording, _all_memory())
+        self.recorder = Recorder(self.recording, living_memory())
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
@@ -52,13 +52,6 @@ class FakeGraph:
     def reset(self) -> None:
         self.device.log.append("reset")
         self.recording.poison()
-
-
-def _all_memory() -> dict[int | None, torch.Tensor]:
-    gc.unfreeze()
-    living = living_memory()
-    gc.freeze()
-    return living
 
 
 class FakeDevice:

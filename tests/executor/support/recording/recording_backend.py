@@ -25,7 +25,7 @@ from typing import Any, ParamSpec
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from executor.graph.backend import Captures, ShapeKey, copy_result
 
@@ -50,10 +50,16 @@ class Recording:
 
     steps: list[Callable[[], object]] = field(default_factory=list)
     memory: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _poisons: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
     def poison(self) -> None:
-        for x in self.memory.values():
-            _poison(x)
+        """Fills all memory of its storages: NaN, or a number that indexes nothing."""
+        with torch.inference_mode():
+            for x in [*self.memory.values()][len(self._poisons) :]:
+                whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+                self._poisons.append((whole, _poison_of(x.dtype)))
+            for whole, poison in self._poisons:
+                whole.fill_(poison)
 
     def replay(self) -> None:
         for run_again in self.steps:
@@ -206,7 +212,7 @@ class Recorder(TorchDispatchMode):
                 return result
         _refuse_what_depends_on_values(function, args)
         self._refuse_foreign(function, (args, kwargs))
-        frozen = _frozen(args, kwargs)
+        frozen = _frozen((args, kwargs))
         read = {_memory_of(x) for x in _tensors((args, kwargs))}
         result = function(*args, **kwargs)
         self._note(function, frozen, result, read)
@@ -218,7 +224,7 @@ class Recorder(TorchDispatchMode):
         """Calls it without looking inside, and notes the call."""
         self._refuse_foreign(function, (args, kwargs))
         with self.paused():
-            frozen_args, frozen_kwargs = _frozen(args, kwargs)
+            frozen_args, frozen_kwargs = _frozen_trees(args, kwargs)
             function(*args, **kwargs)
         self._recording.steps.append(partial(function, *frozen_args, **frozen_kwargs))
 
@@ -227,7 +233,7 @@ class Recorder(TorchDispatchMode):
     ) -> torch.Tensor:
         """Calls an eager region, and returns the room for its result."""
         with self.paused():
-            frozen_args, frozen_kwargs = _frozen(args, kwargs)
+            frozen_args, frozen_kwargs = _frozen_trees(args, kwargs)
             result = function(*args, **kwargs)
             room = torch.empty_like(result)
             room.copy_(result)
@@ -251,7 +257,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         name = function._schema.name
         made: list[tuple[int, torch.Tensor]] = []  # results in memory of their own, by place
-        for place, x in enumerate(tree_leaves(result)):
+        for place, x in enumerate(_leaves(result)):
             if isinstance(x, torch.Tensor) and (memory := _memory_of(x)) not in read:
                 if memory is None:
                     raise CannotBeCaptured(f"{name} makes a tensor without strides")
@@ -311,7 +317,7 @@ class _HostAccess(TorchFunctionMode):
 def _repeat(
     function: Any, args: Any, kwargs: Any, made: Sequence[tuple[int, torch.Tensor]]
 ) -> None:
-    results = tree_leaves(function(*args, **kwargs))
+    results = _leaves(function(*args, **kwargs))
     for place, captured in made:
         captured.copy_(results[place])
 
@@ -336,18 +342,36 @@ def _refuse_what_depends_on_values(function: Any, args: tuple[Any, ...]) -> None
         )
 
 
+def _leaves(x: Any) -> list[Any]:
+    """Returns what lists, tuples and dicts hold, as tree_leaves does in ten times as long."""
+    if isinstance(x, dict):
+        x = list(x.values())
+    if not isinstance(x, (list, tuple)):
+        return [x]
+    leaves = []
+    for each in x:
+        leaves += _leaves(each) if isinstance(each, (list, tuple, dict)) else [each]
+    return leaves
+
+
 def _tensors(arguments: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    return [x for x in _leaves(arguments) if isinstance(x, torch.Tensor)]
 
 
-def _frozen(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments as they are now: a later in-place view must not change them."""
+def _frozen_trees(*trees: Any) -> Any:
+    """Returns arguments of any kind as they are now."""
+    return tree_map_only(torch.Tensor, _frozen, trees)
 
-    def alias(x: torch.Tensor) -> torch.Tensor:
+
+def _frozen(x: Any) -> Any:
+    """Returns arguments as they are now: a later in-place view must not change them."""
+    if isinstance(x, torch.Tensor):
         return x if _memory_of(x) is None else x.detach()
-
-    frozen: tuple[Any, Any] = tree_map_only(torch.Tensor, alias, (args, kwargs))
-    return frozen
+    if type(x) is dict:
+        return {name: _frozen(value) for name, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(_frozen, x))
+    return x
 
 
 def _memory_of(x: torch.Tensor) -> int | None:
@@ -400,13 +424,7 @@ def living_memory() -> dict[int | None, torch.Tensor]:
     return _known | {_memory_of(x): x for x in tensors}
 
 
-def _poison(x: torch.Tensor) -> None:
-    """Fills all memory of the tensor's storage: NaN, or a number that indexes nothing."""
-    with torch.inference_mode():
-        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-        if whole.is_floating_point() or whole.is_complex():
-            whole.fill_(torch.nan)
-        elif whole.dtype == torch.bool:
-            whole.fill_(True)
-        else:
-            whole.fill_(torch.iinfo(whole.dtype).max // 2)
+def _poison_of(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).max // 2
