@@ -104,9 +104,14 @@ class ExecutorConfig(ServiceConfig):
     )
     """Tokens that one EP rank can send in FlashInfer's all-to-all, whose workspace it sizes; nothing
     else uses it."""
-    moe_runner: str = setting("grouped", one_of("grouped", "cutlass", "cutedsl"))
+    moe_runner: str = setting("auto", one_of("auto", "grouped", "cutlass", "cutedsl"))
     """Kernels of the experts on CUDA: PyTorch's grouped products, FlashInfer's fused CUTLASS
-    kernels, or FlashInfer's kernels in CuTe's DSL."""
+    kernels, or FlashInfer's kernels in CuTe's DSL. auto is cutlass for experts that stay quantised,
+    else grouped."""
+    quantized_weights: str = setting("auto", one_of("auto", "keep", "dequantize"))
+    """Whether weights that a checkpoint has in FP8 blocks or MXFP4 stay so in memory: auto where there
+    are kernels for them (FlashInfer on a Hopper GPU), keep refuses to start elsewhere, dequantize never.
+    The kernels for FP8 round activations to FP8, too."""
     draft_model: Path | None = setting(None, CHECKPOINT, unset="no speculative decoding")
     """Folder of a draft model, which may be the model itself if that has MTP layers."""
     num_draft_steps: int | None = setting(

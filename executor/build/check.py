@@ -4,22 +4,19 @@ The plan, the parameters and the KV pool's shape are those of a start, on PyTorc
 has sizes and no memory; no weight is read.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
+from executor.build.keeping import META, bytes_of, keepable, sizes_only, weight_bytes
 from executor.build.memory import kv_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
-from executor.model.decoder.kernels import Peers, cpu_kernels
+from executor.model.decoder.kernels import cpu_kernels
 from executor.model.decoder.sizes import kv_shape, windows_of
 from executor.model.drafts.draft import load_draft_model
-from executor.model.families import fill_model, new_model
+from executor.model.families import fill_model
 from executor.model.spec import MoeSpec
-from executor.model.weights import Cut, WeightGroup
-from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
-
-_META = torch.device("meta")
 
 
 def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
@@ -60,14 +57,8 @@ def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
 
 def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     config, draft_config, dtype = blueprint.config, blueprint.draft, blueprint.dtype
-    model = new_model(
-        blueprint.model,
-        dtype=dtype,
-        device=_META,
-        peers=_peers(blueprint),
-        aux_layers=() if draft_config is None else draft_config.aux_layers,
-    )
-    say(f"weights               {_bytes_of(model.weight_groups()):,} bytes on this executor")
+    model = sizes_only(blueprint)
+    say(f"weights               {bytes_of(model.weight_groups()):,} bytes on this executor")
     shape = kv_shape(blueprint.model, config.block_size, dtype, config.topology)
     block_bytes = shape.bytes_per_block
     if draft_config is not None:
@@ -80,29 +71,21 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     if not of_windows and windows_of(blueprint.model):
         say("KV of windows         not apart: all layers have one, and every block is kept")
     fill_model(config.model, blueprint.model, model)
+    if blueprint.model.quantization is not None:
+        _describe_kept(blueprint, blueprint.model.quantization.title, say)
     if config.draft_model is not None and draft_config is not None:
-        kernels = cpu_kernels(draft_config.layers, dtype=dtype, device=_META)
+        kernels = cpu_kernels(draft_config.layers, dtype=dtype, device=META)
         draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
-        say(f"weights of the draft  {_bytes_of(draft.weight_groups()):,} bytes on this executor")
+        say(f"weights of the draft  {bytes_of(draft.weight_groups()):,} bytes on this executor")
 
 
-def _bytes_of(groups: Iterable[WeightGroup]) -> int:
-    cuts = [
-        cut for group in groups for target in group.targets.items() for cut in Cut.all_of(*target)
-    ]
-    return sum(cut.target.numel() * cut.target.itemsize for cut in cuts)
-
-
-def _peers(blueprint: Blueprint) -> Peers:
-    """Returns this executor's place, without ways to others."""
-    topology = blueprint.config.topology
-    return Peers.gathering(
-        blueprint.model.num_experts,
-        DpCommunicator(
-            topology=topology, max_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
-        ),
-        AttnTpCommunicator(
-            topology=topology, max_shard_tokens_per_rank=0, hidden_size=0, dtype=torch.float32
-        ),
-        moe_dense_tp_size=blueprint.config.moe_dense_tp_size,
-    )
+def _describe_kept(blueprint: Blueprint, title: str, say: Callable[[str], None]) -> None:
+    """Says what a GPU with kernels for quantised weights would hold."""
+    config = blueprint.config
+    keeping, problems = keepable(config, blueprint.model, config.model)
+    kept = " and ".join(name for name, how in keeping._asdict().items() if how is not None)
+    if kept:
+        num_bytes = weight_bytes(blueprint, keeping)
+        say(f"weights if kept       {num_bytes:,} bytes with {kept} in {title}, on a Hopper GPU")
+    for problem in problems:
+        say(f"never kept            {problem}")

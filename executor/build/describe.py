@@ -13,11 +13,16 @@ from executor.batch.read_step import StepLimits
 from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
 from executor.build.plan import Blueprint
+from executor.model.weights.kept import DEQUANTISED, Keeping
 from protos.executor.v1 import executor_pb2 as pb
 
 
 def describe(
-    blueprint: Blueprint, limits: StepLimits, device: torch.device, lines: Iterable[BudgetLine]
+    blueprint: Blueprint,
+    limits: StepLimits,
+    device: torch.device,
+    lines: Iterable[BudgetLine],
+    keeping: Keeping = DEQUANTISED,
 ) -> pb.DescribeResponse:
     """Returns all but what changes while it runs: its instance and its epoch.
 
@@ -26,6 +31,7 @@ def describe(
         limits: Of its steps.
         device: Where it runs.
         lines: What it has sized.
+        keeping: What of the model stays quantised.
     """
     config, model_config = blueprint.config, blueprint.model
     budget, graph_sizes = limits.budget, limits.graph_sizes
@@ -61,7 +67,7 @@ def describe(
             extend=graph_sizes.extend,
             extend_runner=f"prefill_{config.prefill_graphs}" if graph_sizes.extend else "",
         ),
-        agreement=_agreement(blueprint, model.fingerprint, device),
+        agreement=_agreement(blueprint, model.fingerprint, device, keeping),
         speculation=_speculation(blueprint.speculation),
     )
 
@@ -81,7 +87,7 @@ def _speculation(plan: SpeculationPlan | None) -> pb.Speculation | None:
 
 
 def _agreement(
-    blueprint: Blueprint, model_fingerprint: str, device: torch.device
+    blueprint: Blueprint, model_fingerprint: str, device: torch.device, keeping: Keeping
 ) -> dict[str, str]:
     """Returns all that members of a group may not differ in."""
     config, budget, graph_sizes = blueprint.config, blueprint.budget, blueprint.graph_sizes
@@ -95,6 +101,8 @@ def _agreement(
         "moe_a2a": config.moe_a2a,
         "moe_a2a_extend": config.moe_a2a_extend,
         "moe_runner": config.moe_runner,
+        "quantized_weights": config.quantized_weights,
+        "kept_weights": [name for name, kept in keeping._asdict().items() if kept is not None],
         "flashinfer_pdl": config.flashinfer_pdl,
         "decode_graph_sizes": list(graph_sizes.decode),
         "extend_graph_sizes": list(graph_sizes.extend),

@@ -3,6 +3,7 @@
              CPU                     CUDA, with FlashInfer         CUDA, without
 operators    kernels of its own      FlashInfer                    PyTorch
 experts      kernels of its own      grouped products, or fused    grouped products
+FP8, MXFP4   dequantised             kept on Hopper                dequantised
 attention    a kernel of its own     FlashInfer, in graphs         PyTorch, graphs break
 graphs       called                  recorded                      recorded
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
@@ -31,6 +32,8 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
 from executor.model.spec import ModelSpec
+from executor.model.weights import KeptAs
+from executor.model.weights.kept import DEQUANTISED, Keeping
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -63,8 +66,25 @@ class Device(ABC):
     filters: Filters | None = None
 
     @abstractmethod
-    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
-        """Returns what the model's layers call, for passes of so many rows of experts."""
+    def kernels(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        max_moe_rows: int,
+        keeping: Keeping = DEQUANTISED,
+    ) -> Kernels:
+        """Returns what the model's layers call.
+
+        Args:
+            model: Its sizes.
+            dtype: Type of weights and hidden states.
+            max_moe_rows: Rows of experts in the largest pass.
+            keeping: What stays quantised.
+        """
+
+    def why_dequantised(self, kept_as: KeptAs) -> str | None:
+        """Returns why no kernel here reads weights of such a format; None if some do."""
+        return "a CPU has no kernels for them"
 
     def attention(
         self,
@@ -158,7 +178,14 @@ class Cpu(Device):
 
     torch_device = torch.device("cpu")
 
-    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+    def kernels(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        max_moe_rows: int,
+        keeping: Keeping = DEQUANTISED,
+    ) -> Kernels:
+        assert keeping == DEQUANTISED, "a CPU keeps nothing"
         return cpu_kernels(model, dtype=dtype)
 
     def attention(
@@ -192,15 +219,40 @@ class Cuda(Device):
         self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self.ops is None else FlashInferFilters(self.ops)
 
-    def kernels(self, model: ModelSpec, dtype: torch.dtype, max_moe_rows: int) -> Kernels:
+    def kernels(
+        self,
+        model: ModelSpec,
+        dtype: torch.dtype,
+        max_moe_rows: int,
+        keeping: Keeping = DEQUANTISED,
+    ) -> Kernels:
+        moe_runner = self._config.moe_runner
+        if moe_runner == "auto":
+            moe_runner = "grouped" if keeping.experts is None else "cutlass"
         return stacked_kernels(
             model,
             dtype=dtype,
             device=self.torch_device,
             ops=self.ops,
-            moe_runner=self._config.moe_runner,
+            moe_runner=moe_runner,
             max_moe_rows=max_moe_rows,
+            keeping=keeping,
         )
+
+    def why_dequantised(self, kept_as: KeptAs) -> str | None:
+        if self.ops is None:
+            return "FlashInfer is not installed"
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        if (major, minor) != (9, 0):
+            return f"the kernels are for Hopper (SM90), and this GPU is SM{major}{minor}"
+        is_fp8 = kept_as.per_byte == 1
+        cuda = tuple(int(number) for number in str(torch.version.cuda).split(".")[:2])
+        if is_fp8 and cuda < (12, 8):
+            return f"the kernels need CUDA 12.8, and PyTorch has {torch.version.cuda}"
+        name = "gemm.fp8_blockscale_gemm_sm90"
+        if not is_fp8:
+            name = "fused_moe.interleave_moe_weights_for_sm90_mixed_gemm"
+        return None if self.ops.has(name) else f"this FlashInfer lacks {name}"
 
     def attention(
         self,

@@ -18,6 +18,7 @@ from executor.budget.report import BudgetLine, budget_table
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
 from executor.build.drafts import Drafts, build_drafts
+from executor.build.keeping import plan_keeping
 from executor.build.memory import held_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
@@ -32,6 +33,7 @@ from executor.model.layers.linear import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
 from executor.model.sampling.sampler import Sampler
+from executor.model.weights.kept import Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.epochs import FormGroup
 from executor.parallel.layout import require_mlp_tp_gather
@@ -78,7 +80,7 @@ def build_worker(
         dispatcher=dispatcher,
         moe_dense_tp_size=config.moe_dense_tp_size,
     )
-    model, draft, kernels = _models(blueprint, device, peers)
+    model, draft, kernels, keeping = _models(blueprint, device, peers)
     kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
@@ -119,17 +121,18 @@ def build_worker(
         measures=measures,
     )
     _log_loaded(blueprint, device, kv_pool)
-    return worker, describe(blueprint, limits, device.torch_device, lines)
+    return worker, describe(blueprint, limits, device.torch_device, lines, keeping)
 
 
 def _models(
     blueprint: Blueprint, device: Device, peers: Peers
-) -> tuple[Model, DraftModel | None, list[Kernels]]:
-    """Returns the target, its draft if it has one, and the kernels of each."""
-    max_rows, draft_config = peers.dispatcher.max_rows, blueprint.draft
-    kernels = [device.kernels(blueprint.model, blueprint.dtype, max_rows)]
+) -> tuple[Model, DraftModel | None, list[Kernels], Keeping]:
+    """Returns the target, its draft if it has one, the kernels of each, and what the target keeps."""
+    config, max_rows, draft_config = blueprint.config, peers.dispatcher.max_rows, blueprint.draft
+    keeping = plan_keeping(blueprint, device, blueprint.model, config.model)
+    kernels = [device.kernels(blueprint.model, blueprint.dtype, max_rows, keeping)]
     model = load_model(
-        blueprint.config.model,
+        config.model,
         blueprint.model,
         dtype=blueprint.dtype,
         device=device.torch_device,
@@ -138,17 +141,18 @@ def _models(
         aux_layers=() if draft_config is None else draft_config.aux_layers,
         on_progress=_log_progress(),
     )
-    if blueprint.config.draft_model is None or draft_config is None:
-        return model, None, kernels
-    kernels += [device.kernels(draft_config.layers, blueprint.dtype, max_rows)]
+    if config.draft_model is None or draft_config is None:
+        return model, None, kernels, keeping
+    of_draft = plan_keeping(blueprint, device, draft_config.layers, config.draft_model)
+    kernels += [device.kernels(draft_config.layers, blueprint.dtype, max_rows, of_draft)]
     draft = load_draft_model(
-        blueprint.config.draft_model,
+        config.draft_model,
         draft_config,
         model,
         kernels=kernels[1],
         on_progress=_log_progress(),
     )
-    return model, draft, kernels
+    return model, draft, kernels, keeping
 
 
 def _logged(lines: tuple[BudgetLine, ...]) -> tuple[BudgetLine, ...]:

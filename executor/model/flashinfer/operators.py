@@ -51,6 +51,11 @@ class FlashInferOps:
         self.library: Any = flashinfer
         self.enable_pdl = enable_pdl
 
+    def has(self, name: str) -> bool:
+        """Whether the library has ``module.function``."""
+        module, _, function = name.partition(".")
+        return hasattr(getattr(self.library, module, None), function)
+
     # Norms, activation, rotation. Nothing is asked of the library for no rows.
 
     def rms_norm(

@@ -221,6 +221,7 @@ OTHERWISE: dict[str, Any] = {
     "moe_a2a_extend": "all-to-all",
     "max_dispatch_tokens_per_rank": 5000,
     "moe_runner": "cutlass",
+    "quantized_weights": "dequantize",
     "flashinfer_pdl": "on",
 }
 DRAFTING_OTHERWISE: dict[str, Any] = {

@@ -13,8 +13,13 @@ from safetensors.torch import load_file
 from executor.__main__ import main
 from executor.build.check import check
 from executor.build.executor import build_worker
+from executor.build.keeping import weight_bytes
+from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.weights.formats import Fp8Format
+from executor.model.weights.kept import DEQUANTISED, Keeping
 from tests.executor.model.families.head_checkpoints import save_model
+from tests.executor.model.weights.kept_models import LATENT, twins
 from tests.executor.support.checkpoints import save_latent_model
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 
@@ -97,6 +102,20 @@ def test_windows_are_told_of_apart_where_some_layers_see_all(tmp_path: Path) -> 
     _, lines = check_lines(model=tmp_path)
     assert "every block is kept" in lines["KV of windows"]
     assert bytes_of(lines["KV per token"]) == 4 * 2 * 2 * 16 * 4
+
+
+def test_quantised_weights_are_checked_as_they_load_and_as_a_gpu_keeps_them(tmp_path: Path) -> None:
+    path, _ = twins(tmp_path, save_latent_model, "deepseek_v3", **LATENT)
+    fits, lines = check_lines(model=path)
+    assert fits
+    blueprint = Blueprint.of(ExecutorConfig(model=path))
+    assert bytes_of(lines["weights"]) == weight_bytes(blueprint, DEQUANTISED)
+    kept = lines["weights if kept"]
+    assert bytes_of(kept) == weight_bytes(blueprint, Keeping(*[Fp8Format.kept_as] * 2))
+    assert "with experts and linears in FP8" in kept
+    _, lines = check_lines(model=path, moe_runner="cutedsl")
+    assert bytes_of(lines["weights if kept"]) > bytes_of(kept)
+    assert lines["never kept"].startswith("experts: moe_runner=cutedsl")
 
 
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])

@@ -3,7 +3,6 @@
 The kernels have never run on a GPU; a stand-in computes what their arguments say.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +20,15 @@ from executor.model.weights.targets import Cut
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 from tests.executor.model.families.head_checkpoints import save_model
-from tests.executor.model.weights.quantised import Quantised, fp8, mxfp4, save_twins
+from tests.executor.model.weights.kept_models import LATENT, Quantise, Save, twins
+from tests.executor.model.weights.quantised import fp8, mxfp4
 from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.executor.support.flashinfer.cpu_kept import fp8_weight
 from tests.executor.support.serving import Rank
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
-# Sizes that the FP8 kernels take, on each of two executors too; rows that turn share a scale.
-LATENT = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-}
 HEADS = {"hidden_size": 128, "num_hidden_layers": 1, "head_dim": 128, "moe_intermediate_size": 128}
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 KEPT_FP8 = Keeping(Fp8Format.kept_as, Fp8Format.kept_as)
-
-Save = Callable[..., Any]
-Quantise = Callable[[torch.Tensor], Quantised]
-
-
-def twins(
-    folder: Path, save: Save, shape: str, quantise: Quantise = fp8, **sizes: Any
-) -> tuple[Path, Path]:
-    """Saves a model quantised, and what its weights stand for."""
-    model, quantised, plain = (folder / name for name in ("model", "quantised", "plain"))
-    save(model, shape, **sizes)
-    is_fp8 = quantise is fp8
-    ending = ("_proj.weight", "_with_mqa.weight") if is_fp8 else EXPERTS
-    config = FP8 if is_fp8 else {"quant_method": "mxfp4"}
-    save_twins(model, quantised, plain, quantise=quantise, ending=ending, config=config)
-    return quantised, plain
 
 
 def kernels(path: Path, ops: FlashInferOps, keeping: Keeping) -> Kernels:
