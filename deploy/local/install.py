@@ -17,15 +17,20 @@ REFRESH_S = 0.2
 PINNED = ("-c", "constraints.txt")
 
 # Of each stage: its name, about how many packages it brings, and what pip installs. PyTorch comes
-# first: pip takes the build that its settings prefer, and later packages are content with it.
+# first: pip takes the build that its settings prefer, and later packages are content with it. Of what
+# tests bring, few modules are ever imported: these are compiled then, and not all by pip before.
 STAGES = {
     "run": (
         ("PyTorch", 10, (*PINNED, "torch")),
         ("router and executor", 26, (*PINNED, "-e", ".[executor]")),
     ),
     "dev": (
-        ("tests and linters", 66, (*PINNED, "-e", ".[dev]")),
-        ("FlashInfer", 9, ("--no-deps", "-r", "deploy/requirements-flashinfer.txt")),
+        ("tests and linters", 66, ("--no-compile", *PINNED, "-e", ".[dev]")),
+        (
+            "FlashInfer",
+            9,
+            ("--no-compile", "--no-deps", "-r", "deploy/requirements-flashinfer.txt"),
+        ),
     ),
 }
 
