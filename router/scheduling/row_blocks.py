@@ -271,10 +271,8 @@ class RowBlocks:
         is_leaving, num_blocks = table.status[rows] >= RowStatus.PREEMPTED, table.num_blocks[rows]
         num_leaving = int(num_blocks[is_leaving].sum())
         if table.has_windows:
-            # Each step in flight gains a decode one token at least.
-            least = table.num_tokens[rows] - 1 + table.num_in_flight[rows]
-            starts = np.minimum(table.num_computed[rows], least)
-            num_past = starts // table.block_size - table.window_reach
+            # Where drafts are refused, less comes back; but then the row also needs no more yet.
+            num_past = table.num_computed[rows] // table.block_size - table.window_reach
             num_past = np.where(is_leaving, num_blocks, num_past)
             num_back = np.maximum(num_past - table.num_past_blocks[rows], 0)
             num_leaving += int(num_back[table.status[rows] != RowStatus.FREE].sum())

@@ -9,7 +9,14 @@ from router.requests.request import Request
 from router.scheduling.block_pool import NO_PREFIX, WINDOW, PrefixCache
 from router.scheduling.step import StepPlan, sequence_capacity, window_reach
 from tests.router.support.block_checks import check_cache
-from tests.router.support.stepper import Stepper, assert_right, finish, make_shape, output_of
+from tests.router.support.stepper import (
+    Stepper,
+    assert_right,
+    finish,
+    make_shape,
+    output_of,
+    speculation,
+)
 
 BLOCK_SIZE = 4
 WINDOWS = (1, 2, 4, 5, 6, 9, 13, 48)  # of which none, one or several blocks lie before a token's
@@ -61,6 +68,17 @@ def test_a_sequence_as_long_as_the_pool_allows_runs_to_its_end(
     world = stepper(kv_window, num_blocks=num_blocks)
     request = world.submit([1] * num_prompt, 48 - num_prompt)
     finish(world, request, depth=depth)
+    assert request.sequences[0].progress.num_preemptions == 0
+
+
+@pytest.mark.parametrize("kv_window", WINDOWS)
+def test_a_sequence_alone_waits_for_its_drafts_and_is_not_preempted(kv_window: int) -> None:
+    """Before they are answered, its length and what it gives back are known by their bounds only."""
+    num_blocks = next(n for n in range(100) if sequence_capacity(n, BLOCK_SIZE, kv_window) == 48)
+    shape = make_shape(kv_window=kv_window, num_blocks=num_blocks, speculation=speculation())
+    world = Stepper(shape)
+    request = world.submit([1] * 4, 44)
+    finish(world, request, depth=3)
     assert request.sequences[0].progress.num_preemptions == 0
 
 
