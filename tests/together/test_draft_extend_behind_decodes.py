@@ -73,7 +73,7 @@ def test_behind_a_graph_of_decodes_draft_extend_is_a_graph_on_every_rank(
         run_plainly(cell, [PROMPT])
         eager = state_of(cell, row)
     assert noted == [[(None, None)] * NUM_STEPS] * len(noted)
-    torch.testing.assert_close(replayed, eager, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(replayed, eager, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_that_runs_a_prompt_as_well_has_no_graph_of_decodes_behind_it(
