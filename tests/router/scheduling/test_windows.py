@@ -93,6 +93,18 @@ def test_a_pool_below_a_sequences_capacity_is_refused(kv_window: int) -> None:
         )
 
 
+@pytest.mark.parametrize("num_spare", [19, 20])
+def test_a_sequence_is_bound_where_both_of_its_lists_fit(num_spare: int) -> None:
+    world = stepper(5, num_blocks=1 + 2 + num_spare)
+    world.submit([1] * 4, 40)
+    world.step()
+    assert world.scheduler.caches[0].pool.num_available == num_spare
+    world.submit([2] * 30)
+    world.step()
+    # 8 columns of its own, and two of the sequence before it: this step's and, later, another
+    assert world.table.num_bound(0) == (2 if num_spare == 2 * (8 + 2) else 1)
+
+
 def test_all_of_a_chunk_has_blocks_and_comes_back_when_it_is_answered() -> None:
     world = stepper(5)
     request = world.submit([1] * 30, 4)
