@@ -250,6 +250,7 @@ class MemberStore(Store):
     def _enter(self, key: str) -> socket.socket:
         """Connects, and returns when the store has answered: it has taken the entry."""
         deadline = time.monotonic() + self._timeout_s
+        cut_off: Exception | None = None
         while True:
             self._received.clear()
             connection: socket.socket | None = None
@@ -262,8 +263,12 @@ class MemberStore(Store):
             except (OSError, ValueError) as error:
                 if connection is not None:
                     connection.close()
-                if not isinstance(error, CUT_OFF) or time.monotonic() > deadline:
+                if not isinstance(error, CUT_OFF):
                     raise
+                if cut_off is None or not isinstance(error, TimeoutError):
+                    cut_off = error  # it says more than that the time was over
+                if time.monotonic() > deadline:
+                    raise cut_off from None
             time.sleep(RETRY_DELAY_S)  # strangers were in the way
 
     def _take_entry(self, connection: socket.socket | None, deadline: float) -> None:

@@ -160,7 +160,7 @@ def test_a_member_is_told_what_it_has_waited_for_in_vain(store: RendezvousStore,
     with pytest.raises(StoreLost, match=f"port {store.port} for host/1: timed out"):
         waiting.get("host/1")
     with pytest.raises(StoreLost, match="it has closed"):
-        member("1", b"another secret of this length", timeout_s=0.05)
+        member("1", b"another secret of this length", timeout_s=0.3)
     patient = member("2")
     store.close()
     with pytest.raises(StoreLost, match="for host/1: it has closed"):
