@@ -88,7 +88,7 @@ class CpuAttention:
             for layer in (*layers, PLAIN)
         ]
         self._kv_pool: KVPool | None = None
-        self._batches: list[Batch] = []  # by the group of layers
+        self._batches: dict[int, Batch] = {}  # by the group of layers
 
     def init_forward_metadata_in_graph(self) -> None:
         """Nothing: the tree mask is read when a layer runs."""
@@ -100,8 +100,10 @@ class CpuAttention:
         counts = batch.extend_seq_lens_cpu
         check_tree(batch, [1] * batch.batch_size if counts is None else counts.tolist())
         self._kv_pool = kv_pool
-        self._batches = [
-            Batch.of(
+        # A draft's batch has no slots for a group of the target's that it does not read.
+        groups = set(map(kv_pool.shape.group_of, self._windows))
+        self._batches = {
+            group: Batch.of(
                 table_rows=batch.req_pool_indices,
                 lengths=batch.seq_lens_cpu,
                 counts=None if counts is None else torch.from_numpy(counts),
@@ -110,8 +112,8 @@ class CpuAttention:
                 columns=kv_pool.max_blocks_per_row,
                 tree_mask=batch.tree_mask,
             )
-            for group in range(len(kv_pool.shape.groups))
-        ]
+            for group in groups
+        }
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int

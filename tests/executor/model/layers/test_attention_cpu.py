@@ -5,7 +5,7 @@ import structlog
 import torch
 
 from executor.model.cpu_kernels import library
-from executor.model.layers.attention_cpu import CpuAttention
+from executor.model.layers.attention_cpu import CpuAttention, cpu_attention
 from executor.model.layers.attention_torch import TorchAttention
 from tests.executor.model.layers.attention_cases import (
     BLOCK_SIZE,
@@ -57,6 +57,21 @@ def test_trees_and_queries_without_keys_of_their_own():
     case.check(case.run(attention, stores=False))
     for cache, old in zip(case.caches, before, strict=True):
         assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
+
+
+@KERNEL
+def test_a_draft_that_reads_layers_without_windows_needs_no_slots_for_the_others():
+    case = wide([(9, 1), (63, 1)], window=5)
+    case.batch.window_cache_loc = None
+    attention = cpu_attention(case.num_heads, case.pool.shape, scale=case.scale)
+    assert isinstance(attention, CpuAttention)
+    attention.init_forward_metadata_out_graph(case.batch, case.pool)
+    plain = TorchAttention(case.num_heads, case.kv_heads, case.width, scale=case.scale)
+    plain.init_forward_metadata_out_graph(case.batch, case.pool)
+    for cache in case.caches:
+        cache.normal_(generator=torch.manual_seed(0))
+    ours, expected = (one.forward(case.q, None, None, 0) for one in (attention, plain))
+    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
 @KERNEL
