@@ -70,8 +70,8 @@ KERNEL void moe(const bf16* x, const int32_t* ids, const float* weights, const b
           groups.starts[expert], groups.starts[expert + 1], width, w13 + at * kColumns * width,
           [&](int64_t i) { return x + groups.rows[i] * width; },
           [&](int64_t i, Floats gate, Floats up) {
-            gate = min(gate + gate_bias, set(limit));
-            up = max(min(up + up_bias, set(limit)), set(-limit)) + set(up_offset);
+            gate = min(set(limit), gate + gate_bias);  // in this order NaN stays NaN
+            up = max(set(-limit), min(set(limit), up + up_bias)) + set(up_offset);
             store(hidden + i * inner + panel * kLanes, gate * sigmoid(set(alpha) * gate) * up);
           });
     }

@@ -67,3 +67,9 @@ def test_arg_max_gives_a_token_whatever_the_row(kernels: ctypes.CDLL):
     logits = torch.full((3, 50), -torch.inf)
     logits[1], logits[2, 7] = torch.nan, torch.inf
     assert arg_max(kernels, logits).tolist() == [0, 0, 7]
+
+
+def test_arg_max_passes_over_nan(kernels: ctypes.CDLL):
+    logits = torch.arange(50, 0, -1).float().repeat(3, 1)
+    logits[0, 32], logits[1, 0], logits[2, 48] = torch.nan, torch.nan, torch.nan
+    assert arg_max(kernels, logits).tolist() == [0, 1, 0]

@@ -125,11 +125,12 @@ def test_rows_stand_alone(kernels: ctypes.CDLL):
     )
 
 
-def test_a_row_that_is_not_finite_stays_alone(kernels: ctypes.CDLL):
+@pytest.mark.parametrize("activation", [Activation(), GPT_OSS], ids=["silu", "gpt-oss"])
+def test_a_row_that_is_not_finite_stays_alone(kernels: ctypes.CDLL, activation: Activation):
     case, x = Case(3, 64, 32), random_bf16(4, 64)
     ids, weights = chosen(4, 2, 3)
-    clean = case.run(kernels, x, ids, weights)
+    clean = case.run(kernels, x, ids, weights, activation)
     x[2, 7] = torch.nan
-    y = case.run(kernels, x, ids, weights)
+    y = case.run(kernels, x, ids, weights, activation)
     assert y[2].isnan().all()
     assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]])
