@@ -12,7 +12,7 @@ def main() -> None:
     try:
         for tile in sys.argv[1:] or [choose("auto")]:
             built(tile)
-    except NoKernels as error:
+    except (NoKernels, OSError) as error:
         print(f"No kernels for bfloat16 on this CPU, which stays slower: {error}")
 
 

@@ -19,8 +19,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -76,7 +74,7 @@ def load() -> Library | None:
 
     The first call may compile, for some seconds.
     """
-    return _load_or_log(os.environ.get(CHOICE, "auto"))
+    return _load_or_log(os.environ.get(CHOICE) or "auto")
 
 
 @cache
@@ -126,7 +124,10 @@ def load_tile(tile: str) -> Library:
         NoKernels: They cannot be built or loaded.
     """
     try:
-        kernels = ctypes.CDLL(str(built(tile)))
+        path = built(tile)
+        kernels = ctypes.CDLL(str(path))
+        if path.parent != _cache_folder():  # it stays loaded, and an executor ends without a word
+            _own_folder().cleanup()
         for name, arguments in SIGNATURES.items():
             function = getattr(kernels, name)
             function.argtypes = [_TYPES[kind] for kind in arguments]
@@ -152,19 +153,16 @@ def built(tile: str) -> Path:
     name = f"{tile}-{sources}-{_digest(compiler)}.so"
     if _is_whole(folder / name):
         return folder / name
-    folder = _writable(folder)
-    path = folder / name
-    with _lock(folder):
-        if path.exists() and not _is_whole(path):
-            _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
-        if not _is_whole(path):
-            _build(tile, path)
-    return path
+    try:
+        return _kept(tile, folder / name)
+    except OSError as error:
+        _LOG.warning("cpu_kernels_not_kept", folder=str(folder), problem=str(error))
+        return _kept(tile, Path(_own_folder().name, name))
 
 
 def _cache_folder() -> Path:
-    if CACHE in os.environ:
-        return Path(os.environ[CACHE])
+    if folder := os.environ.get(CACHE):
+        return Path(folder)
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     except RuntimeError:  # this user has no home
@@ -172,30 +170,23 @@ def _cache_folder() -> Path:
     return Path(caches, "lockstep", "cpu_kernels")
 
 
-def _writable(folder: Path) -> Path:
-    """Returns the folder, or one for this process if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    _LOG.warning("cpu_kernels_not_kept", folder=str(folder), problem="it cannot be written")
-    return Path(_own_folder().name)
-
-
 @cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder that ends with the process."""
+    """Returns a folder that ends with the process, if it ends in an orderly way."""
     return tempfile.TemporaryDirectory(prefix="lockstep-cpu-kernels-")
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time build."""
-    with open(folder / "lock", "w") as file:
+def _kept(tile: str, path: Path) -> Path:
+    """Returns where a tile's library is, which one process at a time builds if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name("lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        is_whole = _is_whole(path)
+        if path.exists() and not is_whole:
+            _LOG.warning("cpu_kernels_damaged", path=str(path), doing="compiling them again")
+        if not is_whole:
+            _build(tile, path)
+    return path
 
 
 @cache
@@ -235,9 +226,10 @@ def _run(*command: str | Path) -> None:
 
 def _is_whole(path: Path) -> bool:
     """Returns whether it is there as it was built: what is cut short would end the process."""
-    if not path.exists():
+    try:
+        content = path.read_bytes()
+    except OSError:
         return False
-    content = path.read_bytes()
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 

@@ -112,19 +112,30 @@ def test_an_image_without_a_compiler_takes_what_was_built_for_it(
         library.load_tile("avx2")
 
 
-def test_a_cache_that_cannot_be_written_is_read_and_else_made_do_without(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", ["lock of another user", "no folder", "no such name"])
+def test_kernels_that_cannot_be_kept_are_compiled_for_each_start_and_leave_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, problem: str
 ):
-    may = os.access
-    with monkeypatch.context() as patch, structlog.testing.capture_logs() as lines:
-        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK and may(path, mode))
-        library.load_tile("avx2")
-    assert [line["event"] for line in lines] == ["cpu_kernels_not_kept", "cpu_kernels_built"]
-    monkeypatch.setenv(library.CACHE, str(library._own_folder().name))
-    forget()
+    if problem == "lock of another user":
+        (folder / "lock").mkdir(parents=True)  # root could open a file
+    elif problem == "no folder":
+        folder.write_bytes(b"")
+    else:
+        monkeypatch.setenv(library.CACHE, str(folder / ("x" * 300)))
     with structlog.testing.capture_logs() as lines:
-        assert library.built("avx2").parent == Path(library._own_folder().name)
-    assert not lines
+        assert library.load_tile("avx2")
+    assert [line["event"] for line in lines] == ["cpu_kernels_not_kept", "cpu_kernels_built"]
+    assert not Path(library._own_folder().name).exists()
+
+
+def test_an_empty_variable_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    home = folder.parent / "home"
+    monkeypatch.chdir(folder.parent)
+    for name, value in ((library.CACHE, ""), (library.CHOICE, ""), ("XDG_CACHE_HOME", str(home))):
+        monkeypatch.setenv(name, value)
+    forget()
+    assert library.load() is not None
+    assert len([*home.glob("lockstep/cpu_kernels/*.so")]) == 1
 
 
 def test_a_compiler_that_fails_says_what_it_said(folder: Path, monkeypatch: pytest.MonkeyPatch):
