@@ -139,6 +139,7 @@ def attention(
         table: int32 [.., columns], blocks of each row.
     """
     assert all(x is None or x.dtype is torch.bfloat16 for x in (q, k, v)), "read as bfloat16"
+    assert all(x is None or len(x) == batch.rows for x in (q, k, v)), "a row for each slot"
     out = q.new_empty(q.shape[0], layer.heads * layer.value_width)
     q = _by_row(q)
     k, v = (None if x is None else _by_row(x) for x in (k, v))

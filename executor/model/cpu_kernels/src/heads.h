@@ -9,13 +9,14 @@ constexpr int64_t kMostHeadWidth = 1024;
 // columns to its row's position. All in place, in float32, rounded once.
 //
 // x [rows, heads, width], with strides from row to row and head to head; weights [heads, width];
-// turns [limit, turned], cosines and then sines. Positions past the limit are the last one.
+// turns [limit, turned], cosines and then sines. Positions outside are the nearest one.
 KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, const bf16* weights,
                           const float* turns, const int64_t* positions, int64_t limit, int64_t rows,
                           int64_t heads, int64_t width, int64_t turned, float eps) {
 #pragma omp parallel for schedule(static) if (rows * heads * width > 1 << 16)
   for (int64_t t = 0; t < rows; t++) {
-    const int64_t half = turned / 2, position = turned ? std::min(positions[t], limit - 1) : 0;
+    const int64_t half = turned / 2;
+    const int64_t position = turned ? std::clamp<int64_t>(positions[t], 0, limit - 1) : 0;
     const float *cosines = turns + position * turned, *sines = cosines + half;
     for (int64_t h = 0; h < heads; h++) {
       bf16* head = x + t * row_stride + h * head_stride;

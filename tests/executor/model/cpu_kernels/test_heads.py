@@ -74,11 +74,12 @@ def test_rows_stand_alone(kernels: ctypes.CDLL):
     assert_rows_stand_alone(run, len(x))
 
 
-def test_a_position_past_the_table_reads_nothing_behind_it(kernels: ctypes.CDLL):
-    x, turns = random_bf16(2, 1, 32), turns_of(32)
-    x[1] = x[0]
-    prepare_heads(kernels, x, None, EPS, (torch.tensor([49, 1 << 40]), turns))
+def test_a_position_outside_the_table_is_the_nearest_in_it(kernels: ctypes.CDLL):
+    x, turns = random_bf16(4, 1, 32), turns_of(32)
+    x[1], x[3] = x[0], x[2]
+    prepare_heads(kernels, x, None, EPS, (torch.tensor([49, 1 << 40, 0, -(1 << 40)]), turns))
     assert torch.equal(x[0], x[1])
+    assert torch.equal(x[2], x[3])
 
 
 def test_widths_that_the_kernel_takes():
