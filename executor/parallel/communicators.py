@@ -6,7 +6,7 @@ Every executor's rows are gathered before the experts, and summed back after (`D
     executor 1  x1 [2]  ─┼▶
     executor 2  (idle)  ─┘  SUM_LEN   x0 x0 x0 x1 x1                    all-reduce over zeros
 
-and back: MAX_LEN reduce-scatters, SUM_LEN all-reduces. The executors that share a DP rank's
+and back: both reduce-scatter, parts of equal sizes or of unequal ones. The executors that share a DP rank's
 attention hold a shard of its rows between attention calls (`AttnTpCommunicator`):
 
     5 tokens, attn_tp_size 2       attn_tp 0     attn_tp 1
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from executor.errors import PeerLost
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from executor.parallel.process_groups import EpochGroups, RankGroup
+from executor.parallel.process_groups import EpochGroups, RankGroup, add_up
 
 WORD = torch.int32  # as wide as ids and weights; a row of hidden states is some of them
 
@@ -164,7 +164,7 @@ class DpCommunicator(_Communicator):
         """Sums every row over the executors and returns this one's rows.
 
         Args:
-            y: [layout.global_dp_buffer_len, D], contiguous. SUM_LEN overwrites it.
+            y: [layout.global_dp_buffer_len, D], contiguous. SUM_LEN over NCCL overwrites it.
             layout: This step's token counts.
 
         Returns:
@@ -175,14 +175,12 @@ class DpCommunicator(_Communicator):
         self._check(layout)
         if layout.global_dp_buffer_len == 0:
             return y
-        if layout.padding_mode is DpPaddingMode.MAX_LEN:
-            width = y.shape[1]
-            summed = self._summed[: layout.padded_num_tokens * width].view(-1, width)
-            self.group.reduce_scatter(summed, y, self._scratch)
-            return summed[: layout.shard_num_rows]
-        self.group.all_reduce(y)
-        first = layout.offsets[layout.world_rank]
-        return y[first : first + layout.shard_num_rows]
+        is_even = layout.padding_mode is DpPaddingMode.MAX_LEN
+        num_rows = layout.padded_num_tokens if is_even else layout.shard_num_rows
+        summed = view_rows(self._summed, num_rows, y.shape[1])
+        counts = None if is_even else layout.global_shard_num_rows
+        self.group.reduce_scatter(summed, y, self._scratch, counts)
+        return summed[: layout.shard_num_rows]
 
     @property
     def world_size(self) -> int:
@@ -334,7 +332,9 @@ class AttnTpCommunicator(_Communicator):
     def sum_(self, x: torch.Tensor) -> None:
         """Replaces ``x``, contiguous, by its sum over the executors, the same bits on each."""
         if self.size > 1 and x.numel():
-            self.group.all_reduce(x)
+            parts = x.new_empty(self.size, *x.shape)
+            self.group.all_gather(parts.flatten(0, 1), x)
+            add_up(parts, out=x)
 
     def agree(self, tokens: torch.Tensor) -> None:
         """Replaces ``tokens``, contiguous, by those of attn_tp_rank 0."""

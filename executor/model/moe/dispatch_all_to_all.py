@@ -10,14 +10,13 @@ third of a small exchange (``tests/bench/executor/bench_dispatch.py``). Sending 
 need would spare it, and would be the all-gather.
 
 Results travel back along the same way. A token's results are summed in order of rank in float32 and
-rounded once, so they do not change from run to run. Dimensions as in ``layer.py``, and:
+rounded once, as those of an all-gather are, to the same bits. Dimensions as in ``layer.py``, and:
     W ranks    S rows sent, a token once for each rank that it goes to
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from executor.budget.report import EXECUTOR_ROWS, BudgetLine
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
@@ -31,6 +30,7 @@ from executor.parallel.communicators import (
     words_of,
 )
 from executor.parallel.layout import DpLayout
+from executor.parallel.process_groups import add_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class _Exchange:
     Attributes:
         sent: Rows sent to each rank.
         received: Rows received from each rank.
-        order_S: Sent rows by token, then by rank.
-        starts_T: Where each token's rows start in ``order_S``.
+        places_S: Of each row sent, in [W * T].
+        num_tokens: T.
     """
 
     sent: list[int]
     received: list[int]
-    order_S: torch.Tensor
-    starts_T: torch.Tensor
+    places_S: torch.Tensor
+    num_tokens: int
 
 
 class TorchAllToAllDispatcher(Dispatcher):
@@ -97,7 +97,6 @@ class TorchAllToAllDispatcher(Dispatcher):
             for count in (1, self._num_ranks, self._num_ranks)
         )
         self._received_counts = torch.zeros(self._num_ranks, dtype=torch.int64, device=device)
-        self._row_numbers = torch.arange(most, device=device)
 
     @classmethod
     def build(cls, setup: DispatchSetup) -> Dispatcher:
@@ -125,10 +124,11 @@ class TorchAllToAllDispatcher(Dispatcher):
         # A step that fails before ``combine`` leaves its dispatch open; the group ends with it.
         assert self._open_in is not group, "dispatch called twice without combine"
         self._open_in = group
-        is_sent_WT = self._destinations(ids_TK[: layout.shard_num_tokens])
+        is_sent_WT = self._destinations(ids_TK, layout.shard_num_tokens)
         counts_W = is_sent_WT.sum(dim=1)
         group.all_to_all(self._received_counts, counts_W)
-        tokens_S = is_sent_WT.nonzero()[:, 1]
+        places_S = is_sent_WT.flatten().nonzero()[:, 0]
+        tokens_S = places_S % len(x_TD) if len(x_TD) else places_S
         sent, received = counts_W.tolist(), self._received_counts.tolist()
 
         columns = (x_TD, ids_TK, weights_TK)
@@ -141,9 +141,8 @@ class TorchAllToAllDispatcher(Dispatcher):
 
         x_RD, ids_RK, weights_RK = unpack(packed_R, columns)
         ids_RK = self._numbers.index_select(0, ids_RK.flatten()).view_as(ids_RK)
-        by_token, order_S = tokens_S.sort(stable=True)
-        starts_T = torch.searchsorted(by_token, self._row_numbers[: len(x_TD)])
-        return Dispatched(x_RD, ids_RK, weights_RK, _Exchange(sent, received, order_S, starts_T))
+        exchange = _Exchange(sent, received, places_S, len(x_TD))
+        return Dispatched(x_RD, ids_RK, weights_RK, exchange)
 
     def combine(self, y_RD: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         group = self._communicator.group
@@ -155,15 +154,24 @@ class TorchAllToAllDispatcher(Dispatcher):
         )
         # What was sent is no longer needed, and its rows were wider.
         num_words = words_of(y_RD.shape[1], y_RD.dtype)
-        y_SD = view_rows(self._sent, len(exchange.order_S), num_words).view(y_RD.dtype)
+        y_SD = view_rows(self._sent, len(exchange.places_S), num_words).view(y_RD.dtype)
         group.all_to_all(y_SD, y_RD.contiguous(), exchange.sent, exchange.received)
-        return sum_by_token(y_SD, exchange.order_S, exchange.starts_T)
+        y_WTD = y_SD.new_zeros(self._num_ranks, exchange.num_tokens, y_SD.shape[1])
+        y_WTD.flatten(0, 1).index_copy_(0, exchange.places_S, y_SD)
+        y_TD = torch.empty_like(y_WTD[0])
+        add_up(y_WTD, out=y_TD)
+        return y_TD
 
-    def _destinations(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """Returns 1 where a rank holds an expert of a token and 0 elsewhere, int64 [W, T]."""
+    def _destinations(self, ids_TK: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Returns 1 where a rank holds an expert of a token and 0 elsewhere, int64 [W, T].
+
+        Rows past ``num_tokens`` go nowhere.
+        """
         ranks_TK = self._ranks.index_select(0, ids_TK.flatten()).view_as(ids_TK)
         is_sent = ranks_TK.new_zeros(self._num_ranks + 1, len(ranks_TK))
-        return is_sent.scatter_(0, ranks_TK.t(), 1)[: self._num_ranks]  # E is with rank W
+        is_sent.scatter_(0, ranks_TK.t(), 1)  # E is with rank W
+        is_sent[:, num_tokens:] = 0
+        return is_sent[: self._num_ranks]
 
     def _check(self, x_TD: torch.Tensor, layout: DpLayout) -> None:
         assert len(layout.offsets) == self._num_ranks, (
@@ -175,19 +183,3 @@ class TorchAllToAllDispatcher(Dispatcher):
             f"a rank has {layout.runtime_max_tokens_per_rank} rows; "
             f"the buffers were made for {most}"
         )
-
-
-def sum_by_token(y_SD: torch.Tensor, order_S: torch.Tensor, starts_T: torch.Tensor) -> torch.Tensor:
-    """Sums each token's rows in the order given, in float32, and rounds once. One kernel.
-
-    On the CPU it takes a fifth of a sum over ranks. It rounds ties away from zero there.
-
-    Args:
-        y_SD: Rows.
-        order_S: int64, which of them, token after token.
-        starts_T: int64, where each token's start in ``order_S``.
-
-    Returns:
-        [T, D]; zeros for a token without rows.
-    """
-    return F.embedding_bag(order_S, y_SD, starts_T, mode="sum")

@@ -20,7 +20,7 @@ from executor.parallel.communicators import (
     words_of,
 )
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
-from executor.parallel.process_groups import EpochGroups, GlooGroup
+from executor.parallel.process_groups import EpochGroups, GlooGroup, add_up
 from tests.executor.support.ranks.ranks import join, run_ranks, topology_of
 
 WIDTH, VOCAB_SLICE, MAX_TOKENS, NUM_LOGITS = 6, 5, 8, 3
@@ -281,6 +281,14 @@ def test_rows_that_do_not_fit_the_layout_are_refused():
     ):
         with pytest.raises(AssertionError, match=f"{given} rows, {right} in the layout"):
             collect(rows_of(0, given, torch.float32), layout)
+
+
+def test_parts_of_several_ranks_are_added_up_before_they_are_rounded():
+    """In bfloat16 256 + 1 is 256; with the third rank's 1 it is 258."""
+    parts = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    out = torch.empty(1, dtype=torch.bfloat16)
+    add_up(parts, out)
+    assert out.item() == 258
 
 
 # Rows side by side: hidden states, experts and weights in one collective
