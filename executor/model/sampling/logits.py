@@ -17,6 +17,8 @@ GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
+PICKED_TOP = 20  # likeliest tokens with scores; no router asks for more
+
 _TORCH_DTYPES = {"<u8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
 
@@ -235,7 +237,9 @@ def score(
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
     logprobs = logits.gather(-1, token_ids[:, None]) - total
-    width = int(num_top.max(initial=0))
+    # Which of equally likely tokens come first hangs on how many are picked out: not on what others want.
+    most = max(int(num_top.max(initial=0)), PICKED_TOP)
+    width = min(most, logits.shape[-1]) if num_top.any() else 0
     values, ids = logits.topk(width, dim=-1)
     wanted = torch.from_numpy(np.arange(width) < num_top[:, None]).to(logits.device)
     return logprobs[:, 0], ids[wanted], (values - total)[wanted]

@@ -340,6 +340,13 @@ def test_scores_are_log_probabilities_of_the_untouched_logits():
     )
 
 
+def test_which_of_equally_likely_tokens_are_named_does_not_depend_on_what_others_want():
+    logits = torch.zeros(2, 2000)
+    alone = score(logits[:1], torch.tensor([4]), np.array([2]))[1]
+    beside = score(logits, torch.tensor([4, 4]), np.array([2, 20]))[1]
+    assert torch.equal(beside[:2], alone)
+
+
 def test_a_row_without_any_finite_logit_still_gives_a_token_of_the_vocabulary():
     logits = torch.full((VOCAB_SIZE,), torch.nan)
     for kind in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}):
