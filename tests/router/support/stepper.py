@@ -71,20 +71,25 @@ class Stepper:
         self.ended: list[Sequence] = []
         self.now = 0.0
         self.measures = GroupMeasures()
+        self._settings = SchedulerSettings(**{"min_chunk_tokens": 1, **settings})
+        self.begin_epoch()
+        self.ranks = FakeRank.of_group(shape, acceptance=acceptance)
+        self._numbers = itertools.count(1)
+
+    def begin_epoch(self) -> None:
+        """Makes a scheduler, as for a group that has formed: nothing is bound, cached or in flight."""
         self.scheduler = Scheduler(
-            shape,
+            self.shape,
             self.admission,
             self.listeners,
-            SchedulerSettings(**{"min_chunk_tokens": 1, **settings}),
+            self._settings,
             clock=lambda: self.now,
             on_end=self.ended.append,
             measures=self.measures,
         )
         self.table = self.scheduler.table
         self.in_flight: deque[StepPlan] = deque()
-        self.ranks = FakeRank.of_group(shape, acceptance=acceptance)
         self.results: deque[Any] = deque()
-        self._numbers = itertools.count(1)
 
     def submit(
         self,

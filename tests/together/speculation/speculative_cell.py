@@ -148,6 +148,12 @@ class Router(Stepper):
             self.results.append(decode_step(responses, plan.batches, self._cell.vocab_size))
         return plan
 
+    def lose(self) -> None:
+        """Loses an executor: what is in flight is not answered, and the group forms again."""
+        self.scheduler.abandon()
+        self._cell.join()
+        self.begin_epoch()
+
     def before_step(self, plan: StepPlan) -> None:
         """Called between planning a step and running it."""
 
@@ -200,6 +206,7 @@ class Ask:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: bool = False
     prompt_logprobs: bool = False
+    num_top: int = 2
     n: int = 1
     delay: int = 0
 
@@ -247,7 +254,7 @@ def _submit(router: Router, ask: Ask) -> Request:
         output=OutputOptions(
             logprobs=ask.logprobs,
             prompt_logprobs=ask.prompt_logprobs,
-            top_logprobs=2 if ask.logprobs or ask.prompt_logprobs else 0,
+            top_logprobs=ask.num_top if ask.logprobs or ask.prompt_logprobs else 0,
         ),
         n=ask.n,
     )
