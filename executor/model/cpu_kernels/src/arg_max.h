@@ -10,14 +10,12 @@ KERNEL void arg_max(const float* logits, int64_t stride, int64_t* tokens, int64_
 #pragma omp parallel for schedule(static) if (rows * size > 1 << 18)
   for (int64_t i = 0; i < rows; i++) {
     const float* row = logits + i * stride;
-    const int64_t whole = size / kLanes * kLanes;
-    Floats most = set(-INFINITY);
-    for (int64_t v = 0; v < whole; v += kLanes) most = max(load(row + v), most);
-    float best = largest(most);
-    for (int64_t v = whole; v < size; v++) best = std::max(best, row[v]);
-    int64_t at = 0;
-    while (at < whole && !equal(load(row + at), set(best))) at += kLanes;
-    while (at < size && row[at] != best) at++;
-    tokens[i] = at < size ? at : 0;
+    float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+    for (int64_t v = 0; v < size; v++) most = row[v] > most ? row[v] : most;
+    int place = size;
+#pragma omp simd reduction(min : place)
+    for (int v = 0; v < size; v++) place = row[v] == most ? std::min(place, v) : place;
+    tokens[i] = place < size ? place : 0;
   }
 }

@@ -98,8 +98,8 @@ class Attend {
     static thread_local std::vector<float> room;
     const int64_t heads = item_.kv_heads, pairs = layer_.key_width / 2;
     const int64_t sums = heads * num_rows_ * layer_.value_width, lanes = heads * lanes_;
-    const int64_t sizes[] = {lanes * pairs, lanes_ * kTileKeys / 2, kTileKeys * LANES, sums, lanes,
-                             lanes,         lanes_,                 lanes_,            lanes_};
+    const int64_t sizes[] = {lanes * pairs, lanes_ * kTileKeys / 2,  kTileKeys * LANES, sums, lanes,
+                             lanes,         lanes_ + kLanes - LANES, lanes_,            lanes_};
     int64_t total = kLanes;
     for (int64_t size : sizes) total += size;
     if (int64_t(room.size()) < total) room.resize(total);
@@ -176,8 +176,11 @@ class Attend {
       for (int64_t r = 0, count; r < num_rows_; r += count) {
         count = std::min<int64_t>(num_rows_ - r, kValueRows);
         const uint32_t* weights = weights_ + r / LANES * LANES * kTileKeys / 2 + r % LANES;
-        add_values_of<LANES>(count, weights, rows.values, value_at + column, begin, stop, rescale_ + r,
-                             sums_of(m, r) + column, layer_.value_width);
+        with_constant<kValueRows>(count, [&](auto constant) {
+          add_values<LANES, decltype(constant)::value>(weights, rows.values, value_at + column, begin,
+                                                       stop, rescale_ + r, sums_of(m, r) + column,
+                                                       layer_.value_width);
+        });
       }
   }
 
@@ -259,6 +262,6 @@ KERNEL void attention(const AttentionLayer* layer, const AttentionBatch* batch,
     if (items[i].queries * items[i].heads <= 8)
       Attend<8>(*layer, *batch, *rows, items[i]).run();
     else
-      Attend<kDotLanes>(*layer, *batch, *rows, items[i]).run();
+      Attend<kLanes>(*layer, *batch, *rows, items[i]).run();
   }
 }

@@ -9,28 +9,26 @@
 
 #include "tile.h"
 
+constexpr int kGates = kColumns / 2;  // of a panel, before as many columns of up
+
 // The rows that go to each expert, experts in order: of expert e, starts[e] to starts[e + 1].
 struct Groups {
   std::vector<int64_t> starts, used, rows;
   std::vector<float> weights;
 
-  // Ids of other experts than these are for somebody else.
   Groups(const int32_t* ids, const float* all_weights, int64_t num_rows, int64_t top_k,
          int64_t experts)
-      : starts(experts + 1) {
-    const auto is_here = [&](int64_t i) { return ids[i] >= 0 && ids[i] < experts; };
-    for (int64_t i = 0; i < num_rows * top_k; i++)
-      if (is_here(i)) starts[ids[i] + 1]++;
+      : starts(experts + 2), rows(num_rows * top_k), weights(num_rows * top_k) {
+    // What goes to other experts than these stands behind all, and is for somebody else.
+    const auto expert_of = [&](int64_t i) { return std::min<uint64_t>(ids[i], experts); };
+    for (size_t i = 0; i < rows.size(); i++) starts[expert_of(i) + 1]++;
     for (int64_t e = 0; e < experts; e++) {
       if (starts[e + 1]) used.push_back(e);
       starts[e + 1] += starts[e];
     }
-    rows.resize(starts[experts]);
-    weights.resize(starts[experts]);
-    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (int64_t i = 0; i < num_rows * top_k; i++) {
-      if (!is_here(i)) continue;
-      const int64_t place = next[ids[i]]++;
+    std::vector<int64_t> next = starts;
+    for (size_t i = 0; i < rows.size(); i++) {
+      const int64_t place = next[expert_of(i)]++;
       rows[place] = i / top_k;
       weights[place] = all_weights[i];
     }
@@ -54,49 +52,42 @@ KERNEL void moe(const bf16* x, const int32_t* ids, const float* weights, const b
                 int64_t top_k, int64_t experts, int64_t width, int64_t inner, float alpha,
                 float limit, float up_offset) {
   const Groups groups(ids, weights, rows, top_k, experts);
-  const int64_t used = groups.used.size(), pairs = groups.rows.size();
+  const Panels gate_up{w13, b13, width}, down{w2, b2, inner};
+  const int64_t used = groups.used.size(), pairs = groups.starts[experts];
   bf16* const hidden = scratch<bf16>(pairs * inner);
-  const int64_t inner_panels = inner / kLanes, width_panels = width / kColumns;
-  const int64_t weight_count = 3 * used * width * inner;
-#pragma omp parallel if (worth_sharing(weight_count, used ? pairs / used : 0))
+  const int64_t inner_panels = inner / kGates, width_panels = width / kColumns;
+#pragma omp parallel if (worth_sharing(3 * used * width * inner, used ? pairs / used : 0))
   {
 #pragma omp for schedule(dynamic, 4)
     for (int64_t item = 0; item < used * inner_panels; item++) {
       const int64_t expert = groups.used[item / inner_panels], panel = item % inner_panels;
-      const int64_t at = expert * inner_panels + panel;
-      const Floats gate_bias = b13 ? load(b13 + at * kColumns) : set(0);
-      const Floats up_bias = b13 ? load(b13 + at * kColumns + kLanes) : set(0);
       multiply(
-          groups.starts[expert], groups.starts[expert + 1], width, w13 + at * kColumns * width,
+          groups.starts[expert], groups.starts[expert + 1], gate_up, expert * inner_panels + panel,
           [&](int64_t i) { return x + groups.rows[i] * width; },
-          [&](int64_t i, Floats gate, Floats up) {
-            gate = min(set(limit), gate + gate_bias);  // in this order NaN stays NaN
-            up = max(set(-limit), min(set(limit), up + up_bias)) + set(up_offset);
-            store(hidden + i * inner + panel * kLanes, gate * sigmoid(set(alpha) * gate) * up);
+          [&](int64_t i, const float* sums) {
+            for (int c = 0; c < kGates; c += kLanes) {
+              const Floats gate = min(set(limit), load(sums + c));  // in this order NaN stays NaN
+              const Floats up = max(set(-limit), min(set(limit), load(sums + kGates + c)));
+              store(hidden + i * inner + panel * kGates + c,
+                    gate * sigmoid(alpha * gate) * (up + up_offset));
+            }
           });
     }
-    float* const sums = scratch<float>(rows * kColumns);
+    float* const totals = scratch<float>(rows * kColumns);
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < width_panels; panel++) {
-      std::fill(sums, sums + rows * kColumns, 0.f);
-      for (int64_t expert : groups.used) {
-        const int64_t at = expert * width_panels + panel;
-        const Floats low_bias = b2 ? load(b2 + at * kColumns) : set(0);
-        const Floats high_bias = b2 ? load(b2 + at * kColumns + kLanes) : set(0);
+      std::fill_n(totals, rows * kColumns, 0.f);
+      for (int64_t expert : groups.used)
         multiply(
-            groups.starts[expert], groups.starts[expert + 1], inner, w2 + at * kColumns * inner,
+            groups.starts[expert], groups.starts[expert + 1], down, expert * width_panels + panel,
             [&](int64_t i) { return hidden + i * inner; },
-            [&](int64_t i, Floats low, Floats high) {
-              float* const sum = sums + groups.rows[i] * kColumns;
-              const Floats weight = set(groups.weights[i]);
-              store(sum, fma(weight, low + low_bias, load(sum)));
-              store(sum + kLanes, fma(weight, high + high_bias, load(sum + kLanes)));
+            [&](int64_t i, const float* sums) {
+              float* const total = totals + groups.rows[i] * kColumns;
+              for (int c = 0; c < kColumns; c += kLanes)
+                store(total + c, fma(set(groups.weights[i]), load(sums + c), load(total + c)));
             });
-      }
-      for (int64_t i = 0; i < rows; i++) {
-        store(y + i * width + panel * kColumns, load(sums + i * kColumns));
-        store(y + i * width + panel * kColumns + kLanes, load(sums + i * kColumns + kLanes));
-      }
+      for (int64_t i = 0; i < rows; i++)
+        store_columns(y + i * width + panel * kColumns, totals + i * kColumns);
     }
   }
 }

@@ -8,20 +8,17 @@ struct Choice {
   bool is_sigmoid, sums_two, renormalises;  // sums_two: a group counts as its best two, else its best
   float factor;
 
-  // Makes `scores`, padded with -infinity to full vectors, of logits: a softmax, or sigmoids.
+  // Makes `scores`, which end with -infinity to full vectors, of logits: a softmax, or sigmoids.
   void score(float* scores) const {
-    Floats most = set(-INFINITY), total = set(0);
-    for (int64_t e = 0; e < experts; e += kLanes) most = max(most, load(scores + e));
-    const float largest_logit = largest(most);
+    const float most = *std::max_element(scores, scores + experts);
+    Floats total = set(0);
     for (int64_t e = 0; e < experts; e += kLanes) {
       const Floats logits = load(scores + e);
-      const Floats score = is_sigmoid ? sigmoid(logits) : exp(logits - set(largest_logit));
-      store(scores + e, select(first_lanes(experts - e), score, set(0)));
-      total = total + load(scores + e);
+      store(scores + e, is_sigmoid ? sigmoid(logits) : exp(logits - most));
+      total += load(scores + e);
     }
-    if (is_sigmoid) return;
-    const Floats scale = set(1 / sum(total));
-    for (int64_t e = 0; e < experts; e += kLanes) store(scores + e, load(scores + e) * scale);
+    const float scale = is_sigmoid ? 1 : 1 / sum(total);
+    for (int64_t e = 0; e < experts; e++) scores[e] *= scale;
   }
 
   // Sets what is in other groups than the best to -infinity.
@@ -36,14 +33,12 @@ struct Choice {
       }
       totals[g] = sums_two ? best + second : best;
     }
-    std::vector<bool> is_kept(groups);
-    for (int64_t i = 0; i < kept_groups; i++) {
-      const int64_t best = std::max_element(totals.begin(), totals.end()) - totals.begin();
-      is_kept[best] = true;
-      totals[best] = -INFINITY;
+    for (int64_t i = kept_groups; i < groups; i++) {
+      // Of groups that are alike, the first are kept.
+      const int64_t worst = totals.rend() - std::min_element(totals.rbegin(), totals.rend()) - 1;
+      totals[worst] = INFINITY;
+      std::fill_n(scores + worst * size, size, -INFINITY);
     }
-    for (int64_t g = 0; g < groups; g++)
-      if (!is_kept[g]) std::fill(scores + g * size, scores + (g + 1) * size, -INFINITY);
   }
 
   // Writes a row's experts and weights, the first choice first. `logits` and `ranks` are scratch.
@@ -74,29 +69,27 @@ KERNEL void route(const bf16* x, int64_t stride, const bf16* weight, const float
                   float factor) {
   const Choice choice{experts,           top_k,         groups,            kept_groups,
                       is_sigmoid != 0, sums_two != 0, renormalises != 0, factor};
-  const int64_t padded = (experts + kColumns - 1) / kColumns * kColumns;
+  const int64_t panels = (experts + kColumns - 1) / kColumns;
 #pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
   for (int64_t first = 0; first < rows; first += kTileRows) {
     const int64_t last = std::min(rows, first + kTileRows);
-    std::vector<float> logits((last - first) * padded, -INFINITY), ranks(experts);
-    for (int64_t e = 0; weight && e < experts; e += kColumns) {
+    std::vector<float> logits(kTileRows * panels * kColumns), ranks(experts);
+    const auto row_of = [&](int64_t i) { return logits.data() + (i - first) * panels * kColumns; };
+    for (int64_t panel = 0; weight && panel < panels; panel++)
       multiply(
-          first, last, width, weight + e * width, [&](int64_t i) { return x + i * stride; },
-          [&](int64_t i, Floats low, Floats high) {
-            float* const to = logits.data() + (i - first) * padded + e;
-            store(to, select(first_lanes(experts - e), low, set(-INFINITY)));
-            store(to + kLanes, select(first_lanes(experts - e - kLanes), high, set(-INFINITY)));
+          first, last, {weight, bias, width}, panel, [&](int64_t i) { return x + i * stride; },
+          [&](int64_t i, const float* sums) {
+            std::copy_n(sums, kColumns, row_of(i) + panel * kColumns);
           });
-    }
     for (int64_t i = first; i < last; i++) {
-      float* const row = logits.data() + (i - first) * padded;
+      float* const row = row_of(i);
       for (int64_t e = 0; !weight && e < experts; e++) {
         Floats dot = set(0);
         for (int64_t d = 0; d < width; d += kLanes)
           dot = fma(load(x + i * stride + d), load(weight32 + e * width + d), dot);
-        row[e] = sum(dot);
+        row[e] = sum(dot) + (bias ? bias[e] : 0);
       }
-      for (int64_t e = 0; bias && e < experts; e++) row[e] += bias[e];
+      std::fill(row + experts, row_of(i + 1), -INFINITY);
       choice.choose(row, ranks.data(), correction, ids + i * top_k, weights + i * top_k);
     }
   }

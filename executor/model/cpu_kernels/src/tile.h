@@ -8,85 +8,150 @@
 // A result is the sum over its row in one order, however many rows share the tile. So a row's bits
 // do not depend on its batch, its place in it, or the number of threads.
 //
-// Each tile_*.h has `product` for one kind of CPU, and `Floats`: 16 float32 lanes to write the rest
-// with. All of it is compiled once for each kind, into a library of its own.
+// Each tile_*.h has what one kind of CPU does in its own way: dot products of pairs, and rounding.
+// All is compiled once for each kind, into a library of its own.
 #pragma once
+
+#include <immintrin.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
 
 using bf16 = uint16_t;
-using Mask = uint16_t;  // a bit for each lane of Floats, lane 0 lowest
 
-constexpr int kLanes = 16;
-constexpr int kColumns = 32;  // of a panel
+// Vectors of the compiler's, which take operators, and numbers for all lanes.
+template <int LANES>
+struct Lanes {
+  typedef float Floats __attribute__((vector_size(4 * LANES)));
+  typedef uint32_t Words __attribute__((vector_size(4 * LANES)));  // pairs of bfloat16, or bits
+  typedef bf16 Halves __attribute__((vector_size(2 * LANES)));
+};
 
-#if defined(TILE_AVX512)
+template <class T>
+inline T load_as(const void* p) {
+  T x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// Each number in the low half of a word.
+template <int LANES>
+inline typename Lanes<LANES>::Words widen(const bf16* p) {
+  if constexpr (LANES == 16)
+    return (Lanes<16>::Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  else
+    return (Lanes<8>::Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+}
+
+#ifdef TILE_AVX512
 #include "tile_avx512.h"
-#elif defined(TILE_AVX2)
-#include "tile_avx2.h"
 #else
-#error "no tile: define TILE_AVX512 or TILE_AVX2"
+#include "tile_avx2.h"
 #endif
 
-inline Mask first_lanes(int64_t count) {
-  return count >= kLanes ? 0xffff : count <= 0 ? 0 : Mask((1u << count) - 1);
-}
+constexpr int kColumns = 32;  // of a panel
 
-inline float to_float(bf16 x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
+inline Floats set(float x) { return x - Floats{}; }
+inline Floats load(const float* p) { return load_as<Floats>(p); }
+inline Floats load(const bf16* p) { return Floats(widen<kLanes>(p) << 16); }
+inline void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 // e to the x, to about 1e-6 of it; x is clamped to [-87, 88], so this is never 0 or infinite. NaN
-// stays NaN: of two operands, min and max return the second then.
+// stays NaN.
 inline Floats exp(Floats x) {
-  x = min(set(88.f), max(set(-87.f), x));
-  const Floats n = round(x * set(1.44269504f));  // x = n ln 2 + r
-  Floats r = fma(n, set(-0.693359375f), x);      // ln 2 in two parts, the first exact
+  constexpr float kWhole = 3 << 22;  // what is added to it has its last bit before the point
+  x = min(set(88), max(set(-87), x));
+  const Floats shifted = fma(x, set(1.44269504f), set(kWhole)), n = shifted - kWhole;
+  Floats r = fma(n, set(-0.693359375f), x);  // x = n ln 2 + r; ln 2 in two parts, the first exact
   r = fma(n, set(2.12194440e-4f), r);
   Floats series = set(1.f / 720);
   for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) series = fma(series, r, set(c));
-  return series * pow2(n);
+  return series * Floats((Words(shifted) + 127) << 23);  // 2 to the n
 }
 
-inline Floats sigmoid(Floats x) { return set(1) / (set(1) + exp(set(0) - x)); }
+inline Floats sigmoid(Floats x) { return 1.f / (1.f + exp(-x)); }
 
-template <int ROWS = kTileRows>
-inline void product_of(int count, const bf16* const* rows, const bf16* panel, int64_t pairs,
-                       float* result) {
-  if (count == ROWS)
-    product<ROWS>(rows, panel, pairs, result);
-  else if constexpr (ROWS > 1)
-    product_of<ROWS - 1>(count, rows, panel, pairs, result);
+// Calls run(std::integral_constant) for a count of 1 to MOST.
+template <int MOST, class Run>
+inline void with_constant(int count, Run run) {
+  if (count == MOST)
+    run(std::integral_constant<int, MOST>());
+  else if constexpr (MOST > 1)
+    with_constant<MOST - 1>(count, run);
 }
 
-// Multiplies the rows row(i) of `width`, first <= i < last, with a panel. Calls use(i, low, high) with
-// columns 0-15 and 16-31 of each.
+// result = rows . panel + bias. Asks memory for what comes 4 KiB later, if the panel `is_new`.
+template <int ROWS>
+inline void product(const bf16* const* rows, const bf16* panel, const float* bias, int64_t pairs,
+                    bool is_new, float* result) {
+  for (int column = 0; column < kColumns; column += 2 * kLanes) {
+    Floats sums[ROWS][2] = {};
+    const bf16* weights = panel + 2 * column;
+    for (int64_t k = 0; k < pairs; k++, weights += 2 * kColumns) {
+      const Words low = load_as<Words>(weights), high = load_as<Words>(weights + 2 * kLanes);
+      if (is_new)
+        for (int line = 0; line < 4 * kLanes; line += 32)
+          _mm_prefetch((const char*)(weights + 2048 + line), _MM_HINT_T0);
+#pragma GCC unroll 12
+      for (int i = 0; i < ROWS; i++) {
+        const uint32_t pair = load_as<uint32_t>(rows[i] + 2 * k);
+        sums[i][0] = dot(sums[i][0], pair, low);
+        sums[i][1] = dot(sums[i][1], pair, high);
+      }
+    }
+    for (int i = 0; i < ROWS; i++)
+      for (int half = 0; half < 2; half++) {
+        const int at = column + half * kLanes;
+        store(result + i * kColumns + at, sums[i][half] + load(bias + at));
+      }
+  }
+}
+
+// A packed weight: panels of `width`, and a bias for each of their columns, or null.
+struct Panels {
+  const bf16* weights;
+  const float* bias;
+  int64_t width;
+};
+
+inline const float kNoBias[kColumns] = {};
+
+// Multiplies the rows row(i), first <= i < last, with a panel. Calls use(i, columns) for each, with
+// float32 [32].
 template <class Row, class Use>
-inline void multiply(int64_t first, int64_t last, int64_t width, const bf16* panel, Row row, Use use) {
+inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t panel, Row row,
+                     Use use) {
+  const bf16* const weights = panels.weights + panel * kColumns * panels.width;
+  const float* const bias = panels.bias ? panels.bias + panel * kColumns : kNoBias;
   const bf16* rows[kTileRows];
   float result[kTileRows * kColumns];
+  bool is_new = true;
   while (first < last) {
     const int64_t left = last - first;
     // Two like tiles at the end, rather than a full one and a small one.
     const int count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
     for (int i = 0; i < count; i++) rows[i] = row(first + i);
-    product_of(count, rows, panel, width / 2, result);
-    for (int i = 0; i < count; i++) {
-      const float* columns = result + i * kColumns;
-      use(first + i, load(columns), load(columns + kLanes));
-    }
+    with_constant<kTileRows>(count, [&](auto constant) {
+      product<decltype(constant)::value>(rows, weights, bias, panels.width / 2, is_new, result);
+    });
+    for (int i = 0; i < count; i++) use(first + i, result + i * kColumns);
     first += count;
+    is_new = false;
   }
+}
+
+// Writes the first `count` of 32 columns, rounded.
+inline void store_columns(bf16* y, const float* sums, int64_t count = kColumns) {
+  bf16 columns[kColumns];
+  bf16* const to = count < kColumns ? columns : y;
+  for (int c = 0; c < kColumns; c += kLanes) store(to + c, load(sums + c));
+  if (count < kColumns) std::copy_n(columns, count, y);
 }
 
 // Whether a product of so many rows with so many weights is worth waking threads for: 40 us of one

@@ -194,7 +194,7 @@ def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.Mo
     ("source", "constant", "most"),
     [
         ("attention.h", "kMostWidth", attention._MOST_WIDTH),
-        ("heads.h", "kMostHeadWidth", heads._MOST_WIDTH),
+        ("norm.h", "kMostHeadWidth", heads._MOST_WIDTH),
     ],
 )
 def test_widths_that_are_let_through_fit_the_kernels_buffers(source: str, constant: str, most: int):
