@@ -1,8 +1,8 @@
 """Sampled output with drafts: token for token that of plain decoding, or distributed like it.
 
 With ``draft_sampling=match`` a seed gives the same text with and without drafts. With ``rejection``
-only the distribution is the same: chi-square over 10,000 answers to one prompt, and the same again
-with a rule that is broken on purpose.
+only the distribution is the same: chi-square over 4,000 answers to one prompt, and over a quarter of
+them with a rule that is broken on purpose.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from tests.together.speculation.speculative_cell import (
     settings_of,
 )
 
-NUM_DRAWS = 10_000
+NUM_DRAWS = 4000
 SIGNIFICANCE = 0.01
 NUM_ROWS = 1000
 
@@ -89,8 +89,7 @@ def test_greedy_rows_among_rows_that_draw_their_drafts_are_those_of_plain_decodi
 WAYS_TO_DRAW = [
     ("eagle3", {"temperature": 0.7}),  # its vocabulary is part of the target's
     ("nextn_three_layers", {"temperature": 1.0, "top_p": 0.9}),
-    ("frozen_kv", {"temperature": 0.7, "top_p": 0.9}),
-    ("nextn_three_layers", {"temperature": 1.0}),
+    ("frozen_kv", {"temperature": 0.7}),
 ]
 
 
@@ -211,6 +210,6 @@ def test_a_broken_rule_is_noticed(
 ):
     monkeypatch.setattr(verifier, "reject_chain", rule)
     name, parameters = WAYS_TO_DRAW[1]
-    drawn = draw_many(checkpoints["target"], checkpoints[name], NUM_DRAWS * 2 // 5, **parameters)
+    drawn = draw_many(checkpoints["target"], checkpoints[name], NUM_DRAWS // 4, **parameters)
     plain = plain_draws(checkpoints["target"], **parameters)
     assert min(p_values(drawn, plain)) < SIGNIFICANCE
