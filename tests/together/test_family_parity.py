@@ -21,6 +21,7 @@ from tests.executor.model.families import head_checkpoints
 from tests.executor.support.checkpoints import (
     FAMILIES,
     LATENT_SHAPES,
+    SHAPES,
     VOCAB_SIZE,
     reference_logits,
     save_family,
@@ -60,7 +61,7 @@ FEW_BLOCKS = (104 + NUM_TOKENS) // 4 + 2  # a rank holds about two sequences
 ROOMS = {"gpt_oss": ((49, 90), 32)}
 
 SAVES: dict[str, Callable[[Path], Any]] = {
-    **{shape: partial(save_qwen3_moe, shape=shape) for shape in ("wide", "mlp_only")},
+    **{shape: partial(save_qwen3_moe, shape=shape) for shape in SHAPES},
     **{name: partial(save_family, name=name) for name in FAMILIES},
     **{shape: partial(save_latent_model, shape=shape) for shape in LATENT_SHAPES},
     **{
@@ -82,28 +83,45 @@ WAYS: dict[str, dict[str, Any]] = {
     "EP 4": {"dp_size": 2, "attn_tp_size": 2, "prefill_graphs": "breakable"},
     "EP 2 of 4": {"dp_size": 2, "attn_tp_size": 2, "ep_size": 2, "prefill_graphs": "piecewise"},
     "all-to-all, 4": {"dp_size": 2, "attn_tp_size": 2, "moe_a2a": "torch"},
+    "DP 4": {"dp_size": 4, "ep_size": 1},
+    "EP 4, DP 4": {"dp_size": 4, "prefill_graphs": "breakable"},
+    "all-to-all, DP 4": {"dp_size": 4, "moe_a2a": "torch", "moe_a2a_extend": "all-to-all"},
+    "all-to-all, attention TP 2": {"attn_tp_size": 2, "moe_a2a": "torch"},
+    "DP 2, attention TP 2": {"dp_size": 2, "attn_tp_size": 2, "ep_size": 1},
+    "attention TP 3": {"attn_tp_size": 3, "ep_size": 1, "max_num_seqs": 6},  # of 6 heads
 }
 NEEDS_EXPERTS = {way for way in WAYS if "EP" in way or "all-to-all" in way} - {"EP 4"}
-QUICK: dict[str, str] = {
-    "llama": "attention TP 2",
-    "qwen2": "DP 2",
-    "qwen3": "one executor",
-    "mixtral": "EP 2, DP 2",
-    "olmoe": "EP 2, attention TP 2",
-    "qwen2_moe": "all-to-all, DP 2",
-    "deepseek_v3": "EP 2, DP 2",
-    "kimi_k2": "all-to-all, DP 2",
-    "deepseek_v2": "one executor",
-    "glm4_moe_lite": "EP 2, attention TP 2",
-    "glm4_moe": "EP 2, DP 2",
-    "gpt_oss": "EP 2, DP 2",
-    "minimax_m2": "one executor",
-}
+QUICK = [
+    ("llama", "attention TP 2"),
+    ("qwen2", "DP 2"),
+    ("qwen3", "one executor"),
+    ("mixtral", "EP 2, DP 2"),
+    ("olmoe", "EP 2, attention TP 2"),
+    ("qwen2_moe", "all-to-all, DP 2"),
+    ("deepseek_v3", "EP 2, DP 2"),
+    ("kimi_k2", "all-to-all, DP 2"),
+    ("deepseek_v2", "one executor"),
+    ("glm4_moe_lite", "EP 2, attention TP 2"),
+    ("glm4_moe", "EP 2, DP 2"),
+    ("gpt_oss", "EP 2, DP 2"),
+    ("minimax_m2", "one executor"),
+    ("plain", "one executor"),
+    ("plain", "all-to-all, 4"),
+    ("tied", "DP 4"),
+    ("tied", "DP 2, attention TP 2"),
+    ("sparse_step", "all-to-all, DP 2"),
+    ("sparse_step", "EP 4"),
+    ("mlp_only", "all-to-all, attention TP 2"),
+    ("biased", "EP 4, DP 4"),
+    ("biased", "attention TP 3"),
+    ("wide", "all-to-all, DP 4"),
+]
 EVERY = [
     (family, way)
     for family in SAVES
     for way in WAYS
-    if family not in DENSE or way not in NEEDS_EXPERTS
+    if (family not in DENSE or way not in NEEDS_EXPERTS)
+    and (family == "biased" or way != "attention TP 3")
 ]
 # What graphs of other families record is made of the same operators.
 RECORDED = list(SAVES) if IS_FULL else ["qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
@@ -149,7 +167,7 @@ def poison_padding(cell: Cell) -> None:
             runner.graphs.registry.poison_tails()
 
 
-@pytest.mark.parametrize(("family", "way"), EVERY if IS_FULL else QUICK.items())
+@pytest.mark.parametrize(("family", "way"), EVERY if IS_FULL else QUICK)
 def test_every_family_answers_like_transformers(family: str, way: str, saved: Any) -> None:
     path, model = saved(family)
     settings: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | WAYS[way]
@@ -169,7 +187,7 @@ def test_every_family_answers_like_transformers(family: str, way: str, saved: An
         num_preemptions += router.num_preemptions
         num_hit_tokens += router.num_hit_tokens
         assert min(map(sum, zip(*router.counts, strict=True))) > 0
-    assert num_preemptions > 0
+    assert num_preemptions > 0 or cell.dp_size == 4  # whose ranks have room for all
     assert num_hit_tokens > 0
 
 

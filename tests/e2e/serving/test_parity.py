@@ -1,14 +1,12 @@
-"""Parity with Transformers of every shape of Qwen3-MoE checkpoint.
+"""Parity with Transformers of Qwen3-MoE through the real stack, on one executor, on two and on four.
 
-Every shape of checkpoint goes through the real stack, on one and on two DP ranks and shared out
-over attention TP as well, in a KV pool that is too small for all requests: prompts run in chunks
-beside decodes, later requests find the blocks of earlier ones, and sequences lose their blocks and
-are computed again.
+Each shape of checkpoint in several ways to share it out is in tests/together/test_family_parity.py,
+without processes. The KV pool is too small for all requests: prompts run in chunks beside decodes,
+later requests find the blocks of earlier ones, and sequences lose their blocks and are computed again.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from deploy.local.launch import LocalStack
 from router.client import Client, Completion
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.stacks import paused
-from tests.executor.support.checkpoints import SHAPES, VOCAB_SIZE, reference_logits, save_qwen3_moe
+from tests.executor.support.checkpoints import VOCAB_SIZE, reference_logits, save_qwen3_moe
 
 TOLERANCE = 1e-4
 NUM_OUTPUT_TOKENS = 48
@@ -34,14 +32,12 @@ EXECUTOR_ARGS = (
     *("--max-num-seqs", "6", "--max-num-batched-tokens", "24"),
 )
 
-# dp_size, attn_tp_size and flags with which each shape is shared out over attention TP.
-SHARED: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "plain": (2, 2, ("--moe-a2a", "torch")),
-    "tied": (2, 2, ("--ep-size", "1")),
-    "sparse_step": (2, 2, ()),  # its dense layers are split over all four
-    "mlp_only": (2, 2, ("--moe-dense-tp-size", "1")),  # its one KV head is on both peers
-    "biased": (1, 3, ("--ep-size", "1")),  # a KV head each
-    "wide": (2, 2, ("--moe-a2a", "torch", "--moe-a2a-extend", "all-to-all")),
+# A shape of checkpoint, dp_size, attn_tp_size and flags.
+STACKS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    "one": ("tied", 1, 1, ()),
+    "dp2": ("plain", 2, 1, ()),
+    "dp2 tp2, dense MLPs whole": ("mlp_only", 2, 2, ("--moe-dense-tp-size", "1")),
+    "dp2 tp2, all-to-all": ("wide", 2, 2, ("--moe-a2a", "torch", "--moe-a2a-extend", "all-to-all")),
 }
 
 
@@ -55,21 +51,14 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=SHAPES)
-def checkpoint(
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=STACKS)
+async def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, Any]:
-    path = tmp_path_factory.mktemp(request.param)
-    return request.param, path, save_qwen3_moe(path, request.param)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["dp1", "dp2", "attn_tp"])
-async def stack(
-    request: pytest.FixtureRequest, checkpoint: tuple[str, Path, Any]
-) -> AsyncIterator[LocalStack]:
-    shape, path, _ = checkpoint
-    topologies = {"dp1": (1, 1, ()), "dp2": (2, 1, ()), "attn_tp": SHARED[shape]}
-    dp_size, attn_tp_size, flags = topologies[request.param]
+) -> AsyncIterator[tuple[LocalStack, Any]]:
+    """Yields a stack, and the model that it serves."""
+    shape, dp_size, attn_tp_size, flags = STACKS[request.param]
+    path = tmp_path_factory.mktemp(shape)
+    model = save_qwen3_moe(path, shape)
     stack = LocalStack(
         path,
         dp_size=dp_size,
@@ -78,21 +67,20 @@ async def stack(
         router_args=PATIENT,
     )
     async with stack:
-        yield stack
+        yield stack, model
 
 
 @pytest.fixture
-async def served(
-    stack: LocalStack, checkpoint: tuple[str, Path, Any]
-) -> AsyncIterator[tuple[Client, Any]]:
+async def served(made: tuple[LocalStack, Any]) -> AsyncIterator[tuple[LocalStack, Client, Any]]:
+    stack, model = made
     async with stack.client() as client:
-        yield client, checkpoint[2]
+        yield stack, client, model
 
 
 async def test_tokens_and_logits_are_those_of_transformers(
-    stack: LocalStack, served: tuple[Client, Any]
+    served: tuple[LocalStack, Client, Any],
 ) -> None:
-    client, model = served
+    stack, client, model = served
     prompts = make_prompts()
     completions = [await complete(client, prompts[-1])]
     completions += await complete_together(stack, client, prompts[:-1])
@@ -107,9 +95,9 @@ async def test_tokens_and_logits_are_those_of_transformers(
 
 
 async def test_prompt_log_probabilities_are_those_of_transformers(
-    served: tuple[Client, Any],
+    served: tuple[LocalStack, Client, Any],
 ) -> None:
-    client, model = served
+    _, client, model = served
     prompt = make_prompts()[-1]
     await client.complete(prompt, max_tokens=1)  # so that its blocks are cached
     completion = await client.complete(prompt, max_tokens=1, prompt_logprobs=True, top_logprobs=3)
