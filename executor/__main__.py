@@ -39,6 +39,7 @@ def main(config: ExecutorConfig) -> None:
     # A waiting OpenMP thread that spins starves the other processes of a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _keep_in(config.peer_host)
+    _spare_survivors()
     exit_code = uvloop.run(serve(config))
     sys.stderr.flush()
     # Not sys.exit, which would wait for a compute thread that loads or waits for lost peers.
@@ -176,6 +177,17 @@ def _keep_in(peer_host: str | None) -> None:
     """
     if peer_host is None or is_loopback(f"{peer_host}:0"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _spare_survivors() -> None:
+    """Has PyTorch's watchdog of NCCL leave the process alone when a peer is lost, unless told otherwise.
+
+    By itself it ends the process up to a minute later, when that has long joined the next epoch.
+
+    Source: PyTorch, ProcessGroupNCCL.hpp, SHOULD_TEAR_DOWN and TORCH_NCCL_ENABLE_MONITORING.
+    """
+    for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(f"TORCH_NCCL_{name}", "0")
 
 
 if __name__ == "__main__":

@@ -233,7 +233,9 @@ class NcclGroup(RankGroup):
     def _run(self, method: str, *arguments: Any, options: Any) -> None:
         # Spares the detour over NCCL's own stream, which is for collectives that are not awaited.
         options.asyncOp = False
-        getattr(_live(self._backend), method)(*arguments, options).wait()
+        work = getattr(_live(self._backend), method)(*arguments, options)
+        if work is not None:  # as NCCL returns none, while other backends do
+            work.wait()
 
 
 def add_up(parts: torch.Tensor, out: torch.Tensor) -> None:

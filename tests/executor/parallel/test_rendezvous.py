@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from executor.__main__ import _keep_in
+from executor.__main__ import _keep_in, _spare_survivors
 from executor.parallel import rendezvous
 from executor.parallel.rendezvous import MemberStore, RendezvousStore, StoreLost, open_store
 from tests.executor.support.ranks.ranks import HOST, SECRET, TIMEOUT_S
@@ -231,3 +231,15 @@ def test_nccl_stays_on_this_machine_where_all_peers_do(
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
     _keep_in(peer_host)
     assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
+
+
+def test_nccl_of_a_lost_peer_ends_no_process_unless_the_operator_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING")]
+    for name in (*names, "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    _spare_survivors()
+    assert [os.environ[name] for name in (*names, "TORCH_NCCL_DUMP_ON_TIMEOUT")] == ["0", "0", "1"]
