@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from executor.batch.columns import Int64Array
@@ -392,13 +393,13 @@ class Worker:
             logits, to_device(token_ids[scored], self._device), self._sampler.num_top_logprobs[rows]
         )
         result.logprobs = _float32(logprobs)
-        result.top_ids = _int32(top_ids.cpu().numpy())
+        result.top_ids = _int32(top_ids)
         result.top_logprobs = _float32(top_logprobs)
 
 
-def _int32(values: Int64Array) -> bytes:
+def _int32(values: Int64Array | npt.NDArray[np.int32]) -> bytes:
     return values.astype("<i4").tobytes()
 
 
-def _float32(values: torch.Tensor) -> bytes:
-    return values.cpu().numpy().astype("<f4").tobytes()
+def _float32(values: npt.NDArray[np.float32]) -> bytes:
+    return values.astype("<f4").tobytes()

@@ -18,6 +18,7 @@ MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 PICKED_TOP = 20  # likeliest tokens with scores; no router asks for more
+Floats = npt.NDArray[np.float32]
 
 _TORCH_DTYPES = {"<u8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
@@ -222,8 +223,10 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def score(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: npt.NDArray[np.int64]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log probabilities of given tokens and of the likeliest ones.
+) -> tuple[Floats, npt.NDArray[np.int32], Floats]:
+    """Returns log probabilities of given tokens and of the likeliest ones, on the host.
+
+    All come in one copy, for which the host waits once.
 
     Args:
         logits: [N, V] as the model gave them.
@@ -231,15 +234,18 @@ def score(
         num_top: [N] likeliest tokens wanted of each row.
 
     Returns:
-        Log probabilities float32 [N]; ids int64 [sum(num_top)] of the likeliest tokens, row after
-        row, likeliest first; their log probabilities float32 [sum(num_top)].
+        Log probabilities [N]; ids [sum(num_top)] of the likeliest tokens, row after row, likeliest
+        first; their log probabilities [sum(num_top)].
     """
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
-    logprobs = logits.gather(-1, token_ids[:, None]) - total
+    given = logits.gather(-1, token_ids[:, None])
     # Which of equally likely tokens come first hangs on how many are picked out: not on what others want.
     most = max(int(num_top.max(initial=0)), PICKED_TOP)
     width = min(most, logits.shape[-1]) if num_top.any() else 0
     values, ids = logits.topk(width, dim=-1)
-    wanted = torch.from_numpy(np.arange(width) < num_top[:, None]).to(logits.device)
-    return logprobs[:, 0], ids[wanted], (values - total)[wanted]
+    scores = torch.cat((given, values), dim=1).sub_(total)
+    found = torch.cat((scores, ids.to(torch.int32).view(torch.float32)), dim=1).cpu().numpy()
+    is_wanted = np.arange(width) < num_top[:, None]
+    logprobs, top_logprobs = found[:, 0], found[:, 1 : width + 1]
+    return logprobs, found[:, width + 1 :].view(np.int32)[is_wanted], top_logprobs[is_wanted]
