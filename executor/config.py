@@ -58,7 +58,8 @@ class ExecutorConfig(ServiceConfig):
         "auto",
         Rule("one of auto, cpu, cuda, cuda:N", re.compile(r"auto|cpu|cuda(:\d+)?").fullmatch),
     )
-    """auto is CUDA where there is a GPU that can run this; cuda:1 is the second."""
+    """auto is CUDA where there is a GPU that can run this; cuda:1 is the second. Without a number,
+    the executors of a group take the GPUs of their machine in turn."""
     block_size: int = setting(16, at_least(1))
     """Tokens per KV block."""
     max_num_seqs: int = 64

@@ -34,6 +34,7 @@ from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
 from executor.model.spec import ModelSpec
 from executor.model.weights import KeptAs
 from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.parallel.communicators import HostBarrier
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -59,11 +60,13 @@ class Device(ABC):
         torch_device: Where tensors are.
         ops: FlashInfer; None where it does not run.
         filters: How sampling drops unlikely tokens, if all rows go through every stage.
+        members: What talks to other executors for it.
     """
 
     torch_device: torch.device
     ops: FlashInferOps | None = None
     filters: Filters | None = None
+    members: tuple[HostBarrier, ...] = ()
 
     @abstractmethod
     def kernels(
@@ -204,17 +207,24 @@ class Cpu(Device):
 
 
 class Cuda(Device):
-    """One GPU: the one that the settings name, else the first that this process sees."""
+    """One GPU: the one that the settings name, else that of this executor's number in its group.
+
+    Executors of one group on one machine then each have their own: NCCL refuses two on one GPU.
+    """
 
     def __init__(self, config: ExecutorConfig) -> None:
         number = _cuda_number(config.device)
-        self.torch_device = torch.device(
-            "cuda", torch.cuda.current_device() if number is None else number
-        )
+        if number is None:
+            number = config.topology.world_rank % torch.cuda.device_count()
+        self.torch_device = torch.device("cuda", number)
         torch.cuda.set_device(self.torch_device)  # NCCL and FlashInfer launch on the current one
         self._config = config
         self._resources = CaptureResources(CudaDevice(self.torch_device))
+        self._barrier = HostBarrier()
+        self.members = (self._barrier,)
         self.ops = _flashinfer(config)
+        if self.ops is not None:
+            self.ops.load(self.torch_device)
         # Here, so that the KV pool is sized by what it leaves.
         self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self.ops is None else FlashInferFilters(self.ops)
@@ -275,6 +285,7 @@ class Cuda(Device):
             scale=scale,
         )
         attention = flashinfer_attention(new, layers)
+        attention.load()
         for sizes, width, has_tree in graphs:
             if sizes:
                 attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
@@ -286,7 +297,7 @@ class Cuda(Device):
         return () if self._workspace is None else self._workspace.lines()
 
     def new_backend(self) -> RunnerBackend:
-        return CUDAGraphBackend(self._resources)
+        return CUDAGraphBackend(self._resources, barrier=self._barrier.wait)
 
 
 def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:

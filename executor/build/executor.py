@@ -115,7 +115,7 @@ def build_worker(
         sampler=sampler,
         runner=runner,
         speculation=None if drafts is None else drafts.speculation,
-        members=[communicator, attn_tp_communicator, dispatcher],
+        members=[*device.members, communicator, attn_tp_communicator, dispatcher],
         form_group=_form_group(config, device.torch_device) if config.world_size > 1 else None,
         device=device.torch_device,
         measures=measures,

@@ -62,6 +62,29 @@ class _Communicator:
         self._group = group
 
 
+class HostBarrier:
+    """Waits, on the hosts, until every executor has come as far. Nothing to wait for in no group."""
+
+    _group: RankGroup | None = None
+
+    def join(self, groups: EpochGroups) -> None:
+        """Uses the group of the hosts from now on."""
+        self._group = groups.host
+
+    def leave(self) -> None:
+        """Forgets it."""
+        self._group = None
+
+    def wait(self) -> None:
+        """Returns when all executors have called it.
+
+        Raises:
+            PeerLost: One of them left.
+        """
+        if self._group is not None:
+            self._group.all_reduce(torch.zeros(1))
+
+
 class DpCommunicator(_Communicator):
     """Collectives over one row per token. All executors make the same calls, idle ones too.
 

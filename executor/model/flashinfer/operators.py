@@ -56,6 +56,24 @@ class FlashInferOps:
         module, _, function = name.partition(".")
         return hasattr(getattr(self.library, module, None), function)
 
+    def load(self, device: torch.device) -> None:
+        """Runs each operator on one row, so that its kernel is loaded, or built for minutes, now.
+
+        Later a peer might wait for it. Attention and experts load their own as they are made.
+        """
+        x = torch.zeros(1, 1, 128, dtype=torch.bfloat16, device=device)
+        row, pages = x.view(1, -1), (x.clone().unsqueeze(0), x.clone().unsqueeze(0))
+        self.rms_norm(row, row[0], 1.0, torch.empty_like(row))
+        self.add_rms_norm_(row, row.clone(), row[0], 1.0)
+        self.silu_and_mul(row, row.new_empty(1, 64))
+        index = torch.arange(2, dtype=torch.int32, device=device)
+        none, one = index[:1], index[1:]
+        self.rotate_(x, x.clone(), none, torch.zeros(1, 128, device=device))
+        places = {"batch_indices": none, "positions": none, "kv_indices": none}
+        self.append_to_pages(x, x, pages, **places, kv_indptr=index, last_page_len=one)
+        probs = torch.ones(1, 1, device=device)
+        self.top_p_renorm(self.top_k_renorm(probs, one), probs[0])
+
     # Norms, activation, rotation. Nothing is asked of the library for no rows.
 
     def rms_norm(

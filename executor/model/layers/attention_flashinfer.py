@@ -148,6 +148,12 @@ class FlashInferAttention:
         extend = paged_prefill(ops, self._shape, workspace.float, backend=extend_backend)
         return workspace.adopt(decode), workspace.adopt(extend)
 
+    def load(self) -> None:
+        """Plans a batch outside graphs, so that kernels are loaded, or built for minutes, now."""
+        pages = self._workspace.counting(self._kv_pool.max_blocks_per_row)
+        for attention in (self._decode, self._extend):
+            attention.plan(self._longest(1, 1, pages))
+
     def init_cuda_graph_state(
         self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False
     ) -> None:
@@ -178,7 +184,9 @@ class FlashInferAttention:
         most_float = 0
         for size in sizes:
             attention = self._for_graph(size, width, room, trees.get(size))
-            num_float, num_int = attention.workspace_size(self._longest(size, width, room))
+            num_float, num_int = attention.workspace_size(
+                self._longest(size, width, room.kv_indices)
+            )
             most_float = max(most_float, num_float)
             # At once: a wrapper begins with 8 MB here and 8 MB on the host.
             self._workspace.adopt(attention, num_int)
@@ -333,8 +341,8 @@ class FlashInferAttention:
             mask=None if tree is None else MaskBuffers(bits=tree.bits, indptr=tree.indptr),
         )
 
-    def _longest(self, size: int, width: int, room: PageTableBuffers) -> PageTable:
-        """Returns the page table of ``size`` sequences as long as a row allows."""
+    def _longest(self, size: int, width: int, pages: torch.Tensor) -> PageTable:
+        """Returns the page table of ``size`` sequences as long as a row allows, in any pages."""
         pool = self._kv_pool
         seq_lens = np.full(size, pool.max_blocks_per_row * pool.block_size)
         plan = plan_pages(seq_lens, np.full(size, width), pool.block_size)
@@ -342,7 +350,7 @@ class FlashInferAttention:
             qo_indptr=self._on_host(plan.qo_indptr),
             kv_indptr=self._on_host(plan.kv_indptr),
             last_page_len=self._on_host(plan.last_page_len),
-            kv_indices=room.kv_indices[: plan.num_pages],
+            kv_indices=pages[: plan.num_pages],
         )
 
     def _on_host(self, array: Int32Array) -> torch.Tensor:
@@ -366,6 +374,11 @@ class LayeredAttention:
     ) -> None:
         self._by_window = by_window
         self._layers = tuple(layers)
+
+    def load(self) -> None:
+        """As that of each."""
+        for backend in self._by_window.values():
+            backend.load()
 
     def init_cuda_graph_state(
         self, sizes: Sequence[int], num_tokens_per_bs: int = 1, *, has_tree: bool = False

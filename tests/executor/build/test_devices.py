@@ -44,19 +44,28 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_number(tiny_checkpoint: Path,
         opened(tiny_checkpoint, device="cuda:2")
 
 
-@pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
-def test_executors_of_one_machine_each_run_on_the_gpu_that_their_settings_name(
+@pytest.mark.parametrize(
+    ("device", "place", "number"),
+    [
+        ("auto", {}, 0),
+        ("auto", {"dp_rank": 1, "dp_size": 2}, 1),
+        ("cuda", {"dp_rank": 1, "dp_size": 2, "attn_tp_rank": 1, "attn_tp_size": 2}, 1),
+        ("cuda", {"dp_rank": 1, "dp_size": 2, "attn_tp_rank": 0, "attn_tp_size": 2}, 0),
+        ("cuda:1", {"attn_tp_size": 2}, 1),
+    ],
+)
+def test_executors_of_one_machine_each_run_on_a_gpu_of_their_own(
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     two_gpus: None,
     device: str,
+    place: dict[str, int],
     number: int,
 ):
     made_current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     monkeypatch.setattr(devices, "CudaDevice", lambda device: device)
     monkeypatch.setattr(devices, "CaptureResources", lambda device: device)
     monkeypatch.setattr(devices, "_flashinfer", lambda config: None)
-    found = opened(tiny_checkpoint, device=device, attn_tp_size=2)
+    found = opened(tiny_checkpoint, device=device, **place)
     assert [found.torch_device] == made_current == [torch.device("cuda", number)]
