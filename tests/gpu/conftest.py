@@ -77,21 +77,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
-@pytest.hookimpl(wrapper=True)
-def _skip_without_kernel(item: pytest.Item) -> Iterator[None]:
-    """FlashInfer says so where it may not compile: FLASHINFER_DISABLE_JIT."""
-    try:
-        return (yield)
-    except Exception as error:
-        if type(error).__name__ == "MissingJITCacheError":
-            name = getattr(getattr(error, "spec", None), "name", "unknown")
-            pytest.skip(f"needs FlashInfer's kernel {name}: it is neither built nor may it be")
-        raise
-
-
-pytest_runtest_setup = pytest_runtest_call = _skip_without_kernel
-
-
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.nodeid.startswith("tests/gpu/"):
         _outcomes.add(report)
