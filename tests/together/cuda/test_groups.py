@@ -1,0 +1,34 @@
+"""Groups of executors on fake GPUs, over NCCL that returns nothing and has no peers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.together.cuda.support.fake_cell import FakeCell
+from tests.together.cuda.support.fake_gpu import FakeGpu
+from tests.together.cuda.support.requests import ASKS, SMALL
+from tests.together.speculation.speculative_cell import Router, serve
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp_size": 2},
+    "tp2": {"attn_tp_size": 2},
+    "dp2 flashinfer cutlass": {"dp_size": 2, "moe_a2a": "flashinfer", "moe_runner": "cutlass"},
+    "dp2 ep1": {"dp_size": 2, "ep_size": 1},
+}
+
+
+@pytest.mark.parametrize("settings", GROUPS.values(), ids=GROUPS)
+def test_ranks_make_the_same_collectives_and_wait_for_their_tokens_only(
+    settings: dict[str, Any], gpu: FakeGpu, two_layers: Path
+) -> None:
+    cell = FakeCell(gpu, model=two_layers, **SMALL | settings)
+    loaded = list(gpu.modules)
+    router = Router(cell)
+    assert gpu.num_meetings == len(gpu.graphs), "before each warm-up run"
+    serve(router, ASKS)
+    assert gpu.modules == loaded, "a peer would wait for what is loaded or built this late"
+    first, second = cell.steps
+    for one, other in zip(first, second, strict=True):
+        assert one.collectives == other.collectives
+        assert {*one.waits, *other.waits} <= {"ReadBack.wait"}
