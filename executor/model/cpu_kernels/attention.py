@@ -8,7 +8,6 @@ import ctypes
 import torch
 
 _WIDTH_STEP = 32  # widths are multiples of it
-_MOST_WIDTH = 1 << 14  # of all KV heads of a token
 
 
 class Layer(ctypes.Structure):
@@ -105,13 +104,10 @@ class _Rows(ctypes.Structure):
     ]
 
 
-def misfit(num_kv_heads: int, key_width: int, value_width: int) -> str | None:
+def misfit(key_width: int, value_width: int) -> str | None:
     """Returns why the kernel does not take heads of these widths; None if it does."""
-    widths = (key_width, value_width)
-    if any(width % _WIDTH_STEP for width in widths):
+    if key_width % _WIDTH_STEP or value_width % _WIDTH_STEP:
         return f"heads of {key_width}, values of {value_width}: need multiples of {_WIDTH_STEP}"
-    if num_kv_heads * max(widths) > _MOST_WIDTH:
-        return f"{num_kv_heads} KV heads of {max(widths)}: a token has at most {_MOST_WIDTH}"
     return None
 
 

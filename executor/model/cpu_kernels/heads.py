@@ -8,12 +8,11 @@ import ctypes
 import torch
 
 _LANES = 16  # head widths are multiples of it
-_MOST_WIDTH = 1024
 
 
 def takes_width(width: int) -> bool:
     """Returns whether the kernel takes heads of this width."""
-    return width % _LANES == 0 and width <= _MOST_WIDTH
+    return width % _LANES == 0
 
 
 def prepare_heads(

@@ -55,7 +55,7 @@ SIGNATURES = {
     "linear": "piipppiiii",
     "moe": "ppppppppiiiiifff",
     "prepare_heads": "piipppiiiiif",
-    "route": "pippppppiiiiiiiiif",
+    "route": "ppippppppii",
     "silu_and_mul": "ppii",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}

@@ -50,9 +50,7 @@ def linear(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    y = x.new_empty(x.shape[0], out_features)
-    _run(kernels, x, 1, 0, weight, bias, y)
-    return y
+    return _run(kernels, x, 1, 0, weight, bias, out_features)
 
 
 def linear_of_heads(
@@ -68,9 +66,7 @@ def linear_of_heads(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    y = x.new_empty(*x.shape[:2], out_features)
-    _run(kernels, x, x.shape[1], x.stride(1), weight, None, y)
-    return y
+    return _run(kernels, x, x.shape[1], x.stride(1), weight, None, out_features)
 
 
 def _run(
@@ -80,9 +76,10 @@ def _run(
     head_stride: int,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    width = x.shape[-1]
+    out_features: int,
+) -> torch.Tensor:
+    *rows, width = x.shape
+    y = x.new_empty(*rows, -(-out_features // PANEL) * PANEL)
     assert x.dtype is torch.bfloat16
     assert width == 2 * weight.shape[-3], "the weight is of another width"
     kernels.linear(
@@ -92,8 +89,9 @@ def _run(
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        x.shape[0],
+        rows[0],
         num_heads,
         width,
         y.shape[-1],
     )
+    return y if y.shape[-1] == out_features else y[..., :out_features].contiguous()

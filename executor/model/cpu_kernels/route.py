@@ -1,13 +1,13 @@
 """Router of an expert layer: from rows to the experts that they go to, and their weights."""
 
-from typing import NamedTuple
+import ctypes
 
 import torch
 
 from executor.model.cpu_kernels.library import Library
 
 
-class RouterRule(NamedTuple):
+class RouterRule(ctypes.Structure):
     """How experts are chosen; the fields are those of ``RouterSpec``.
 
     Attributes:
@@ -21,14 +21,12 @@ class RouterRule(NamedTuple):
         factor: Times this, afterwards.
     """
 
-    num_experts: int
-    top_k: int
-    num_groups: int = 1
-    num_kept_groups: int = 1
-    is_sigmoid: bool = False
-    sums_two: bool = True
-    renormalise: bool = True
-    factor: float = 1.0
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_experts", "top_k", "num_groups")),
+        *((name, ctypes.c_int64) for name in ("num_kept_groups", "is_sigmoid", "sums_two")),
+        ("renormalise", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+    ]
 
 
 def route(
@@ -56,6 +54,7 @@ def route(
     weights = torch.empty(num_rows, rule.top_k)
     is_packed = gate.dtype is torch.bfloat16
     kernels.route(
+        ctypes.byref(rule),
         x.data_ptr(),
         x.stride(0),
         gate.data_ptr() if is_packed else None,
@@ -66,6 +65,5 @@ def route(
         weights.data_ptr(),
         num_rows,
         width,
-        *rule,
     )
     return ids, weights

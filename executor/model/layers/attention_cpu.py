@@ -35,7 +35,7 @@ def cpu_attention(
     kernels = load() if keys.dtype is torch.bfloat16 else None
     new: Callable[..., Attention] = TorchAttention
     if kernels is not None:
-        problem = misfit(keys.num_heads, keys.width, shape.value_width)
+        problem = misfit(keys.width, shape.value_width)
         if problem is None:
             new = partial(CpuAttention, kernels)
         else:

@@ -13,15 +13,12 @@
 // keys, come from memory once, for all heads.
 //
 // Source: Milakov and Gimelshein 2018, algorithm 3 (the softmax); Dao et al. 2022, algorithm 1.
-#pragma once
-
 #include <omp.h>
 
 #include "attention_tile.h"
 
 constexpr int64_t kMostRows = 64;  // of an item, unless one query has more
 constexpr int64_t kFewRows = 32;   // up to this, an item has all KV heads: memory is read in order
-constexpr int64_t kMostWidth = 1 << 14;  // of all KV heads of a token
 
 struct AttentionLayer {
   int64_t heads, kv_heads, key_width, value_width;  // widths are multiples of 32
@@ -56,8 +53,6 @@ struct AttentionItem {
   int64_t head, heads;  // of those of each KV head
 };
 
-inline const bf16 kNoKey[kMostWidth] = {};
-
 template <int LANES>
 class Attend {
  public:
@@ -67,7 +62,7 @@ class Attend {
 
   void run() {
     take_room();
-    for (int64_t r = 0; r < lanes_; r++) begin_row(r);
+    for (int64_t lane = 0; lane < lanes_; lane++) begin_lane(lane);
     const int64_t start = lowest_ / kTileKeys * kTileKeys;
     TileRows tiles[2];
     if (start < highest_) locate(start, tiles[0]);
@@ -93,65 +88,50 @@ class Attend {
     return sums_ + (m * num_rows_ + r) * layer_.value_width;
   }
 
-  // One allocation for each thread, which grows.
   void take_room() {
-    static thread_local std::vector<float> room;
-    const int64_t heads = item_.kv_heads, pairs = layer_.key_width / 2;
-    const int64_t sums = heads * num_rows_ * layer_.value_width, lanes = heads * lanes_;
-    const int64_t sizes[] = {lanes * pairs, lanes_ * kTileKeys / 2,  kTileKeys * LANES, sums, lanes,
-                             lanes,         lanes_ + kLanes - LANES, lanes_,            lanes_};
-    int64_t total = kLanes;
-    for (int64_t size : sizes) total += size;
-    if (int64_t(room.size()) < total) room.resize(total);
-    float* at = room.data();
-    at += -(uintptr_t(at) / sizeof(float)) % kLanes;
-    void* parts[9];
-    for (int i = 0; i < 9; i++) parts[i] = at, at += sizes[i];
-    queries_ = (uint32_t*)parts[0], weights_ = (uint32_t*)parts[1], scores_ = (float*)parts[2];
-    sums_ = (float*)parts[3], peaks_ = (float*)parts[4], totals_ = (float*)parts[5];
-    rescale_ = (float*)parts[6], first_ = (int*)parts[7], end_ = (int*)parts[8];
+    const int64_t lanes = item_.kv_heads * lanes_, pairs = layer_.key_width / 2;
+    const int64_t sums = item_.kv_heads * num_rows_ * layer_.value_width;
+    const int64_t shared = lanes_ * (kTileKeys / 2 + 3) + kTileKeys * LANES + kLanes - LANES;
+    float* room = scratch<float>(lanes * (pairs + 2) + sums + shared);
+    const auto take = [&](int64_t size) { return std::exchange(room, room + size); };
+    queries_ = (uint32_t*)take(lanes * pairs), weights_ = (uint32_t*)take(lanes_ * kTileKeys / 2);
+    scores_ = take(kTileKeys * LANES), sums_ = take(sums);
+    peaks_ = take(lanes), totals_ = take(lanes), rescale_ = take(lanes_ + kLanes - LANES);
+    first_ = (int*)take(lanes_), end_ = (int*)take(lanes_);
     std::fill_n(sums_, sums, 0.f);
   }
 
-  // Packs a row's queries, and says which keys it sees. Lanes past the last row see none.
-  void begin_row(int64_t r) {
-    const int64_t pairs = layer_.key_width / 2, length = batch_.lengths[item_.sequence];
-    first_[r] = end_[r] = 0;
-    if (r < num_rows_) {
-      const int64_t position = length - item_.count + query_of(r);
-      end_[r] = batch_.tree ? length : std::max<int64_t>(position + 1, 0);
-      first_[r] = layer_.window ? std::max<int64_t>(position + 1 - layer_.window, 0) : 0;
-      lowest_ = std::min<int64_t>(lowest_, first_[r]);
-      highest_ = std::max<int64_t>(highest_, end_[r]);
-    }
+  // Packs a lane's queries, and says which keys it sees. Lanes past the last row are as that one.
+  void begin_lane(int64_t lane) {
+    const int64_t r = std::min(lane, num_rows_ - 1), pairs = layer_.key_width / 2;
+    const int64_t length = batch_.lengths[item_.sequence];
+    const int64_t position = length - item_.count + query_of(r);
+    end_[lane] = batch_.tree ? length : std::max<int64_t>(position + 1, 0);
+    first_[lane] = layer_.window ? std::max<int64_t>(position + 1 - layer_.window, 0) : 0;
+    lowest_ = std::min<int64_t>(lowest_, first_[lane]);
+    highest_ = std::max<int64_t>(highest_, end_[lane]);
+    const bf16* const queries = rows_.q + (item_.row + query_of(r)) * rows_.q_stride;
     for (int64_t m = 0; m < item_.kv_heads; m++) {
-      const bool has_sink = layer_.sinks && r < num_rows_;
-      peaks_[m * lanes_ + r] = has_sink ? layer_.sinks[head_of(m, r)] : kHidden;
-      totals_[m * lanes_ + r] = has_sink;
-      uint32_t* packed = queries_ + (m * lanes_ + r / LANES * LANES) * pairs + r % LANES;
-      const bf16* q = kNoKey;
-      if (r < num_rows_)
-        q = rows_.q + (item_.row + query_of(r)) * rows_.q_stride + head_of(m, r) * layer_.key_width;
-      for (int64_t k = 0; k < pairs; k++) packed[k * LANES] = load_as<uint32_t>(q + 2 * k);
+      peaks_[m * lanes_ + lane] = layer_.sinks ? layer_.sinks[head_of(m, r)] : kHidden;
+      totals_[m * lanes_ + lane] = layer_.sinks != nullptr;
+      const bf16* const query = queries + head_of(m, r) * layer_.key_width;
+      uint32_t* const packed = queries_ + (m * lanes_ + lane / LANES * LANES) * pairs + lane % LANES;
+      for (int64_t k = 0; k < pairs; k++) packed[k * LANES] = load_as<uint32_t>(query + 2 * k);
     }
   }
 
-  // Looks up the rows of a tile. Keys that no row sees are zeros: who knows what lies there.
+  // Looks up the rows of a tile. In place of keys that no row sees, there is the nearest that one
+  // does: who knows what lies behind the others.
   void locate(int64_t tile, TileRows& tile_rows) const {
     const int64_t first = std::max(lowest_, tile), end = std::min(highest_, tile + kTileKeys);
     const int32_t* table = rows_.table + batch_.table_rows[item_.sequence] * batch_.columns;
     int64_t column = first / batch_.block_size, place = first % batch_.block_size;
     for (int64_t j = tile; j < tile + kTileKeys; j++) {
-      const bf16 *key = kNoKey, *value = kNoKey;
-      if (first <= j && j < end) {
-        const int64_t slot = table[column] * batch_.block_size + place;
-        const int64_t head = slot * layer_.kv_heads + item_.kv_head;
-        key = rows_.keys + head * layer_.key_width;
-        value = rows_.values + head * value_stride();
-        if (++place == batch_.block_size) column++, place = 0;
-      }
-      tile_rows.keys[j - tile] = key;
-      tile_rows.values[j - tile] = value;
+      const int64_t slot = table[column] * batch_.block_size + place;
+      const int64_t head = slot * layer_.kv_heads + item_.kv_head;
+      tile_rows.keys[j - tile] = rows_.keys + head * layer_.key_width;
+      tile_rows.values[j - tile] = rows_.values + head * value_stride();
+      if (first <= j && j + 1 < end && ++place == batch_.block_size) column++, place = 0;
     }
   }
 
@@ -210,7 +190,7 @@ class Attend {
   const bool is_latent_ = rows_.keys == rows_.values;
   const int64_t num_rows_ = item_.queries * item_.heads;
   const int64_t lanes_ = (num_rows_ + LANES - 1) / LANES * LANES;
-  int64_t lowest_ = std::numeric_limits<int64_t>::max(), highest_ = 0;  // keys that any row sees
+  int64_t lowest_ = INT64_MAX, highest_ = 0;  // keys that any row sees
   uint32_t* queries_;                  // [KV heads][lanes / LANES][pairs of columns][LANES]
   uint32_t* weights_;                  // [lanes / LANES][pairs of keys][LANES]
   float *scores_, *sums_;              // [kTileKeys][LANES], [KV heads][rows][value_width]

@@ -1,6 +1,4 @@
 // The three products of attention with a tile of 64 keys, for all rows of a KV head; see attention.h.
-#pragma once
-
 #include "tile.h"
 
 constexpr int kTileKeys = 64;

@@ -1,22 +1,20 @@
 // y = x @ weight.T + bias, with one weight, or one for each head.
-#pragma once
 
 #include "tile.h"
 
 // x [rows, heads, in], with `stride` from row to row and `head_stride` from head to head; weight packed,
-// for each head ceil(out / 32) panels of width `in`; bias float32, one for each column of the panels,
-// or null; y [rows, heads, out], dense.
+// for each head out / 32 panels of width `in`; bias float32, one for each column of the panels, or null;
+// y [rows, heads, out], dense.
 KERNEL void linear(const bf16* x, int64_t stride, int64_t head_stride, const bf16* weight,
                    const float* bias, bf16* y, int64_t rows, int64_t heads, int64_t in, int64_t out) {
   const Panels panels{weight, bias, in};
-  const int64_t head_panels = (out + kColumns - 1) / kColumns;
 #pragma omp parallel for schedule(static) if (worth_sharing(heads * in * out, rows))
-  for (int64_t panel = 0; panel < heads * head_panels; panel++) {
-    const int64_t head = panel / head_panels, column = panel % head_panels * kColumns;
+  for (int64_t panel = 0; panel < heads * out / kColumns; panel++) {
+    const int64_t head = panel * kColumns / out;
     multiply(
         0, rows, panels, panel, [&](int64_t i) { return x + i * stride + head * head_stride; },
         [&](int64_t i, const float* sums) {
-          store_columns(y + (i * heads + head) * out + column, sums, out - column);
+          store_columns(y + i * heads * out + panel * kColumns, sums);
         });
   }
 }

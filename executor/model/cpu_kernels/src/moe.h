@@ -5,8 +5,6 @@
 //
 // Rows are gathered by pointer, each weight is read once, threads meet once in between. A row's
 // experts are added in the order of their numbers.
-#pragma once
-
 #include "tile.h"
 
 constexpr int kGates = kColumns / 2;  // of a panel, before as many columns of up
@@ -34,14 +32,6 @@ struct Groups {
     }
   }
 };
-
-// Memory that a thread keeps for its next call.
-template <class T>
-inline T* scratch(size_t size) {
-  static thread_local std::vector<T> memory;
-  if (memory.size() < size) memory.resize(size);
-  return memory.data();
-}
 
 // x [rows, width], dense, as is y; ids and weights [rows, top_k].
 // w13: for each expert inner / 16 panels of `width`, each with 16 columns of gate and the same of up;

@@ -1,11 +1,9 @@
 // The router: logits of a row, scores, and the choice of its experts.
-#pragma once
-
 #include "tile.h"
 
 struct Choice {
   int64_t experts, top_k, groups, kept_groups;
-  bool is_sigmoid, sums_two, renormalises;  // sums_two: a group counts as its best two, else its best
+  int64_t is_sigmoid, sums_two, renormalises;  // sums_two: a group counts as its best two, else one
   float factor;
 
   // Makes `scores`, which end with -infinity to full vectors, of logits: a softmax, or sigmoids.
@@ -62,14 +60,10 @@ struct Choice {
 // x [rows, width], with `stride` from row to row; weight packed, or if that is null, `weight32` float32
 // [experts, width], with width a multiple of 16; bias float32, as columns of panels, or null; correction
 // float32 [experts], added to scores for the choice, or null; ids and weights [rows, top_k].
-KERNEL void route(const bf16* x, int64_t stride, const bf16* weight, const float* weight32,
-                  const float* bias, const float* correction, int32_t* ids, float* weights,
-                  int64_t rows, int64_t width, int64_t experts, int64_t top_k, int64_t groups,
-                  int64_t kept_groups, int64_t is_sigmoid, int64_t sums_two, int64_t renormalises,
-                  float factor) {
-  const Choice choice{experts,           top_k,         groups,            kept_groups,
-                      is_sigmoid != 0, sums_two != 0, renormalises != 0, factor};
-  const int64_t panels = (experts + kColumns - 1) / kColumns;
+KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf16* weight,
+                  const float* weight32, const float* bias, const float* correction, int32_t* ids,
+                  float* weights, int64_t rows, int64_t width) {
+  const int64_t experts = choice->experts, panels = (experts + kColumns - 1) / kColumns;
 #pragma omp parallel for schedule(static) if (worth_sharing(experts * width, rows))
   for (int64_t first = 0; first < rows; first += kTileRows) {
     const int64_t last = std::min(rows, first + kTileRows);
@@ -90,7 +84,8 @@ KERNEL void route(const bf16* x, int64_t stride, const bf16* weight, const float
         row[e] = sum(dot) + (bias ? bias[e] : 0);
       }
       std::fill(row + experts, row_of(i + 1), -INFINITY);
-      choice.choose(row, ranks.data(), correction, ids + i * top_k, weights + i * top_k);
+      const int64_t at = i * choice->top_k;
+      choice->choose(row, ranks.data(), correction, ids + at, weights + at);
     }
   }
 }

@@ -18,8 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #define KERNEL extern "C" __attribute__((visibility("default")))
@@ -131,27 +130,30 @@ inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t 
   const float* const bias = panels.bias ? panels.bias + panel * kColumns : kNoBias;
   const bf16* rows[kTileRows];
   float result[kTileRows * kColumns];
-  bool is_new = true;
-  while (first < last) {
-    const int64_t left = last - first;
+  for (int64_t start = first, count; start < last; start += count) {
+    const int64_t left = last - start;
     // Two like tiles at the end, rather than a full one and a small one.
-    const int count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
-    for (int i = 0; i < count; i++) rows[i] = row(first + i);
+    count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
+    for (int64_t i = 0; i < count; i++) rows[i] = row(start + i);
     with_constant<kTileRows>(count, [&](auto constant) {
-      product<decltype(constant)::value>(rows, weights, bias, panels.width / 2, is_new, result);
+      product<decltype(constant)::value>(rows, weights, bias, panels.width / 2, start == first, result);
     });
-    for (int i = 0; i < count; i++) use(first + i, result + i * kColumns);
-    first += count;
-    is_new = false;
+    for (int64_t i = 0; i < count; i++) use(start + i, result + i * kColumns);
   }
 }
 
-// Writes the first `count` of 32 columns, rounded.
-inline void store_columns(bf16* y, const float* sums, int64_t count = kColumns) {
-  bf16 columns[kColumns];
-  bf16* const to = count < kColumns ? columns : y;
-  for (int c = 0; c < kColumns; c += kLanes) store(to + c, load(sums + c));
-  if (count < kColumns) std::copy_n(columns, count, y);
+// Memory that a thread keeps for its next call, from the beginning of a line of the cache.
+template <class T>
+inline T* scratch(size_t size) {
+  static thread_local std::vector<T> memory;
+  constexpr size_t kLine = 64 / sizeof(T);
+  if (memory.size() < size + kLine) memory.resize(size + kLine);
+  return memory.data() + -(uintptr_t(memory.data()) / sizeof(T)) % kLine;
+}
+
+// Writes 32 columns, rounded.
+inline void store_columns(bf16* y, const float* sums) {
+  for (int c = 0; c < kColumns; c += kLanes) store(y + c, load(sums + c));
 }
 
 // Whether a product of so many rows with so many weights is worth waking threads for: 40 us of one

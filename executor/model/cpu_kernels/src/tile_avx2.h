@@ -1,6 +1,4 @@
 // Tile for CPUs with AVX2 and FMA: bfloat16 widened to float32, which is a shift or a mask. See tile.h.
-#pragma once
-
 constexpr int kLanes = 8;
 constexpr int kTileRows = 4;  // x 2 sums, four vectors of weights, a row's pair: 14 of 16 registers
 

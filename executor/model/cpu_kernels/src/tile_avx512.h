@@ -1,6 +1,4 @@
 // Tile for CPUs with AVX512 and its dot product of bfloat16 pairs. See tile.h.
-#pragma once
-
 constexpr int kLanes = 16;
 constexpr int kTileRows = 12;  // x 2 sums, two vectors of weights and a row's pair: 27 of 32 registers
 

@@ -11,7 +11,7 @@ import pytest
 import structlog
 import torch
 
-from executor.model.cpu_kernels import attention, heads, library
+from executor.model.cpu_kernels import library
 from executor.model.cpu_kernels.linear import linear, pack
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
 
@@ -188,17 +188,3 @@ def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "cpuinfo").unlink()
     with pytest.raises(library.NoKernels):
         library.choose("auto")
-
-
-@pytest.mark.parametrize(
-    ("source", "constant", "most"),
-    [
-        ("attention.h", "kMostWidth", attention._MOST_WIDTH),
-        ("norm.h", "kMostHeadWidth", heads._MOST_WIDTH),
-    ],
-)
-def test_widths_that_are_let_through_fit_the_kernels_buffers(source: str, constant: str, most: int):
-    declared = re.search(rf"{constant} = ([^;]+);", (SOURCES / source).read_text())
-    assert declared is not None
-    number, _, shift = declared[1].partition("<<")
-    assert most <= int(number) << int(shift or 0)

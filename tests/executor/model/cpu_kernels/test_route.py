@@ -62,15 +62,16 @@ def test_rows_go_where_the_plain_router_sends_them(
 def test_rows_stand_alone(kernels: ctypes.CDLL, in_float32: bool):
     x, gate = random_bf16(80, 512), random_bf16(40, 512, seed=1)
     packed = gate.float() if in_float32 else pack(gate)
+    rule = rule_of(RouterSpec(), 40, 4)
     for part in range(2):
         assert_rows_stand_alone(
-            lambda rows, part=part: route(kernels, x[rows], RouterRule(40, 4), packed)[part], len(x)
+            lambda rows, part=part: route(kernels, x[rows], rule, packed)[part], len(x)
         )
 
 
 def test_choices_stay_within_the_experts_whatever_the_row(kernels: ctypes.CDLL):
     x = random_bf16(3, 64)
     x[0, 0], x[1] = torch.nan, 3e38
-    for rule in (RouterRule(8, 4), RouterRule(8, 4, 4, 2, is_sigmoid=True)):
-        ids, _ = route(kernels, x, rule, pack(random_bf16(8, 64, seed=1)))
+    for spec in (RouterSpec(), RouterSpec(scores=Scores.SIGMOID, num_groups=4, num_kept_groups=2)):
+        ids, _ = route(kernels, x, rule_of(spec, 8, 4), pack(random_bf16(8, 64, seed=1)))
         assert ((ids >= 0) & (ids < 8)).all()

@@ -1,10 +1,7 @@
-// What lies between products: norms, the activation of dense MLPs, and rotation of queries' and keys'
-// heads. Sizes are multiples of 16.
-#pragma once
+// What reads each number once or twice: norms, rotation of heads, the activation of dense MLPs, arg-max.
+// Sizes of all but the last are multiples of 16.
 
 #include "tile.h"
-
-constexpr int64_t kMostHeadWidth = 1024;
 
 // 1 / sqrt(mean(x^2) + eps)
 inline float norm_scale(const bf16* x, int64_t size, float eps) {
@@ -56,9 +53,9 @@ KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, cons
     const int64_t half = turned / 2;
     const int64_t position = turned ? std::clamp<int64_t>(positions[t], 0, limit - 1) : 0;
     const float *cosines = turns + position * turned, *sines = cosines + half;
+    float* const y = scratch<float>(width);
     for (int64_t h = 0; h < heads; h++) {
       bf16* const head = x + t * row_stride + h * head_stride;
-      float y[kMostHeadWidth];
       const float scale = weights ? norm_scale(head, width, eps) : 1;
       for (int64_t d = 0; d < width; d += kLanes)
         store(y + d, load(head + d) * scale * (weights ? load(weights + h * width + d) : set(1)));
@@ -69,5 +66,22 @@ KERNEL void prepare_heads(bf16* x, int64_t row_stride, int64_t head_stride, cons
       }
       for (int64_t d = 0; d < width; d += kLanes) store(head + d, load(y + d));
     }
+  }
+}
+
+// tokens [rows] = the first place of the largest of float32 logits [rows, size], with `stride` from row
+// to row. NaN is passed over; 0 for a row of nothing else.
+KERNEL void arg_max(const float* logits, int64_t stride, int64_t* tokens, int64_t rows,
+                    int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > 1 << 18)
+  for (int64_t i = 0; i < rows; i++) {
+    const float* row = logits + i * stride;
+    float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+    for (int64_t v = 0; v < size; v++) most = row[v] > most ? row[v] : most;
+    int place = size;
+#pragma omp simd reduction(min : place)
+    for (int v = 0; v < size; v++) place = row[v] == most ? std::min(place, v) : place;
+    tokens[i] = place < size ? place : 0;
   }
 }
