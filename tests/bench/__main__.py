@@ -2,7 +2,8 @@
 
     python -m tests.bench [NAME ...]      such as router_step or bench_router_step
 
-Exits with 1 if one of them misses what it requires or fails; the others run all the same.
+Without names, all but peers, which installs other projects. Exits with 1 if one of them misses what
+it requires or fails; the others run all the same.
 """
 
 import os
@@ -17,7 +18,9 @@ def main() -> None:
         path.stem.removeprefix("bench_"): ".".join(path.relative_to(folder).with_suffix("").parts)
         for path in sorted(folder.rglob("bench_*.py"))
     }
-    names = [name.removeprefix("bench_") for name in sys.argv[1:]] or list(modules)
+    names = [name.removeprefix("bench_") for name in sys.argv[1:]] or [
+        name for name in modules if name != "peers"
+    ]
     if unknown := [name for name in names if name not in modules]:
         sys.exit(f"{', '.join(unknown)}: need some of {', '.join(modules)}")
     environment = {"GRPC_VERBOSITY": "ERROR", **os.environ}
