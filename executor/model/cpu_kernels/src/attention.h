@@ -110,9 +110,11 @@ class Attend {
     first_[lane] = layer_.window ? std::max<int64_t>(position + 1 - layer_.window, 0) : 0;
     lowest_ = std::min<int64_t>(lowest_, first_[lane]);
     highest_ = std::max<int64_t>(highest_, end_[lane]);
+    first_to_all_ = std::max<int64_t>(first_to_all_, first_[lane]);
+    end_to_all_ = std::min(end_to_all_, batch_.tree ? length - batch_.tree_width : end_[lane]);
     const bf16* const queries = rows_.q + (item_.row + query_of(r)) * rows_.q_stride;
     for (int64_t m = 0; m < item_.kv_heads; m++) {
-      peaks_[m * lanes_ + lane] = layer_.sinks ? layer_.sinks[head_of(m, r)] : kHidden;
+      peaks_[m * lanes_ + lane] = layer_.sinks ? layer_.sinks[head_of(m, r)] / layer_.scale : kHidden;
       totals_[m * lanes_ + lane] = layer_.sinks != nullptr;
       const bf16* const query = queries + head_of(m, r) * layer_.key_width;
       uint32_t* const packed = queries_ + (m * lanes_ + lane / LANES * LANES) * pairs + lane % LANES;
@@ -136,21 +138,21 @@ class Attend {
   }
 
   void attend_tile(int64_t m, int64_t tile, const TileRows& rows, const TileRows& next) {
-    const int64_t width = layer_.key_width, value_at = m * value_stride();
+    const int64_t pairs = layer_.key_width / 2, value_at = m * value_stride();
+    const int64_t key_line = is_latent_ ? layer_.value_width / 2 : 0;  // before it, keys are values
     const int begin = std::max<int64_t>(lowest_ - tile, 0) & ~1;
     const int stop = (std::min<int64_t>(highest_ - tile, kTileKeys) + 1) & ~1;
+    const bool hides = tile + begin < first_to_all_ || tile + stop > end_to_all_;
     for (int64_t b = 0; b < lanes_; b += LANES) {
       const TileRows& ahead = b ? rows : next;
-      const uint32_t* queries = queries_ + (m * lanes_ + b) * width / 2;
+      const uint32_t* queries = queries_ + (m * lanes_ + b) * pairs;
       for (int j = begin / kKeyRows * kKeyRows; j < stop; j += kKeyRows)
-        score<LANES>(rows.keys + j, m * width, queries, width / 2, scores_ + j * LANES,
-                     ahead.keys + j, ahead.values + j, value_at);
-      if (batch_.tree) hide_branches(b, tile, stop);
-      int first[LANES], end[LANES];
-      for (int l = 0; l < LANES; l++) first[l] = first_[b + l] - tile, end[l] = end_[b + l] - tile;
+        score<LANES>(rows.keys + j, 2 * m * pairs, queries, pairs, scores_ + j * LANES, ahead.keys + j,
+                     ahead.values + j, value_at, key_line);
+      if (hides) hide(b, tile, begin, stop);
       const int64_t at = m * lanes_ + b;
-      soften<LANES>(scores_, first, end, begin, stop, layer_.scale, peaks_ + at, totals_ + at,
-                    rescale_ + b, weights_ + b * kTileKeys / 2);
+      soften<LANES>(scores_, begin, stop, layer_.scale, peaks_ + at, totals_ + at, rescale_ + b,
+                    weights_ + b * kTileKeys / 2);
     }
     for (int64_t column = 0; column < layer_.value_width; column += kValueColumns)
       for (int64_t r = 0, count; r < num_rows_; r += count) {
@@ -164,10 +166,17 @@ class Attend {
       }
   }
 
-  // Hides those of the last W keys that the tree does not show a row.
-  void hide_branches(int64_t b, int64_t tile, int stop) {
+  // Hides keys outside of a row's own, and those of the last W that the tree does not show it.
+  void hide(int64_t b, int64_t tile, int begin, int stop) {
+    for (int j = begin; j < stop; j++)
+#pragma omp simd
+      for (int l = 0; l < LANES; l++) {
+        float& score = scores_[j * LANES + l];
+        const int key = tile + j;
+        score = (key >= first_[b + l]) & (key < end_[b + l]) ? score : kHidden;
+      }
     const int64_t behind = batch_.lengths[item_.sequence] - batch_.tree_width;
-    for (int64_t r = b; r < std::min(b + LANES, num_rows_); r++) {
+    for (int64_t r = b; batch_.tree && r < std::min(b + LANES, num_rows_); r++) {
       const bool* seen = batch_.tree + (item_.row + query_of(r)) * batch_.tree_width;
       for (int64_t j = std::max<int64_t>(behind - tile, 0); j < stop; j++)
         if (tile + j < highest_ && !seen[tile + j - behind]) scores_[j * LANES + r - b] = kHidden;
@@ -190,7 +199,8 @@ class Attend {
   const bool is_latent_ = rows_.keys == rows_.values;
   const int64_t num_rows_ = item_.queries * item_.heads;
   const int64_t lanes_ = (num_rows_ + LANES - 1) / LANES * LANES;
-  int64_t lowest_ = INT64_MAX, highest_ = 0;  // keys that any row sees
+  int64_t lowest_ = INT64_MAX, highest_ = 0;           // keys that any row sees
+  int64_t first_to_all_ = 0, end_to_all_ = INT64_MAX;  // keys that all rows see
   uint32_t* queries_;                  // [KV heads][lanes / LANES][pairs of columns][LANES]
   uint32_t* weights_;                  // [lanes / LANES][pairs of keys][LANES]
   float *scores_, *sums_;              // [kTileKeys][LANES], [KV heads][rows][value_width]

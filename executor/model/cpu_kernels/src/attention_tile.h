@@ -15,17 +15,18 @@ struct TileRows {
 };
 
 // scores [kKeyRows][LANES] = keys . queries, of keys from `column` on. On the way it asks memory for
-// keys and values of the tile after, so that they are in the cache of the core by then.
+// values of the tile after, and its keys from pair `key_line` on, so that the core has them by then.
 template <int LANES>
 inline void score(const bf16* const* keys, int64_t column, const uint32_t* queries, int64_t pairs,
                   float* scores, const bf16* const* next_keys, const bf16* const* next_values,
-                  int64_t value_column) {
+                  int64_t value_column, int64_t key_line) {
   const bf16* rows[kKeyRows];
   typename Lanes<LANES>::Floats sums[kKeyRows][2] = {};  // of even and of odd pairs
   for (int i = 0; i < kKeyRows; i++) rows[i] = keys[i] + column;
   for (int64_t line = 0; line < pairs; line += kLinePairs) {
     for (int i = 0; i < kKeyRows; i++) {
-      _mm_prefetch((const char*)(next_keys[i] + column + 2 * line), _MM_HINT_T1);
+      if (line >= key_line)
+        _mm_prefetch((const char*)(next_keys[i] + column + 2 * line), _MM_HINT_T1);
       _mm_prefetch((const char*)(next_values[i] + value_column + 2 * line), _MM_HINT_T1);
     }
     for (int64_t k = line; k < line + kLinePairs; k += 2)
@@ -45,30 +46,29 @@ inline void score(const bf16* const* keys, int64_t column, const uint32_t* queri
 
 // Turns a tile's scores [kTileKeys][LANES] into weights, pairs of bfloat16 [kTileKeys / 2][LANES], and
 // takes them into each row's softmax: its largest score so far, the sum of its weights, and what
-// earlier sums are worth now. Rows see keys from `first` to before `end`; `begin` and `stop`, even, are
-// the least and the most of these.
+// earlier sums are worth now. Keys are those from `begin` to before `stop`, which are even.
 template <int LANES>
-void soften(float* scores, const int* first, const int* end, int begin, int stop,
-            float scale, float* peaks, float* totals, float* rescale, uint32_t* weights) {
+void soften(const float* scores, int begin, int stop, float scale, float* peaks, float* totals,
+            float* rescale, uint32_t* weights) {
   using Sums = typename Lanes<LANES>::Floats;
-  float top[kLanes];
-  std::copy_n(peaks, LANES, top);
-  for (int j = begin; j < stop; j++)
-#pragma omp simd
-    for (int l = 0; l < LANES; l++) {
-      float& score = scores[j * LANES + l];
-      const bool seen = (j >= first[l]) & (j < end[l]) & (score != kHidden);
-      score = seen ? score * scale : kHidden;
-      top[l] = top[l] < score ? score : top[l];
-    }
-  std::copy_n(top, LANES, top + kLanes - LANES);  // 8 lanes: two keys at a time
+  float tops[kLanes];  // 8 of 16 lanes: two keys at a time
+  Floats top = set(kHidden);
+  for (int i = begin * LANES; i < stop * LANES; i += kLanes) top = max(load(scores + i), top);
+  store(tops, top);
+  for (int l = 0; l < LANES; l++) {
+    tops[l] = std::max({peaks[l], tops[l], tops[l + kLanes - LANES]});
+    rescale[l] = peaks[l] - tops[l];
+    peaks[l] = tops[l];
+  }
+  std::copy_n(tops, LANES, tops + kLanes - LANES);
+  top = load(tops);
   Sums total = {};
   for (int j = begin; j < stop; j += 2) {
     float both[2 * LANES];
     bf16 halves[2 * LANES];
     for (int i = 0; i < 2 * LANES; i += kLanes) {
       const Floats score = load(scores + j * LANES + i);
-      const Floats weight = score == kHidden ? set(0) : exp(score - load(top));
+      const Floats weight = score == kHidden ? set(0) : exp((score - top) * scale);
       store(both + i, weight);
       store(halves + i, weight);
     }
@@ -76,11 +76,7 @@ void soften(float* scores, const int* first, const int* end, int begin, int stop
     const auto pairs = widen<LANES>(halves) | widen<LANES>(halves + LANES) << 16;
     std::memcpy(weights + j / 2 * LANES, &pairs, sizeof pairs);
   }
-  for (int l = 0; l < LANES; l++) {
-    rescale[l] = peaks[l] - top[l];
-    peaks[l] = top[l];
-  }
-  store(rescale, exp(load(rescale)));
+  store(rescale, exp(load(rescale) * scale));
   total += load_as<Sums>(totals) * load_as<Sums>(rescale);
   std::memcpy(totals, &total, sizeof total);
 }
