@@ -290,7 +290,7 @@ class Cuda(Device):
             if sizes:
                 attention.init_cuda_graph_state(sizes, width, has_tree=has_tree)
             if has_tree and isinstance(attention, FlashInferAttention):
-                attention.init_trees()
+                attention.init_trees(width)
         return attention
 
     def attention_lines(self) -> tuple[BudgetLine, ...]:

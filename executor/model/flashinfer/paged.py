@@ -59,20 +59,17 @@ class PageTable:
         kv_indptr: int32 [B + 1] on the host, first entry in ``kv_indices`` of each sequence.
         last_page_len: int32 [B] on the host, keys in each sequence's last page, 1 to block_size.
         kv_indices: int32 [P] on the device, pages, sequence after sequence.
-        mask: bool on the device, which keys each query sees, one query after another; None if the
-            wrapper is causal, or has ``MaskBuffers``.
     """
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
     kv_indices: torch.Tensor
-    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskBuffers:
-    """Where a captured graph reads which keys each query sees. Nothing here writes them.
+    """Where runs read which keys each query sees. Nothing here writes them.
 
     Attributes:
         bits: uint8 on the device, a bit for each query and key, as ``attention_tables.py`` lays them.
@@ -118,7 +115,9 @@ class PagedAttention:
         *,
         enable_pdl: bool,
         library_bytes: int = 0,
+        mask: MaskBuffers | None = None,
     ) -> None:
+        self._mask = mask
         self.library_bytes = library_bytes
         self._wrapper = wrapper
         self._arguments = arguments
@@ -146,6 +145,9 @@ class PagedAttention:
         """Schedules a batch, on the host. Before each pass and each replay, never captured."""
         with self._schedule.written():
             self._wrapper.plan(**self._arguments(table), non_blocking=True)
+        if self._mask is not None:  # which plans outside graphs replace
+            self._wrapper._custom_mask_buf = self._mask.bits
+            self._wrapper._mask_indptr_buf = self._mask.indptr
 
     def run(
         self, q: torch.Tensor, pages: KVPages, out: torch.Tensor, lse: torch.Tensor | None = None
@@ -221,7 +223,7 @@ def paged_prefill(
         uniform_len: Query rows of each sequence, if every plan has as many.
         is_causal: Whether each query sees the keys up to its own; if not, a mask says what it sees,
             and the backend is ``fa2``.
-        mask: Where graphs read that mask.
+        mask: Where that mask is.
     """
     wrapper = ops.library.BatchPrefillWithPagedKVCacheWrapper(
         float_workspace_buffer=float_workspace,
@@ -237,7 +239,11 @@ def paged_prefill(
     )
     arguments = partial(_prefill_arguments, shape, uniform_len, is_causal, mask)
     return PagedAttention(
-        wrapper, arguments, enable_pdl=ops.enable_pdl, library_bytes=_PREFILL_LENGTHS
+        wrapper,
+        arguments,
+        enable_pdl=ops.enable_pdl,
+        library_bytes=_PREFILL_LENGTHS,
+        mask=mask,
     )
 
 
@@ -271,7 +277,7 @@ def _prefill_arguments(
 ) -> dict[str, Any]:
     """What ``workspace_size`` and ``plan`` are told.
 
-    A graph's mask is given as no bytes: planning copies none, and ``run`` reads the buffer.
+    A mask is given as no bytes: planning copies none, packs none and waits for nothing.
     """
     return {
         "qo_indptr": table.qo_indptr,
@@ -283,7 +289,7 @@ def _prefill_arguments(
         "head_dim_qk": shape.head_dim,
         "head_dim_vo": shape.head_dim,
         "page_size": shape.block_size,
-        "custom_mask": table.mask,
+        "custom_mask": None,
         "packed_custom_mask": None if mask is None else mask.bits[:0],
         "causal": is_causal,
         "pos_encoding_mode": "NONE",

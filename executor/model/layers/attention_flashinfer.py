@@ -6,14 +6,13 @@
 
 A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
 its page table and mask where the graph reads them. Every other batch goes to one of three wrappers
-for any size: one query row per sequence, several, or several with a tree mask. The last is planned
-when the pass begins, since planning packs the mask, and then waits for the device. Latents have wrappers
-of one kind for any number of query rows, and none for trees.
+for any size: one query row per sequence, several, or several with a tree mask. Latents have wrappers of
+one kind for any number of query rows, and none for trees.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -38,7 +37,6 @@ from executor.model.layers.attention_tables import (
     Int32Array,
     PagePlan,
     TreeBits,
-    flat_mask,
     look_up_pages,
     plan_pages,
 )
@@ -132,7 +130,7 @@ class FlashInferAttention:
         workspace.counting(max(most_pages, kv_pool.num_physical_blocks))  # now, not in a step
         self._slots = _WholePool(kv_pool, workspace, max_num_tokens)
         self._decode, self._extend = self._for_any_batch(extend_backend)
-        self._by_tree: PagedAttention | None = None  # made when first needed
+        self._by_tree: tuple[PagedAttention, TreeBits] | None = None  # made when first needed
         self._by_graph: dict[_GraphKey, tuple[_Paged, TreeBits | None]] = {}
         self._metadata: _Metadata | None = None
 
@@ -209,10 +207,7 @@ class FlashInferAttention:
         table = self._page_table(plan, batch.req_pool_indices)
         attention, bits = self._choose(batch, plan)
         begin = None
-        if batch.tree_mask is None or bits is not None:
-            attention.plan(table)
-        else:
-            begin = partial(_plan_tree, attention, table, batch.tree_mask, plan.num_keys)
+        attention.plan(table)
         if batch.tree_mask is not None and bits is not None:
             bits.plan(plan.num_keys)  # after the attention's own planning
             begin = partial(bits.write, batch.tree_mask)
@@ -262,20 +257,32 @@ class FlashInferAttention:
             assert key in self._by_graph, f"no init_cuda_graph_state for (size, width, tree) {key}"
             return self._by_graph[key]
         if has_tree:
-            return self._for_any_tree(), None
+            return self._for_any_tree(batch.batch_size, plan.num_rows // batch.batch_size)
         return (self._decode if batch.extend_seq_lens_cpu is None else self._extend), None
 
-    def init_trees(self) -> None:
-        """Makes the wrapper for trees outside graphs, which else the first such batch makes."""
-        self._for_any_tree()
+    def init_trees(self, width: int) -> None:
+        """Makes the wrapper for trees outside graphs, which else the first such batch makes.
 
-    def _for_any_tree(self) -> PagedAttention:
-        if self._by_tree is None:
+        Args:
+            width: Query rows of each sequence.
+        """
+        self._for_any_tree(self._kv_pool.num_rows, width)
+
+    def _for_any_tree(self, size: int, width: int) -> tuple[PagedAttention, TreeBits]:
+        """Returns what runs trees outside graphs, and the bits of a batch of so many sequences."""
+        if self._by_tree is None or not self._by_tree[1].has_room(size, width):
+            bits = self._tree_bits([size], width)[size]
             wrapper = paged_prefill(
-                self._ops, self._shape, self._workspace.float, backend="fa2", is_causal=False
+                self._ops,
+                self._shape,
+                self._workspace.float,
+                backend="fa2",
+                is_causal=False,
+                mask=MaskBuffers(bits=bits.bits, indptr=bits.indptr),
             )
-            self._by_tree = self._workspace.adopt(wrapper)
-        return self._by_tree
+            self._by_tree = self._workspace.adopt(wrapper), bits
+        attention, bits = self._by_tree
+        return attention, bits.first(size, width)
 
     def _tree_bits(self, sizes: Sequence[int], width: int) -> dict[int, TreeBits]:
         """Returns room for the bits of each size. All share their memory."""
@@ -418,12 +425,6 @@ def flashinfer_attention(
     windows = {layer.window for layer in layers} or {None}
     by_window = {window: new(layers=layers, window=window) for window in windows}
     return by_window[None] if windows == {None} else LayeredAttention(by_window, layers)
-
-
-def _plan_tree(
-    attention: _Paged, table: PageTable, tree_mask: torch.Tensor, num_keys: Int32Array
-) -> None:
-    attention.plan(replace(table, mask=flat_mask(tree_mask, num_keys)))
 
 
 def _latent_shape(

@@ -114,7 +114,7 @@ Count = TypeVar("Count", int, Int32Array, torch.Tensor)
 
 
 class TreeBits:
-    """A batch's bits, in memory that a graph reads: B, Q and W are fixed, lengths are not.
+    """A batch's bits, in memory that stays where it is: B and Q are fixed, lengths are not.
 
     Args:
         bits: uint8 on the device, ``num_bytes`` or more.
@@ -135,6 +135,15 @@ class TreeBits:
     def num_bytes(num_sequences: int, width: int, max_len: int) -> int:
         """Returns how many bytes sequences of at most ``max_len`` keys need."""
         return num_sequences * _bytes(width * max_len)
+
+    def has_room(self, num_sequences: int, width: int) -> bool:
+        """Whether ``first`` may be asked for so much."""
+        return num_sequences < len(self.indptr) and width <= self._width
+
+    def first(self, num_sequences: int, width: int) -> "TreeBits":
+        """Returns those of a batch no larger, in the same memory."""
+        indptr, num_keys = self.indptr[: num_sequences + 1], self._num_keys[:num_sequences]
+        return TreeBits(self.bits, indptr, num_keys, width)
 
     def plan(self, num_keys: Int32Array) -> None:
         """Takes the lengths, on the host and without waiting. Before each pass and each replay."""
@@ -173,23 +182,6 @@ class TreeBits:
         places = bytes_ + self.indptr[:-1].view(-1, 1, 1)
         self.bits.fill_(0xFF)
         self.bits.index_copy_(0, places.flatten(), values.flatten().to(torch.uint8))
-
-
-def flat_mask(tree_mask: torch.Tensor, num_keys: Int32Array) -> torch.Tensor:
-    """Returns bool [Q * sum(num_keys)], which keys each query sees, one query after another.
-
-    Args:
-        tree_mask: bool [B, Q, W].
-        num_keys: [B] n of each sequence.
-    """
-    width, tree_width = tree_mask.shape[1:]
-    lens = np.repeat(num_keys.astype(np.int64), width)
-    line = np.repeat(np.arange(len(lens)), lens)
-    key = np.arange(len(line)) - np.repeat(np.cumsum(lens) - lens, lens)
-    column = key - (lens - tree_width)[line]
-    places = torch.from_numpy(line * tree_width + column.clip(0)).to(tree_mask.device)
-    before = torch.from_numpy(column < 0).to(tree_mask.device)
-    return before | tree_mask.reshape(-1)[places]
 
 
 def _bytes(num_bits: Count) -> Count:

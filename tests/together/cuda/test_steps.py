@@ -19,6 +19,11 @@ CASES: dict[str, dict[str, Any]] = {
     "breakable": {"prefill_graphs": "breakable", "prefill_graph_sizes": (16,)},
     "chain": {"draft_model": DEMO_DRAFTS / "eagle"},
     "tree": {"draft_model": DEMO_DRAFTS / "eagle", "draft_topk": 2},
+    "tree without graphs": {
+        "draft_model": DEMO_DRAFTS / "frozen_kv",
+        "draft_topk": 2,
+        "decode_graphs": "off",
+    },
     "mtp": {"draft_model": DEMO_DRAFTS / "mtp"},
     "mtp3": {"draft_model": DEMO_DRAFTS / "mtp3", "draft_sampling": "rejection"},
     "frozen kv": {"draft_model": DEMO_DRAFTS / "frozen_kv"},

@@ -147,7 +147,7 @@ def test_all_attention_of_an_executor_has_one_float_workspace_and_plans_of_its_o
     target, *drafts = [case.flashinfer(workspace) for _ in range(4)]
     target.init_cuda_graph_state(SIZES)
     target.init_cuda_graph_state(SIZES, 4, has_tree=True)
-    target.init_trees()
+    target.init_trees(4)
     for draft in drafts:
         draft.init_cuda_graph_state(SIZES, 2, has_tree=True)
     of_wrappers = workspaces_of(library)

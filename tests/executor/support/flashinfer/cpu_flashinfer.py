@@ -347,7 +347,8 @@ class _Wrapper:
     launch: Callable[[Callable[..., None]], Callable[..., None]]
     note: Callable[[], None]
     table: list[torch.Tensor]
-    mask: tuple[torch.Tensor, ...] = ()
+    _custom_mask_buf: torch.Tensor | None = None
+    _mask_indptr_buf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -407,7 +408,8 @@ class _Wrapper:
         assert out.dtype == q.dtype == self.what["q_data_type"] == self.what["kv_data_type"]
         scale = self.what["sm_scale"]
         window = (self.what["window_left"], lse)
-        self.launch(_attend)(q, *paged_kv_cache, out, scale, *window, *self.table, *self.mask)
+        mask = [x for x in (self._custom_mask_buf, self._mask_indptr_buf) if x is not None]
+        self.launch(_attend)(q, *paged_kv_cache, out, scale, *window, *self.table, *mask)
 
 
 class _DecodeWrapper(_Wrapper):
@@ -439,18 +441,18 @@ class _PrefillWrapper(_Wrapper):
         paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor,
         causal: bool,
-        custom_mask: torch.Tensor | None,
+        custom_mask: None,
         packed_custom_mask: torch.Tensor | None,
         uniform_q_len: int | None,
         **what: Any,
     ) -> None:
         options = self.options
-        assert causal == (custom_mask is None and packed_custom_mask is None)
+        assert causal == (packed_custom_mask is None)
         assert causal or self.backend == "fa2", "the only one that takes masks"
         assert uniform_q_len is None or bool((qo_indptr.diff() == uniform_q_len).all())
         num_keys = (paged_kv_indptr.diff() - 1) * what["page_size"] + paged_kv_last_page_len
-        if not causal:
-            self.mask = self.pack(qo_indptr.diff() * num_keys, custom_mask, packed_custom_mask)
+        if packed_custom_mask is not None:
+            self.keep_mask(qo_indptr.diff() * num_keys, packed_custom_mask)
         buffers = [
             options["qo_indptr_buf"],
             options["paged_kv_indptr_buf"],
@@ -460,23 +462,14 @@ class _PrefillWrapper(_Wrapper):
         table = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
         self.keep(buffers, table, **what)
 
-    def pack(
-        self, num_bits: torch.Tensor, mask: torch.Tensor | None, packed: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A mask that comes packed gets offsets in bits, of which the kernels want bytes."""
-        if packed is None:
-            assert mask is not None
-            assert mask.dtype == torch.bool
-            parts = torch.split_with_sizes(mask, num_bits.tolist())
-            packed = torch.cat([_packbits(part) for part in parts])
-            num_bits = (num_bits + 7) // 8
+    def keep_mask(self, num_bits: torch.Tensor, packed: torch.Tensor) -> None:
+        """It gets offsets in bits, of which the kernels want bytes."""
         indptr = F.pad(num_bits.cumsum(0), (1, 0)).to(torch.int32)
-        if not self.is_graph:
-            return packed, indptr
-        buffer, indptr_buffer = self.options["custom_mask_buf"], self.options["mask_indptr_buf"]
-        buffer[: len(packed)].copy_(packed)
-        indptr_buffer.copy_(indptr)
-        return buffer, indptr_buffer
+        if self.is_graph:
+            buffer, indptr_buffer = self.options["custom_mask_buf"], self.options["mask_indptr_buf"]
+            buffer[: len(packed)].copy_(packed)
+            packed, indptr = buffer, indptr_buffer.copy_(indptr)
+        self._custom_mask_buf, self._mask_indptr_buf = packed, indptr
 
 
 class _LatentWrapper(_Wrapper):
@@ -511,10 +504,6 @@ class _LatentWrapper(_Wrapper):
         values = keys[..., : self.what["head_dim_ckv"]]
         scale = self.what["sm_scale"]
         self.launch(_attend)(query, keys, values, out, scale, -1, None, *self.table)
-
-
-def _packbits(bits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
 
 
 def _attend(
