@@ -113,6 +113,9 @@ class ExecutorConfig(ServiceConfig):
     """Whether weights that a checkpoint has in FP8 blocks or MXFP4 stay so in memory: auto where there
     are kernels for them (FlashInfer on a Hopper GPU), keep refuses to start elsewhere, dequantize never.
     The kernels for FP8 round activations to FP8, too."""
+    weights: str = setting("auto", one_of("auto", "int8"))
+    """int8 quantises projections, experts and the head at load, with a scale for each row: half the bytes
+    of bfloat16, by the kernels of a CPU only. auto leaves them to dtype and quantized_weights."""
     draft_model: Path | None = setting(None, CHECKPOINT, unset="no speculative decoding")
     """Folder of a draft model, which may be the model itself if that has MTP layers."""
     num_draft_steps: int | None = setting(
@@ -150,6 +153,11 @@ class ExecutorConfig(ServiceConfig):
             raise ValueError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_bytes={self.kv_cache_bytes} "
                 f"both size the KV pool: set one of them"
+            )
+        if self.weights == "int8" and self.quantized_weights == "keep":
+            raise ValueError(
+                "weights=int8 with quantized_weights=keep: weights cannot become int8 and stay as they "
+                "are stored; set one of the two to auto"
             )
         self._check_graph_sizes("decode_graph_sizes", "max_num_seqs")
         self._check_graph_sizes("prefill_graph_sizes", "max_num_batched_tokens")

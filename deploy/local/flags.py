@@ -9,7 +9,7 @@ import click
 from deploy.local.launch import DEMO_MODEL
 from executor.__main__ import main as executor
 
-SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype")
+SHARING = ("ep_size", "moe_a2a", "moe_a2a_extend", "moe_dense_tp_size", "dtype", "weights")
 DRAFTING = ("draft_model", "num_draft_steps", "draft_topk", "num_draft_tokens", "draft_sampling")
 NAMES = SHARING + DRAFTING
 

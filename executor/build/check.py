@@ -8,15 +8,16 @@ from collections.abc import Callable
 
 import torch
 
-from executor.build.keeping import META, bytes_of, keepable, sizes_only, weight_bytes
+from executor.build.keeping import bytes_of, keepable, sizes_only, weight_bytes
 from executor.build.memory import kv_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
-from executor.model.decoder.kernels import cpu_kernels
+from executor.model.decoder.kernels import kept_sizes
 from executor.model.decoder.sizes import kv_shape, windows_of
 from executor.model.drafts.draft import load_draft_model
 from executor.model.families import fill_model
 from executor.model.spec import MoeSpec
+from executor.model.weights.kept import DEQUANTISED, IN_INT8
 
 
 def check(config: ExecutorConfig, say: Callable[[str], None]) -> bool:
@@ -51,14 +52,17 @@ def _describe(blueprint: Blueprint, say: Callable[[str], None]) -> None:
             f"{config.topology.moe_tp_size} executors"
         )
     saved = "" if model.quantization is None else f", dequantised from {model.quantization.title}"
-    say(f"weights are           {str(blueprint.dtype).removeprefix('torch.')}{saved}")
+    to_int8 = ", but int8 in projections, experts and head" if config.weights == "int8" else ""
+    say(f"weights are           {str(blueprint.dtype).removeprefix('torch.')}{to_int8}{saved}")
     say(f"executors             {config.world_size}")
 
 
 def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
     config, draft_config, dtype = blueprint.config, blueprint.draft, blueprint.dtype
-    model = sizes_only(blueprint)
-    say(f"weights               {bytes_of(model.weight_groups()):,} bytes on this executor")
+    keeping = IN_INT8 if config.weights == "int8" else DEQUANTISED
+    model = sizes_only(blueprint, keeping)
+    num_bytes = bytes_of(model.weight_groups())
+    say(f"weights               {num_bytes:,} bytes on this executor")
     shape = kv_shape(blueprint.model, config.block_size, dtype, config.topology)
     block_bytes = shape.bytes_per_block
     if draft_config is not None:
@@ -66,15 +70,18 @@ def _check_tensors(blueprint: Blueprint, say: Callable[[str], None]) -> None:
         block_bytes += 0 if own is None else own.bytes_per_block
     of_token, *of_windows = kv_lines(shape, block_bytes)
     say(f"KV per token          {of_token.bytes:,} bytes on this executor")
+    if keeping == IN_INT8:
+        spared = weight_bytes(blueprint, DEQUANTISED) - num_bytes
+        say(f"int8 spares           {spared:,} bytes, KV of {spared // of_token.bytes:,} tokens")
     for line in of_windows:
         say(f"KV of windows         {line.bytes:,} bytes of a sequence that decodes, {line.bound}")
     if not of_windows and windows_of(blueprint.model):
         say("KV of windows         not apart: all layers have one, and every block is kept")
     fill_model(config.model, blueprint.model, model)
-    if blueprint.model.quantization is not None:
+    if blueprint.model.quantization is not None and keeping == DEQUANTISED:
         _describe_kept(blueprint, blueprint.model.quantization.title, say)
     if config.draft_model is not None and draft_config is not None:
-        kernels = cpu_kernels(draft_config.layers, dtype=dtype, device=META)
+        kernels = kept_sizes(draft_config.layers, keeping, dtype=dtype)
         draft = load_draft_model(config.draft_model, draft_config, model, kernels=kernels)
         say(f"weights of the draft  {bytes_of(draft.weight_groups()):,} bytes on this executor")
 

@@ -101,6 +101,7 @@ def _agreement(
         "moe_a2a": config.moe_a2a,
         "moe_a2a_extend": config.moe_a2a_extend,
         "moe_runner": config.moe_runner,
+        "weights": config.weights,
         "quantized_weights": config.quantized_weights,
         "kept_weights": [name for name, kept in keeping._asdict().items() if kept is not None],
         "flashinfer_pdl": config.flashinfer_pdl,

@@ -3,7 +3,7 @@
              CPU                     CUDA, with FlashInfer         CUDA, without
 operators    kernels of its own      FlashInfer                    PyTorch
 experts      kernels of its own      grouped products, or fused    grouped products
-FP8, MXFP4   dequantised             kept on Hopper                dequantised
+FP8, MXFP4   dequantised, or int8    kept on Hopper                dequantised
 attention    a kernel of its own     FlashInfer, in graphs         PyTorch, graphs break
 graphs       called                  recorded                      recorded
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
@@ -23,6 +23,7 @@ from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
 from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
+from executor.model.cpu_kernels import library
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention, LayerOptions
@@ -33,7 +34,7 @@ from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
 from executor.model.spec import ModelSpec
 from executor.model.weights import KeptAs
-from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import HostBarrier
 
 log = structlog.stdlib.get_logger(__name__)
@@ -88,6 +89,10 @@ class Device(ABC):
     def why_dequantised(self, kept_as: KeptAs) -> str | None:
         """Returns why no kernel here reads weights of such a format; None if some do."""
         return "a CPU has no kernels for them"
+
+    def why_not_int8(self) -> str | None:
+        """Returns why no kernel here reads weights in int8; None if some do."""
+        return "only a CPU has kernels for it: set device=cpu"
 
     def attention(
         self,
@@ -188,8 +193,15 @@ class Cpu(Device):
         max_moe_rows: int,
         keeping: Keeping = DEQUANTISED,
     ) -> Kernels:
-        assert keeping == DEQUANTISED, "a CPU keeps nothing"
-        return cpu_kernels(model, dtype=dtype)
+        assert keeping in (DEQUANTISED, IN_INT8), "a CPU keeps nothing as it is stored"
+        return cpu_kernels(model, dtype=dtype, keeping=keeping)
+
+    def why_not_int8(self) -> str | None:
+        try:
+            library.require()
+        except library.NoKernels as error:
+            return f"it takes kernels of the CPU, of which there are none: {error}"
+        return None
 
     def attention(
         self,

@@ -14,8 +14,8 @@ from executor.model.decoder.kernels import Peers, kept_sizes
 from executor.model.families import Model, new_model
 from executor.model.moe.experts import ExpertShare
 from executor.model.spec import ModelSpec
-from executor.model.weights import Cut, Format, KeptAs, KeptWeight, Part, WeightGroup, tensor_names
-from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.model.weights import Format, KeptAs, KeptWeight, Part, WeightGroup, tensor_names
+from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 
 log = structlog.stdlib.get_logger(__name__)
@@ -99,9 +99,13 @@ def plan_keeping(blueprint: Blueprint, device: Device, model: ModelSpec, path: P
 
     Raises:
         CheckpointError: There is no checkpoint, or it cannot be read.
-        ValueError: quantized_weights=keep asks for what cannot be. Says why.
+        ValueError: quantized_weights=keep or weights=int8 asks for what cannot be. Says why.
     """
     config, weight_format = blueprint.config, model.quantization
+    if config.weights == "int8":
+        if (problem := device.why_not_int8()) is not None:
+            raise ValueError(f"weights=int8: {problem}; or set weights=auto")
+        return IN_INT8
     if weight_format is None:
         return DEQUANTISED
     could, problems = keepable(config, model, path)
@@ -153,13 +157,13 @@ def bytes_of(groups: Iterable[WeightGroup]) -> int:
     """Returns the bytes of what groups fill, with the padding of weights that are kept."""
     num_bytes = 0
     kept: dict[int, int] = {}
-    for source, target in (x for group in groups for x in group.targets.items()):
+    for target in (x for group in groups for x in group.targets.values()):
         weight = target.target if isinstance(target, Part) else target
         if isinstance(weight, KeptWeight):
             storages = (x.untyped_storage() for x in (weight.numbers, weight.scales))
             kept |= {storage._cdata: storage.nbytes() for storage in storages}
         else:
-            num_bytes += sum(cut.target.nbytes for cut in Cut.all_of(source, target))
+            num_bytes += weight.nbytes
     return num_bytes + sum(kept.values())
 
 

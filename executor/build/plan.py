@@ -17,6 +17,7 @@ from executor.budget.capture_sizes import (
 from executor.budget.speculation import SpeculationPlan
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig, resolve_max_model_len
+from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE
 from executor.model.decoder.sizes import attention_of, attention_share
 from executor.model.drafts.config import DraftConfig
 from executor.model.families import read_spec
@@ -65,6 +66,8 @@ class Blueprint:
         dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
         check_model_fits(config, model)
+        if config.weights == "int8":
+            _check_int8(model, dtype)
         has_split_dense = splits_dense(config, model)
         draft, speculation = None, None
         if config.draft_model is not None:
@@ -139,6 +142,19 @@ def check_model_fits(config: ExecutorConfig, model: ModelSpec) -> None:
         raise ValueError(
             f"moe_dense_tp_size is not set, but intermediate_size={uneven[0]} of the "
             f"dense MLPs does not divide among {world_size} executors: set moe_dense_tp_size=1"
+        )
+
+
+def _check_int8(model: ModelSpec, dtype: torch.dtype) -> None:
+    if dtype is not torch.bfloat16:
+        raise ValueError(
+            f"weights=int8: its kernels take bfloat16 for all else, and dtype is "
+            f"{str(dtype).removeprefix('torch.')}: set dtype=bfloat16, or weights=auto"
+        )
+    if model.moe is not None and model.hidden_size % HIDDEN_MULTIPLE:
+        raise ValueError(
+            f"weights=int8: the kernel for experts takes hidden_size in multiples of "
+            f"{HIDDEN_MULTIPLE}, not {model.hidden_size}: set weights=auto"
         )
 
 

@@ -61,6 +61,11 @@ def model(tmp_path: Path) -> Path:
         ({"prefill_graph_sizes": (0,)}, "has 0: a size is 1 to max_num_batched_tokens=2048"),
         ({"moe_runner": "torch"}, "moe_runner=torch: need one of auto, grouped, cutlass"),
         ({"quantized_weights": "fp8"}, "need one of auto, keep, dequantize"),
+        ({"weights": "int4"}, "weights=int4: need one of auto, int8"),
+        (
+            {"weights": "int8", "quantized_weights": "keep"},
+            "weights=int8 with quantized_weights=keep: .* set one of the two to auto",
+        ),
         ({"device": "cuda:x"}, "device=cuda:x: need one of auto, cpu, cuda, cuda:N"),
         ({"moe_dense_tp_size": 2}, "moe_dense_tp_size=2: need 1, .* or nothing, .* over the group"),
         ({"moe_a2a": "nccl"}, "moe_a2a=nccl: need one of none, torch, flashinfer"),

@@ -52,8 +52,8 @@ SIGNATURES = {
     "add_norm": "pipppiif",
     "arg_max": "pipii",
     "attention": "ppp",
-    "linear": "piipppiiii",
-    "moe": "ppppppppiiiiifff",
+    "linear": "piippppiiii",
+    "moe": "ppppppppppiiiiifff",
     "prepare_heads": "piipppiiiiif",
     "route": "ppippppppii",
     "silu_and_mul": "ppii",
@@ -75,6 +75,15 @@ def load() -> Library | None:
     The first call may compile, for some seconds.
     """
     return _load_or_log(os.environ.get(CHOICE) or "auto")
+
+
+def require() -> Library:
+    """Returns the kernels.
+
+    Raises:
+        NoKernels: There are none. Says why.
+    """
+    return load_tile(choose(os.environ.get(CHOICE) or "auto"))
 
 
 @cache

@@ -10,6 +10,8 @@ PANEL = 32  # columns that a packed weight has side by side
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Returns bfloat16 weights [.., N, K] as panels, [.., ceil(N / 32), K / 2, 32, 2].
 
+    Those of int8 are [.., ceil(N / 32), K / 2, 2, 32].
+
     Columns past N are zeros.
 
     Raises:
@@ -22,12 +24,13 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
         padded = weight.new_zeros(*batch, -(-size // PANEL) * PANEL, width)
         padded[..., :size, :] = weight
         weight = padded
-    return weight.reshape(*batch, -1, PANEL, width // 2, 2).transpose(-3, -2).contiguous()
+    panels = weight.reshape(*batch, -1, PANEL, width // 2, 2).transpose(-3, -2)
+    return (panels.mT if weight.dtype is torch.int8 else panels).contiguous()
 
 
 def pad_bias(bias: torch.Tensor) -> torch.Tensor:
-    """Returns a bias [N] as ``linear`` takes it: float32, with zeros to the end of its panel."""
-    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+    """Returns a bias or scales [N] as ``linear`` takes them: float32, zeros to the end of a panel."""
+    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL, device=bias.device)
     padded[: len(bias)] = bias
     return padded
 
@@ -38,6 +41,7 @@ def linear(
     weight: torch.Tensor,
     out_features: int,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T + bias, bfloat16 [T, N]; sums in float32, rounded once.
 
@@ -47,10 +51,11 @@ def linear(
         weight: From ``pack``.
         out_features: N.
         bias: From ``pad_bias``.
+        scales: Likewise, of the rows of an int8 weight; None for bfloat16.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return _run(kernels, x, 1, 0, weight, bias, out_features)
+    return _run(kernels, x, 1, 0, weight, scales, bias, out_features)
 
 
 def linear_of_heads(
@@ -66,7 +71,7 @@ def linear_of_heads(
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return _run(kernels, x, x.shape[1], x.stride(1), weight, None, out_features)
+    return _run(kernels, x, x.shape[1], x.stride(1), weight, None, None, out_features)
 
 
 def _run(
@@ -75,18 +80,21 @@ def _run(
     num_heads: int,
     head_stride: int,
     weight: torch.Tensor,
+    scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
 ) -> torch.Tensor:
     *rows, width = x.shape
     y = x.new_empty(*rows, -(-out_features // PANEL) * PANEL)
     assert x.dtype is torch.bfloat16
+    assert weight.dtype is (torch.bfloat16 if scales is None else torch.int8)
     assert width == 2 * weight.shape[-3], "the weight is of another width"
     kernels.linear(
         x.data_ptr(),
         x.stride(0),
         head_stride,
         weight.data_ptr(),
+        None if scales is None else scales.data_ptr(),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         rows[0],

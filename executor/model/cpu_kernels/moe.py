@@ -45,6 +45,7 @@ def moe(
     y: torch.Tensor,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     activation: Activation = Activation(),  # noqa: B008  a tuple
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Returns each row's outputs of these experts, weighted and summed, in ``y``.
 
@@ -53,15 +54,17 @@ def moe(
         x: bfloat16 [R, D].
         ids: int32 [R, K]; those outside 0 to L are of experts elsewhere.
         weights: float32 [R, K].
-        w13: bfloat16 [L, 2F, D], each expert from ``pack_gate_up``.
-        w2: bfloat16 [L, D, F], each expert from ``pack_down``.
+        w13: bfloat16 or int8 [L, 2F, D], each expert from ``pack_gate_up``.
+        w2: The same type, [L, D, F], each expert from ``pack_down``.
         y: bfloat16 [R, D], dense.
         biases: float32, of gate and up [L, 2F], from ``interleave``, and of down [L, D].
         activation: Between the products.
+        scales: Of the rows of int8 weights, in order as biases; None for bfloat16.
     """
     assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    b13, b2 = biases or (None, None)
+    assert w13.dtype is w2.dtype is (torch.bfloat16 if scales is None else torch.int8)
+    of_columns = (*(scales or (None, None)), *(biases or (None, None)))
     num_experts, hidden_size, intermediate_size = w2.shape
     kernels.moe(
         x.data_ptr(),
@@ -69,8 +72,7 @@ def moe(
         weights.data_ptr(),
         w13.data_ptr(),
         w2.data_ptr(),
-        None if b13 is None else b13.data_ptr(),
-        None if b2 is None else b2.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in of_columns),
         y.data_ptr(),
         *ids.shape,
         num_experts,

@@ -109,6 +109,7 @@ class Decoder:
             dtype=dtype,
             device=device,
             library=kernels.library,
+            kept=kernels.kept_head,
         )
 
     @property

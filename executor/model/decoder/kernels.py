@@ -43,7 +43,7 @@ from executor.model.moe.runner_cutlass import (
 )
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.spec import ModelSpec, MoeSpec
-from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
@@ -69,6 +69,11 @@ class Kernels:
     scratch: ExpertScratch | None = None
     kept: KeptLinears | None = None
 
+    @property
+    def kept_head(self) -> KeptLinears | None:
+        """Likewise for the head, which is int8 or not quantised."""
+        return self.kept if self.kept is not None and self.kept.is_int8 else None
+
     def linear(
         self, *, dtype: torch.dtype, device: torch.device, keeps: bool = True
     ) -> "partial[Linear]":
@@ -78,7 +83,11 @@ class Kernels:
 
 
 def cpu_kernels(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    keeping: Keeping = DEQUANTISED,
 ) -> Kernels:
     """Returns the CPU's own kernels for bfloat16, where it has some, and PyTorch for all else.
 
@@ -86,6 +95,7 @@ def cpu_kernels(
         spec: The model.
         dtype: Type of weights and hidden states.
         device: The CPU, or meta, for a model that only has sizes.
+        keeping: What is int8, which takes the kernels.
     """
     device = torch.device(device)
     library = load() if dtype is torch.bfloat16 and device.type == "cpu" else None
@@ -111,11 +121,13 @@ def cpu_kernels(
             spec.hidden_size,
             kind,
             tool,
-            multiple=multiple,
+            keeping.experts,
+            multiple,
             dtype=dtype,
             device=device,
         ),
         library=library,
+        kept=None if keeping.linears is None else KeptLinears(keeping.linears, None),
     )
 
 
@@ -210,6 +222,9 @@ def kept_sizes(spec: ModelSpec, keeping: Keeping, *, dtype: torch.dtype) -> Kern
 
 class NoRunner(StackedMoERunner):
     """Of experts that only have sizes."""
+
+    def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
+        pass
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         raise NotImplementedError("experts on the meta device only have sizes")

@@ -23,7 +23,6 @@ from executor.model.decoder.kernels import Kernels, Peers
 from executor.model.decoder.sizes import attention_share
 from executor.model.layers.attention import PLAIN, AttentionCall
 from executor.model.layers.linear import HeadLinear, Linear
-from executor.model.layers.linear_kept import BLOCK_ROWS
 from executor.model.layers.operators import RMSNorm
 from executor.model.spec import MlaSpec
 from executor.model.weights import Part, Source, Target, Weight, WeightGroup
@@ -68,10 +67,13 @@ class LatentAttention:
         self.latent_width = spec.kv_lora_rank + spec.qk_rope_head_dim
         rope = spec.qk_rope_head_dim
         ends = [self._q_width * (head + 1) for head in range(self.num_heads)]
-        keeps = not any(_cuts_block(end - rope, end) for end in (*ends, self.latent_width))
+        keeps = kernels.kept is None or not any(
+            _cuts_block(kernels.kept.block, end - rope, end) for end in (*ends, self.latent_width)
+        )
         if kernels.kept is not None and not keeps:
             kernels.kept.say_dequantised(
-                "projections of attention", f"rope turns rows across scales, of {BLOCK_ROWS} each"
+                "projections of attention",
+                f"rope turns rows across scales, of {kernels.kept.block} each",
             )
         linear = kernels.linear(dtype=dtype, device=device, keeps=keeps)
         norm = partial(RMSNorm, eps=spec.latent_norm_eps, operators=kernels.operators)
@@ -181,5 +183,6 @@ class LatentAttention:
         return Part(target, dim, at, self.spec.num_heads * width)
 
 
-def _cuts_block(start: int, stop: int) -> bool:
-    return start // BLOCK_ROWS != (stop - 1) // BLOCK_ROWS
+def _cuts_block(block: int, start: int, stop: int) -> bool:
+    """Returns whether such rows share a scale with others; a row's own scale turns with it."""
+    return block > 1 and start // block != (stop - 1) // block

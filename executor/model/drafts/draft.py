@@ -111,7 +111,7 @@ class DraftShare:
         self._config = config
         self._peers = replace(target.peers, moe_dense_tp_size=1)
         self._operators = kernels.operators
-        self._library = kernels.library
+        self._kernels = kernels
         self._embed_tokens = target.embed_tokens
         self._placed: dict[str, Any] = {"dtype": embedding.dtype, "device": embedding.device}
         self._new_norm = partial(
@@ -127,7 +127,8 @@ class DraftShare:
             self.hidden_size,
             self.vocab_size,
             communicator=self._peers.attn_tp,
-            library=self._library,
+            library=self._kernels.library,
+            kept=self._kernels.kept_head,
             **self._placed,
         )
 

@@ -38,7 +38,7 @@ class Linear:
         has_bias: Whether there is a bias.
         dtype: Type of weight, bias, x and y.
         device: Where they live.
-        library: Kernels that read the weight packed, if it is bfloat16; None for plain PyTorch.
+        library: Kernels that read the weight packed, if it is bfloat16 or int8; None for plain PyTorch.
         kept: Keeps the weight quantised if it can; None dequantises.
         parts: Rows of each matrix in it that others follow, or that executors share.
 
@@ -70,6 +70,7 @@ class Linear:
         self.weight = torch.empty(num_plain, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if has_bias else None
         self.is_packed = False
+        self._scales: torch.Tensor | None = None
         self._library = library
 
     @property
@@ -89,11 +90,17 @@ class Linear:
         Args:
             weight: Takes the place of ``self.weight``; for a weight that another layer owns.
         """
-        if weight is not None:
+        if weight is not None and self._kept_weight is not None:
+            self._kept_weight.quantise(weight)
+        elif weight is not None:
             self.weight = weight
-        if self._kept_weight is not None:
-            return
-        if self._library is None or self.weight.dtype is not torch.bfloat16:
+        if self._kept is not None and self._kept_weight is not None:
+            if not self._kept.is_int8:
+                return
+            self.weight = self._kept_weight.numbers
+            self._scales = pad_bias(self._kept_weight.scales.flatten())
+            self._kept_weight = None
+        elif self._library is None or self.weight.dtype is not torch.bfloat16:
             return
         if self.in_features % 2:
             _LOG.warning("no_kernel_for_odd_width", width=self.in_features, running="PyTorch's")
@@ -105,7 +112,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [N, out_features] for x [N, in_features]. N may be 0."""
         if self._library is not None and self.is_packed:
-            return linear(self._library, x, self.weight, self.out_features, self.bias)
+            size, scales = self.out_features, self._scales
+            return linear(self._library, x, self.weight, size, self.bias, scales)
         if self._kept is not None and self._kept_weight is not None:
             return self._kept.run(x, self._kept_weight, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -180,6 +188,7 @@ class LMHead:
         dtype: Type of weights and hidden states.
         device: Where they live.
         library: Kernels of the product; None for plain PyTorch.
+        kept: Makes the weight int8; None keeps ``dtype``.
     """
 
     def __init__(
@@ -191,13 +200,16 @@ class LMHead:
         dtype: torch.dtype,
         device: torch.device,
         library: Library | None,
+        kept: KeptLinears | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         num_rows = vocab_slice(vocab_size, communicator.size)
         start = num_rows * communicator.topology.attn_tp_rank
         self._rows = range(start, start + num_rows)
         self._communicator = communicator
-        self._linear = Linear(hidden_size, num_rows, dtype=dtype, device=device, library=library)
+        self._linear = Linear(
+            hidden_size, num_rows, dtype=dtype, device=device, library=library, kept=kept
+        )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns float32 logits [L, V] of hidden states [L, D].
@@ -211,10 +223,10 @@ class LMHead:
     def weight_group(self, name: str) -> WeightGroup:
         """Returns what fills a head of its own."""
         at = range(*(min(row, self.vocab_size) for row in (self._rows.start, self._rows.stop)))
-        weight = self._linear.weight
-        weight[len(at) :].zero_()
-        part = Part(weight[: len(at)], 0, at, self.vocab_size)
-        return WeightGroup({name: part}, self._linear.finish)
+        weight, rest = self._linear.rows(len(at), len(self._rows) - len(at))
+        if isinstance(rest, torch.Tensor):
+            rest.zero_()
+        return WeightGroup({name: Part(weight, 0, at, self.vocab_size)}, self._linear.finish)
 
     def tied_weight_group(self, embedding: torch.Tensor) -> WeightGroup:
         """Returns what takes the head from the embedding, once that is filled.

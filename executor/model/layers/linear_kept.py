@@ -1,6 +1,7 @@
-"""Linear layers whose weights stay in FP8, by FlashInfer's product on Hopper; never run on a GPU yet.
+"""Linear layers whose weights are quantised: in int8 on a CPU; in FP8, as they are stored, on Hopper.
 
-The kernel rounds x to FP8 as well, with a scale per 128 of a row, which dequantised weights do not.
+FP8 has never run on a GPU yet. Its kernel, FlashInfer's, rounds x to FP8 as well, with a scale per 128 of a
+row, which dequantised weights do not.
 """
 
 import logging
@@ -17,14 +18,20 @@ _ROWS = 64  # that the kernel computes at once
 
 
 class KeptLinears:
-    """What the linear layers of a model keep, and how they run it.
+    """What the linear layers of a model keep, and how they run FP8.
 
     Args:
-        kept_as: FP8, in blocks.
-        ops: FlashInfer; None for a model that only has sizes.
+        kept_as: FP8, in blocks; or int8, which they pack for the CPU's kernels.
+        ops: FlashInfer; None for int8, and for a model that only has sizes.
+
+    Attributes:
+        is_int8: Whether it is that.
+        block: Rows that share a scale.
     """
 
     def __init__(self, kept_as: KeptAs, ops: FlashInferOps | None) -> None:
+        self.is_int8 = kept_as.is_made_at_load
+        self.block = kept_as.rows
         self._kept_as = kept_as
         self._ops = ops
         self._said: set[str] = set()
@@ -40,7 +47,10 @@ class KeptLinears:
             device: Where it lives.
         """
         block = BLOCK_ROWS
-        if in_features % block or out_features % _ROWS or any(rows % block for rows in parts):
+        if self.is_int8:
+            if in_features % 2:
+                return None  # no kernel takes it, as the layer says
+        elif in_features % block or out_features % _ROWS or any(rows % block for rows in parts):
             self.say_dequantised(
                 f"weights [{out_features}, {in_features}]",
                 f"the FP8 kernel takes rows in multiples of {_ROWS}, parts of them and columns in "

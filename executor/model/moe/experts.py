@@ -168,10 +168,9 @@ class Experts:
         return halves if self.runner.gate_first else halves[::-1]
 
     def _arrange(self, w13: Weight, w2: Weight) -> None:
-        for weight in (w13, w2):
-            if isinstance(weight, KeptWeight):
-                self.runner.arrange_kept(weight)
-        if isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor):
+        if isinstance(w13, KeptWeight) and isinstance(w2, KeptWeight):
+            self.runner.arrange_kept(w13, w2)
+        elif isinstance(w13, torch.Tensor) and isinstance(w2, torch.Tensor):
             w13.copy_(self.runner.arrange(w13))
             w2.copy_(self.runner.arrange_down(w2))
 

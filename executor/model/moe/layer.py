@@ -211,8 +211,8 @@ class StackedMoERunner(MoERunner):
         """Returns one expert's down [D, F] as the kernel reads it."""
         return w2
 
-    def arrange_kept(self, weight: KeptWeight) -> None:
-        """Lays one expert's matrix, of gate and up or of down, as the kernel reads it, in place."""
+    def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
+        """Lays one expert's gate and up, and down, as the kernel reads them, in place."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights that are kept")
 
 

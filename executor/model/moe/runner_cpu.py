@@ -8,14 +8,15 @@ from executor.model.cpu_kernels.library import Library
 from executor.model.cpu_kernels.moe import Activation, interleave, moe, pack_down, pack_gate_up
 from executor.model.moe.layer import Dispatched, ExpertBiases, StackedMoERunner
 from executor.model.spec import ActivationSpec
+from executor.model.weights import KeptWeight, Weight
 
 
 class CpuMoERunner(StackedMoERunner):
     """Reads each weight once, in place of its checkpoint's order; a row's bits are its own.
 
     Args:
-        w13: bfloat16 [L, 2F, D], gate and up projections of each expert.
-        w2: bfloat16 [L, D, F], down projections. D is a multiple of 32, F of 16.
+        w13: bfloat16 or int8 [L, 2F, D], gate and up projections of each expert.
+        w2: The same type, [L, D, F], down projections. D is a multiple of 32, F of 16.
         library: The kernels.
         activation: Between the products.
         biases: Of both products; None without.
@@ -23,8 +24,8 @@ class CpuMoERunner(StackedMoERunner):
 
     def __init__(
         self,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        w13: Weight,
+        w2: Weight,
         library: Library,
         activation: ActivationSpec = None,
         biases: ExpertBiases | None = None,
@@ -42,6 +43,11 @@ class CpuMoERunner(StackedMoERunner):
     @staticmethod
     def arrange_down(w2: torch.Tensor, /) -> torch.Tensor:
         return pack_down(w2)
+
+    def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
+        w13.numbers.copy_(pack_gate_up(w13.numbers))
+        w13.scales.copy_(interleave(w13.scales))
+        w2.numbers.copy_(pack_down(w2.numbers))
 
     @cached_property
     def _kernel_biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -62,4 +68,5 @@ class CpuMoERunner(StackedMoERunner):
             dispatched.place_for_results(),
             self._kernel_biases,
             self._activation,
+            self._scales,
         )

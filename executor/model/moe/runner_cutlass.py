@@ -88,14 +88,13 @@ class KeptCutlassRunner(CutlassMoERunner):
         As of ``CutlassMoERunner``; both weights are kept, with sides as ``KeptAs.padded`` says.
     """
 
-    def arrange_kept(self, weight: KeptWeight) -> None:
-        """Lays one expert's matrix as the kernel reads it, in place."""
-        if weight.kind.per_byte == 1:
+    def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
+        if w13.kind.per_byte == 1:
             return
-        tensors = (weight.numbers, weight.scales)
-        laid = self._workspace.ops.interleave_mxfp4(*(x.unsqueeze(0) for x in tensors))
-        for tensor, new in zip(tensors, laid, strict=True):
-            tensor.copy_(new.view(tensor.shape))
+        for tensors in ((w.numbers, w.scales) for w in (w13, w2)):
+            laid = self._workspace.ops.interleave_mxfp4(*(x.unsqueeze(0) for x in tensors))
+            for tensor, new in zip(tensors, laid, strict=True):
+                tensor.copy_(new.view(tensor.shape))
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         x, out = dispatched.x_RD, dispatched.place_for_results()

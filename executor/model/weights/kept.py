@@ -1,11 +1,13 @@
-"""Weights kept as a checkpoint stores them: numbers of fewer bits, and the scales that belong to them.
+"""Weights of fewer bits in memory: numbers, and the scales that belong to them.
 
-A parameter of this kind is cut like a plain one, by rows, by columns and by number in a stack; the loader
-reads both of its tensors as they are, this executor's part of each.
+A parameter of this kind is cut like a plain one, by rows, by columns and by number in a stack. The loader
+reads both of its tensors as a checkpoint stores them, this executor's part of each; int8 it makes of
+this executor's part of any weight.
 
 format           numbers of [n, k]                          scales
 FP8, 128 x 128   float8_e4m3fn [n, k]                       float32 [ceil(n / 128), k / 128]
 MXFP4            uint8 [n, k / 2], low half of a byte first  uint8 [n, k / 32], 2^(scale - 127)
+int8             int8 [n, k], -127 to 127                   float32 [n, 1]
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ class KeptAs:
     Attributes:
         suffixes: Of the names of numbers and scales.
         types: Of numbers and of scales in memory.
-        stored: The same in a checkpoint, as safetensors names them; scales are converted.
+        stored: The same in a checkpoint, as safetensors names them; scales are converted. Empty: the
+            loader makes them of floats.
         rows: Of a matrix, as many as share a scale.
         columns: Likewise.
         per_byte: Numbers of a row in a byte. If several, a checkpoint has a dimension for the bytes of
@@ -32,28 +35,37 @@ class KeptAs:
         pads: Whether sizes that are none are padded with zeros.
     """
 
-    suffixes: tuple[str, str]
+    suffixes: tuple[str, str] = ("", "")
     types: tuple[torch.dtype, torch.dtype]
-    stored: tuple[tuple[str, ...], tuple[str, ...]]
+    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     rows: int
     columns: int
     per_byte: int = 1
     multiple: int = 128
     pads: bool = False
 
+    @property
+    def is_made_at_load(self) -> bool:
+        """Whether a checkpoint holds something else."""
+        return not self.stored[0]
+
     def padded(self, size: int) -> int:
         """Returns how long a side of an expert's matrix is kept."""
         return -(-size // self.multiple) * self.multiple if self.pads else size
 
 
+# For the CPU's kernels; an expert's columns are filled up to panels.
+INT8 = KeptAs(types=(torch.int8, torch.float32), rows=1, columns=1 << 31, multiple=16, pads=True)
+
+
 class Keeping(NamedTuple):
-    """What of a model stays quantised: by kind of layer how, None where it is dequantised."""
+    """What of a model is quantised in memory: by kind of layer how, None where it is not."""
 
     experts: KeptAs | None = None
     linears: KeptAs | None = None
 
 
-DEQUANTISED = Keeping()
+DEQUANTISED, IN_INT8 = Keeping(), Keeping(INT8, INT8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,18 @@ class KeptWeight:
     def shape(self) -> tuple[int, ...]:
         """Of the weight, [.., n, k]."""
         return (*self.numbers.shape[:-1], self.numbers.shape[-1] * self.kind.per_byte)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether it only has sizes."""
+        return self.numbers.is_meta
+
+    def quantise(self, weight: torch.Tensor) -> None:
+        """Fills it with the int8 of floats [n, k]: the largest of each row becomes 127 or -127."""
+        weight = weight.float()
+        scales = weight.abs().amax(dim=-1, keepdim=True) / 127
+        self.numbers.copy_((weight / scales.clamp(min=1e-30)).round_())
+        self.scales.copy_(scales)
 
     def __getitem__(self, number: int) -> "KeptWeight":
         """Returns one of a stack."""

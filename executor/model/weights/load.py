@@ -97,7 +97,7 @@ def _checked(
 ) -> dict[str, Stored]:
     """Returns every weight that a group names, once all of them are seen to fit."""
     needs = {
-        (cut.source.name, cut.shape, cut.types, cut.target.is_floating_point())
+        (cut.source.name, cut.shape, cut.types, cut.takes_floats)
         for group in groups
         for cut in _cuts(group)
     }

@@ -87,7 +87,7 @@ class Cut:
 
     Attributes:
         source: Of the matrix.
-        target: The parameter.
+        target: The parameter; one that is quantised at load is kept.
         shape: The shape that the tensor must have.
         index: What to index it with; None: nothing of it is needed.
         types: That the tensor may have, as safetensors names them, and is read as it is stored; None:
@@ -95,20 +95,20 @@ class Cut:
     """
 
     source: Source
-    target: torch.Tensor
+    target: Weight
     shape: tuple[int, ...]
     index: Index | None
     types: tuple[str, ...] | None = None
 
     @classmethod
     def all_of(cls, source: str | Source, target: Target) -> "list[Cut]":
-        """Returns those of one target of a group: two for a weight that is kept, else one."""
+        """Returns those of one target of a group: two for a weight kept as it is stored, else one."""
         if isinstance(target, torch.Tensor):
             return [cls.of(source, target)]
         if isinstance(target, KeptWeight):
             target = Part(target, 0, range(target.shape[0]), target.shape[0])
         weight, at = target.target, target.at
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, torch.Tensor) or weight.kind.is_made_at_load:
             return [cls.of(source, target)]
         if isinstance(source, str):
             source = Source(name=source)
@@ -134,7 +134,6 @@ class Cut:
         if isinstance(source, str):
             source = Source(name=source)
         parameter = target.target if isinstance(target, Part) else target
-        assert isinstance(parameter, torch.Tensor)
         shape = list(parameter.shape)
         at = [range(size) for size in shape]
         if isinstance(target, Part):
@@ -153,13 +152,21 @@ class Cut:
         is_empty = not all(at)
         return cls(source, parameter, tuple(shape), None if is_empty else tuple(index))
 
+    @property
+    def takes_floats(self) -> bool:
+        """Whether the parameter has floats, or is made of them."""
+        return isinstance(self.target, KeptWeight) or self.target.is_floating_point()
+
     def fill(self, piece: torch.Tensor) -> None:
-        """Copies what was read, a float for a float and an integer for an integer."""
+        """Copies what was read, a float for a float and an integer for an integer, or quantises it."""
         if self.source.transposed:
             piece = piece.transpose(-1, -2)
         if self.source.turn is not None:
             piece = self.source.turn(piece)
-        self.target.copy_(piece)
+        if isinstance(self.target, KeptWeight):
+            self.target.quantise(piece)
+        else:
+            self.target.copy_(piece)
 
 
 def rope_rows_to_halves(head_dim: int, rotary_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:

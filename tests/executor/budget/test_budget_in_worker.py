@@ -222,6 +222,7 @@ OTHERWISE: dict[str, Any] = {
     "max_dispatch_tokens_per_rank": 5000,
     "moe_runner": "cutlass",
     "quantized_weights": "dequantize",
+    "weights": "int8",
     "flashinfer_pdl": "on",
 }
 DRAFTING_OTHERWISE: dict[str, Any] = {
@@ -231,7 +232,11 @@ DRAFTING_OTHERWISE: dict[str, Any] = {
     "num_draft_tokens": 5,
     "draft_sampling": "rejection",
 }
-BESIDE_IT = {"ep_size": {"moe_a2a": "none"}, "num_draft_tokens": {"draft_topk": 2}}
+BESIDE_IT = {
+    "ep_size": {"moe_a2a": "none"},
+    "weights": {"dtype": "bfloat16"},
+    "num_draft_tokens": {"draft_topk": 2},
+}
 AGREED_AS = {
     "decode_graphs": "decode_graph_sizes",
     "prefill_graph_sizes": "extend_graph_sizes",
@@ -257,7 +262,7 @@ def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
     tiny_checkpoint: Path, name: str
 ):
     """Executors that differ in one of these hang or crash in their first collective call."""
-    path, both = tiny_checkpoint, BESIDE_IT.get(name, {})
+    path, both = DEMO_MODEL if name == "weights" else tiny_checkpoint, BESIDE_IT.get(name, {})
     if name in DRAFTING_OTHERWISE:
         path, both = DEMO_MODEL, {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle", **both}
     key = AGREED_AS.get(name, name)

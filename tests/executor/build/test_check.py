@@ -63,6 +63,18 @@ def test_an_executor_holds_what_the_check_said(model: Path) -> None:
     assert bytes_of(shared["weights"]) < bytes_of(alone["weights"])
 
 
+def test_int8_takes_a_byte_for_a_weight_and_leaves_the_rest_to_kv() -> None:
+    fits, lines = check_lines(model=DEMO_MODEL, weights="int8", dtype="bfloat16")
+    assert fits
+    _, plain = check_lines(model=DEMO_MODEL, dtype="bfloat16")
+    tensors = load_file(DEMO_MODEL / "model.safetensors").items()
+    quantised = [x for name, x in tensors if name.endswith(("_proj.weight", "lm_head.weight"))]
+    spared = sum(x.numel() - 4 * len(x) for x in quantised)
+    assert bytes_of(plain["weights"]) - bytes_of(lines["weights"]) == spared
+    num_tokens = spared // bytes_of(plain["KV per token"])
+    assert lines["int8 spares"] == f"{spared:,} bytes, KV of {num_tokens:,} tokens"
+
+
 @pytest.mark.parametrize(
     ("save", "shape", "kv_bytes"),
     [

@@ -13,13 +13,14 @@ from executor.build.devices import Cpu, Cuda, Device
 from executor.build.keeping import keepable, plan_keeping, weight_bytes
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.cpu_kernels import library
 from executor.model.decoder.kernels import Kernels, stacked_kernels
 from executor.model.families import read_spec
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.spec import ModelSpec
 from executor.model.weights import KeptAs
 from executor.model.weights.formats import Fp8Format, Mxfp4Format
-from executor.model.weights.kept import DEQUANTISED, Keeping
+from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.weights.kept_models import LATENT, twins
 from tests.executor.model.weights.quantised import mxfp4
@@ -147,6 +148,23 @@ def test_settings_decide_before_the_device(in_fp8: Path) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             planned(in_fp8, device, quantized_weights="keep", **settings)
+
+
+def test_int8_is_made_of_any_format_where_a_cpu_has_kernels(
+    in_fp8: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"weights": "int8", "dtype": "bfloat16"}
+    if library.load() is not None:
+        assert planned(in_fp8, Cpu(), **settings) == (IN_INT8, [])
+    monkeypatch.setenv(library.CHOICE, "off")
+    for path, device, asked, problem in (
+        (in_fp8, Cpu(), {}, "none: LOCKSTEP_CPU_KERNELS=off; or set weights=auto"),
+        (in_fp8, object.__new__(Cuda), {}, "only a CPU has kernels for it: set device=cpu"),
+        (in_fp8, Cpu(), {"dtype": "float32"}, "dtype is float32: set dtype=bfloat16, or weights"),
+        (tiny_checkpoint, Cpu(), {}, "hidden_size in multiples of 32, not 48: set weights=auto"),
+    ):
+        with pytest.raises(ValueError, match=f"^weights=int8: .*{problem}"):
+            planned(path, device, **settings | asked)
 
 
 @pytest.mark.parametrize(

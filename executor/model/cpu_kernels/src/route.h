@@ -71,7 +71,7 @@ KERNEL void route(const Choice* choice, const bf16* x, int64_t stride, const bf1
     const auto row_of = [&](int64_t i) { return logits.data() + (i - first) * panels * kColumns; };
     for (int64_t panel = 0; weight && panel < panels; panel++)
       multiply(
-          first, last, {weight, bias, width}, panel, [&](int64_t i) { return x + i * stride; },
+          first, last, {weight, nullptr, bias, width}, panel, [&](int64_t i) { return x + i * stride; },
           [&](int64_t i, const float* sums) {
             std::copy_n(sums, kColumns, row_of(i) + panel * kColumns);
           });

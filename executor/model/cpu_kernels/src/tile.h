@@ -2,7 +2,8 @@
 //
 //     rows     up to kTileRows pointers to bfloat16 rows of one width, wherever they lie
 //     panel    32 columns of a packed weight, [width / 2][32][2]: each 32-bit word has two
-//              neighbours along the width, as a dot product of pairs takes them
+//              neighbours along the width, as a dot product of pairs takes them; of int8
+//              [width][32], with a scale for each column
 //     result   float32 [rows][32]
 //
 // A result is the sum over its row in one order, however many rows share the tile. So a row's bits
@@ -85,20 +86,26 @@ inline void with_constant(int count, Run run) {
     with_constant<MOST - 1>(count, run);
 }
 
-// result = rows . panel + bias. `rows` point to where each ends: counting up to 0 takes no register for
-// the end, of which 12 rows leave none. Few rows ask memory for what comes 4 KiB later, if the panel
-// `is_new`.
-template <int ROWS>
-inline void product(const bf16* const* rows, const bf16* panel, const float* bias, int64_t pairs,
-                    bool is_new, float* result) {
+// Pairs of a panel, from a column on.
+inline auto pairs_at(const bf16* panel, int column) { return load_as<Words>(panel + 2 * column); }
+inline auto pairs_at(const int8_t* panel, int column) {
+  return pairs_of(load(panel + column), load(panel + kColumns + column));
+}
+
+// result = rows . panel * scales + bias; scales of int8 only. `rows` point to where each ends: counting up
+// to 0 takes no register for the end, of which 12 rows leave none. Few rows ask memory for what comes
+// 4 KiB later, if the panel `is_new`.
+template <int ROWS, class Weight>
+inline void product(const bf16* const* rows, const Weight* panel, const float* scales,
+                    const float* bias, int64_t pairs, bool is_new, float* result) {
   for (int column = 0; column < kColumns; column += 2 * kLanes) {
     Floats sums[ROWS][2] = {};
-    const bf16* weights = panel + 2 * column;
+    const Weight* weights = panel;
     for (int64_t k = -pairs; k < 0; k++, weights += 2 * kColumns) {
-      const Words low = load_as<Words>(weights), high = load_as<Words>(weights + 2 * kLanes);
+      const auto low = pairs_at(weights, column), high = pairs_at(weights, column + kLanes);
       if (ROWS <= 8 && is_new)
-        for (int line = 0; line < 4 * kLanes; line += 32)
-          _mm_prefetch((const char*)(weights + 2048 + line), _MM_HINT_T0);
+        for (int line = 0; line < 4 * kLanes * (int)sizeof(Weight); line += 64)
+          _mm_prefetch((const char*)(weights + 2 * column) + 4096 + line, _MM_HINT_T0);
 #pragma GCC unroll 12
       for (int i = 0; i < ROWS; i++) {
         const uint32_t pair = load_as<uint32_t>(rows[i] + 2 * k);
@@ -109,15 +116,17 @@ inline void product(const bf16* const* rows, const bf16* panel, const float* bia
     for (int i = 0; i < ROWS; i++)
       for (int half = 0; half < 2; half++) {
         const int at = column + half * kLanes;
+        if constexpr (sizeof(Weight) == 1) sums[i][half] *= load(scales + at);
         store(result + i * kColumns + at, sums[i][half] + load(bias + at));
       }
   }
 }
 
-// A packed weight: panels of `width`, and a bias for each of their columns, or null.
+// A packed weight: panels of `width`, of int8 if their columns have scales, else of bfloat16; scales and
+// biases may be null.
 struct Panels {
-  const bf16* weights;
-  const float* bias;
+  const void* weights;
+  const float *scales, *bias;
   int64_t width;
 };
 
@@ -128,8 +137,8 @@ inline const float kNoBias[kColumns] = {};
 template <class Row, class Use>
 inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t panel, Row row,
                      Use use) {
-  const bf16* const weights = panels.weights + panel * kColumns * panels.width;
-  const float* const bias = panels.bias ? panels.bias + panel * kColumns : kNoBias;
+  const int64_t at = panel * kColumns, pairs = panels.width / 2;
+  const float* const bias = panels.bias ? panels.bias + at : kNoBias;
   const bf16* rows[kTileRows];
   float result[kTileRows * kColumns];
   for (int64_t start = first, count; start < last; start += count) {
@@ -138,7 +147,12 @@ inline void multiply(int64_t first, int64_t last, const Panels& panels, int64_t 
     count = left <= kTileRows ? left : left < 2 * kTileRows ? (left + 1) / 2 : kTileRows;
     for (int64_t i = 0; i < count; i++) rows[i] = row(start + i) + panels.width;
     with_constant<kTileRows>(count, [&](auto constant) {
-      product<decltype(constant)::value>(rows, weights, bias, panels.width / 2, start == first, result);
+      constexpr int kRows = decltype(constant)::value;
+      const auto run = [&](const auto* weights, const float* scales) {
+        product<kRows>(rows, weights + at * panels.width, scales, bias, pairs, start == first, result);
+      };
+      panels.scales ? run((const int8_t*)panels.weights, panels.scales + at)
+                    : run((const bf16*)panels.weights, nullptr);
     });
     for (int64_t i = 0; i < count; i++) use(start + i, result + i * kColumns);
   }

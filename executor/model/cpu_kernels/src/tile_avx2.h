@@ -14,6 +14,10 @@ inline float sum(Floats x) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+inline Floats load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+}
+
 // Rounds to the nearest, halves to even; NaN stays NaN.
 inline void store(bf16* p, Floats x) {
   const Words bits = Words(x), nearest = bits + (bits >> 16 & 1) + 0x7fff;
@@ -27,10 +31,19 @@ inline Floats odd(__m256i pairs) {
   return (Floats)_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000));
 }
 
+// Pairs of numbers that bfloat16 has, to take dot products with.
+struct FloatPairs {
+  Floats even, odd;
+};
+inline FloatPairs pairs_of(Floats even, Floats odd) { return {even, odd}; }
+
 // sums + pair . pairs, in each lane.
+inline Floats dot(Floats sums, uint32_t pair, FloatPairs pairs) {
+  const __m256i x = _mm256_set1_epi32(pair);
+  return fma(odd(x), pairs.odd, fma(even(x), pairs.even, sums));
+}
 inline Floats dot(Floats sums, uint32_t pair, Words pairs) {
-  const __m256i x = _mm256_set1_epi32(pair), y = (__m256i)pairs;
-  return fma(odd(x), odd(y), fma(even(x), even(y), sums));
+  return dot(sums, pair, pairs_of(even((__m256i)pairs), odd((__m256i)pairs)));
 }
 
 // Pairs (even[i], odd[i]) of 16 columns.

@@ -9,6 +9,9 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b if either is NaN
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+inline Floats load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 inline void store(bf16* p, Floats x) {
   _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
@@ -20,6 +23,9 @@ inline Floats dot(Floats sums, uint32_t pair, Words pairs) {
 inline Lanes<8>::Floats dot(Lanes<8>::Floats sums, uint32_t pair, Lanes<8>::Words pairs) {
   return _mm256_dpbf16_ps(sums, (__m256bh)_mm256_set1_epi32(pair), (__m256bh)pairs);
 }
+
+// Pairs of numbers that bfloat16 has, to take dot products with.
+inline Words pairs_of(Floats even, Floats odd) { return Words(even) >> 16 | Words(odd); }
 
 // Pairs (even[i], odd[i]) of 32 columns.
 inline void pair_rows(const bf16* even, const bf16* odd, Words (&pairs)[2]) {

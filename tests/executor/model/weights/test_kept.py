@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from executor.errors import CheckpointError
 from executor.model.weights import Format, KeptWeight, Part, Source, WeightGroup, load_weights
 from executor.model.weights.formats import Fp8Format, Mxfp4Format
+from executor.model.weights.kept import INT8
 from executor.model.weights.targets import rope_rows_to_halves
 from tests.executor.model.weights.quantised import fp8, mxfp4
 from tests.executor.support.flashinfer.cpu_kept import fp8_weight, mxfp4_weight
@@ -79,6 +80,24 @@ def test_a_part_of_stacked_mxfp4_is_kept_inside_its_padding(
     assert not filled[0].any()
     assert filled[1, : wanted.shape[0], : wanted.shape[1]].equal(wanted)
     assert filled.count_nonzero() == wanted.count_nonzero()
+
+
+@pytest.mark.parametrize(("dim", "at"), [(0, range(128, 256)), (1, range(96, 224))])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_int8_is_made_of_the_part_that_an_executor_has(
+    dim: int, at: range, is_fp8: bool, tmp_path: Path
+) -> None:
+    """Parts of rows are as in the whole; of columns they have scales of their own."""
+    parts, weight = fp8(torch.randn(320, 256, generator=torch.Generator().manual_seed(0)))
+    wanted = weight.narrow(dim, at.start, len(at))
+    expected, target = (KeptWeight.zeros(INT8, *wanted.shape, device=CPU) for _ in range(2))
+    expected.quantise(wanted)
+    tensors = {f"w{suffix}": part for suffix, part in parts.items()} if is_fp8 else {"w": weight}
+    source, part = Source(name="w"), Part(target, dim, at, weight.shape[dim])
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(tmp_path, [WeightGroup({source: part})], weight_format=Fp8Format())
+    assert target.numbers.equal(expected.numbers)
+    assert target.scales.equal(expected.scales)
 
 
 @pytest.mark.parametrize(
