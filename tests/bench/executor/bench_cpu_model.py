@@ -52,8 +52,9 @@ class Ours:
 
     def __init__(self, model: Model, config: ModelSpec, batch_size: int, max_len: int) -> None:
         self._model = model
-        shape = kv_shape(config, BLOCK_SIZE, config.dtype)
-        self._attention = cpu_attention(attention_of(config).num_heads, shape)
+        attention = attention_of(config)
+        shape = kv_shape(config, BLOCK_SIZE, model.embed_tokens.weight.dtype)
+        self._attention = cpu_attention(attention.num_heads, shape, scale=attention.scale)
         self._pool = full_pool(shape, batch_size, max_len)
 
     def fill(self) -> None:
@@ -69,6 +70,14 @@ class Ours:
         hidden = run_stages(self._model.stages(batch), self._attention.forward)
         last = hidden.index_select(0, batch.logits_indices)
         return self._model.compute_logits(last).argmax(-1, keepdim=True)
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Returns float32 logits [T, V] of a prompt in row 0."""
+        batch = batch_of(self._pool, [0], [0], [len(ids)], torch.tensor(ids))
+        self._attention.init_forward_metadata_out_graph(batch, self._pool)
+        return self._model.compute_logits(
+            run_stages(self._model.stages(batch), self._attention.forward)
+        )
 
 
 class Theirs:
