@@ -27,24 +27,17 @@ TOLERANCE = 1e-4
 EP_OFF = ("--ep-size", "1")
 A2A = ("--moe-a2a", "torch")
 A2A_EXTENDS = (*A2A, "--moe-a2a-extend", "all-to-all")
+NO_GRAPHS = ("--decode-graphs", "off", "--prefill-graphs", "off")
 
-WAYS = {
-    "all-gather": (),
-    "no ep": EP_OFF,
-    "all-to-all": A2A,
-    "all-to-all, prompts too": A2A_EXTENDS,
-}
-SIZES = {"dp4 tp1": (4, 1), "dp2 tp2": (2, 2), "dp1 tp2": (1, 2)}
+# Other pairs of sizes and ways are in tests/together/test_family_parity.py, without processes, and
+# all-gathers in every other test of this folder.
 MATRIX = [
-    pytest.param(dp_size, attn_tp_size, way, id=f"{sizes}, {name}")
-    for sizes, (dp_size, attn_tp_size) in SIZES.items()
-    for name, way in WAYS.items()
+    pytest.param(4, 1, A2A, id="dp4 tp1, all-to-all"),
+    pytest.param(2, 2, A2A_EXTENDS, id="dp2 tp2, all-to-all, prompts too"),
+    pytest.param(1, 2, EP_OFF, id="dp1 tp2, no ep"),
+    # Two parts of the experts, each on two executors; and no graph, so that steps have odd lengths.
+    pytest.param(2, 2, ("--ep-size", "2", *NO_GRAPHS), id="dp2 tp2, ep2, no graphs"),
 ]
-# Two parts of the experts, each on two executors; and no graph, so that steps have odd lengths.
-MIXED = pytest.param(
-    *(2, 2, ("--ep-size", "2", "--decode-graphs", "off", "--prefill-graphs", "off")),
-    id="dp2 tp2, ep2, no graphs",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ def assert_same(told: Told, alone: Told) -> None:
             assert abs(score.logprob - right.logprob) < TOLERANCE
 
 
-@pytest.mark.parametrize(("dp_size", "attn_tp_size", "way"), [*MATRIX, MIXED])
+@pytest.mark.parametrize(("dp_size", "attn_tp_size", "way"), MATRIX)
 async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
     dp_size: int, attn_tp_size: int, way: Sequence[str], alone: Told, tmp_path: Path
 ):
