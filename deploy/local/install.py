@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from sysconfig import get_path
 
 LOG = Path(sys.prefix, "install.log")
 BAR_WIDTH = 24
@@ -17,11 +18,11 @@ REFRESH_S = 0.2
 PINNED = ("-c", "constraints.txt")
 
 # Of each stage: its name, about how many packages it brings, and what pip installs. PyTorch comes
-# first: pip takes the build that its settings prefer, and later packages are content with it. Of what
-# tests bring, few modules are ever imported: these are compiled then, and not all by pip before.
+# first: pip takes the build that its settings prefer, and later packages are content with it. Its modules
+# are compiled beside what follows. Of what tests bring, few are ever imported: these are compiled then.
 STAGES = {
     "run": (
-        ("PyTorch", 10, (*PINNED, "torch")),
+        ("PyTorch", 10, ("--no-compile", *PINNED, "torch")),
         ("router and executor", 26, (*PINNED, "-e", ".[executor]")),
     ),
     "dev": (
@@ -57,6 +58,17 @@ def install(name: str, num_packages: int, args: tuple[str, ...]) -> int:
     return exit_code
 
 
+def compile_beside(package: str) -> None:
+    """Compiles a package's modules while this process goes on, and after it has ended.
+
+    pip takes longer over that than over all else of PyTorch, and uses one core.
+    """
+    command = [sys.executable, "-m", "compileall", "-q", str(Path(get_path("purelib"), package))]
+    subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
 def progress(num_packages: int) -> tuple[float, str]:
     """Returns about which share is done, and what pip is doing, both from its log."""
     log = LOG.read_text(errors="replace")
@@ -82,6 +94,8 @@ def main() -> int:
         if exit_code := install(*stage):
             print(LOG.read_text(errors="replace"), file=sys.stderr)
             return exit_code
+        if stage[0] == "PyTorch":
+            compile_beside("torch")
     return 0
 
 
