@@ -18,12 +18,12 @@ from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options
 from tests.e2e.support.logs import records
 from tests.e2e.support.stacks import served, supervised
 
-# A hung executor is noticed after three seconds, and another group takes over after two more.
-ROUTER_ARGS = ("--step-timeout-s", "3", "--min-step-deadline-s", "2", "--failover-after-s", "2")
+# A hung executor is noticed after two seconds, and another group takes over after one more.
+ROUTER_ARGS = ("--step-timeout-s", "2", "--min-step-deadline-s", "2", "--failover-after-s", "1")
 NUM_PROMPTS = 16  # each is asked by several streams
-NUM_TOKENS = 160
-MEAN_PAUSE_S = 1.5  # between two faults
-HANG_S = (1.0, 5.0)  # some hangs are over before anybody minds
+NUM_TOKENS = 120
+MEAN_PAUSE_S = 1.0  # between two faults
+HANG_S = (1.0, 4.0)  # some hangs are over before anybody minds
 
 GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 SAMPLED: Options = {

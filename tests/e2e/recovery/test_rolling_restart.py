@@ -23,8 +23,8 @@ from tests.e2e.support.envoy import envoy_before
 from tests.e2e.support.stacks import is_paused_at_work, resume
 
 NUM_ROUTERS = 2
-NUM_CALLERS = 2  # of each kind
-STREAM_TOKENS = 100
+NUM_CALLERS = 1  # of each kind, for short and for long answers
+STREAM_TOKENS = 60
 STREAM_PROMPT = token_ids("\n17+25=")
 # Envoy asks every second; and no stream takes so long that its grace is over.
 ROUTER_ARGS = ("--shutdown-delay-s", "2.5", "--shutdown-grace-s", "300", *PATIENT)

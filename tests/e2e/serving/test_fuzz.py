@@ -1,6 +1,6 @@
 """Whatever the network brings to a router or an executor is answered with a reason, and forgotten.
 
-Thousands of messages that are random, damaged, huge, late, doubled or right but for one thing
+Messages that are random, damaged, huge, late, doubled or right but for one thing
 (tests/together/fuzz) go to real processes over real sockets. LOCKSTEP_FUZZ sets how many to each of the
 two, LOCKSTEP_FUZZ_SEED which.
 """
@@ -33,7 +33,7 @@ from tests.together.fuzz.mutations import damaged, random_bytes
 from tests.together.fuzz.requests import Call, any_call, right_request
 from tests.together.fuzz.steps import Sizes, any_step, right_step
 
-NUM_MESSAGES = int(os.environ.get("LOCKSTEP_FUZZ", "2500"))
+NUM_MESSAGES = int(os.environ.get("LOCKSTEP_FUZZ", "1200"))
 SEED = int(os.environ.get("LOCKSTEP_FUZZ_SEED", "1"))
 NUM_AT_ONCE = 32
 CALL_TIMEOUT_S = 240.0

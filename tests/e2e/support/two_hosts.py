@@ -25,8 +25,8 @@ from tests.e2e.support.stacks import group_with_problem
 ROUTER = "router"
 EXECUTORS = ("0", "1")
 PORT = 50051
-NUM_REQUESTS = 60
-NUM_STREAMS = 16
+NUM_REQUESTS = 20
+NUM_STREAMS = 8
 NUM_TOKENS = 160
 CUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
