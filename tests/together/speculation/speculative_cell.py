@@ -318,6 +318,7 @@ def demo_prompts(seed: int, count: int, context_tokens: int = 0) -> tuple[tuple[
 WAYS = [(name, topk) for name in ("eagle", "mtp", "frozen_kv") for topk in (1, 2, 4)]
 WAYS.insert(6, ("mtp3", 1))
 MAX_LEN = 64  # of a mixed request
+FAR_WAYS = [(name, topk) for name, topk in WAYS if topk != 2]  # chains, and the widest trees
 CHAINS = [name for name, topk in WAYS if topk == 1]
 
 

@@ -15,6 +15,7 @@ from tests.executor.support.drafts.random_drafts import random_draft
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculation.speculative_cell import (
     CHAINS,
+    FAR_WAYS,
     MAX_LEN,
     MODEL,
     NEWLINE,
@@ -165,7 +166,7 @@ def test_drafts_that_are_right_are_all_accepted_and_change_no_output(name: str, 
 # ---- how well is drafted
 
 
-@pytest.mark.parametrize(("name", "topk"), WAYS)
+@pytest.mark.parametrize(("name", "topk"), FAR_WAYS)
 def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prompts(
     name: str, topk: int
 ):

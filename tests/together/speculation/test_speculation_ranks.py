@@ -6,6 +6,7 @@ import pytest
 
 from executor.speculative.verifier import Verifier
 from tests.together.speculation.speculative_cell import (
+    FAR_WAYS,
     WAYS,
     Ask,
     Router,
@@ -19,8 +20,11 @@ from tests.together.speculation.speculative_cell import (
 GROUPS = {"DP 2": {"dp_size": 2}, "attention TP 2": {"attn_tp_size": 2}}
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("name", "topk"), WAYS)
+# Each draft model in both, and chains and trees.
+GROUPED = [(*way, list(GROUPS)[place % 2]) for place, way in enumerate(WAYS)]
+
+
+@pytest.mark.parametrize(("name", "topk", "group"), GROUPED)
 def test_output_is_that_of_plain_decoding_on_several_executors(name: str, topk: int, group: str):
     seed = WAYS.index((name, topk)) + 20 * len(group)
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
@@ -32,7 +36,7 @@ def test_output_is_that_of_plain_decoding_on_several_executors(name: str, topk: 
 
 @pytest.mark.parametrize(
     ("name", "topk", "graphs"),
-    [*((*way, "on") for way in WAYS), ("eagle", 2, "off"), ("mtp3", 1, "off")],
+    [*((*way, "on") for way in FAR_WAYS), ("eagle", 2, "off"), ("mtp3", 1, "off")],
 )
 def test_a_rank_without_sequences_takes_part_in_every_phase(name: str, topk: int, graphs: str):
     """One sequence at a time, so that one of two ranks is idle in all steps; then both, then one."""

@@ -20,7 +20,7 @@ from tests.together.speculation.speculative_cell import (
 )
 
 FEW = {"max_num_seqs": 12, "max_num_batched_tokens": 32, "max_model_len": 64}
-NUM_LATER = 20
+NUM_LATER = 12
 GROUPS: dict[str, dict[str, Any]] = {
     "one executor": {},
     "DP 2": {"dp_size": 2},
