@@ -5,12 +5,13 @@ operators    kernels of its own      FlashInfer                    PyTorch
 experts      kernels of its own      grouped products, or fused    grouped products
 FP8, MXFP4   dequantised, or int8    kept on Hopper                dequantised
 attention    a kernel of its own     FlashInfer, in graphs         PyTorch, graphs break
-graphs       called                  recorded                      recorded
+graphs       kernels' calls are      recorded                      recorded
+             recorded, or called
 sampling     rows by what they ask   all rows alike, FlashInfer    rows by what they ask
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ from executor.batch.kv_pool import KVPool
 from executor.budget.report import BudgetLine
 from executor.budget.token_budget import TokenBudget
 from executor.config import ExecutorConfig
-from executor.graph.backend import EagerBackend, RunnerBackend
+from executor.graph.backend import EagerBackend, RunnerBackend, Work
+from executor.graph.cpu_graph import CpuGraph, GraphMemory
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.cpu_kernels import library
 from executor.model.decoder.kernels import Kernels, cpu_kernels, stacked_kernels
@@ -149,7 +151,8 @@ def open_device(config: ExecutorConfig, dtype: torch.dtype) -> Device:
         if config.device != "auto":
             raise ValueError(f"device={config.device}: {problem}; or set device=cpu")
         log.info("runs_on_cpu", reason=problem)
-    return Cpu()
+    kernels = library.load() if dtype is torch.bfloat16 and config.world_size == 1 else None
+    return Cpu(None if kernels is None else partial(CpuGraph, kernels, GraphMemory()))
 
 
 def _why_not_cuda(config: ExecutorConfig, dtype: torch.dtype) -> str | None:
@@ -182,9 +185,16 @@ def memory_in_use() -> dict[str, int]:
 
 
 class Cpu(Device):
-    """The machine's cores."""
+    """The machine's cores.
+
+    Args:
+        record: As ``EagerBackend`` takes it.
+    """
 
     torch_device = torch.device("cpu")
+
+    def __init__(self, record: Callable[[Work], Work] | None = None) -> None:
+        self._record = record
 
     def kernels(
         self,
@@ -215,7 +225,7 @@ class Cpu(Device):
         return cpu_attention(num_heads, kv_pool.shape, scale=scale, layers=layers)
 
     def new_backend(self) -> RunnerBackend:
-        return EagerBackend()
+        return EagerBackend(self._record)
 
 
 class Cuda(Device):

@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +203,17 @@ class Captures(Generic[T]):
 class EagerBackend:
     """Calls instead of replaying, host code included.
 
-    A capture runs nothing: there is nothing to record, and on a CPU a pass of every size would
-    take as long as a long prompt, at each start.
+    A capture runs nothing: on a CPU a pass of every size would take as long as a long prompt, at each
+    start. What is called may record itself when it runs first.
+
+    Args:
+        record: Takes what a capture runs to what replays call; None: they call just that. Captures
+            that may break are not given to it.
     """
 
-    def __init__(self) -> None:
-        self._captures: Captures[Callable[[], None]] = Captures()
+    def __init__(self, record: Callable[[Work], Work] | None = None) -> None:
+        self._record = record
+        self._captures: Captures[Work] = Captures()
 
     @property
     def outlives_group(self) -> bool:
@@ -223,11 +229,14 @@ class EagerBackend:
         self._captures.check_session()
 
     def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        with self._captures.making(key):
-            self._captures.add(key, run)
+        self._keep(key, run if self._record is None else self._record(run))
 
     def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        self.capture(key, run)
+        self._keep(key, run)
+
+    def _keep(self, key: ShapeKey, run: Work) -> None:
+        with self._captures.making(key):
+            self._captures.add(key, run)
 
     def eager_region(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return function

@@ -28,7 +28,8 @@ class ForwardPass:
 
     Attributes:
         stages: The model's pass, which stops at each attention call.
-        compute_logits: Takes hidden states [L, D] to float32 logits [L, V].
+        compute_logits: Takes hidden states [L, D] to float32 logits [L, V]; the target's puts them
+            into ``out``, if that is given.
         attention: The attention backend.
         kv_pool: Keys, values and block tables.
         num_heads: H, query heads of this executor.
@@ -45,7 +46,7 @@ class ForwardPass:
     """
 
     stages: Callable[[ForwardBatch], Stages]
-    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    compute_logits: Callable[..., torch.Tensor]
     attention: Attention
     kv_pool: KVPool
     num_heads: int

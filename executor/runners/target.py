@@ -162,6 +162,7 @@ class DecodeRunner:
         )
         self._logits = forward_pass.new_logits(self.graphs.sizes[-1] * num_tokens_per_bs)
         self._attend = self.graphs.attend(forward_pass.attention)
+        self._views: dict[int, ForwardBatch] = {}  # by size, what its graph reads
 
     def discard(self) -> None:
         """Drops what was captured."""
@@ -175,41 +176,41 @@ class DecodeRunner:
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns float32 logits [T, V] of the batch's real rows, a view of the runner's buffer."""
         assert batch.layout.graph_size is not None, "the step names a graph"
+        assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         size = batch.layout.graph_size // self.num_tokens_per_bs
-        self._load(batch, size)
+        self.graphs.registry.fill_from(  # an idle rank's rows are padding then
+            batch,
+            raw_bs=batch.batch_size,
+            padded_bs=size,
+            raw_num_tokens=len(batch.input_ids),
+            padded_num_tokens=batch.layout.graph_size,
+        )
+        self._pass.plan(self._views[size])
         self.graphs.replay(size)
         return self._logits[: len(batch.input_ids)]
 
     def _load_dummy(self, size: int) -> tuple[Work, list[Work]]:
-        dummy = dummy_decode(self._pass, size, self.num_tokens_per_bs, has_tree=self._has_tree)
-        run = partial(self._forward, self._load(dummy, size))
-        return run, [run]
-
-    def _load(self, batch: ForwardBatch, size: int) -> ForwardBatch:
-        """Fills the buffers, plans attention, and returns the batch that a graph of ``size`` sees.
-
-        An idle rank runs it as well: every row is padding then.
-        """
+        """Fills the buffers, plans attention, and keeps the batch that a graph of ``size`` sees."""
         width = self.num_tokens_per_bs
-        assert (batch.tree_mask is not None) == self._has_tree, "captured for trees, or for none"
         view = fill(
             self.graphs.registry,
-            batch,
+            dummy_decode(self._pass, size, width, has_tree=self._has_tree),
             padded_bs=size,
             padded_num_tokens=size * width,
             layout=self._pass.captured_layout(size * width, has_extend=False),
         )
-        view = replace(
+        self._views[size] = view = replace(
             view,
             forward_mode=ForwardMode.DECODE,
             extend_seq_lens_cpu=None if width == 1 else np.full(size, width),
         )
         self._pass.plan(view)
-        return view
+        run = partial(self._forward, view)
+        return run, [run]
 
     def _forward(self, view: ForwardBatch) -> None:
         hidden = self._pass.run(view, self._attend)
-        self._logits[: len(hidden)].copy_(self._pass.compute_logits(hidden))
+        self._pass.compute_logits(hidden, self._logits[: len(hidden)])
 
 
 class BreakablePrefillRunner:

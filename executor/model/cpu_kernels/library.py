@@ -24,6 +24,8 @@ from pathlib import Path
 
 import structlog
 
+from executor.model.cpu_kernels.calls import noted
+
 CHOICE = "LOCKSTEP_CPU_KERNELS"  # auto, a tile, or off
 CACHE = "LOCKSTEP_CPU_KERNELS_CACHE"  # a folder
 EXTRA_FLAGS = "LOCKSTEP_CPU_KERNELS_FLAGS"  # for the compiler: sanitizers
@@ -55,8 +57,9 @@ SIGNATURES = {
     "linear": "piippppiiii",
     "moe": "ppppppppppiiiiifff",
     "prepare_heads": "piipppiiiiif",
-    "route": "ppippppppii",
+    "route": "ppipppppppii",
     "silu_and_mul": "ppii",
+    "replay": "pi",  # the last: it numbers the others in this order
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -137,10 +140,12 @@ def load_tile(tile: str) -> Library:
         kernels = ctypes.CDLL(str(path))
         if path.parent != _cache_folder():  # it stays loaded, and an executor ends without a word
             _own_folder().cleanup()
-        for name, arguments in SIGNATURES.items():
+        for number, (name, kinds) in enumerate(SIGNATURES.items()):
             function = getattr(kernels, name)
-            function.argtypes = [_TYPES[kind] for kind in arguments]
+            function.argtypes = [_TYPES[kind] for kind in kinds]
             function.restype = None
+            if name != "replay":
+                setattr(kernels, name, noted(function, number, kinds))
     except (OSError, AttributeError) as error:
         raise NoKernels(f"cannot load the library: {error}") from error
     return kernels

@@ -36,6 +36,7 @@ def route(
     gate: torch.Tensor,
     bias: torch.Tensor | None = None,
     correction: torch.Tensor | None = None,
+    is_padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns expert ids [T, K] int32 and weights [T, K] float32, the first choice first.
 
@@ -46,6 +47,7 @@ def route(
         gate: Packed, or float32 [E, D] with D a multiple of 16.
         bias: float32 [E], of the logits.
         correction: float32 [E], added to scores for the choice.
+        is_padding: bool [T, 1], rows whose ids are E: they go to no expert; None: no row is.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -61,6 +63,7 @@ def route(
         None if is_packed else gate.data_ptr(),
         None if bias is None else bias.data_ptr(),
         None if correction is None else correction.data_ptr(),
+        None if is_padding is None else is_padding.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         num_rows,

@@ -153,12 +153,12 @@ class Decoder:
         if out is not None and layer_id in self._aux_columns:
             out[:, self._aux_columns[layer_id]] = total
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of hidden states [L, D].
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D], in ``out`` if given.
 
         Every executor of the DP rank must call it, with the same rows.
         """
-        return self.lm_head(hidden)
+        return self.lm_head(hidden, out)
 
     def weight_groups(self) -> list[WeightGroup]:
         """Returns what the checkpoint must hold, in the order to load it."""

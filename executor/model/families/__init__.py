@@ -81,8 +81,8 @@ class Model(Protocol):
         """
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, vocab_size] of hidden states [L, D].
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns float32 logits [L, vocab_size] of hidden states [L, D], in ``out`` if given.
 
         Every executor of the DP rank must call it, with the same rows. The next call may overwrite
         what this one returned.

@@ -60,7 +60,7 @@ class CpuAttention:
         kernels: From ``library.load``.
     """
 
-    is_capturable = False
+    is_capturable = True
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class CpuAttention:
             )
             for layer in (*layers, PLAIN)
         ]
+        self._planned: ForwardBatch | None = None
         self._kv_pool: KVPool | None = None
         self._batches: dict[int, Batch] = {}  # by the group of layers
 
@@ -97,9 +98,11 @@ class CpuAttention:
         """Nothing: metadata stays as planned."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, kv_pool: KVPool) -> None:
+        if batch is self._planned and kv_pool is self._kv_pool:
+            return  # a graph's: what its tensors hold is read when a layer runs
         counts = batch.extend_seq_lens_cpu
         check_tree(batch, [1] * batch.batch_size if counts is None else counts.tolist())
-        self._kv_pool = kv_pool
+        self._planned, self._kv_pool = batch, kv_pool
         # A draft's batch has no slots for a group of the target's that it does not read.
         groups = set(map(kv_pool.shape.group_of, self._windows))
         self._batches = {

@@ -211,14 +211,14 @@ class LMHead:
             hidden_size, num_rows, dtype=dtype, device=device, library=library, kept=kept
         )
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns float32 logits [L, V] of hidden states [L, D].
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns float32 logits [L, V] of hidden states [L, D], in ``out`` if there is one.
 
         Every executor of the DP rank must call it, with the same rows. The next call may overwrite
         what this one returned.
         """
-        logits = self._communicator.gather_logits(self._linear(hidden))
-        return logits[:, : self.vocab_size].float()
+        logits = self._communicator.gather_logits(self._linear(hidden))[:, : self.vocab_size]
+        return logits.float() if out is None else out.copy_(logits)
 
     def weight_group(self, name: str) -> WeightGroup:
         """Returns what fills a head of its own."""

@@ -275,9 +275,7 @@ class MoELayer:
             is_padding_T1: bool, rows that no expert may see, though they are counted in
                 ``layout``; None if there are none.
         """
-        ids_TK, weights_TK = self.router(x_TD)
-        if is_padding_T1 is not None:
-            ids_TK.masked_fill_(is_padding_T1, self.router.num_experts)
+        ids_TK, weights_TK = self.router(x_TD, is_padding_T1)
         dispatched = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK, layout)
         y_RD = self.runner.run(dispatched)
         y_TD = self.dispatcher.combine(y_RD, dispatched)

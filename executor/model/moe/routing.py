@@ -73,13 +73,24 @@ class Router:
             factor=router.factor,
         )
 
-    def __call__(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns expert ids [T, K] int32 and weights [T, K] float32 of x [T, D]."""
-        gate = self.gate
+    def __call__(
+        self, x_TD: torch.Tensor, is_padding_T1: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns expert ids [T, K] int32 and weights [T, K] float32 of x [T, D].
+
+        Args:
+            x_TD: Hidden states.
+            is_padding_T1: bool, rows that go to no expert: their ids are E. None: no row is.
+        """
+        gate, correction = self.gate, self.correction
         if self._library is not None:
-            return route(self._library, x_TD, self._rule, gate.weight, gate.bias, self.correction)
+            weights = (gate.weight, gate.bias, correction)
+            return route(self._library, x_TD, self._rule, *weights, is_padding_T1)
         logits_TE = gate(x_TD.float() if self._spec.in_float32 else x_TD)
-        return choose_experts(logits_TE, self._top_k, self._spec, self.correction)
+        ids_TK, weights_TK = choose_experts(logits_TE, self._top_k, self._spec, correction)
+        if is_padding_T1 is not None:
+            ids_TK.masked_fill_(is_padding_T1, self.num_experts)
+        return ids_TK, weights_TK
 
 
 def choose_experts(

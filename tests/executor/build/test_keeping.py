@@ -97,6 +97,7 @@ class Hopper(Cpu):
     """A CPU with the stand-in's kernels."""
 
     def __init__(self, ops: FlashInferOps | None = None) -> None:
+        super().__init__()
         self.stand_in = ops
 
     def why_dequantised(self, kept_as: KeptAs) -> str | None:

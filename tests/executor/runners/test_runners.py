@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from executor.batch.forward_batch import ForwardBatch
-from executor.graph.backend import EagerBackend
+from executor.batch.kv_pool import KVPool
+from executor.graph.backend import EagerBackend, RunnerBackend, Work
+from executor.graph.cpu_graph import CpuGraph, GraphMemory
+from executor.model.cpu_kernels.library import load
+from executor.model.decoder.sizes import attention_of
+from executor.model.layers.attention import Attention
+from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.moe.layer import MoELayer
+from executor.model.spec import ModelSpec
 from executor.runners import Runner
 from tests.executor.support.ranks.ranks import run_ranks
 from tests.executor.support.ranks.runner_ranks import (
@@ -54,7 +61,8 @@ class Way(NamedTuple):
         kind: "decode", "trees" of drafts, or a kind of prefill graphs.
         width: Tokens of each sequence of a decode.
         dtype: Of the model.
-        graphs: "called", "recorded" between calls of attention, or recorded "whole".
+        graphs: "called", "recorded" between calls of attention, recorded "whole", or calls of the
+            CPU's "kernels" are.
         features: What the model leaves for a draft.
     """
 
@@ -66,7 +74,9 @@ class Way(NamedTuple):
 
     def runner(self, case: RunnerCase) -> Runner:
         """Returns a runner that has captured."""
-        backend = EagerBackend() if self.graphs == "called" else RecordingBackend()
+        backend: RunnerBackend = RecordingBackend()
+        if self.graphs in ("called", "kernels"):
+            backend = EagerBackend(cpu_graphs() if self.graphs == "kernels" else None)
         if self.kind in PREFILL_GRAPHS:
             return case.prefill(self.kind, backend)
         return case.decode(backend, self.width, has_tree=self.kind == "trees")
@@ -93,6 +103,7 @@ WAYS = [
 ]
 WAYS += [Way(kind, width, graphs="recorded") for kind, width in [*KINDS, ("trees", 4)]]
 WAYS += [Way("decode", width, graphs="whole") for width in (1, 3)]
+WAYS += [Way(kind, width, "bfloat16", "kernels") for kind, width in (*KINDS[:2], ("trees", 4))]
 WAYS += [
     Way(kind, width, graphs=graphs, features=features)
     for features in ("three sums", "final hidden")
@@ -103,16 +114,30 @@ WAYS += [
 NewCase = Callable[[Way], RunnerCase]
 
 
+def cpu_graphs() -> Callable[[Work], Work]:
+    kernels = load()
+    if kernels is None:
+        pytest.skip("there are no kernels here")
+    return partial(CpuGraph, kernels, GraphMemory())
+
+
+def kernels_attention(config: ModelSpec, pool: KVPool) -> Attention:
+    return cpu_attention(attention_of(config).num_heads, pool.shape)
+
+
 @pytest.fixture(scope="module")
 def new_case(targets: dict[str, Path]) -> NewCase:
     """Returns what makes a model, and makes it once."""
 
     @cache
     def make(dtype: str, graphs: str, features: str) -> RunnerCase:
-        attention = LazyAttention.of if graphs == "whole" else torch_attention
-        is_capturable, aux_layers = graphs != "called", AUX_LAYERS[features]
+        attention: Any = {"whole": LazyAttention.of, "kernels": kernels_attention}.get(graphs)
+        is_capturable, aux_layers = graphs in ("recorded", "whole"), AUX_LAYERS[features]
         return RunnerCase(
-            targets[dtype], attention, is_capturable=is_capturable, aux_layers=aux_layers
+            targets[dtype],
+            attention or torch_attention,
+            is_capturable=is_capturable,
+            aux_layers=aux_layers,
         )
 
     return lambda way: make(way.dtype, way.graphs, way.features)

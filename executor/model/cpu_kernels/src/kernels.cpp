@@ -4,3 +4,4 @@
 #include "linear.h"
 #include "moe.h"
 #include "route.h"
+#include "replay.h"  // of all others

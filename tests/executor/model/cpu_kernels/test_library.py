@@ -53,6 +53,14 @@ def test_arguments_are_as_the_sources_declare_them():
     assert declared == library.SIGNATURES
 
 
+def test_kernels_are_numbered_alike_where_calls_are_noted_and_replayed():
+    source = Path(SOURCES, "replay.h").read_text()
+    cases = re.findall(r"case (\d+): call\((\w+), ", source)
+    *names, replay = library.SIGNATURES
+    assert cases == [(str(number), name) for number, name in enumerate(names)]
+    assert replay == "replay"
+
+
 def test_threads_are_pytorchs(kernels: ctypes.CDLL):
     x, weight = random_bf16(8, 1024), pack(random_bf16(1024, 1024))  # enough to be shared
     with num_threads(2):
