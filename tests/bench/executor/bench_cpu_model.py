@@ -129,8 +129,8 @@ class Stamps(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def make_checkpoint(path: Path) -> Any:
-    """Saves a random model and returns it as Transformers loads it."""
+def make_checkpoint(path: Path, **changes: Any) -> Any:
+    """Saves a random model, of other sizes if these are given; returns it as Transformers loads it."""
     sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "num_hidden_layers": 12,
@@ -145,6 +145,7 @@ def make_checkpoint(path: Path) -> Any:
         "max_position_embeddings": 4096,
         "norm_topk_prob": True,
         "dtype": "bfloat16",
+        **changes,
     }
     torch.manual_seed(0)
     model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
