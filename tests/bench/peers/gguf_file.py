@@ -44,7 +44,7 @@ def add_settings(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
@@ -59,7 +59,7 @@ def convert(checkpoint: Path, path: Path) -> None:
         for projection in PROJECTIONS:
             parts = [
                 tensors.pop(f"{prefix}.{expert}.{projection}_proj.weight")
-                for expert in range(config["num_experts"])
+                for expert in range(config["num_local_experts"])
             ]
             tensors[f"{prefix}.{projection}_proj.weight"] = np.stack(parts)
 
