@@ -51,6 +51,7 @@ ROOT = Path(__file__).parents[2]
 CHECKPOINT = CACHE / "qwen3-moe-703m"
 GGUF = CHECKPOINT / "model.gguf"
 PICTURE = CACHE / "peers.svg"
+TURNS = CACHE / "turns.json"  # the figures of each
 COLUMNS = ("prefill", *(f"decode {batch_size}" for batch_size in BATCHES))
 YARDSTICK = "vllm engine"
 MIX = {
@@ -135,7 +136,7 @@ def take_turn(command: list[str], environment: dict[str, str], log_path: Path) -
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
         )
     if done.returncode:
-        raise Missing(f"{command[2]} ended with exit code {done.returncode}; {log_path} says why")
+        raise Missing(f"it ended with exit code {done.returncode}; {log_path} says why")
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     figures = [json.loads(line.removeprefix(MARK)) for line in lines]
     return {figure.pop("column"): figure for figure in figures}
@@ -148,16 +149,20 @@ def run_rounds(names: list[str], rounds: int, threads: int) -> tuple[dict[str, F
     turns: dict[str, list[Figures]] = defaultdict(list)
     probe = [str(OURS), *module("probe")]
     for number in range(rounds):
-        for name in names:
+        for name in list(names):
             variables = dict(plain)
             try:
                 command = PEERS[name](variables)
-                turns["probe"].append(take_turn(probe, plain, CACHE / "probe.log"))
-                turns[name].append(take_turn(command, variables, CACHE / f"{name}.log"))
+                speed = take_turn(probe, plain, CACHE / "probe.log")
+                figures = take_turn(command, variables, CACHE / f"{name}.log")
             except Missing as reason:
                 print(f"{name} is left out: {reason}", flush=True)
+                names.remove(name)
                 continue
-            print_turn(number, name, turns["probe"][-1]["probe"], turns[name][-1])
+            turns["probe"].append(speed)
+            turns[name].append(figures)
+            print_turn(number, name, speed["probe"], figures)
+        TURNS.write_text(json.dumps(turns))
     medians = {name: medians_of(figures) for name, figures in turns.items()}
     return {name: medians[name] for name in names if name in medians}, medians["probe"]
 

@@ -5,9 +5,9 @@ from html import escape
 
 COLOURS = {
     "lockstep model": "#0b5fa5",
-    "lockstep service": "#5aa2dc",
+    "lockstep service": "#3d85c6",
     "vllm engine": "#b25a00",
-    "vllm server": "#eba14d",
+    "vllm server": "#cf7f2a",
     "llama.cpp model": "#7a7a7a",
 }
 WIDTH, HEIGHT, TOP, BOTTOM = 880, 330, 60, 40
@@ -42,8 +42,8 @@ def draw(
             x, y = left + place * bar, HEIGHT - BOTTOM - height
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar - 4:.1f}" height="{height:.1f}" '
-                f'fill="{COLOURS[name]}"/><text x="{x + bar / 2 - 2:.1f}" y="{y - 4:.1f}" '
-                f'text-anchor="middle">{speed:.0f}</text>'
+                f'fill="{COLOURS[name]}"/><text x="{x + bar / 2 - 2:.1f}" y="{y + 15:.1f}" '
+                f'text-anchor="middle" fill="white">{speed:.0f}</text>'
             )
         middle, right = left + group / 2 - 12, left + group - 24
         parts.append(
