@@ -3,7 +3,8 @@
 //
 // Rows are queries x heads of one KV head. Keys are taken in tiles of 64, which begin at multiples of
 // 64 of the position whatever a pass runs. So a row's sums are taken in one order, and its bits do not
-// depend on its batch, its chunk, or whether it is decoded, verified or prefilled.
+// depend on its batch, its chunk, or whether it is decoded, verified or prefilled. Each query of a
+// tree is by itself: the keys that it sees follow one another, as they will once they are accepted.
 //
 //     scores    [key][row]      keys as they lie in their blocks, times queries that were packed once
 //     weights   [pair][row]     of keys; a softmax that is kept up to date from tile to tile
@@ -106,12 +107,13 @@ class Attend {
     const int64_t r = std::min(lane, num_rows_ - 1), pairs = layer_.key_width / 2;
     const int64_t length = batch_.lengths[item_.sequence];
     const int64_t position = length - item_.count + query_of(r);
-    end_[lane] = batch_.tree ? length : std::max<int64_t>(position + 1, 0);
+    end_[lane] = std::max<int64_t>(batch_.tree ? length - batch_.tree_width : position + 1, 0);
+    for_path([&](int64_t) { end_[lane]++; });
     first_[lane] = layer_.window ? std::max<int64_t>(position + 1 - layer_.window, 0) : 0;
     lowest_ = std::min<int64_t>(lowest_, first_[lane]);
     highest_ = std::max<int64_t>(highest_, end_[lane]);
     first_to_all_ = std::max<int64_t>(first_to_all_, first_[lane]);
-    end_to_all_ = std::min(end_to_all_, batch_.tree ? length - batch_.tree_width : end_[lane]);
+    end_to_all_ = std::min<int64_t>(end_to_all_, end_[lane]);
     const bf16* const queries = rows_.q + (item_.row + query_of(r)) * rows_.q_stride;
     for (int64_t m = 0; m < item_.kv_heads; m++) {
       peaks_[m * lanes_ + lane] = layer_.sinks ? layer_.sinks[head_of(m, r)] / layer_.scale : kHidden;
@@ -128,13 +130,31 @@ class Attend {
     const int64_t first = std::max(lowest_, tile), end = std::min(highest_, tile + kTileKeys);
     const int32_t* table = rows_.table + batch_.table_rows[item_.sequence] * batch_.columns;
     int64_t column = first / batch_.block_size, place = first % batch_.block_size;
-    for (int64_t j = tile; j < tile + kTileKeys; j++) {
+    const auto put = [&](int64_t j) {
       const int64_t slot = table[column] * batch_.block_size + place;
       const int64_t head = slot * layer_.kv_heads + item_.kv_head;
       tile_rows.keys[j - tile] = rows_.keys + head * layer_.key_width;
       tile_rows.values[j - tile] = rows_.values + head * value_stride();
+    };
+    for (int64_t j = tile; j < tile + kTileKeys; j++) {
+      put(j);
       if (first <= j && j + 1 < end && ++place == batch_.block_size) column++, place = 0;
     }
+    int64_t next = std::max<int64_t>(batch_.lengths[item_.sequence] - batch_.tree_width, 0);
+    for_path([&](int64_t position) {
+      column = position / batch_.block_size, place = position % batch_.block_size;
+      for (int64_t j = std::max(next++, tile); j < tile + kTileKeys; j++) put(j);
+    });
+  }
+
+  // Calls with the places of those of the last W keys that the tree shows the item's only query.
+  template <class Run>
+  void for_path(Run run) const {
+    if (!batch_.tree) return;
+    const int64_t behind = batch_.lengths[item_.sequence] - batch_.tree_width;
+    const bool* seen = batch_.tree + (item_.row + item_.query) * batch_.tree_width;
+    for (int64_t i = std::max<int64_t>(-behind, 0); i < batch_.tree_width; i++)
+      if (seen[i]) run(behind + i);
   }
 
   void attend_tile(int64_t m, int64_t tile, const TileRows& rows, const TileRows& next) {
@@ -166,7 +186,7 @@ class Attend {
       }
   }
 
-  // Hides keys outside of a row's own, and those of the last W that the tree does not show it.
+  // Hides keys outside of a row's own.
   void hide(int64_t b, int64_t tile, int begin, int stop) {
     for (int j = begin; j < stop; j++)
 #pragma omp simd
@@ -175,12 +195,6 @@ class Attend {
         const int key = tile + j;
         score = (key >= first_[b + l]) & (key < end_[b + l]) ? score : kHidden;
       }
-    const int64_t behind = batch_.lengths[item_.sequence] - batch_.tree_width;
-    for (int64_t r = b; batch_.tree && r < std::min(b + LANES, num_rows_); r++) {
-      const bool* seen = batch_.tree + (item_.row + query_of(r)) * batch_.tree_width;
-      for (int64_t j = std::max<int64_t>(behind - tile, 0); j < stop; j++)
-        if (tile + j < highest_ && !seen[tile + j - behind]) scores_[j * LANES + r - b] = kHidden;
-    }
   }
 
   void write_row(int64_t m, int64_t r) const {
@@ -221,8 +235,8 @@ inline std::vector<AttentionItem> attention_items(const AttentionLayer& layer,
   int64_t row = 0;
   for (int64_t sequence = 0; sequence < batch.sequences; sequence++) {
     const int64_t count = batch.counts ? batch.counts[sequence] : 1;
-    const int64_t kv_heads = count * group <= kFewRows ? few_kv_heads : 1;
-    const int64_t queries = std::max<int64_t>(kMostRows / heads, 1);
+    const int64_t queries = batch.tree ? 1 : std::max<int64_t>(kMostRows / heads, 1);
+    const int64_t kv_heads = std::min(queries, count) * group <= kFewRows ? few_kv_heads : 1;
     for (int64_t q = (count - 1) / queries * queries; q >= 0; q -= queries)  // the longest first
       for (int64_t n = 0; n < layer.kv_heads; n += kv_heads)
         for (int64_t h = 0; h < group; h += heads)

@@ -175,7 +175,26 @@ def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(
         assert torch.equal(case.run(kernels), whole)
 
 
-def replace_tree(case: Case, tree_mask: torch.Tensor) -> Case:
+@pytest.mark.parametrize("heads", [GQA, LATENT], ids=str)
+@pytest.mark.parametrize("length", [20, 64, 70])
+def test_a_row_behind_a_path_of_a_tree_has_the_bits_of_decoding(
+    kernels: ctypes.CDLL, heads: Heads, length: int
+):
+    path = [0, 2, 3, 7]
+    tree_mask = torch.eye(8).bool()[None]
+    tree_mask[0, 7, path] = True
+    tree = Case(heads, (length,), (8,), tree_mask)
+    verified = tree.run(kernels)[7:]
+    positions = torch.arange(length - 8, length)
+    slots = tree.table[0].long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    for x in (tree.keys, tree.values)[: 1 if tree.keys is tree.values else 2]:
+        x[slots[:4]] = x[slots[path]]
+    decode = tree.part(7, 8)
+    object.__setattr__(decode, "lengths", (length - 4,))
+    assert torch.equal(replace_tree(decode, None).run(kernels), verified)
+
+
+def replace_tree(case: Case, tree_mask: torch.Tensor | None) -> Case:
     object.__setattr__(case, "tree_mask", tree_mask)
     return case
 
