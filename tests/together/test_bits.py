@@ -14,6 +14,7 @@ from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads
 from tests.support.paths import DEMO_MODEL, DEMO_MODEL_MLA
 from tests.together.speculation.speculative_cell import (
+    NEWLINE,
     Answer,
     Ask,
     Cell,
@@ -118,3 +119,21 @@ def test_drafts_change_no_bit(served: Served, name: str, topk: int):
         router = Router(cell)
         assert serve(router, ASKS[:20]) == served.answers[:20]
     assert router.tokens_per_step > 1.2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tile_and_plain_pytorch_give_the_same_greedy_answers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    asks = [Ask(prompt=p, stop_ids=(NEWLINE,), logprobs=True) for p in demo_prompts(3, 12)]
+    expected = None
+    for choice in ("off", *library.TILES):
+        monkeypatch.setenv(library.CHOICE, choice)
+        if choice != "off" and library.load() is None:
+            continue
+        with cell_of(model=MODELS[name], dtype="bfloat16") as cell:
+            answers = [answer for [answer] in serve(Router(cell), asks)]
+        expected = expected or answers
+        for answer, plain in zip(answers, expected, strict=True):
+            assert answer.tokens == plain.tokens
+            assert answer.logprobs == pytest.approx(plain.logprobs, abs=0.01)
