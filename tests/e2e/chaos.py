@@ -1,7 +1,8 @@
 """Chaos run: executors are killed and stopped under many streams (``python -m tests.e2e.chaos``).
 
-Every stream's tokens must be those that came when nothing was disturbed, neither fewer nor more,
-and at the end no sequence and no block may be left. Prints how long each recovery took.
+Every stream's tokens must be those that came when nothing was disturbed, neither fewer nor more, and
+their log probabilities the same to the last bit; at the end no sequence and no block may be left.
+Prints how long each recovery took.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from deploy.local.demo_tasks import solved_lines, token_ids
 from deploy.local.launch import LocalStack
-from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options
+from router.client import GROUP_STATE_READY, Client, GroupStatus, Many, Options, TokenLogprob
 from tests.e2e.support.logs import records
 from tests.e2e.support.stacks import served, supervised
 
@@ -25,7 +26,7 @@ NUM_TOKENS = 120
 MEAN_PAUSE_S = 1.0  # between two faults
 HANG_S = (1.0, 4.0)  # some hangs are over before anybody minds
 
-GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+GREEDY: Options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": True}
 SAMPLED: Options = {
     **GREEDY,
     "seed": 11,
@@ -61,7 +62,7 @@ class Ask:
 
     prompt: list[int]
     options: Options
-    expected: list[int]
+    expected: list[TokenLogprob]
 
 
 async def run_chaos(
@@ -101,7 +102,7 @@ async def _undisturbed(client: Client, rng: random.Random) -> list[Ask]:
         *(client.complete(p, **o) for p, o in zip(prompts, options, strict=True))
     )
     return [
-        Ask(prompt, option, answer.token_ids)
+        Ask(prompt, option, answer.logprobs)
         for prompt, option, answer in zip(prompts, options, answers, strict=True)
     ]
 
@@ -113,14 +114,15 @@ async def _ask_on(
     while not is_over.is_set():
         ask = asks[number % len(asks)]
         number += 1
-        ids: list[int] = []
+        tokens: list[TokenLogprob] = []
         async for delta in asker.generate(ask.prompt, **ask.options):
-            ids += delta.token_ids
-        if ids == ask.expected:
+            tokens += delta.logprobs
+        if tokens == ask.expected:
             report.num_streams += 1
         else:
-            same = sum(1 for a, b in zip(ids, ask.expected, strict=False) if a == b)
-            report.wrong.append(f"{len(ids)} tokens for {len(ask.expected)}, {same} of them right")
+            same = sum(1 for a, b in zip(tokens, ask.expected, strict=False) if a == b)
+            wrong = f"{len(tokens)} tokens for {len(ask.expected)}, {same} of them right"
+            report.wrong.append(wrong)
 
 
 async def _break_one(stack: LocalStack, rng: random.Random) -> str:

@@ -15,7 +15,7 @@ from deploy.local.demo import SEED, ask, draw_requests, idle_group
 from deploy.local.demo_speculative import DRAFTS, FOLDER, draw_problems, take_turn
 from deploy.local.launch import LocalStack
 from router.client import Client
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import FLOAT32_ARGS
 from tests.e2e.support.stacks import served
 from tests.e2e.support.streams import PROMPT, long_stream
 
@@ -51,12 +51,12 @@ async def ask_everything(client: Client) -> Told:
 
 
 def drafting(name: str, *more: str) -> Sequence[str]:
-    return (*EXECUTOR_ARGS, "--draft-model", str(FOLDER / name), *more)
+    return (*FLOAT32_ARGS, "--draft-model", str(FOLDER / name), *more)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def plain() -> Told:
-    async with served(None, dp_size=1) as (_, client):
+    async with served(None, dp_size=1, executor_args=FLOAT32_ARGS) as (_, client):
         return await ask_everything(client)
 
 

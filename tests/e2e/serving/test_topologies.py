@@ -15,7 +15,7 @@ import pytest_asyncio
 from deploy.local.demo import OPTIONS, SEED, draw_requests, idle_group
 from deploy.local.demo_tasks import text_of, token_ids
 from router.client import Client, Completion
-from tests.e2e.conftest import EXECUTOR_ARGS
+from tests.e2e.conftest import FLOAT32_ARGS
 from tests.e2e.support.stacks import served
 
 NUM_REQUESTS = 44
@@ -73,7 +73,7 @@ async def ask_everything(client: Client) -> Told:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def alone() -> Told:
     """What a single executor answers."""
-    async with served(None, dp_size=1) as (_, client):
+    async with served(None, dp_size=1, executor_args=FLOAT32_ARGS) as (_, client):
         told = await ask_everything(client)
     requests = draw_requests(SEED, NUM_REQUESTS)
     for request, completion in zip(requests, told.short, strict=True):
@@ -95,7 +95,7 @@ async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
     dp_size: int, attn_tp_size: int, way: Sequence[str], alone: Told, tmp_path: Path
 ):
     sizes = {"dp_size": dp_size, "attn_tp_size": attn_tp_size}
-    executor_args = (*EXECUTOR_ARGS, *way)
+    executor_args = (*FLOAT32_ARGS, *way)
     async with served(tmp_path, **sizes, executor_args=executor_args) as (_, client):
         told = await ask_everything(client)
         group = await idle_group(client)
@@ -108,7 +108,8 @@ async def test_every_way_to_share_the_model_gives_the_tokens_of_one_executor(
 async def test_an_attention_tp_peer_that_dies_costs_a_pause_and_no_token(
     alone: Told, tmp_path: Path
 ):
-    async with served(tmp_path, dp_size=1, attn_tp_size=2) as (stack, client):
+    settings = {"attn_tp_size": 2, "executor_args": FLOAT32_ARGS}
+    async with served(tmp_path, dp_size=1, **settings) as (stack, client):
         telling = asyncio.create_task(ask_everything(client))
         while (await client.get_status())[0].step < 4:
             await asyncio.sleep(0.001)
