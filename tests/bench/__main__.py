@@ -23,7 +23,7 @@ def main() -> None:
     ]
     if unknown := [name for name in names if name not in modules]:
         sys.exit(f"{', '.join(unknown)}: need some of {', '.join(modules)}")
-    environment = {"GRPC_VERBOSITY": "ERROR", **os.environ}
+    environment = {"GRPC_VERBOSITY": "ERROR", "THP_MEM_ALLOC_ENABLE": "1", **os.environ}
     failed = []
     for name in names:
         print(f"==== {name}", flush=True)
