@@ -1,5 +1,6 @@
-"""Comparisons that the CPU kernels' tests share."""
+"""Comparisons that the CPU kernels' tests share, and their random shapes."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,16 @@ ROUNDING = 0.004  # relative error of a result that is rounded to bfloat16 once
 def random_bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+
+
+def random_shapes() -> Iterator[random.Random]:
+    """Returns what 100 random shapes are drawn from, the same in each run."""
+    return (random.Random(seed) for seed in range(100))
+
+
+def num_rows_of(rng: random.Random) -> int:
+    """Returns rows of a batch: none, few, or more than a tile has."""
+    return rng.choice([0, 1, rng.randint(2, 13), rng.randint(14, 70)])
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:

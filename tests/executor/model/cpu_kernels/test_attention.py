@@ -13,6 +13,7 @@ from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     num_threads,
     random_bf16,
+    random_shapes,
     relative_error,
 )
 
@@ -47,11 +48,14 @@ class Case:
     counts: tuple[int, ...] | None = None
     tree_mask: torch.Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        columns = max(self.lengths) // BLOCK_SIZE + 1
+        columns = max(self.lengths) // self.block_size + 1
         order = torch.randperm(len(self.lengths) * columns, generator=torch.manual_seed(0))
-        keys = random_bf16((len(order) + 1) * BLOCK_SIZE, self.heads.kv, self.heads.width, seed=1)
+        keys = random_bf16(
+            (len(order) + 1) * self.block_size, self.heads.kv, self.heads.width, seed=1
+        )
         values = keys
         if self.heads.values is None:
             values = random_bf16(*keys.shape, seed=2)
@@ -81,7 +85,7 @@ class Case:
             lengths=torch.tensor(self.lengths),
             counts=counts,
             slots=torch.zeros(len(q), dtype=torch.int64),
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             columns=self.table.shape[1],
             tree_mask=self.tree_mask,
         )
@@ -98,7 +102,8 @@ class Case:
 
     def _attend(self, i: int, q: torch.Tensor, count: int) -> torch.Tensor:
         positions = torch.arange(self.lengths[i])
-        slots = self.table[i].long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        blocks = self.table[i].long()[positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
         group = self.heads.query // self.heads.kv
         keys = self.keys[slots].float().repeat_interleave(group, 1)
         values = self.values[slots].float()[..., : self.heads.values or self.heads.width]
@@ -131,6 +136,25 @@ SHAPES = {
 def test_rows_are_those_of_float32(kernels: ctypes.CDLL, heads: Heads, shape: tuple[Any, ...]):
     case = Case(heads, *shape)
     assert relative_error(case.run(kernels), case.expected()) < ROUNDING
+
+
+def test_attention_of_random_shapes_is_that_of_float32(kernels: ctypes.CDLL):
+    """Blocks of any size; windows and sinks anywhere, so at the edges of blocks and tiles, too."""
+    for rng in random_shapes():
+        kv, width = rng.randint(1, 4), 32 * rng.randint(1, 4)
+        heads = Heads(kv * rng.randint(1, 9), kv, width)
+        if rng.random() < 0.3:
+            heads = Heads(rng.randint(1, 20), 1, width, values=32 * rng.randint(1, width // 32))
+        lengths = tuple(rng.randint(1, 150) for _ in range(rng.randint(1, 5)))
+        counts = tuple(rng.randint(1, min(length, 40)) for length in lengths)
+        options: dict[str, Any] = {}
+        if rng.random() < 0.5:
+            options["window"] = rng.choice([1, 63, 64, 65, rng.randint(2, 150)])
+        if rng.random() < 0.5:
+            options["sinks"] = torch.linspace(-3, 3, heads.query)
+        block_size = rng.choice([1, 5, 16, 64, rng.randint(2, 40)])
+        case = Case(heads, lengths, counts, options=options, block_size=block_size)
+        assert relative_error(case.run(kernels), case.expected()) < 2 * ROUNDING
 
 
 @pytest.mark.parametrize("window", [1, 40, 64, 128])

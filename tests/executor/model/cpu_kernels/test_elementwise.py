@@ -10,16 +10,20 @@ from executor.model.cpu_kernels.elementwise import add_rms_norm, arg_max, rms_no
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
+    num_rows_of,
     num_threads,
     random_bf16,
+    random_shapes,
     relative_error,
 )
 
-SHAPES = [(0, 16), (1, 16), (3, 80), (70, 1024)]
+
+def test_norms_of_random_shapes_are_as_in_float32(kernels: ctypes.CDLL):
+    for rng in random_shapes():
+        assert_normed(kernels, num_rows_of(rng), 16 * rng.randint(1, 64))
 
 
-@pytest.mark.parametrize(("rows", "size"), SHAPES)
-def test_norms_are_as_in_float32(kernels: ctypes.CDLL, rows: int, size: int):
+def assert_normed(kernels: ctypes.CDLL, rows: int, size: int) -> None:
     x, weight = random_bf16(rows, size, scale=3), random_bf16(size, seed=1)
     expected = F.rms_norm(x.float(), (size,), weight.float(), 1e-3)
     assert relative_error(rms_norm(kernels, x, weight, 1e-3), expected) < ROUNDING
@@ -38,11 +42,11 @@ def test_rows_of_a_norm_may_be_strided(kernels: ctypes.CDLL):
         assert torch.equal(normed, rms_norm(kernels, x.contiguous(), weight, 1e-6))
 
 
-@pytest.mark.parametrize(("rows", "size"), SHAPES)
-def test_the_activation_is_as_in_float32(kernels: ctypes.CDLL, rows: int, size: int):
-    gate_up = random_bf16(rows, 2 * size, scale=20)
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    assert relative_error(silu_and_mul(kernels, gate_up), F.silu(gate) * up) < ROUNDING
+def test_activations_of_random_shapes_are_as_in_float32(kernels: ctypes.CDLL):
+    for rng in random_shapes():
+        gate_up = random_bf16(num_rows_of(rng), 32 * rng.randint(1, 32), scale=20)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        assert relative_error(silu_and_mul(kernels, gate_up), F.silu(gate) * up) < ROUNDING
 
 
 def test_rows_stand_alone(kernels: ctypes.CDLL):

@@ -2,14 +2,15 @@
 
 import ctypes
 
-import pytest
 import torch
 
 from executor.model.cpu_kernels.heads import prepare_heads, takes_width
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
+    num_rows_of,
     random_bf16,
+    random_shapes,
     relative_error,
 )
 
@@ -34,20 +35,18 @@ def prepared(
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 200])
-@pytest.mark.parametrize(("width", "rotary"), [(64, 64), (128, 64), (32, 8), (16, 16)])
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_heads_are_those_of_float32(
-    kernels: ctypes.CDLL, num_rows: int, width: int, rotary: int, has_norm: bool
-):
-    wide = random_bf16(num_rows, 7, width)
-    x, weights = wide[:, :5], random_bf16(5, width, seed=1) if has_norm else None
-    turns, positions = turns_of(rotary), torch.arange(num_rows) * 7 % 50
-    expected = prepared(x, weights, positions, turns)
-    behind = wide[:, 5:].clone()
-    prepare_heads(kernels, x, weights, EPS, (positions, turns))
-    assert relative_error(x, expected) < ROUNDING
-    assert torch.equal(wide[:, 5:], behind)
+def test_heads_of_random_shapes_are_those_of_float32(kernels: ctypes.CDLL):
+    for rng in random_shapes():
+        num_rows, num_heads, width = num_rows_of(rng), rng.randint(1, 6), 16 * rng.randint(1, 8)
+        wide = random_bf16(num_rows, num_heads + 2, width)
+        x, behind = wide[:, :num_heads], wide[:, num_heads:].clone()
+        weights = random_bf16(num_heads, width, seed=1) if rng.random() < 0.5 else None
+        turns = turns_of(2 * rng.randint(0, width // 2))
+        positions = torch.arange(num_rows) * 7 % 50
+        expected = prepared(x, weights, positions, turns)
+        prepare_heads(kernels, x, weights, EPS, (positions, turns))
+        assert relative_error(x, expected) < ROUNDING
+        assert torch.equal(wide[:, num_heads:], behind)
 
 
 def test_parts_of_heads_may_be_turned_and_heads_normed_only(kernels: ctypes.CDLL):

@@ -9,7 +9,9 @@ from executor.model.cpu_kernels.linear import linear, linear_of_heads, pack, pad
 from tests.executor.model.cpu_kernels.kernel_cases import (
     ROUNDING,
     assert_rows_stand_alone,
+    num_rows_of,
     random_bf16,
+    random_shapes,
     relative_error,
 )
 
@@ -30,6 +32,18 @@ from tests.executor.model.cpu_kernels.kernel_cases import (
 def test_a_product_is_the_float32_product_rounded(
     kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
 ):
+    assert_is_rounded(kernels, num_rows, width, size, has_bias)
+
+
+def test_products_of_random_shapes_are_those_of_float32(kernels: ctypes.CDLL):
+    for rng in random_shapes():
+        width, size = 2 * rng.randint(1, 80), rng.randint(1, 150)
+        assert_is_rounded(kernels, num_rows_of(rng), width, size, rng.random() < 0.5)
+
+
+def assert_is_rounded(
+    kernels: ctypes.CDLL, num_rows: int, width: int, size: int, has_bias: bool
+) -> None:
     x, weight = random_bf16(num_rows, width), random_bf16(size, width, seed=1)
     bias = random_bf16(size, seed=2) if has_bias else torch.zeros(size)
     padded = pad_bias(bias) if has_bias else None

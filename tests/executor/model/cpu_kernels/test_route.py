@@ -1,24 +1,21 @@
 """If this fails, rows on the CPU go to other experts than the plain router sends them to."""
 
 import ctypes
+import random
 
 import pytest
 import torch
 
-from executor.model.cpu_kernels.linear import pack
+from executor.model.cpu_kernels.linear import pack, pad_bias
 from executor.model.cpu_kernels.route import RouterRule, route
 from executor.model.moe.routing import choose_experts
 from executor.model.spec import GroupScore, RouterSpec, Scores
-from tests.executor.model.cpu_kernels.kernel_cases import assert_rows_stand_alone, random_bf16
-
-RULES = [
-    (32, 4, RouterSpec()),
-    (5, 5, RouterSpec(renormalise=False, factor=2.5)),
-    (48, 6, RouterSpec(scores=Scores.SIGMOID)),
-    (64, 8, RouterSpec(scores=Scores.SIGMOID, num_groups=8, num_kept_groups=3, factor=1.5)),
-    (24, 3, RouterSpec(num_groups=4, num_kept_groups=2, group_score=GroupScore.MAX)),
-    (200, 1, RouterSpec(num_groups=8, num_kept_groups=8)),
-]
+from tests.executor.model.cpu_kernels.kernel_cases import (
+    assert_rows_stand_alone,
+    num_rows_of,
+    random_bf16,
+    random_shapes,
+)
 
 
 def rule_of(spec: RouterSpec, num_experts: int, top_k: int) -> RouterRule:
@@ -34,28 +31,34 @@ def rule_of(spec: RouterSpec, num_experts: int, top_k: int) -> RouterRule:
     )
 
 
-@pytest.mark.parametrize("in_float32", [False, True])
-@pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 14, 70])
-@pytest.mark.parametrize(("experts", "top_k", "spec"), RULES)
-def test_rows_go_where_the_plain_router_sends_them(
-    kernels: ctypes.CDLL,
-    experts: int,
-    top_k: int,
-    spec: RouterSpec,
-    rows: int,
-    has_biases: bool,
-    in_float32: bool,
-):
-    x, gate = random_bf16(rows, 80, seed=experts), random_bf16(experts, 80, seed=1, scale=0.1)
-    bias = torch.linspace(-0.5, 0.5, experts) if has_biases else None
-    correction = torch.linspace(0.3, -0.3, experts) if has_biases else None
-    packed = gate.float() if in_float32 else pack(gate)
-    ids, weights = route(kernels, x, rule_of(spec, experts, top_k), packed, bias, correction)
-    logits = x.float() @ gate.float().T + (0 if bias is None else bias)
-    expected_ids, expected_weights = choose_experts(logits, top_k, spec, correction)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
+def random_spec(rng: random.Random) -> tuple[int, int, RouterSpec]:
+    """Returns experts, how many of them a row goes to, and how they are chosen."""
+    groups, size = rng.choice([1, 1, 2, 4, 8]), rng.randint(2, 24)
+    spec = RouterSpec(
+        scores=rng.choice(list(Scores)),
+        num_groups=groups,
+        num_kept_groups=rng.randint(1, groups),
+        group_score=rng.choice(list(GroupScore)),
+        renormalise=rng.random() < 0.5,
+        factor=rng.choice([1.0, 2.5]),
+    )
+    return groups * size, rng.randint(1, min(8, spec.num_kept_groups * size)), spec
+
+
+def test_rows_go_where_the_plain_router_sends_them(kernels: ctypes.CDLL):
+    for rng in random_shapes():
+        experts, top_k, spec = random_spec(rng)
+        x = random_bf16(num_rows_of(rng), 80, seed=experts)
+        gate = random_bf16(experts, 80, seed=1, scale=0.1)
+        bias = torch.linspace(-0.5, 0.5, experts) if rng.random() < 0.5 else None
+        correction = torch.linspace(0.3, -0.3, experts) if rng.random() < 0.5 else None
+        packed = gate.float() if rng.random() < 0.5 else pack(gate)
+        padded = None if bias is None else pad_bias(bias)
+        ids, weights = route(kernels, x, rule_of(spec, experts, top_k), packed, padded, correction)
+        logits = x.float() @ gate.float().T + (0 if bias is None else bias)
+        expected_ids, expected_weights = choose_experts(logits, top_k, spec, correction)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("in_float32", [False, True])
