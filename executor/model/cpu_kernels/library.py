@@ -91,15 +91,24 @@ def require() -> Library:
 
 @cache
 def _load_or_log(choice: str) -> Library | None:
+    kernels, running, problems = None, "slower, in plain PyTorch", []
     try:
-        return load_tile(choose(choice))
+        for tile in choose(choice):
+            try:
+                kernels, running = load_tile(tile), tile
+                break
+            except NoKernels as error:
+                problems.append(str(error))
     except NoKernels as error:
-        _LOG.warning("no_cpu_kernels", problem=str(error), running="slower, in plain PyTorch")
-        return None
+        problems.append(str(error))
+    if problems:
+        problem = "; ".join(dict.fromkeys(problems))
+        _LOG.warning("no_cpu_kernels", problem=problem, running=running)
+    return kernels
 
 
-def choose(choice: str) -> str:
-    """Returns the tile for ``auto``, or the one that is asked for.
+def choose(choice: str) -> list[str]:
+    """Returns the tiles to try for ``auto``, the best first, or the one that is asked for.
 
     Raises:
         NoKernels: This CPU runs none, or not that one; or ``off`` is asked for.
@@ -112,10 +121,10 @@ def choose(choice: str) -> str:
     if not runnable:
         raise NoKernels(f"this CPU has neither of {', '.join(TILES)} ({platform.machine()})")
     if choice == "auto":
-        return runnable[0]
+        return runnable
     if choice not in runnable:
         raise NoKernels(f"{CHOICE}={choice}, but this CPU runs only {', '.join(runnable)}")
-    return choice
+    return [choice]
 
 
 def _cpu_flags() -> set[str]:

@@ -11,6 +11,7 @@ from executor.model.cpu_kernels import library
 def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Returns the kernels of each tile in turn."""
     try:
-        return library.load_tile(library.choose(request.param))
+        [tile] = library.choose(request.param)
+        return library.load_tile(tile)
     except library.NoKernels as error:
         pytest.skip(str(error))

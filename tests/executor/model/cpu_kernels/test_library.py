@@ -16,12 +16,14 @@ from executor.model.cpu_kernels.linear import linear, pack
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
 
 SOURCES = Path(library.__file__).with_name("src")
+ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Returns the folder of an empty cache, with a compiler that is there at once: it copies."""
-    real = library.built(library.choose("avx2"))
+    [tile] = library.choose("avx2")
+    real = library.built(tile)
     compiler = tmp_path / "bin" / library._COMPILER
     compiler.parent.mkdir()
     compiler.write_text(
@@ -154,6 +156,25 @@ def test_a_compiler_that_fails_says_what_it_said(folder: Path, monkeypatch: pyte
         library.load_tile("avx2")
 
 
+@pytest.mark.parametrize("knows_avx2", [True, False])
+def test_a_compiler_too_old_for_the_best_tile_builds_the_next_and_says_so_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, knows_avx2: bool
+):
+    (folder.parent / "cpuinfo").write_text(ALL_FLAGS)
+    monkeypatch.setattr(library, "_CPU_INFO", folder.parent / "cpuinfo")
+    monkeypatch.setenv(library.CHOICE, "auto")
+    compiler = Path(shutil.which("g++") or "")
+    unknown = "*avx512bf16*" if knows_avx2 else "*avx2*"
+    refuses = f'case "$*" in {unknown}) echo unrecognized option >&2; exit 1;; esac'
+    compiler.write_text(compiler.read_text().replace("\n", f"\n{refuses}\n", 1))
+    forget()
+    with structlog.testing.capture_logs() as lines:
+        assert (library.load() is not None) is knows_avx2
+    [line] = [line for line in lines if line["log_level"] == "warning"]
+    assert line["problem"] == "g++ failed: unrecognized option"
+    assert line["running"] == ("avx2" if knows_avx2 else "slower, in plain PyTorch")
+
+
 def test_a_library_that_lacks_a_kernel_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(library.SIGNATURES, "absent", "p")
     with pytest.raises(library.NoKernels, match="absent"):
@@ -187,12 +208,10 @@ def test_a_tile_that_the_cpu_does_not_run_leaves_plain_pytorch(
 
 def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "_CPU_INFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text(
-        "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
-    )
-    assert library.choose("auto") == "avx512"
+    (tmp_path / "cpuinfo").write_text(ALL_FLAGS)
+    assert library.choose("auto") == ["avx512", "avx2"]
     (tmp_path / "cpuinfo").write_text("flags : avx2 fma avx512f")
-    assert library.choose("auto") == "avx2"
+    assert library.choose("auto") == ["avx2"]
     (tmp_path / "cpuinfo").unlink()
     with pytest.raises(library.NoKernels):
         library.choose("auto")
