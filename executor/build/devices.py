@@ -204,7 +204,7 @@ class Cpu(Device):
         keeping: Keeping = DEQUANTISED,
     ) -> Kernels:
         assert keeping in (DEQUANTISED, IN_INT8), "a CPU keeps nothing as it is stored"
-        return cpu_kernels(model, dtype=dtype, keeping=keeping)
+        return cpu_kernels(model, dtype=dtype, max_moe_rows=max_moe_rows, keeping=keeping)
 
     def why_not_int8(self) -> str | None:
         try:

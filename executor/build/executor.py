@@ -96,7 +96,7 @@ def build_worker(
         held_lines(
             blueprint,
             dispatcher=dispatcher,
-            scratch=[one.scratch for one in kernels if one.scratch is not None],
+            kernels=kernels,
             sampler=sampler,
             runner=runner,
             forward_pass=forward_pass,

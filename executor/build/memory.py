@@ -14,8 +14,9 @@ from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, RANK_ROWS, BudgetL
 from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
+from executor.model.decoder.kernels import Kernels
 from executor.model.decoder.sizes import kv_shape
-from executor.model.moe.layer import Dispatcher, ExpertScratch
+from executor.model.moe.layer import Dispatcher
 from executor.model.sampling.sampler import Sampler
 from executor.runners.forward_pass import ForwardPass
 from executor.runners.target import RunnerSelection
@@ -71,7 +72,7 @@ def held_lines(
     blueprint: Blueprint,
     *,
     dispatcher: Dispatcher,
-    scratch: list[ExpertScratch],
+    kernels: list[Kernels],
     sampler: Sampler,
     runner: RunnerSelection,
     forward_pass: ForwardPass,
@@ -87,8 +88,11 @@ def held_lines(
     if rows > budget.max_gathered_tokens:
         bound = f"{A2A_TOKENS} * ep_size={budget.ep_size}"
     tokens = budget.max_tokens_per_rank
+    scratch = held.of(*(one.scratch for one in kernels))
+    kept_later = max(one.scratch_bytes for one in kernels)  # threads have it for all models
     lines = [
-        BudgetLine("scratch of experts, for the rows of a pass", bound, rows, held.of(*scratch)),
+        BudgetLine("scratch of experts, for the rows of a pass", bound, rows, scratch),
+        BudgetLine("scratch of the CPU's kernel for experts", bound, rows, kept_later),
         BudgetLine("sampling state of each row", _ROWS, num_rows, held.of(sampler)),
     ]
     if drafts is not None:

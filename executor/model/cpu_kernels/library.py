@@ -86,25 +86,35 @@ def require() -> Library:
     Raises:
         NoKernels: There are none. Says why.
     """
-    return load_tile(choose(os.environ.get(CHOICE) or "auto"))
+    kernels, problem = _first_loaded(os.environ.get(CHOICE) or "auto")
+    if kernels is None:
+        raise NoKernels(problem)
+    return kernels
 
 
 @cache
 def _load_or_log(choice: str) -> Library | None:
-    kernels, running, problems = None, "slower, in plain PyTorch", []
+    kernels, problem = _first_loaded(choice)
+    if problem:
+        running = "another tile" if kernels else "slower, in plain PyTorch"
+        _LOG.warning("no_cpu_kernels", problem=problem, running=running)
+    return kernels
+
+
+@cache
+def _first_loaded(choice: str) -> tuple[Library | None, str]:
+    """Returns the kernels of the best tile that can be had, and why there are no better ones."""
+    kernels, problems = None, []
     try:
         for tile in choose(choice):
             try:
-                kernels, running = load_tile(tile), tile
+                kernels = load_tile(tile)
                 break
             except NoKernels as error:
                 problems.append(str(error))
     except NoKernels as error:
         problems.append(str(error))
-    if problems:
-        problem = "; ".join(dict.fromkeys(problems))
-        _LOG.warning("no_cpu_kernels", problem=problem, running=running)
-    return kernels
+    return kernels, "; ".join(dict.fromkeys(problems))
 
 
 def choose(choice: str) -> list[str]:

@@ -35,6 +35,11 @@ def interleave(gate_up: torch.Tensor) -> torch.Tensor:
     return by_halves.transpose(0, 1).reshape(gate_up.shape)
 
 
+def scratch_bytes(num_rows: int, top_k: int, intermediate_size: int) -> int:
+    """Returns what threads keep for a pass of so many rows: hidden columns, and sums of a panel."""
+    return num_rows * (2 * top_k * intermediate_size + 4 * PANEL * torch.get_num_threads())
+
+
 def moe(
     kernels: Library,
     x: torch.Tensor,

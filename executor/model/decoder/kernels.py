@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from executor.model.cpu_kernels.library import Library, load
-from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
+from executor.model.cpu_kernels.moe import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, scratch_bytes
 from executor.model.flashinfer.operators import MAX_FP8_MOE_ROWS, FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.layers.linear_kept import KeptLinears
@@ -60,6 +60,7 @@ class Kernels:
             the group.
         library: The CPU's kernels, which products and routers call; None for PyTorch's.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
+        scratch_bytes: What the CPU's kernel for experts keeps besides, once it has run.
         kept: Keeps weights of linear layers quantised; None dequantises them.
     """
 
@@ -67,6 +68,7 @@ class Kernels:
     new_experts: Callable[[MoeSpec, Topology], Experts]
     library: Library | None = None
     scratch: ExpertScratch | None = None
+    scratch_bytes: int = 0
     kept: KeptLinears | None = None
 
     @property
@@ -87,6 +89,7 @@ def cpu_kernels(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    max_moe_rows: int = 0,
     keeping: Keeping = DEQUANTISED,
 ) -> Kernels:
     """Returns the CPU's own kernels for bfloat16, where it has some, and PyTorch for all else.
@@ -95,6 +98,7 @@ def cpu_kernels(
         spec: The model.
         dtype: Type of weights and hidden states.
         device: The CPU, or meta, for a model that only has sizes.
+        max_moe_rows: Most rows that the experts of a layer see in a pass.
         keeping: What is int8, which takes the kernels.
     """
     device = torch.device(device)
@@ -107,9 +111,11 @@ def cpu_kernels(
 
     kind: NewRunner = GroupedMMRunner
     tool: Any = operators.silu_and_mul
-    multiple = 16 // dtype.itemsize  # of a grouped product
+    multiple, kept_bytes = 16 // dtype.itemsize, 0  # of a grouped product
     if library is not None and spec.hidden_size % HIDDEN_MULTIPLE == 0:
         kind, tool, multiple = CpuMoERunner, library, INTERMEDIATE_MULTIPLE
+        if spec.moe is not None:
+            kept_bytes = scratch_bytes(max_moe_rows, spec.top_k, spec.moe.intermediate_size)
     elif library is not None:
         problem = f"hidden_size={spec.hidden_size} is no multiple of {HIDDEN_MULTIPLE}"
         _LOG.warning("no_cpu_kernel_for_experts", problem=problem, running="PyTorch's")
@@ -127,6 +133,7 @@ def cpu_kernels(
             device=device,
         ),
         library=library,
+        scratch_bytes=kept_bytes,
         kept=None if keeping.linears is None else KeptLinears(keeping.linears, None),
     )
 

@@ -18,6 +18,7 @@ from executor.build.executor import build_worker
 from executor.build.memory import CUDA_KV_SHARE, PROBABILITY_COPIES, num_kv_blocks, step_lines
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.cpu_kernels.library import load
 from executor.model.flashinfer.cutedsl import scratch_rows
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
@@ -121,6 +122,17 @@ def test_the_table_has_the_bytes_of_all_that_is_made_between_the_models_and_the_
     seen = ("max_num_seqs", "largest decode graph", "hidden states of")
     bounds = [line.bound for line in description.budget.lines if line.what in HELD]
     assert all(bound.startswith(seen) for bound in bounds), bounds
+
+
+def test_the_table_has_what_threads_keep_of_experts_on_a_cpu() -> None:
+    config = ExecutorConfig(**SETTINGS)
+    _worker, description = build_worker(config)
+    model = Blueprint.of(config).model
+    assert model.moe is not None
+    per_row = model.top_k * model.moe.intermediate_size * 2 + torch.get_num_threads() * 32 * 4
+    [line] = [line for line in description.budget.lines if "CPU's kernel" in line.what]
+    assert line.tokens == 64
+    assert line.bytes == (0 if load() is None else 64 * per_row)
 
 
 class CpuWithFlashInfer(Cpu):
