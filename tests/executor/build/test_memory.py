@@ -139,6 +139,7 @@ class CpuWithFlashInfer(Cpu):
     """Makes attention as a GPU's executor does, from a library that computes on the CPU."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ops = FlashInferOps(enable_pdl=False)
         self._config = ExecutorConfig(**SETTINGS)
         self._workspace = AttentionWorkspace("cpu")
