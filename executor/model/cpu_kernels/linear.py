@@ -30,7 +30,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def pad_bias(bias: torch.Tensor) -> torch.Tensor:
     """Returns a bias or scales [N] as ``linear`` takes them: float32, zeros to the end of a panel."""
-    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL, device=bias.device)
+    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
     padded[: len(bias)] = bias
     return padded
 

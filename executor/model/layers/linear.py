@@ -95,7 +95,7 @@ class Linear:
         elif weight is not None:
             self.weight = weight
         if self._kept is not None and self._kept_weight is not None:
-            if not self._kept.is_int8:
+            if not self._kept.is_int8 or self._library is None:
                 return
             self.weight = self._kept_weight.numbers
             self._scales = pad_bias(self._kept_weight.scales.flatten())

@@ -132,9 +132,13 @@ def test_quantised_weights_are_checked_as_they_load_and_as_a_gpu_keeps_them(tmp_
 
 @pytest.mark.parametrize("draft", ["eagle", "mtp", "frozen_kv"])
 def test_a_draft_is_checked_with_its_target(draft: str) -> None:
-    fits, lines = check_lines(model=DEMO_MODEL, draft_model=DEMO_DRAFTS / draft)
+    settings = {"model": DEMO_MODEL, "draft_model": DEMO_DRAFTS / draft, "dtype": "bfloat16"}
+    fits, lines = check_lines(**settings)
     assert fits
-    assert bytes_of(lines["weights of the draft"]) > 0
+    num_bytes = bytes_of(lines["weights of the draft"])
+    fits, lines = check_lines(**settings, weights="int8")
+    assert fits
+    assert num_bytes > bytes_of(lines["weights of the draft"]) > num_bytes // 2
 
 
 def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
