@@ -85,7 +85,7 @@ class Way(NamedTuple):
         """Returns random batches of each size; for a decode also few sequences, and none."""
         rng = np.random.default_rng(0)
         if self.kind in PREFILL_GRAPHS:
-            return [case.prefill_batch(rng, size) for size in PREFILL_SIZES for _ in range(4)]
+            return [case.prefill_batch(rng, size) for size in PREFILL_SIZES for _ in range(2)]
         new_batch = case.tree_batch if self.kind == "trees" else case.decode_batch
         none = {0} if self.graphs == "whole" else set()  # of which LazyAttention makes nothing
         return [
