@@ -19,6 +19,7 @@ from tests.together.cuda.support.fake_gpu import DEVICE, FakeGpu
 _CACHED = type(lru_cache(lambda: None))
 FLOAT_BYTES, INT_BYTES = 1 << 20, 1 << 16  # of workspace that each plan asks for
 MOE_BYTES = 1 << 20
+SHARED_BYTES = 233472, 232448  # of a Hopper multiprocessor, and of a block on it
 
 
 class Module:
@@ -28,6 +29,7 @@ class Module:
         self._gpu = gpu
         self._returns: dict[str, Callable[..., Any]] = {
             "plan": lambda *args: [0] * 16,
+            "plan_with_staged_workspace_bytes": lambda *args: ([0] * 16, 0),
             "workspace_size": lambda *args: (FLOAT_BYTES, INT_BYTES),
             "get_workspace_size": lambda *args: MOE_BYTES,
             "set_deepgemm_jit_include_dirs": lambda *args: None,
@@ -48,7 +50,7 @@ class Module:
     def _on_host(self, function: str, *args: Any) -> Any:
         if self._gpu.is_capturing:
             self._gpu.refuse(f"{self.name}.{function} is called")
-        if function == "plan":  # which ends with a copy to the device
+        if function.startswith("plan"):  # which ends with a copy to the device
             self._gpu.launch("plan")
         return self._returns[function](*args)
 
@@ -114,6 +116,8 @@ def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.JitSpec, "build_and_load", build_and_load)
     patch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(9, "0a")})
     patch.setattr(import_module("flashinfer.utils"), "_cache_buf", {})
+    latent = import_module("flashinfer.mla._batch_mla._backends._fa_common")
+    patch.setattr(latent, "_get_fa_shared_memory_limits", lambda device: SHARED_BYTES)
     patch.setattr(bootstrap.MnnvlWorkspace, "join", join)
 
 
