@@ -1,8 +1,8 @@
 """Memory of an executor: the bytes of what it holds, and the KV pool, which takes a share of the rest.
 
 Everything is made before the KV pool takes its memory; its bytes are counted on what was made. What
-comes later is taken off: the all-to-all's workspace at the first Join, and the work of a step that
-draws drafts. The remaining share is for activations and the graphs' own memory.
+comes later is taken off: NCCL's buffers and the all-to-all's workspace at the first Join, and the work
+of a step that draws drafts. The remaining share is for activations and the graphs' own memory.
 """
 
 from typing import Any
@@ -23,6 +23,7 @@ from executor.runners.target import RunnerSelection
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85  # of what is free and will not be taken
+NCCL_BYTES = 512 << 20  # of each communicator's buffers, made at the first Join: not measured
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
 
 # Tensors as large as its result that ``Sampler.probabilities`` has at once, at most: those that sort
@@ -157,6 +158,8 @@ def num_kv_blocks(blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher)
     if blueprint.config.num_kv_blocks is not None:
         return blueprint.config.num_kv_blocks
     later = dispatcher.workspace_bytes + sum(line.bytes for line in step_lines(blueprint))
+    topology = blueprint.config.topology
+    later += NCCL_BYTES * len({topology.world_size, topology.attn_tp_size} - {1})
     kv_bytes = blueprint.config.kv_cache_bytes or _free_kv_bytes(kv_pool.device, later)
     block_bytes, num_spilled = kv_pool.all_bytes_per_block, kv_pool.num_spill_blocks
     num_blocks = kv_bytes // block_bytes - num_spilled

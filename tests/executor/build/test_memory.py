@@ -15,7 +15,13 @@ from executor.batch.kv_pool import KVPool
 from executor.build import executor as build
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker
-from executor.build.memory import CUDA_KV_SHARE, PROBABILITY_COPIES, num_kv_blocks, step_lines
+from executor.build.memory import (
+    CUDA_KV_SHARE,
+    NCCL_BYTES,
+    PROBABILITY_COPIES,
+    num_kv_blocks,
+    step_lines,
+)
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
 from executor.model.cpu_kernels.library import load
@@ -217,6 +223,18 @@ def test_the_kv_pool_leaves_memory_for_what_comes_after_it(monkeypatch: pytest.M
     [work] = step_lines(Blueprint.of(ExecutorConfig(**(SETTINGS | drawn))))
     taken = cuda_blocks(drawn, free, monkeypatch)
     assert taken == int((free - (1 << 28) - work.bytes) * CUDA_KV_SHARE) // 100
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_communicators"),
+    [({"dp_size": 2}, 1), ({"attn_tp_size": 2}, 1), ({"dp_size": 2, "attn_tp_size": 2}, 2)],
+)
+def test_the_kv_pool_leaves_memory_for_the_buffers_of_each_communicator(
+    sizes: dict[str, int], num_communicators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 8 << 30
+    later = (1 << 28) + num_communicators * NCCL_BYTES
+    assert cuda_blocks(sizes, free, monkeypatch) == int((free - later) * CUDA_KV_SHARE) // 100
 
 
 def test_without_memory_for_two_blocks_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
