@@ -92,8 +92,11 @@ sanitize: $(DEV)
 		$(PYTEST) tests/executor/model/cpu_kernels --deselect \
 		tests/executor/model/cpu_kernels/test_library.py $(ARGS)
 
-gpu: $(DEV)
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+# Without a network, a Python that has PyTorch for CUDA takes the rest from a folder of wheels that were
+# carried there (tests/gpu/RESULTS.md): make gpu GPU_PYTHON=python3 WHEELS=../wheels
+gpu: $(if $(GPU_PYTHON),,$(DEV))
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --no-deps $(WHEELS)/*.whl)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(ARGS)
 
 protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

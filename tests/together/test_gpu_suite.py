@@ -12,6 +12,7 @@ from unittest.mock import Mock, create_autospec
 import pytest
 import torch
 
+from tests.gpu import __main__ as suite
 from tests.gpu.bench_gpu import DECODES, LIMIT, PREFILLS, REGISTRY, TRANSFORMERS
 from tests.gpu.support import machine
 from tests.gpu.support.results import CHECKS_TABLE, GROUPS, MACHINE_TABLE, replace_rows
@@ -76,6 +77,27 @@ def test_every_test_and_measurement_runs_where_a_cpu_stands_in(tmp_path: Path) -
         assert changed, f"nothing was written under {title}"
     assert "a CPU stood in" in rows_of(written, MACHINE_TABLE)["GPU"]
     assert RESULTS.read_text() == before, "a CPU's results are no results"
+
+
+def test_every_file_has_a_process_and_kernels_that_spin_for_one_another_come_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One trap ends the CUDA context of its process, and with it all tests behind it."""
+    ran: list[tuple[str, str | None]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
+        name = Path(command[3]).name
+        ran.append((name, env.get("CUDA_MODULE_LOADING")))
+        return SimpleNamespace(returncode={"test_ops.py": 1, "test_bench.py": 5}.get(name, 0))
+
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    assert suite.run(["-k", "some"]) == ["test_ops.py"]
+    assert [name.removesuffix(".py") for name, _ in ran[:-1]] == sorted(
+        GROUPS.keys() - {"test_all_to_all"}
+    )
+    assert ran[-1] == ("test_all_to_all.py", "EAGER")
+    assert {loading for _, loading in ran[:-1]} == {None}
 
 
 def test_the_machine_asks_pytorch_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

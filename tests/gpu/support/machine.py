@@ -64,7 +64,7 @@ class Gpu:
         """FlashInfer; None where it is not installed."""
         has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
         if not has_nvcc or shutil.which("ninja") is None:
-            # A kernel that is not built already is then reported as missing, and its test skipped.
+            # A kernel that is not built already is then reported as missing, and its test fails.
             os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
         try:
             return FlashInferOps(enable_pdl=self._capability >= (9, 0))
