@@ -1,7 +1,9 @@
 """A wrong setting must stop the start with one line that says what fits, not fail in a step."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,25 @@ def test_the_dispatch_cap_has_a_short_variable_besides_its_own():
         "LOCKSTEP_EXECUTOR_MAX_DISPATCH_TOKENS_PER_RANK",
         "LOCKSTEP_MAX_DISPATCH_TOKENS_PER_RANK",
     ]
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_waiting_threads_sleep_unless_an_operator_says_otherwise(
+    model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+):
+    def run(serving: Coroutine[Any, Any, int]) -> int:
+        serving.close()
+        raise LookupError
+
+    monkeypatch.setattr("executor.__main__.uvloop.run", run)
+    monkeypatch.setattr("executor.__main__._keep_in", lambda host: None)
+    monkeypatch.setattr("executor.__main__._spare_survivors", lambda: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    with pytest.raises(LookupError):
+        main(["--model", str(model)], standalone_mode=False)
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
 
 
 def test_help_does_not_import_torch():

@@ -1,13 +1,15 @@
 """Described graph sizes are the captured ones: the router plans with them."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from executor.build.executor import build_worker
+from executor.build.executor import _warn_of_many_threads, build_worker
 from executor.build.plan import Blueprint, plan_graph_sizes
 from executor.config import ExecutorConfig
 from executor.errors import CheckpointError
@@ -30,6 +32,15 @@ def config(model: Path, **settings: Any) -> ExecutorConfig:
         "num_kv_blocks": 64,
     }
     return ExecutorConfig(model=model, **(sizes | settings))
+
+
+def test_more_threads_than_cores_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    for threads, told in ((2, []), (3, ["more_threads_than_cores"])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with capture_logs() as lines:
+            _warn_of_many_threads()
+        assert [line["event"] for line in lines] == told
 
 
 def test_describe_says_what_the_executor_can_hold_and_has_captured(tiny_checkpoint: Path):

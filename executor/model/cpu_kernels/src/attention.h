@@ -55,30 +55,22 @@ struct AttentionItem {
 };
 
 template <int LANES>
-class Attend {
- public:
-  Attend(const AttentionLayer& layer, const AttentionBatch& batch, const AttentionRows& rows,
-         const AttentionItem& item)
-      : layer_(layer), batch_(batch), rows_(rows), item_(item) {}
-
+struct Attend {
   void run() {
     take_room();
     for (int64_t lane = 0; lane < lanes_; lane++) begin_lane(lane);
     const int64_t start = lowest_ / kTileKeys * kTileKeys;
     TileRows tiles[2];
     if (start < highest_) locate(start, tiles[0]);
-    int side = 0;
-    for (int64_t tile = start; tile < highest_; tile += kTileKeys, side ^= 1) {
-      const bool is_last = tile + kTileKeys >= highest_;
-      if (!is_last) locate(tile + kTileKeys, tiles[side ^ 1]);
-      for (int64_t m = 0; m < item_.kv_heads; m++)
-        attend_tile(m, tile, tiles[side], tiles[is_last ? side : side ^ 1]);
+    for (int64_t tile = start, side = 0, next; tile < highest_; tile += kTileKeys, side = next) {
+      next = tile + kTileKeys < highest_ ? 1 - side : side;
+      if (next != side) locate(tile + kTileKeys, tiles[next]);
+      for (int64_t m = 0; m < item_.kv_heads; m++) attend_tile(m, tile, tiles[side], tiles[next]);
     }
     for (int64_t m = 0; m < item_.kv_heads; m++)
       for (int64_t r = 0; r < num_rows_; r++) write_row(m, r);
   }
 
- private:
   int64_t query_of(int64_t r) const { return item_.query + r / item_.heads; }
   int64_t head_of(int64_t m, int64_t r) const {
     return (item_.kv_head + m) * (layer_.heads / layer_.kv_heads) + item_.head + r % item_.heads;
@@ -264,8 +256,8 @@ KERNEL void attention(const AttentionLayer* layer, const AttentionBatch* batch,
 #pragma omp parallel for schedule(dynamic, 1)
   for (size_t i = 0; i < items.size(); i++) {
     if (items[i].queries * items[i].heads <= 8)
-      Attend<8>(*layer, *batch, *rows, items[i]).run();
+      Attend<8>{*layer, *batch, *rows, items[i]}.run();
     else
-      Attend<kLanes>(*layer, *batch, *rows, items[i]).run();
+      Attend<kLanes>{*layer, *batch, *rows, items[i]}.run();
   }
 }

@@ -1,15 +1,9 @@
 // Calls that were made before, made again in one. library.py numbers the kernels.
-#include <utility>
-
-template <class... T, size_t... I>
-inline const uint64_t* call(void (*kernel)(T...), const uint64_t* words, std::index_sequence<I...>) {
-  kernel(load_as<T>(words + I)...);
-  return words + sizeof...(T);
-}
+#include <tuple>
 
 template <class... T>
 inline void call(void (*kernel)(T...), const uint64_t*& words) {
-  words = call(kernel, words, std::index_sequence_for<T...>{});
+  std::apply(kernel, std::tuple<T...>{load_as<T>(words++)...});  // in this order, as braces say
 }
 
 // words: for each call the kernel's number, then its arguments, each in the low bytes of a word.

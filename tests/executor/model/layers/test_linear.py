@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from executor.model.cpu_kernels.library import load
 from executor.model.layers.linear import Linear
@@ -21,9 +22,12 @@ def test_a_product_is_the_same_packed_or_not(dtype: torch.dtype, has_bias: bool,
         linear.weight.copy_(weight)
         if linear.bias is not None:
             linear.bias.copy_(bias)
-        linear.finish()
+        with capture_logs() as lines:
+            linear.finish()
         is_packed = library is not None and dtype is torch.bfloat16 and width % 2 == 0
         assert linear.is_packed is is_packed
+        is_odd = library is not None and dtype is torch.bfloat16 and not is_packed
+        assert [line["event"] for line in lines] == ["no_kernel_for_odd_width"] * is_odd
         assert linear(x[:0]).shape == (0, 96)
         results.append(linear(x))
     torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)
