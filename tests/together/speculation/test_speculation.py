@@ -9,6 +9,7 @@ import torch
 from deploy.demo_model.training.draft_checkpoints import Target, load
 from deploy.demo_model.training.draft_scores import ask, draft_chains, walk
 from executor.batch.read_step import StepColumns
+from executor.model.cpu_kernels.library import load as load_kernels
 from executor.speculative.tree import Drafts
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
@@ -170,10 +171,12 @@ def test_drafts_that_are_right_are_all_accepted_and_change_no_output(name: str, 
 def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prompts(
     name: str, topk: int
 ):
-    """The draft model's own keys and hidden states come out the same, so the same is accepted.
+    """The draft model's own keys and hidden states come out the same, so the same is accepted: to the
+    last bit, where there are kernels for bfloat16, also behind what was verified in a tree.
 
     The second prompt of two holds the first and its answer, whose blocks drafts have filled.
     """
+    dtype, off = ("bfloat16", 0.0) if load_kernels() else ("float32", 1e-4)
     firsts = [Ask(prompt=demo_prompts(seed, 1, 30)[0], max_tokens=17) for seed in range(60, 63)]
     said = [answer.tokens for [answer] in plain_answers(tuple(firsts))]
     more = demo_prompts(9, 3)
@@ -184,7 +187,7 @@ def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prom
     accepted, left = [], []
     for most, asks in ((128, turns), (28, turns), (128, [*firsts, *turns])):
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": most, "max_model_len": 128}
-        with cell_of(**settings, **settings_of(name, topk)) as cell:
+        with cell_of(dtype=dtype, **settings, **settings_of(name, topk)) as cell:
             router = Router(cell)
             own = []
             for one in asks:  # one at a time: every step but a prompt's has drafts
@@ -196,7 +199,7 @@ def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prom
             assert (router.num_hit_tokens > 3 * 44) == (len(asks) > len(turns))
     assert accepted[0] == accepted[1] == accepted[2]
     for own in left[1:]:
-        torch.testing.assert_close(own, left[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(own, left[0], rtol=10 * off, atol=off)
     assert sum(accepted[0]) > 8
 
 
