@@ -136,6 +136,15 @@ def test_each_container_of_a_node_has_a_gpu_of_its_own() -> None:
                 assert container.spec["resources"]["claims"] == [{"name": claim["name"]}]
 
 
+def test_gpus_run_flashinfers_experts_and_its_all_to_all_where_they_share_memory() -> None:
+    for overlay in ("gpu-node", "gpu-node-tls", "multi-node"):
+        for pod, container in containers(cluster(overlay), "executor"):
+            config = executor_config(container)
+            shares_memory = config.world_size == len(pod.containers)
+            assert config.moe_a2a == ("flashinfer" if shares_memory else "none")
+            assert config.moe_runner == "cutlass"
+
+
 def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(running: Cluster) -> None:
     assert (EXECUTOR_LIVENESS, EXECUTOR_READINESS) == (LIVENESS, READINESS)
     for _, container in containers(running):
