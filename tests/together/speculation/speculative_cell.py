@@ -19,6 +19,7 @@ from deploy.local.demo_tasks import EVEN_MIX, problems, solved_lines
 from executor.batch.kv_pool import KVPool
 from executor.build.executor import build_worker
 from executor.config import ExecutorConfig
+from executor.model.cpu_kernels.library import load
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.rendezvous import open_store
 from executor.speculative.speculator import Speculator
@@ -35,6 +36,8 @@ from tests.support.paths import DEMO_MODEL as MODEL
 HOST, TIMEOUT_S = "127.0.0.1", 300.0
 SECRET = bytes(32)
 NEWLINE = ord("\n") + 3
+# In which an executor by itself answers to the same last bit, whatever else it does.
+EXACT_DTYPE = "bfloat16" if load() else "float32"
 
 
 class Cell:
@@ -64,7 +67,7 @@ class Cell:
         if defaults.get("decode_graphs") != "off":
             most = defaults["max_num_seqs"]
             defaults.setdefault("decode_graph_sizes", (max(most // 2, 1), most))
-        self.dp_size, self.attn_tp_size = dp_size, attn_tp_size
+        self.dp_size, self.attn_tp_size, self.dtype = dp_size, attn_tp_size, defaults["dtype"]
         self.workers: list[Worker] = []
         members = []
         for place in range(dp_size * attn_tp_size):
@@ -272,25 +275,31 @@ def _answer(sequence: Any) -> Answer:
 
 
 @cache
-def plain_cell() -> Cell:
+def plain_cell(dtype: str = "float32") -> Cell:
     """Returns a cell without a draft model that has room for everybody."""
-    return Cell(max_num_seqs=16, num_kv_blocks=16 * 24 + 1)
+    return Cell(dtype=dtype, max_num_seqs=16, num_kv_blocks=16 * 24 + 1)
 
 
 _PLAIN_ANSWERS: dict[str, list[list[Answer]]] = {}
 
 
-def plain_answers(asks: tuple[Ask, ...]) -> list[list[Answer]]:
+def plain_answers(asks: tuple[Ask, ...], dtype: str = "float32") -> list[list[Answer]]:
     """Returns what plain decoding answers, worked out once."""
-    if repr(asks) not in _PLAIN_ANSWERS:
-        _PLAIN_ANSWERS[repr(asks)] = serve(Router(plain_cell()), asks)
-    return _PLAIN_ANSWERS[repr(asks)]
+    key = repr((asks, dtype))
+    if key not in _PLAIN_ANSWERS:
+        _PLAIN_ANSWERS[key] = serve(Router(plain_cell(dtype)), asks)
+    return _PLAIN_ANSWERS[key]
 
 
 def expect_plain(router: Router, asks: Sequence[Ask], depth: int = 2) -> list[list[Answer]]:
-    """Asserts that requests are answered as plain decoding answers them. Returns the answers."""
-    expected = plain_answers(tuple(replace(ask, delay=0) for ask in asks))
+    """Asserts that requests are answered as plain decoding answers them, in bfloat16 to the last bit.
+
+    Returns the answers.
+    """
+    dtype = router._cell.dtype
+    expected = plain_answers(tuple(replace(ask, delay=0) for ask in asks), dtype)
     answers = serve(router, asks, depth)
+    assert dtype == "float32" or answers == expected
     for place, (got, wanted) in enumerate(zip(answers, expected, strict=True)):
         expect_alike(got, wanted, f"{place}: {asks[place]}")
     return answers

@@ -9,13 +9,13 @@ import torch
 from deploy.demo_model.training.draft_checkpoints import Target, load
 from deploy.demo_model.training.draft_scores import ask, draft_chains, walk
 from executor.batch.read_step import StepColumns
-from executor.model.cpu_kernels.library import load as load_kernels
 from executor.speculative.tree import Drafts
 from tests.executor.support.drafts.draft_trees import random_parents
 from tests.executor.support.drafts.random_drafts import random_draft
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.together.speculation.speculative_cell import (
     CHAINS,
+    EXACT_DTYPE,
     FAR_WAYS,
     MAX_LEN,
     MODEL,
@@ -43,7 +43,8 @@ def test_output_is_that_of_plain_decoding_with_chunks_prefix_hits_and_preemption
 ):
     seed = WAYS.index((name, topk))
     few = {"max_num_seqs": 6, "max_num_batched_tokens": 42, "num_kv_blocks": 1 + MAX_LEN // 4}
-    with cell_of(max_model_len=MAX_LEN, **few, **settings_of(name, topk)) as cell:
+    room = {"max_model_len": MAX_LEN, "dtype": EXACT_DTYPE}
+    with cell_of(**room, **few, **settings_of(name, topk)) as cell:
         router = Router(cell)
         # Two that outgrow the pool together.
         greedy = [Ask(prompt=p, max_tokens=40, delay=4) for p in demo_prompts(seed + 50, 2)]
@@ -176,7 +177,7 @@ def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prom
 
     The second prompt of two holds the first and its answer, whose blocks drafts have filled.
     """
-    dtype, off = ("bfloat16", 0.0) if load_kernels() else ("float32", 1e-4)
+    off = 0.0 if EXACT_DTYPE == "bfloat16" else 1e-4
     firsts = [Ask(prompt=demo_prompts(seed, 1, 30)[0], max_tokens=17) for seed in range(60, 63)]
     said = [answer.tokens for [answer] in plain_answers(tuple(firsts))]
     more = demo_prompts(9, 3)
@@ -187,7 +188,7 @@ def test_drafts_are_as_good_behind_chunks_and_cached_blocks_as_behind_whole_prom
     accepted, left = [], []
     for most, asks in ((128, turns), (28, turns), (128, [*firsts, *turns])):
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": most, "max_model_len": 128}
-        with cell_of(dtype=dtype, **settings, **settings_of(name, topk)) as cell:
+        with cell_of(dtype=EXACT_DTYPE, **settings, **settings_of(name, topk)) as cell:
             router = Router(cell)
             own = []
             for one in asks:  # one at a time: every step but a prompt's has drafts
