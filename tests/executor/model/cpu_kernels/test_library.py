@@ -13,7 +13,11 @@ import torch
 
 from executor.model.cpu_kernels import library
 from executor.model.cpu_kernels.linear import linear, pack
+from executor.model.decoder.kernels import cpu_kernels
+from executor.model.moe.runner_grouped import GroupedMMRunner
+from executor.parallel.layout import Topology
 from tests.executor.model.cpu_kernels.kernel_cases import num_threads, random_bf16
+from tests.executor.support.experts import new_spec
 
 SOURCES = Path(library.__file__).with_name("src")
 ALL_FLAGS = "flags : avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16"
@@ -220,3 +224,15 @@ def test_the_best_tile_of_a_cpu_is_chosen(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "cpuinfo").unlink()
     with pytest.raises(library.NoKernels):
         library.choose("auto")
+
+
+def test_experts_of_a_width_that_no_tile_takes_run_plainly_with_a_line_in_the_log(
+    kernels: ctypes.CDLL,  # or none would be taken
+):
+    sizes = {"hidden_size": 48, "num_experts": 4, "top_k": 2, "intermediate_size": 32}
+    spec = new_spec(**sizes, dtype=torch.bfloat16)
+    with structlog.testing.capture_logs() as lines:
+        chosen = cpu_kernels(spec, dtype=spec.dtype)
+    assert spec.moe is not None
+    assert isinstance(chosen.new_experts(spec.moe, Topology()).runner, GroupedMMRunner)
+    assert [line["event"] for line in lines] == ["no_cpu_kernel_for_experts"]
