@@ -188,6 +188,7 @@ def test_waiting_threads_sleep_unless_an_operator_says_otherwise(
         serving.close()
         raise LookupError
 
+    monkeypatch.setattr("protos.settings.configure_logging", lambda level="info": None)
     monkeypatch.setattr("executor.__main__.uvloop.run", run)
     monkeypatch.setattr("executor.__main__._keep_in", lambda host: None)
     monkeypatch.setattr("executor.__main__._spare_survivors", lambda: None)

@@ -1,7 +1,6 @@
 """If this fails, the GPU executor calls FlashInfer in a way that the installed one refuses."""
 
 import inspect
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -135,7 +134,6 @@ def call_attention(ops: FlashInferOps) -> None:
         kv_indices=int32(1, 2, 3),
     )
     mask = MaskBuffers(bits=torch.full((4,), 0xFF, dtype=torch.uint8), indptr=int32(0, 0, 0))
-    masked = replace(table, mask=torch.ones(3 + 5, dtype=torch.bool))
     decode = partial(paged_decode, ops, SHAPE, workspace)
     extend = partial(paged_prefill, ops, SHAPE, workspace)
     in_graph = partial(extend, backend="fa2", buffers=buffers, uniform_len=1)
@@ -144,7 +142,7 @@ def call_attention(ops: FlashInferOps) -> None:
         (decode(use_tensor_cores=False, buffers=buffers), table),
         (extend(backend="auto"), table),
         (in_graph(), table),
-        (extend(backend="fa2", is_causal=False), masked),
+        (extend(backend="fa2", is_causal=False, mask=mask), table),
         (in_graph(is_causal=False, mask=mask), table),
     ):
         assert attention.workspace_size(planned) == WORKSPACE
