@@ -32,12 +32,19 @@ from typing import Any
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
 
+from executor.graph.backend import EagerBackend
+from executor.graph.cpu_graph import CpuGraph, GraphMemory
+from executor.graph.cuda_graph_buffer_registry import build_decode_registry
+from executor.model.cpu_kernels.library import load
 from executor.model.decoder.kernels import cpu_kernels
 from executor.model.decoder.sizes import attention_of, kv_shape
 from executor.model.families import Model, load_model, read_spec
 from executor.model.layers.attention import run_stages
 from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.spec import ModelSpec
+from executor.parallel.layout import DpLayout
+from executor.runners.forward_pass import ForwardPass
+from executor.runners.target import DecodeRunner
 from tests.bench.support.options import parse_options
 from tests.executor.support.kv import batch_of, full_pool
 
@@ -48,7 +55,7 @@ NUM_LEFT_OUT = 2
 
 
 class Ours:
-    """Prompts in a paged KV pool, one row each."""
+    """Prompts in a paged KV pool, one row each. Decodes run as an executor's do: from a graph."""
 
     def __init__(self, model: Model, config: ModelSpec, batch_size: int, max_len: int) -> None:
         self._model = model
@@ -56,6 +63,29 @@ class Ours:
         shape = kv_shape(config, BLOCK_SIZE, model.embed_tokens.weight.dtype)
         self._attention = cpu_attention(attention.num_heads, shape, scale=attention.scale)
         self._pool = full_pool(shape, batch_size, max_len)
+        forward_pass = ForwardPass(
+            stages=model.stages,
+            compute_logits=model.compute_logits,
+            attention=self._attention,
+            kv_pool=self._pool,
+            num_heads=attention.num_heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            dtype=config.dtype,
+        )
+        kernels = load()
+        record = None if kernels is None else partial(CpuGraph, kernels, GraphMemory())
+        registry = build_decode_registry(
+            device="cpu",
+            max_bs=batch_size,
+            max_num_token=batch_size,
+            seq_len_fill_value=1,
+            cache_loc_dtype=torch.int64,
+            share_pool=False,
+        )
+        sizes = range(1, batch_size + 1)
+        self._decode = DecodeRunner(forward_pass, registry, EagerBackend(record), sizes)
+        self._decode.capture()
 
     def fill(self) -> None:
         """Puts random keys and values everywhere, in place of a prefill."""
@@ -65,7 +95,11 @@ class Ours:
     def run(self, rows: list[int], num_computed: int, ids: torch.Tensor) -> torch.Tensor:
         """Returns the next token of each row after ids [B, T]."""
         num_tokens, computed = [ids.shape[1]] * len(rows), [num_computed] * len(rows)
-        batch = batch_of(self._pool, rows, computed, num_tokens, ids.flatten())
+        is_decode = ids.shape[1] == 1
+        layout = DpLayout.single(ids.numel(), len(rows) if is_decode else None)
+        batch = batch_of(self._pool, rows, computed, num_tokens, ids.flatten(), layout)
+        if is_decode:
+            return self._decode.run(batch).argmax(-1, keepdim=True)
         self._attention.init_forward_metadata_out_graph(batch, self._pool)
         hidden = run_stages(self._model.stages(batch), self._attention.forward)
         last = hidden.index_select(0, batch.logits_indices)
