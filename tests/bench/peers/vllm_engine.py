@@ -16,20 +16,24 @@ from tests.bench.peers.workload import (
     NUM_LEFT_OUT,
     NUM_PREFILLS,
     NUM_STEPS,
+    PROMPT_LEN,
+    WARM_UP_LEN,
     make_prompt,
     report_decode,
     report_prefill,
 )
 
 
-def generate(engine: Any, first: int, count: int, num_tokens: int) -> list[list[float]]:
+def generate(
+    engine: Any, first: int, count: int, num_tokens: int, length: int = PROMPT_LEN
+) -> list[list[float]]:
     """Returns for each prompt the time of sending and that of each token."""
     params = SamplingParams(
         temperature=0.0, ignore_eos=True, max_tokens=num_tokens, detokenize=False
     )
     stamps: dict[str, list[float]] = {}
     for number in range(first, first + count):
-        prompt = TokensPrompt(prompt_token_ids=make_prompt(number))
+        prompt = TokensPrompt(prompt_token_ids=make_prompt(number, length))
         stamps[str(number)] = [time.perf_counter()]
         engine.add_request(str(number), prompt, params)
     while engine.has_unfinished_requests():
@@ -47,7 +51,7 @@ def main(folder: str) -> None:
     )
     engine = llm.llm_engine
     for batch_size in BATCHES:  # warm-up
-        generate(engine, 10_000 * batch_size, batch_size, NUM_LEFT_OUT)
+        generate(engine, 10_000 * batch_size, batch_size, NUM_LEFT_OUT, WARM_UP_LEN)
     prefills = [generate(engine, number, 1, 1)[0] for number in range(NUM_PREFILLS)]
     report_prefill([stamps[1] - stamps[0] for stamps in prefills])
     for batch_size in BATCHES:

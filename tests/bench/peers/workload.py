@@ -19,6 +19,7 @@ MARK = "FIGURES "
 VOCAB_SIZE = 32768
 PROMPT_LEN = 512
 BATCHES = (1, 8, 32)
+WARM_UP_LEN = 32
 NUM_PREFILLS = 8  # of which the first two are left out
 NUM_STEPS = 48  # of a decode, after the last prompt
 NUM_LEFT_OUT = 8  # of those
@@ -81,12 +82,14 @@ async def measure_service(generate: Generate) -> None:
         assert len(stamps) == num_tokens + 1, f"{len(stamps) - 1} tokens instead of {num_tokens}"
         return stamps
 
-    async def ask_all(batch_size: int, first: int, num_tokens: int) -> list[list[float]]:
-        prompts = [make_prompt(first + row) for row in range(batch_size)]
+    async def ask_all(
+        batch_size: int, first: int, num_tokens: int, length: int = PROMPT_LEN
+    ) -> list[list[float]]:
+        prompts = [make_prompt(first + row, length) for row in range(batch_size)]
         return await asyncio.gather(*[ask(prompt, num_tokens) for prompt in prompts])
 
     for batch_size in BATCHES:  # warm-up
-        await ask_all(batch_size, 10_000 * batch_size, NUM_LEFT_OUT)
+        await ask_all(batch_size, 10_000 * batch_size, NUM_LEFT_OUT, WARM_UP_LEN)
     prefills = [await ask(make_prompt(number), 1) for number in range(NUM_PREFILLS)]
     report_prefill([stamps[1] - stamps[0] for stamps in prefills])
     for batch_size in BATCHES:
