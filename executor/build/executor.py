@@ -104,7 +104,7 @@ def build_worker(
         )
     )
     lines += _logged(device.attention_lines())
-    kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher))
+    kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher, kernels))
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()

@@ -1,8 +1,9 @@
 """Memory of an executor: the bytes of what it holds, and the KV pool, which takes a share of the rest.
 
 Everything is made before the KV pool takes its memory; its bytes are counted on what was made. What
-comes later is taken off: NCCL's buffers and the all-to-all's workspace at the first Join, and the work
-of a step that draws drafts. The remaining share is for activations and the graphs' own memory.
+comes later is taken off: NCCL's buffers and the all-to-all's workspace at the first Join, what experts
+hold in a pass, and the work of a step that draws drafts. The remaining share is for other activations
+and the graphs' own memory.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
 from executor.model.decoder.kernels import Kernels
 from executor.model.decoder.sizes import kv_shape
+from executor.model.moe.experts import ExpertShare
 from executor.model.moe.layer import Dispatcher
 from executor.model.sampling.sampler import Sampler
 from executor.runners.forward_pass import ForwardPass
@@ -103,8 +105,23 @@ def held_lines(
             BudgetLine("buffers of draft runners", _GRAPH, graph, held.of(*drafts.runners)),
         ]
     lines.append(BudgetLine("buffers of runners", RANK_ROWS, tokens, held.of(runner)))
+    if work := pass_bytes(blueprint, rows, kernels):
+        lines.append(BudgetLine("work of experts on a GPU, in a pass", bound, rows, work))
     pool = forward_pass.kv_pool
     return (*lines, *step_lines(blueprint), *kv_lines(pool.shape, pool.all_bytes_per_block))
+
+
+def pass_bytes(blueprint: Blueprint, num_rows: int, kernels: list[Kernels]) -> int:
+    """Returns what a GPU's experts hold beside scratch while a pass of so many rows runs."""
+    models, most = [blueprint.model], 0
+    if blueprint.draft is not None:
+        models.append(blueprint.draft.layers)
+    for model, one in zip(models, kernels, strict=True):
+        if model.moe is not None and one.elements_per_row is not None:
+            columns = ExpertShare.of(blueprint.config.topology, model.moe).columns
+            width = one.elements_per_row(model.top_k, model.hidden_size, len(columns))
+            most = max(most, num_rows * width * blueprint.dtype.itemsize)
+    return most
 
 
 def step_lines(blueprint: Blueprint) -> tuple[BudgetLine, ...]:
@@ -149,7 +166,9 @@ def kv_lines(shape: KVShape, block_bytes: int) -> tuple[BudgetLine, ...]:
     return tuple(lines)
 
 
-def num_kv_blocks(blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher) -> int:
+def num_kv_blocks(
+    blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher, kernels: list[Kernels]
+) -> int:
     """Returns how many blocks a pool is to have, once all else is made.
 
     Raises:
@@ -157,24 +176,32 @@ def num_kv_blocks(blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher)
     """
     if blueprint.config.num_kv_blocks is not None:
         return blueprint.config.num_kv_blocks
-    later = dispatcher.workspace_bytes + sum(line.bytes for line in step_lines(blueprint))
-    topology = blueprint.config.topology
-    later += NCCL_BYTES * len({topology.world_size, topology.attn_tp_size} - {1})
-    kv_bytes = blueprint.config.kv_cache_bytes or _free_kv_bytes(kv_pool.device, later)
+    kv_bytes, room = blueprint.config.kv_cache_bytes or DEFAULT_CPU_KV_BYTES, ""
+    if blueprint.config.kv_cache_bytes is None and kv_pool.device.type == "cuda":
+        later = _later_bytes(blueprint, dispatcher, kernels)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(kv_pool.device)[0]
+        kv_bytes = int(max(free - later, 0) * CUDA_KV_SHARE)
+        room = (
+            f"; {later} are for what comes after it: lower max_num_batched_tokens or max_num_seqs"
+        )
     block_bytes, num_spilled = kv_pool.all_bytes_per_block, kv_pool.num_spill_blocks
     num_blocks = kv_bytes // block_bytes - num_spilled
     if num_blocks < 2:
         spilled = f", and {num_spilled} for drafts behind sequences' blocks" if num_spilled else ""
         raise ValueError(
             f"kv_cache_bytes={kv_bytes}: a block takes {block_bytes} bytes; need the scratch "
-            f"block and one more{spilled}, {(2 + num_spilled) * block_bytes} bytes"
+            f"block and one more{spilled}, {(2 + num_spilled) * block_bytes} bytes{room}"
         )
     return num_blocks
 
 
-def _free_kv_bytes(device: torch.device, later: int) -> int:
-    if device.type != "cuda":
-        return DEFAULT_CPU_KV_BYTES
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    return int(max(free - later, 0) * CUDA_KV_SHARE)
+def _later_bytes(blueprint: Blueprint, dispatcher: Dispatcher, kernels: list[Kernels]) -> int:
+    num_passes = 1 + bool(blueprint.graph_sizes.extend)  # graphs have memory of their own
+    topology = blueprint.config.topology
+    return (
+        dispatcher.workspace_bytes
+        + num_passes * pass_bytes(blueprint, dispatcher.max_rows, kernels)
+        + sum(line.bytes for line in step_lines(blueprint))
+        + NCCL_BYTES * len({topology.world_size, topology.attn_tp_size} - {1})
+    )

@@ -47,6 +47,8 @@ from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
 
+GpuRunner = type[GroupedMMRunner] | type[CutlassMoERunner] | type[CuteDslMoERunner]
+
 _LOG = structlog.stdlib.get_logger(__name__)
 
 
@@ -61,6 +63,7 @@ class Kernels:
         library: The CPU's kernels, which products and routers call; None for PyTorch's.
         scratch: Memory that the experts of all layers share; None where their kernels need none.
         scratch_bytes: What the CPU's kernel for experts keeps besides, once it has run.
+        elements_per_row: As of ``StackedMoERunner``, of a GPU's experts; None on a CPU.
         kept: Keeps weights of linear layers quantised; None dequantises them.
     """
 
@@ -69,6 +72,7 @@ class Kernels:
     library: Library | None = None
     scratch: ExpertScratch | None = None
     scratch_bytes: int = 0
+    elements_per_row: Callable[[int, int, int], int] | None = None
     kept: KeptLinears | None = None
 
     @property
@@ -173,7 +177,7 @@ def stacked_kernels(
             device=device,
         )
     scratch = None
-    kind: NewRunner = GroupedMMRunner
+    kind: GpuRunner = GroupedMMRunner
     if moe_runner != "grouped":
         if ops is None:
             raise ValueError(
@@ -201,6 +205,7 @@ def stacked_kernels(
             device=device,
         ),
         scratch=scratch,
+        elements_per_row=kind.elements_per_row,
         kept=None if keeping.linears is None else KeptLinears(keeping.linears, ops),
     )
 
@@ -244,7 +249,7 @@ def _torch_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) 
     )
 
 
-_FLASHINFER_RUNNERS: dict[str, tuple[NewRunner, type[ExpertScratch]]] = {
+_FLASHINFER_RUNNERS: dict[str, tuple[GpuRunner, type[ExpertScratch]]] = {
     "cutlass": (CutlassMoERunner, CutlassWorkspace),
     "cutedsl": (CuteDslMoERunner, CuteDslSizing),
 }

@@ -211,6 +211,19 @@ class StackedMoERunner(MoERunner):
         """Returns one expert's down [D, F] as the kernel reads it."""
         return w2
 
+    @staticmethod
+    def elements_per_row(top_k: int, hidden_size: int, intermediate_size: int) -> int:
+        """Returns how many of x's elements a pass holds for each of R, beside scratch and ids, at most.
+
+        Here rows made dense, and their results.
+
+        Args:
+            top_k: K.
+            hidden_size: D.
+            intermediate_size: F.
+        """
+        return 2 * hidden_size
+
     def arrange_kept(self, w13: KeptWeight, w2: KeptWeight) -> None:
         """Lays one expert's gate and up, and down, as the kernel reads them, in place."""
         raise NotImplementedError(f"{type(self).__name__} takes no weights that are kept")

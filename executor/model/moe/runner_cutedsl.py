@@ -88,6 +88,11 @@ class CuteDslMoERunner(StackedMoERunner):
         self._sizing = sizing
         self._wrapper = sizing.ensure_cutedsl_wrapper(w2)
 
+    @staticmethod
+    def elements_per_row(top_k: int, hidden_size: int, intermediate_size: int) -> int:
+        """Besides those of others the results of each pair, for which the library takes memory."""
+        return (2 + top_k) * hidden_size
+
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         self._sizing.check(dispatched)
         out = dispatched.place_for_results()

@@ -57,6 +57,12 @@ class GroupedMMRunner(StackedMoERunner):
             self._activate = lambda hidden: clamped_swiglu(activation, *hidden.chunk(2, dim=-1))
         self._experts = torch.arange(num_local, dtype=torch.int32, device=w2.device)
 
+    @staticmethod
+    def elements_per_row(top_k: int, hidden_size: int, intermediate_size: int) -> int:
+        """Sorted rows, both products, and activations or results in order; all stay until the end."""
+        of_pair = 2 * hidden_size + 2 * intermediate_size + max(intermediate_size, hidden_size)
+        return top_k * of_pair + hidden_size
+
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         x_RD, ids_RK = dispatched.x_RD, dispatched.topk_ids_RK
         num_rows, top_k = ids_RK.shape

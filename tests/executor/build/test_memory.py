@@ -1,5 +1,6 @@
 """If a line of the table is too small, the KV pool takes memory that something else needs later."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -28,6 +29,10 @@ from executor.model.cpu_kernels.library import load
 from executor.model.flashinfer.cutedsl import scratch_rows
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention_workspace import FLOAT_BYTES, AttentionWorkspace
+from executor.model.layers.operators import TorchOperators
+from executor.model.moe.layer import Dispatched
+from executor.model.moe.runner_cutedsl import CuteDslMoERunner
+from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.sampling.sampler import Sampler
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
 from tests.executor.support.sampling import starts
@@ -203,15 +208,22 @@ def test_the_work_on_verified_probabilities_is_counted() -> None:
     assert round(memory.bytes / p.nbytes) == PROBABILITY_COPIES  # but for an entry or two per row
 
 
-def cuda_blocks(settings: dict[str, Any], free: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def cuda_blocks(
+    settings: dict[str, Any],
+    free: int,
+    monkeypatch: pytest.MonkeyPatch,
+    elements_per_row: Callable[..., int] | None = None,
+) -> int:
     """Returns how many blocks there would be on a GPU, of 100 bytes each."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
     pool: Any = SimpleNamespace(
         device=torch.device("cuda"), all_bytes_per_block=100, num_spill_blocks=0
     )
     blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | {"num_kv_blocks": None} | settings)))
-    dispatcher: Any = SimpleNamespace(workspace_bytes=1 << 28)
-    return num_kv_blocks(blueprint, pool, dispatcher)
+    dispatcher: Any = SimpleNamespace(workspace_bytes=1 << 28, max_rows=64)
+    kernels: Any = SimpleNamespace(elements_per_row=elements_per_row)
+    num_models = 1 if blueprint.draft is None else 2
+    return num_kv_blocks(blueprint, pool, dispatcher, [kernels] * num_models)
 
 
 def test_the_kv_pool_leaves_memory_for_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +249,36 @@ def test_the_kv_pool_leaves_memory_for_the_buffers_of_each_communicator(
     assert cuda_blocks(sizes, free, monkeypatch) == int((free - later) * CUDA_KV_SHARE) // 100
 
 
+@pytest.mark.parametrize(("prefill_graphs", "num_passes"), [("off", 1), ("breakable", 2)])
+def test_the_kv_pool_leaves_memory_for_what_experts_hold_in_a_pass(
+    prefill_graphs: str, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts' rows of 64 executors, each for 8 experts, took 8 GiB within the library, on no line."""
+    settings, free = {"prefill_graphs": prefill_graphs}, 8 << 30
+    model = Blueprint.of(ExecutorConfig(**(SETTINGS | settings))).model
+    counts = CuteDslMoERunner.elements_per_row
+    spared = cuda_blocks(settings, free, monkeypatch) - cuda_blocks(
+        settings, free, monkeypatch, counts
+    )
+    num_bytes = num_passes * 64 * (2 + model.top_k) * model.hidden_size * 2
+    assert spared == pytest.approx(num_bytes * CUDA_KV_SHARE / 100, abs=1)
+
+
+def test_what_grouped_products_hold_is_counted() -> None:
+    rows, top_k, hidden, columns = 64, 3, 64, 48
+    w13, w2 = torch.randn(4, 2 * columns, hidden), torch.randn(4, hidden, columns)
+    runner = GroupedMMRunner(w13, w2, TorchOperators([]).silu_and_mul)
+    ids, weights = torch.randint(5, (rows, top_k), dtype=torch.int32), torch.rand(rows, top_k)
+    dispatched = Dispatched(torch.randn(rows, hidden), ids, weights)
+    with torch.inference_mode(), PeakMemory() as memory:
+        runner.run(dispatched)
+    counted = 4 * rows * runner.elements_per_row(top_k, hidden, columns)
+    assert 0 <= memory.bytes - counted <= 48 * ids.numel() + 64  # ids, sorted and back
+
+
 def test_without_memory_for_two_blocks_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="kv_cache_bytes=0: a block takes"):
+    problem = r"kv_cache_bytes=0: a block takes .*; 268435456 are .*: lower max_num_batched_tokens"
+    with pytest.raises(ValueError, match=problem):
         cuda_blocks({}, 1000, monkeypatch)
 
 
