@@ -97,6 +97,8 @@ def handed(library: CpuFlashInfer) -> dict[str, set[int]]:
 
 WIDTH = 4  # of a sequence of "mtp" in verify: three drafts and its last token
 MTP = {"moe_runner": "cutlass", "draft_model": DEMO_DRAFTS / "mtp"}
+ALL = {"moe_a2a_extend": "all-to-all"}
+GRID = {"dp_size": 2, "attn_tp_size": 2}
 DSL = {"moe_runner": "cutedsl", "dtype": "bfloat16"}
 
 
@@ -105,13 +107,14 @@ DSL = {"moe_runner": "cutedsl", "dtype": "bfloat16"}
     [
         ({"moe_runner": "cutlass", "dp_size": 2}, 4, 2 * 32),
         ({"moe_runner": "cutlass", "attn_tp_size": 2}, 2, 32),
-        ({"moe_runner": "cutlass", "dp_size": 2, "attn_tp_size": 2}, 2, 2 * 32),
+        ({"moe_runner": "cutlass", **GRID}, 2, 2 * 32),
         ({**DSL, "dp_size": 2}, 4, 2 * 32),
         ({**DSL, "attn_tp_size": 2}, 2, 32),
         ({**MTP, "dp_size": 2}, 4 * WIDTH, 2 * (32 + 4)),
         ({**MTP, "attn_tp_size": 2}, 2 * WIDTH, 32 + 4),
         ({"moe_runner": "cutlass", "dp_size": 2, "max_dispatch_tokens_per_rank": 50}, 50, 2 * 50),
-        ({"moe_runner": "grouped", "dp_size": 2, "moe_a2a_extend": "all-to-all"}, 4096, None),
+        ({**MTP, "dp_size": 2, **ALL}, 4096, 2 * 4096),
+        ({**ALL, **GRID, "moe_runner": "grouped", "max_dispatch_tokens_per_rank": 16}, 16, None),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
