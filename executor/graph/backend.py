@@ -26,11 +26,11 @@ class ShapeKey:
 
     Attributes:
         size: Sequences of a decode, token rows of an extend.
-        piece: Its place among the pieces of one pass; 0 if a pass is one piece.
+        piece: Its place among the pieces of one pass; None if a pass is one piece.
     """
 
     size: int
-    piece: int = 0
+    piece: int | None = None
 
     def __str__(self) -> str:
         return f"size {self.size}" + (f", piece {self.piece}" if self.piece else "")
@@ -208,7 +208,7 @@ class EagerBackend:
 
     Args:
         record: Takes what a capture runs to what replays call; None: they call just that. Captures
-            that may break are not given to it.
+            that may break are not given to it, nor pieces, which go on from one another's Python.
     """
 
     def __init__(self, record: Callable[[Work], Work] | None = None) -> None:
@@ -229,7 +229,8 @@ class EagerBackend:
         self._captures.check_session()
 
     def capture(self, key: ShapeKey, run: Callable[[], None]) -> None:
-        self._keep(key, run if self._record is None else self._record(run))
+        record = self._record if key.piece is None else None
+        self._keep(key, run if record is None else record(run))
 
     def capture_breakable(self, key: ShapeKey, run: Callable[[], None]) -> None:
         self._keep(key, run)

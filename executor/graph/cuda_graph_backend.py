@@ -203,7 +203,7 @@ class CUDAGraphBackend:
     def _capture(self, key: ShapeKey, run: Callable[[], None], *, is_breakable: bool) -> None:
         with self._captures.making(key), self._progress.explaining(str(key)):
             self._device.synchronize()
-            if key.piece == 0:
+            if not key.piece:
                 # A graph cannot take memory that warm-ups left in the cache. Once per size: pieces
                 # after the first find what they need in the pool.
                 self._device.release_cached()

@@ -171,9 +171,9 @@ class RunnerGraphs:
                 for attention in attentions:
                     attention.on_after_cuda_graph_warmup()
                 for piece, work in enumerate(pieces):
-                    record(ShapeKey(size, piece), work)
+                    record(ShapeKey(size, piece if num_pieces > 1 else None), work)
 
-    def replay(self, size: int, piece: int = 0) -> None:
+    def replay(self, size: int, piece: int | None = None) -> None:
         """Runs the graph of a size."""
         self.backend.replay(ShapeKey(size, piece))
 

@@ -132,7 +132,7 @@ class RecordingBackend:
 
     def replay(self, key: ShapeKey) -> None:
         recording = self._captures[key]
-        if key.piece == 0:
+        if not key.piece:
             self._poison_all()
         else:  # earlier pieces of this very pass have left something for it
             recording.poison()
