@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from executor.model.cpu_kernels.calls import Call, Replay, noting
 
@@ -36,17 +37,32 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
+        self._twins: dict[int, torch.Tensor] = {}  # by address: the same memory, of no storage
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of such a shape and type in a block that no tensor has."""
-        size = like.nbytes
+        """Returns a tensor of such a shape, strides and type in a block that no tensor has."""
+        size = like.untyped_storage().nbytes()
         for block in self._blocks:
             if size <= block.nbytes <= 2 * size and _is_free(block):
                 break
         else:
             block = torch.empty(max(size, 64), dtype=torch.uint8)
+            address = block.data_ptr()
+            memory = (ctypes.c_uint8 * block.nbytes).from_address(address)
             self._blocks.append(block)
-        return block[:size].view(like.dtype).view(like.shape)
+            self._twins[address] = torch.frombuffer(memory, dtype=torch.uint8)
+        return _strided_as(like, block)
+
+    def noted(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x, which may lie in a block, as a graph refers to it: the block is not its own."""
+        twin = self._twins.get(x.untyped_storage().data_ptr())
+        return x if twin is None else _strided_as(x, twin)
+
+
+def _strided_as(x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Returns what lies in bytes as x does in its storage."""
+    numbers = memory[: memory.nbytes // x.itemsize * x.itemsize].view(x.dtype)
+    return numbers.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def _is_free(block: torch.Tensor) -> bool:
@@ -100,7 +116,7 @@ class CpuGraph:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes PyTorch's operators, and puts empty tensors into memory that stays.
+    """Notes PyTorch's operators, and puts what they make into memory that stays.
 
     Attributes:
         work: Calls of kernels and of operators, in order.
@@ -120,20 +136,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        again = partial(operator, *args, **kwargs or {})
-        result = again()
+        result = operator(*args, **kwargs or {})
         if operator.is_view and _shares_memory(result, args):
             return result
         if operator in _EMPTY:
             return self._memory.take(result)
         if operator.namespace != "aten" or any(tag in operator.tags for tag in _TAGS):
             self.problem = str(operator)
-        elif operator._schema.is_mutable:
+            return result
+        noted = self._memory.noted
+        given, named = tree_map_only(torch.Tensor, noted, (args, kwargs or {}))
+        again = partial(operator, *given, **named)
+        if operator._schema.is_mutable:
             self.work.append(again)
         elif isinstance(result, torch.Tensor):
-            self.work.append(lambda: result.copy_(again()))
+            result = self._memory.take(result).copy_(result)
+            to = noted(result)
+            self.work.append(lambda: to.copy_(again()))
         else:
-            self.work.append(lambda: [to.copy_(x) for to, x in zip(result, again(), strict=True)])
+            result = type(result)(self._memory.take(x).copy_(x) for x in result)
+            places = [noted(x) for x in result]
+            self.work.append(lambda: [y.copy_(x) for y, x in zip(places, again(), strict=True)])
         return result
 
 

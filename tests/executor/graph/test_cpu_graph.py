@@ -75,3 +75,29 @@ def test_memory_is_shared_by_what_does_not_live_at_once():
     assert memory.take(like).data_ptr() not in places
     del view
     assert memory.take(like).data_ptr() == places[0]
+
+
+def test_what_operators_make_is_in_memory_that_all_graphs_share():
+    """Else each graph keeps what each of its layers makes, which no budget counts."""
+
+    def many_layers() -> None:
+        x = normed(X).repeat(100, 1)
+        for _ in range(20):
+            values, _ = torch.sort(torch.cat((x, x)), dim=1)
+            x = values[:300] + x
+        OUT.copy_(x[:3])
+
+    normed(X)  # skips
+    kernels, memory = load(), GraphMemory()
+    assert kernels is not None
+    graphs = [CpuGraph(kernels, memory, many_layers) for _ in range(3)]
+    for seed in range(2):
+        X.copy_(torch.randn(3, 16, generator=torch.Generator().manual_seed(seed)))
+        many_layers()
+        expected = OUT.clone()
+        for graph in graphs:
+            OUT.zero_()
+            graph()
+            assert torch.equal(OUT, expected)
+    largest = 600 * 16 * 8  # the places of what is sorted, int64
+    assert sum(block.nbytes for block in memory._blocks) < 4 * largest
