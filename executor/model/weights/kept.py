@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+_ROWS_AT_ONCE = 4096
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptAs:
@@ -121,11 +123,16 @@ class KeptWeight:
         return self.numbers.is_meta
 
     def quantise(self, weight: torch.Tensor) -> None:
-        """Fills it with the int8 of floats [n, k]: the largest of each row becomes 127 or -127."""
-        weight = weight.float()
-        scales = weight.abs().amax(dim=-1, keepdim=True) / 127
-        self.numbers.copy_((weight / scales.clamp(min=1e-30)).round_())
-        self.scales.copy_(scales)
+        """Fills it with the int8 of floats [n, k]: the largest of each row becomes 127 or -127.
+
+        Some rows at a time: all of a head at once would take eight times its bytes.
+        """
+        for start in range(0, len(weight), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            floats = weight[rows].float()
+            scales = floats.abs().amax(dim=-1, keepdim=True) / 127
+            self.numbers[rows].copy_((floats / scales.clamp(min=1e-30)).round_())
+            self.scales[rows].copy_(scales)
 
     def __getitem__(self, number: int) -> "KeptWeight":
         """Returns one of a stack."""

@@ -106,6 +106,15 @@ def test_each_row_has_the_scale_of_its_largest():
     assert kept.scales[4].isnan()
 
 
+def test_a_row_is_quantised_alike_in_a_matrix_of_any_height():
+    weight = random_bf16(9000, 2)
+    whole = quantised(weight)
+    for rows in (slice(0, 4097), slice(4095, 9000)):
+        part = quantised(weight[rows])
+        assert torch.equal(part.numbers, whole.numbers[rows])
+        assert torch.equal(part.scales, whole.scales[rows])
+
+
 @pytest.mark.parametrize("is_latent", [False, True], ids=["heads", "latents"])
 def test_logits_are_near_those_of_bfloat16_and_have_the_same_bits_in_chunks(
     is_latent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
