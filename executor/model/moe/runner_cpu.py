@@ -55,7 +55,7 @@ class CpuMoERunner(StackedMoERunner):
         if self._biases is None:
             return None
         b13, b2 = (bias.float() for bias in self._biases)
-        return torch.stack([interleave(bias) for bias in b13]), b2
+        return interleave(b13.T).T.contiguous(), b2
 
     def run(self, dispatched: Dispatched) -> torch.Tensor:
         return moe(
