@@ -341,8 +341,7 @@ class Worker:
             return tensors.sampled_rows
         if arrays.sampled_at.size:
             logits = logits.index_select(0, tensors.sampled_at)
-        at, positions = tensors.sampled_rows, tensors.sampled_positions
-        tokens = self._sampler.sample(logits, rows, seq_lens, at, positions)
+        tokens = self._sampler.sample(logits, rows, seq_lens, tensors.sampled_rows)
         self._rows.has_sampled[rows] = True
         return tokens
 

@@ -10,7 +10,7 @@ Where the device is the host, a slot is one piece of memory and nothing is copie
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +109,9 @@ class NoEvent:
         pass
 
 
-def to_device(values: Int64Array | npt.NDArray[np.float32], device: torch.device) -> torch.Tensor:
+def to_device(
+    values: Int64Array | npt.NDArray[np.floating[Any]], device: torch.device
+) -> torch.Tensor:
     """Returns an array as a tensor, without waiting for the device.
 
     For what few steps need. What every step needs goes through a ``StagingBuffer``.

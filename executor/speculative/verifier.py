@@ -121,8 +121,9 @@ class Verifier:
             first = verification.positions.view(count, size)[:, 0]
             accepted = reject_chain(p, q, drafts.tokens, limits, seeds, first)
         else:
-            targets = self._sampler.pick(logits, rows, lens, at, verification.positions)
-            targets = targets.view(count, size)
+            # In a chain the host knows them: lens.
+            positions = None if verification.sees is None else verification.positions
+            targets = self._sampler.pick(logits, rows, lens, at, positions).view(count, size)
             if verification.sees is None:
                 accepted = match_chain(targets, drafts.tokens, limits)
             else:

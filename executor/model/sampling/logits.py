@@ -6,11 +6,13 @@ Rows never influence one another, so a sequence samples alike in any batch.
 """
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.batch.columns import Int64Array
 from executor.batch.read_step import PARAMETERS
 
 GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -19,6 +21,8 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 PICKED_TOP = 20  # likeliest tokens with scores; no router asks for more
 Floats = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+Integers = TypeVar("Integers", npt.NDArray[np.signedinteger[Any]], torch.Tensor)
 
 _TORCH_DTYPES = {"<u8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
@@ -71,18 +75,27 @@ def uniform_samples(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     Source: SplitMix64, Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
     OOPSLA 2014: output number ``position`` of the generator that output 1 of ``seed`` seeds.
     """
+    return _random_bits(seeds, positions).to(torch.float64) * 2.0**-52
+
+
+def uniform_samples_on_host(seeds: Int64Array, positions: Int64Array) -> Float64Array:
+    """Returns what ``uniform_samples`` returns, bit for bit, as an array: nothing is launched."""
+    return _random_bits(seeds, positions).astype(np.float64) * 2.0**-52
+
+
+def _random_bits(seeds: Integers, positions: Integers) -> Integers:
     bits = _mix(_mix(seeds + GOLDEN_GAMMA) + (positions + 1) * GOLDEN_GAMMA)
     # 52 bits, not 53: then uniform * total stays below total after rounding, for any total.
-    return _shift_right(bits, 12).to(torch.float64) * 2.0**-52
+    return _shift_right(bits, 12)
 
 
-def _mix(z: torch.Tensor) -> torch.Tensor:
+def _mix(z: Integers) -> Integers:
     z = (z ^ _shift_right(z, 30)) * MIX_1
     z = (z ^ _shift_right(z, 27)) * MIX_2
     return z ^ _shift_right(z, 31)
 
 
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(z: Integers, bits: int) -> Integers:
     """Shifts as if unsigned; int64 alone would copy the sign down."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 

@@ -7,7 +7,8 @@
 
 Rows go only through the stages that they ask for: a greedy batch is one argmax. The host knows which
 rows these are, so nothing waits for the device: what every step needs there comes staged, and the
-indices of a mixed batch are copied without waiting.
+indices of a mixed batch are copied without waiting. It computes uniform samples, too: of a seed and
+a position that is one number for a row, and some 25 launches on a device.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import numpy.typing as npt
 import torch
 
 from executor.batch.columns import BoolArray, Int64Array
-from executor.batch.read_step import PARAMETER_WIDTH, RowStarts
+from executor.batch.read_step import PARAMETER_WIDTH, PARAMETERS, RowStarts
 from executor.batch.staging import to_device
 from executor.model.cpu_kernels.elementwise import arg_max
 from executor.model.cpu_kernels.library import load
-from executor.model.sampling.fixed_shape import Filters, sample_rows
+from executor.model.sampling.fixed_shape import Draws, Filters, sample_rows
 from executor.model.sampling.logits import (
     RowParameters,
     draw,
@@ -31,6 +32,7 @@ from executor.model.sampling.logits import (
     probabilities,
     temper,
     uniform_samples,
+    uniform_samples_on_host,
 )
 
 # Up to here the likeliest tokens are picked out; beyond, the row is sorted. A row's own top_k
@@ -84,6 +86,7 @@ class Sampler:
         self.num_top_logprobs = np.zeros(num_rows, dtype=np.int64)
         self._stages = np.zeros(num_rows, dtype=np.uint8)
         self._suppressed_until = np.zeros(num_rows, dtype=np.int64)
+        self._given = np.zeros(num_rows, PARAMETERS)  # the parameters, on the host
 
         def state(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=self.device)
@@ -110,6 +113,7 @@ class Sampler:
             parameters: ``starts.packed_parameters`` on the device, likewise.
         """
         rows, given = starts.rows, starts.parameters
+        self._given[rows] = given
         self.scores_output[rows] = starts.scores_output
         self.num_top_logprobs[rows] = starts.num_top_logprobs
         at = self._index(rows) if at is None else at
@@ -174,7 +178,6 @@ class Sampler:
         rows: Int64Array,
         seq_lens: Int64Array,
         at: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Samples one token per row and remembers it.
 
@@ -183,13 +186,12 @@ class Sampler:
             rows: [S] rows of the block table, no row twice.
             seq_lens: [S] tokens that each sequence has, which is the new token's position.
             at: ``rows`` on the device, if they are there already.
-            positions: ``seq_lens`` on the device, if they are there already.
 
         Returns:
             int64 [S] token ids on the device.
         """
         at = self._index(rows) if at is None else at
-        tokens = self.pick(logits, rows, seq_lens, at, positions)
+        tokens = self.pick(logits, rows, seq_lens, at)
         if self._agree is not None:
             self._agree(tokens)
         self.remember(tokens, rows, at)
@@ -207,21 +209,25 @@ class Sampler:
 
         The arguments are those of ``sample``, but a row may come more than once: with the logits
         behind each of its drafts. Its penalties are then exact only for the first.
+
+        Args:
+            positions: int64 [S] on the device, of the new tokens; None: they are ``seq_lens``.
         """
         if not self._stages[rows].any():
             return self._likeliest(logits)
         stages = self._stages_at(rows, seq_lens)
-        positions = self._index(seq_lens) if positions is None else positions
         if stages.all():
-            edited = self._edit(logits.to(torch.float32, copy=True), stages, at)
-            return self._choose(edited, stages, at, positions)
+            is_edited = bool((stages & EDITS).any())
+            edited = self._edit(logits.to(torch.float32, copy=is_edited), stages, at)
+            return self._choose(edited, stages, at, rows, seq_lens, positions)
         tokens = self._likeliest(logits)
         special = np.flatnonzero(stages)
         if special.size:
             members, stages = self._index(special), stages[special]
-            at, positions = at[members], positions[members]
+            rows, seq_lens, at = rows[special], seq_lens[special], at[members]
+            positions = None if positions is None else positions[members]
             edited = self._edit(logits[members].float(), stages, at)
-            tokens[members] = self._choose(edited, stages, at, positions)
+            tokens[members] = self._choose(edited, stages, at, rows, seq_lens, positions)
         return tokens
 
     def probabilities(
@@ -251,8 +257,10 @@ class Sampler:
         self.last_tokens.index_copy_(0, at, tokens)
         is_counted = self._stages[rows] & PENALIZED
         if is_counted.any():
-            members = self._index(np.flatnonzero(is_counted))
-            self._output_counts[at[members], tokens[members]] += 1
+            if not is_counted.all():
+                members = self._index(np.flatnonzero(is_counted))
+                at, tokens = at[members], tokens[members]
+            self._output_counts[at, tokens] += 1
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         if self._library is None or logits.dtype is not torch.float32:
@@ -289,14 +297,26 @@ class Sampler:
         return logits
 
     def _choose(
-        self, logits: torch.Tensor, stages: Stages, at: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        stages: Stages,
+        at: torch.Tensor,
+        rows: Int64Array,
+        seq_lens: Int64Array,
+        positions: torch.Tensor | None,
     ) -> torch.Tensor:
         """Picks each row's token by the way that its parameters ask for."""
+        given, uniform = self._given[rows], None
+        on_host = uniform_samples_on_host(given["seed"].view(np.int64), seq_lens)
+        if positions is not None:
+            uniform = uniform_samples(self.parameters.at(at)["seed"], positions)
         if self._filters is not None:
-            parameters = self.parameters.at(at)
-            uniform = uniform_samples(parameters["seed"], positions)
-            return sample_rows(logits, parameters, uniform, self._filters)
+            how = Draws.of(given, on_host, self.vocab_size, self.device)
+            if uniform is not None:
+                how = how._replace(uniform=uniform)
+            return sample_rows(logits, how, self._filters)
 
+        uniform = to_device(on_host, self.device) if uniform is None else uniform
         tokens, draws = torch.empty_like(at), stages & DRAWS
         for way, width in (
             (GREEDY, 1),
@@ -305,17 +325,17 @@ class Sampler:
             (DRAW_SORTED, self.vocab_size),
         ):
             choose = partial(self._draw, width)
-            tokens = self._write_members(tokens, draws == way, choose, logits, at, positions)
+            tokens = self._write_members(tokens, draws == way, choose, logits, at, uniform)
         return tokens
 
     def _draw(
-        self, width: int | None, x: torch.Tensor, at: torch.Tensor, positions: torch.Tensor
+        self, width: int | None, x: torch.Tensor, at: torch.Tensor, uniform: torch.Tensor
     ) -> torch.Tensor:
         """Draws each row's token among its ``width`` likeliest; None: among all of them."""
         if width == 1:
             return self._likeliest(x)
         p = self.parameters.at(at)
-        x, uniform = temper(x, p["temperature"]), uniform_samples(p["seed"], positions)
+        x = temper(x, p["temperature"])
         if width is None:
             return draw(x, p["min_p"], uniform)
         return draw_likeliest(x, p["top_k"], p["top_p"], p["min_p"], uniform, width)

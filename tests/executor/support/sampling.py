@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from executor.batch.read_step import RowStarts, read_starts
+from executor.batch.read_step import PARAMETERS, RowStarts, read_starts
 from executor.budget.token_budget import TokenBudget
+from executor.model.sampling.fixed_shape import Draws
 from executor.parallel.layout import Topology
 from tests.executor.support.steps import limits_of, row_starts
 
@@ -27,3 +29,13 @@ def parameters(rows: Sequence[Way], device: torch.device | str = "cpu") -> dict[
     """Returns a column of each parameter, with one value for each row."""
     columns = zip(*rows, strict=True)
     return {n: torch.tensor(c, device=device) for n, c in zip(NAMES, columns, strict=True)}
+
+
+def draws(
+    rows: Sequence[Way], uniform: torch.Tensor, vocab_size: int, device: torch.device | str = "cpu"
+) -> Draws:
+    """Returns how each row's token is drawn."""
+    given = np.zeros(len(rows), PARAMETERS)
+    for name, column in zip(NAMES, zip(*rows, strict=True), strict=True):
+        given[name] = column
+    return Draws.of(given, uniform.numpy(), vocab_size, torch.device(device))

@@ -8,6 +8,8 @@ import torch
 from executor.graph.backend import ShapeKey
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.sampling.fixed_shape import (
+    Asked,
+    Draws,
     Filters,
     FlashInferFilters,
     TorchFilters,
@@ -16,7 +18,7 @@ from executor.model.sampling.fixed_shape import (
 from executor.model.sampling.logits import draw, draw_likeliest, temper, uniform_samples
 from tests.executor.support.flashinfer.cpu_flashinfer import reference
 from tests.executor.support.recording.recording_backend import RecordingBackend
-from tests.executor.support.sampling import parameters
+from tests.executor.support.sampling import Way, draws, parameters
 
 VOCAB = 50
 # temperature, top_k, top_p, min_p
@@ -49,6 +51,10 @@ def sweep(num_samples: int) -> torch.Tensor:
     return (torch.arange(num_samples, dtype=torch.float64) + 0.5) / num_samples
 
 
+def of_each(rows: list[Way], uniform: torch.Tensor) -> Draws:
+    return draws(rows, uniform, VOCAB)
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row[0] > 0], ids=str)
 def test_tokens_are_as_likely_as_the_other_sampler_makes_them(
     row: tuple[float, int, float, float],
@@ -56,7 +62,7 @@ def test_tokens_are_as_likely_as_the_other_sampler_makes_them(
     num_samples = 5000
     logits = random_logits(1).expand(num_samples, -1).contiguous()
     row_parameters = parameters([row] * num_samples)
-    ours = sample_rows(logits, row_parameters, sweep(num_samples), TorchFilters())
+    ours = sample_rows(logits, of_each([row] * num_samples, sweep(num_samples)), TorchFilters())
     theirs = draw_likeliest(
         temper(logits, row_parameters["temperature"]),
         row_parameters["top_k"],
@@ -73,37 +79,43 @@ def test_a_row_without_filters_draws_what_the_other_sampler_draws() -> None:
     num_rows = 500
     logits = random_logits(num_rows)
     uniform = uniform_samples(torch.arange(num_rows), torch.full((num_rows,), 7))
-    row_parameters = parameters([(0.8, 0, 1.0, 0.05)] * num_rows)
-    ours = sample_rows(logits, row_parameters, uniform, TorchFilters())
+    rows = [(0.8, 0, 1.0, 0.05)] * num_rows
+    row_parameters = parameters(rows)
+    ours = sample_rows(logits, of_each(rows, uniform), TorchFilters())
     theirs = draw(temper(logits, row_parameters["temperature"]), row_parameters["min_p"], uniform)
     assert torch.equal(ours, theirs)
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
     logits = random_logits(40)
-    tokens = sample_rows(logits, parameters([(0.0, 4, 0.9, 0.1)] * 40), sweep(40), TorchFilters())
+    tokens = sample_rows(logits, of_each([(0.0, 4, 0.9, 0.1)] * 40, sweep(40)), TorchFilters())
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 
 def test_a_rows_token_depends_on_no_other_row_and_not_on_its_place() -> None:
     logits, uniform = random_logits(len(ROWS)), sweep(len(ROWS))
-    together = sample_rows(logits, parameters(ROWS), uniform, TorchFilters())
+    together = sample_rows(logits, of_each(ROWS, uniform), TorchFilters())
     for i, row in enumerate(ROWS):
-        alone = sample_rows(
-            logits[i : i + 1], parameters([row]), uniform[i : i + 1], TorchFilters()
-        )
+        alone = sample_rows(logits[i : i + 1], of_each([row], uniform[i : i + 1]), TorchFilters())
         assert alone == together[i]
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(3))
-    shuffled = parameters([ROWS[i] for i in order.tolist()])
-    tokens = sample_rows(logits[order], shuffled, uniform[order], TorchFilters())
+    shuffled = of_each([ROWS[i] for i in order.tolist()], uniform[order])
+    tokens = sample_rows(logits[order], shuffled, TorchFilters())
     assert torch.equal(tokens, together[order])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_stages_that_no_row_asks_for_change_no_token(row: Way, filters: Filters) -> None:
+    logits, asked = random_logits(200) / 3, of_each([row] * 200, sweep(200))
+    tokens = sample_rows(logits, asked, filters)
+    assert torch.equal(tokens, sample_rows(logits, asked._replace(asked=Asked()), filters))
 
 
 def test_both_filters_sample_alike(ops: FlashInferOps) -> None:
     rows = ROWS * 30
     logits, uniform = random_logits(len(rows)), sweep(len(rows)).flip(0).contiguous()
-    ours = sample_rows(logits, parameters(rows), uniform, TorchFilters())
-    assert torch.equal(sample_rows(logits, parameters(rows), uniform, FlashInferFilters(ops)), ours)
+    ours = sample_rows(logits, of_each(rows, uniform), TorchFilters())
+    assert torch.equal(sample_rows(logits, of_each(rows, uniform), FlashInferFilters(ops)), ours)
 
 
 def test_tokens_as_likely_as_the_last_one_kept_stay_too(filters: Filters) -> None:
@@ -115,39 +127,34 @@ def test_tokens_as_likely_as_the_last_one_kept_stay_too(filters: Filters) -> Non
     assert kept.nonzero()[:, 1].tolist() == [0, 1, 3, 4]
 
 
-def test_top_p_of_one_keeps_every_token(filters: Filters) -> None:
-    probs = torch.softmax(random_logits(3, vocab=4000) * 2, dim=-1)
-    assert torch.equal(filters.top_p(probs, torch.ones(3)), probs)
-
-
 def test_uniform_samples_at_the_ends_give_tokens_that_are_allowed() -> None:
     logits = random_logits(3)
     logits[:, 0] = logits[:, -1] = -torch.inf
     for value in (0.0, 1 - 2.0**-52):
         uniform = torch.full((3,), value, dtype=torch.float64)
-        tokens = sample_rows(logits, parameters([(1.0, 0, 1.0, 0.0)] * 3), uniform, TorchFilters())
+        tokens = sample_rows(logits, of_each([(1.0, 0, 1.0, 0.0)] * 3, uniform), TorchFilters())
         assert torch.isfinite(logits.gather(-1, tokens[:, None])).all()
 
 
 def test_a_graph_of_it_follows_the_parameters_of_each_replay() -> None:
     backend = RecordingBackend()
-    logits, uniform, row_parameters = random_logits(len(ROWS)), sweep(len(ROWS)), parameters(ROWS)
+    logits, captured = random_logits(len(ROWS)), of_each(ROWS, sweep(len(ROWS)))
     tokens = torch.zeros(len(ROWS), dtype=torch.int64)
 
     def run() -> None:
-        tokens.copy_(sample_rows(logits, row_parameters, uniform, TorchFilters()))
+        tokens.copy_(sample_rows(logits, captured, TorchFilters()))
 
     with backend.session(label="sampling", num_captures=1):
         backend.warm_up(run)
         backend.capture(ShapeKey(len(ROWS)), run)
     for seed in range(4):
         order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(seed))
-        other = parameters([ROWS[i] for i in order.tolist()])
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            row_parameters[name].copy_(other[name])
+        other = of_each([ROWS[i] for i in order.tolist()], sweep(len(ROWS)))
+        for ours, theirs in zip(captured[:-1], other[:-1], strict=True):
+            ours.copy_(theirs)
         logits.copy_(random_logits(len(ROWS), seed=seed + 1))
         backend.replay(ShapeKey(len(ROWS)))
-        assert torch.equal(tokens, sample_rows(logits, other, uniform, TorchFilters()))
+        assert torch.equal(tokens, sample_rows(logits, other, TorchFilters()))
 
 
 def test_filters_keep_what_the_library_keeps(real: Any) -> None:

@@ -9,7 +9,13 @@ import torch
 
 from executor.batch.read_step import PARAMETERS, RowStarts
 from executor.model.sampling.fixed_shape import TorchFilters
-from executor.model.sampling.logits import draw, probabilities, score, uniform_samples
+from executor.model.sampling.logits import (
+    draw,
+    probabilities,
+    score,
+    uniform_samples,
+    uniform_samples_on_host,
+)
 from executor.model.sampling.sampler import PICK_WIDTH, Sampler
 from tests.executor.support.chi_square import p_value
 from tests.executor.support.sampling import starts
@@ -272,7 +278,8 @@ def test_what_is_on_the_device_already_samples_like_what_is_not():
     for step in range(20):
         expected = plain.sample(logits, rows, seq_lens + step)
         positions = torch.from_numpy(seq_lens + step)
-        assert torch.equal(staged.sample(logits, rows, seq_lens + step, at, positions), expected)
+        assert torch.equal(staged.pick(logits, rows, seq_lens + step, at, positions), expected)
+        assert torch.equal(staged.sample(logits, rows, seq_lens + step, at), expected)
     assert torch.equal(staged.last_tokens, plain.last_tokens)
     assert torch.equal(staged._parameters, plain._parameters)
     held = {name: plain.parameters[name][at] for name in PARAMETERS.names or ()}
@@ -316,6 +323,7 @@ def test_uniform_samples_equal_splitmix64_in_plain_integers():
     seeds = torch.from_numpy(np.array([seed for seed, _ in pairs], np.uint64).view(np.int64))
     positions = torch.tensor([position for _, position in pairs])
     assert uniform_samples(seeds, positions).tolist() == expected
+    assert uniform_samples_on_host(seeds.numpy(), positions.numpy()).tolist() == expected
 
 
 def test_uniform_samples_are_uniform_over_seeds_and_over_positions():
