@@ -97,11 +97,11 @@ class Launches(NamedTuple):
 
 
 LEDGER = {
-    "Qwen3-30B-A3B": Launches(31, 69, 20, 32, 53),
+    "Qwen3-30B-A3B": Launches(29, 65, 20, 32, 53),
     "DeepSeek-V3": Launches(52, 78, 30, 42, 63),
-    "gpt-oss-120b": Launches(44, 96, 33, 45, 66),
+    "gpt-oss-120b": Launches(42, 92, 33, 45, 66),
 }
-OF_CUTLASS = {"Qwen3-30B-A3B": 18, "DeepSeek-V3": 39, "gpt-oss-120b": 20}
+OF_CUTLASS = {"Qwen3-30B-A3B": 16, "DeepSeek-V3": 39, "gpt-oss-120b": 18}
 ATTENTION = ("run", "paged_run")
 
 
