@@ -108,7 +108,7 @@ class ExecutorConfig(ServiceConfig):
     moe_runner: str = setting("auto", one_of("auto", "grouped", "cutlass", "cutedsl"))
     """Kernels of the experts on CUDA: PyTorch's grouped products, FlashInfer's fused CUTLASS
     kernels, or FlashInfer's kernels in CuTe's DSL. auto is cutlass for experts that stay quantised,
-    else grouped."""
+    and wherever its kernels are prebuilt or once compiled for this GPU, else grouped."""
     quantized_weights: str = setting("auto", one_of("auto", "keep", "dequantize"))
     """Whether weights that a checkpoint has in FP8 blocks or MXFP4 stay so in memory: auto where there
     are kernels for them (FlashInfer on a Hopper GPU), keep refuses to start elsewhere, dequantize never.

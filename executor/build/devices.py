@@ -260,7 +260,9 @@ class Cuda(Device):
     ) -> Kernels:
         moe_runner = self._config.moe_runner
         if moe_runner == "auto":
-            moe_runner = "grouped" if keeping.experts is None else "cutlass"
+            is_fused = keeping.experts is not None or self._has_fused_experts()
+            moe_runner = "cutlass" if is_fused else "grouped"
+            log.info("experts", moe_runner=moe_runner)
         return stacked_kernels(
             model,
             dtype=dtype,
@@ -270,6 +272,13 @@ class Cuda(Device):
             max_moe_rows=max_moe_rows,
             keeping=keeping,
         )
+
+    def _has_fused_experts(self) -> bool:
+        """Whether FlashInfer's fused kernels are there: compiling them takes from minutes to hours."""
+        if self.ops is None:
+            return False
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        return self.ops.has_built(f"fused_moe_{major}{minor}")
 
     def why_dequantised(self, kept_as: KeptAs) -> str | None:
         if self.ops is None:

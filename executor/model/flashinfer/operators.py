@@ -5,6 +5,8 @@ R rows of experts    L experts on this rank    F expert hidden    K experts per 
 """
 
 import os
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +57,12 @@ class FlashInferOps:
         """Whether the library has ``module.function``."""
         module, _, function = name.partition(".")
         return hasattr(getattr(self.library, module, None), function)
+
+    def has_built(self, module: str) -> bool:
+        """Whether a compiled module is there, prebuilt or kept from an earlier start."""
+        env = import_module("flashinfer.jit.env")
+        kept = Path(env.FLASHINFER_JIT_DIR, module, f"{module}.so")
+        return kept.exists() or Path(env.get_aot_path(module)).exists()
 
     def load(self, device: torch.device) -> None:
         """Runs each operator on one row, so that its kernel is loaded, or built for minutes, now.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from executor.model.flashinfer.operators import FlashInferOps
 from router.requests.request import SamplingParams
 from tests.support.paths import DEMO_MODEL
 from tests.together.cuda.support.fake_cell import FakeCell
@@ -97,11 +98,11 @@ class Launches(NamedTuple):
 
 
 LEDGER = {
-    "Qwen3-30B-A3B": Launches(29, 65, 20, 32, 53),
-    "DeepSeek-V3": Launches(52, 78, 30, 42, 63),
-    "gpt-oss-120b": Launches(42, 92, 33, 45, 66),
+    "Qwen3-30B-A3B": Launches(16, 39, 20, 32, 53),
+    "DeepSeek-V3": Launches(39, 65, 30, 42, 63),
+    "gpt-oss-120b": Launches(18, 44, 33, 45, 66),
 }
-OF_CUTLASS = {"Qwen3-30B-A3B": 16, "DeepSeek-V3": 39, "gpt-oss-120b": 18}
+OF_GROUPED = {"Qwen3-30B-A3B": 29, "DeepSeek-V3": 52, "gpt-oss-120b": 42}
 ATTENTION = ("run", "paged_run")
 
 
@@ -134,11 +135,12 @@ def test_a_decode_step_launches_what_the_ledger_says(
     assert Launches(len(layer), len(graph) - len(layer), *outside) == LEDGER[name], (graph, last)
 
 
-@pytest.mark.parametrize("name", OF_CUTLASS)
-def test_a_layer_of_fused_experts_launches_what_the_ledger_says(
-    name: str, gpu: FakeGpu, tmp_path: Path
+@pytest.mark.parametrize("name", OF_GROUPED)
+def test_where_no_fused_experts_are_built_a_layer_launches_what_the_ledger_says(
+    name: str, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell_of(gpu, tmp_path, name, moe_runner="cutlass")
+    monkeypatch.setattr(FlashInferOps, "has_built", lambda ops, module: False)
+    cell_of(gpu, tmp_path, name)
     [graph] = gpu.graphs
     layer = layer_of(graph)
-    assert len(layer) == OF_CUTLASS[name], layer
+    assert len(layer) == OF_GROUPED[name], layer

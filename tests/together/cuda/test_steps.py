@@ -14,7 +14,8 @@ from tests.together.speculation.speculative_cell import Router, serve
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cutlass": {"moe_runner": "cutlass", "decode_graphs": "off"},
+    "without graphs": {"decode_graphs": "off"},
+    "grouped": {"moe_runner": "grouped"},
     "piecewise": {"prefill_graphs": "piecewise", "prefill_graph_sizes": (16,)},
     "breakable": {"prefill_graphs": "breakable", "prefill_graph_sizes": (16,)},
     "chain": {"draft_model": DEMO_DRAFTS / "eagle"},

@@ -14,6 +14,7 @@ import torch
 
 from executor.budget.token_budget import A2A_ALIGNMENT, a2a_workspace_size_per_rank
 from executor.model.flashinfer import bootstrap
+from executor.model.flashinfer.operators import FlashInferOps
 from tests.together.cuda.support.fake_gpu import DEVICE, FakeGpu
 
 _CACHED = type(lru_cache(lambda: None))
@@ -119,6 +120,7 @@ def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     latent = import_module("flashinfer.mla._batch_mla._backends._fa_common")
     patch.setattr(latent, "_get_fa_shared_memory_limits", lambda device: SHARED_BYTES)
     patch.setattr(bootstrap.MnnvlWorkspace, "join", join)
+    patch.setattr(FlashInferOps, "has_built", lambda ops, name: True)
 
 
 def forget_modules() -> None:
