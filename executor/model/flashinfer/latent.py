@@ -104,7 +104,10 @@ class PagedLatent:
 
     Attributes:
         library_bytes: What the wrapper allocates on the device by itself and keeps.
+        buffers: None: planning copies what it is given.
     """
+
+    buffers: PageTableBuffers | None = None
 
     def __init__(
         self,

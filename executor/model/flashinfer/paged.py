@@ -106,6 +106,7 @@ class PagedAttention:
     Attributes:
         library_bytes: What the wrapper allocates on the device by itself and keeps, besides
             the workspace that it is given.
+        buffers: Where graphs read; None outside graphs.
     """
 
     def __init__(
@@ -116,7 +117,9 @@ class PagedAttention:
         enable_pdl: bool,
         library_bytes: int = 0,
         mask: MaskBuffers | None = None,
+        buffers: PageTableBuffers | None = None,
     ) -> None:
+        self.buffers = buffers
         self._mask = mask
         self.library_bytes = library_bytes
         self._wrapper = wrapper
@@ -198,7 +201,8 @@ def paged_decode(
         paged_kv_last_page_len_buffer=None if buffers is None else buffers.last_page_len,
         backend="fa2",
     )
-    return PagedAttention(wrapper, partial(_decode_arguments, shape), enable_pdl=ops.enable_pdl)
+    arguments = partial(_decode_arguments, shape)
+    return PagedAttention(wrapper, arguments, enable_pdl=ops.enable_pdl, buffers=buffers)
 
 
 def paged_prefill(
@@ -244,6 +248,7 @@ def paged_prefill(
         enable_pdl=ops.enable_pdl,
         library_bytes=_PREFILL_LENGTHS,
         mask=mask,
+        buffers=buffers,
     )
 
 

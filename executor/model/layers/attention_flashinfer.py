@@ -204,10 +204,9 @@ class FlashInferAttention:
             self._shape.block_size,
             self._shape.window,
         )
-        table = self._page_table(plan, batch.req_pool_indices)
         attention, bits = self._choose(batch, plan)
         begin = None
-        attention.plan(table)
+        self._plan(attention, plan, batch.req_pool_indices)
         if batch.tree_mask is not None and bits is not None:
             bits.plan(plan.num_keys)  # after the attention's own planning
             begin = partial(bits.write, batch.tree_mask)
@@ -301,22 +300,34 @@ class FlashInferAttention:
             for size in sizes
         }
 
-    def _page_table(self, plan: PagePlan, rows: torch.Tensor) -> PageTable:
+    def _plan(self, attention: _Paged, plan: PagePlan, rows: torch.Tensor) -> None:
+        """Has a batch scheduled, and its pages looked up.
+
+        In a graph they are looked up where it reads them. Planning reads none of them, and brings the
+        offsets there first; its copy of the pages to where they are is none.
+        """
         kv_indptr, device, firsts = self._on_host(plan.kv_indptr), self._kv_pool.device, None
         if plan.firsts is not None:
             firsts = self._on_host(plan.firsts).to(device, non_blocking=True)
-        return PageTable(
-            qo_indptr=self._on_host(plan.qo_indptr),
-            kv_indptr=kv_indptr,
-            last_page_len=self._on_host(plan.last_page_len),
-            kv_indices=look_up_pages(
-                self._kv_pool.tables[self._group],
-                rows,
-                kv_indptr.to(device, non_blocking=True),
-                self._workspace.counting(plan.num_pages),
-                firsts,
-            ),
+        places = self._workspace.counting(plan.num_pages)
+        look_up = partial(
+            look_up_pages, self._kv_pool.tables[self._group], rows, places=places, firsts=firsts
         )
+        buffers = attention.buffers
+        if buffers is None:
+            pages = look_up(kv_indptr.to(device, non_blocking=True))
+        else:
+            pages = buffers.kv_indices[: plan.num_pages]
+        attention.plan(
+            PageTable(
+                qo_indptr=self._on_host(plan.qo_indptr),
+                kv_indptr=kv_indptr,
+                last_page_len=self._on_host(plan.last_page_len),
+                kv_indices=pages,
+            )
+        )
+        if buffers is not None:
+            look_up(buffers.kv_indptr, out=pages)
 
     def _for_graph(
         self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None

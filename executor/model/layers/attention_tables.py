@@ -87,6 +87,7 @@ def look_up_pages(
     kv_indptr: torch.Tensor,
     places: torch.Tensor,
     firsts: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns int32 [P], the pages of each row, row after row. All on one device, nothing waits.
 
@@ -96,12 +97,17 @@ def look_up_pages(
         kv_indptr: int32 [B + 1] from ``plan_pages``.
         places: int32 [P], 0 to P - 1.
         firsts: int32 [B], the column of each row's first page; None if that is 0 of all.
+        out: int32 [P], where they go; None: to new memory.
     """
     sequence = torch.searchsorted(kv_indptr[1:], places, right=True)
     column = places - kv_indptr[sequence]
     if firsts is not None:
         column += firsts[sequence]
-    return block_table[rows[sequence], column]
+    found = (rows[sequence], column)
+    if out is None:
+        return block_table[found]
+    torch.ops.aten.index.Tensor_out(block_table, list(found), out=out)
+    return out
 
 
 def _offsets(counts: Int64Array) -> Int32Array:
