@@ -19,10 +19,11 @@ from executor.model.layers.operators import (
     TorchOperators,
 )
 from executor.model.moe.layer import Dispatched, MoERunner
+from executor.model.moe.routing import choose_experts
 from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
-from executor.model.spec import RopeSpec
+from executor.model.spec import RopeSpec, RouterSpec, Scores
 from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
@@ -186,6 +187,36 @@ def fused(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -
     gate, up = w13.chunk(2, dim=1)
     workspace = CutlassWorkspace(ops, max_num_rows=max(ROWS), top_k=dims.top_k)
     return CutlassMoERunner(torch.cat((up, gate), dim=1), w2, workspace)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_experts_are_chosen_as_the_authority_does(
+    machine: Machine, ops: FlashInferOps, num_rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = torch.randn(num_rows, 256, generator=generator) * 2
+    correction = torch.randn(256, generator=generator) / 5
+    spec = RouterSpec(scores=Scores.SIGMOID, num_groups=8, num_kept_groups=4, factor=2.5)
+    expected_ids, expected = choose_experts(logits, 8, spec, correction)
+    ids, weights = ops.choose_experts(
+        logits.to(machine.device),
+        correction.to(machine.device),
+        num_groups=8,
+        num_kept_groups=4,
+        top_k=8,
+        factor=2.5,
+    )
+    is_alike = (ids.cpu().sort().values == expected_ids.sort().values).all(dim=1)
+    assert int((~is_alike).sum()) <= num_rows // 100, (
+        "but for scores that differ in their last bits"
+    )
+    order, expected_order = ids.cpu().argsort(), expected_ids.argsort()
+    torch.testing.assert_close(
+        weights.cpu().gather(1, order)[is_alike],
+        expected.gather(1, expected_order)[is_alike],
+        atol=1e-5,
+        rtol=1e-4,
+    )
 
 
 def cutedsl(ops: FlashInferOps, dims: Dims, w13: torch.Tensor, w2: torch.Tensor) -> MoERunner:

@@ -65,6 +65,7 @@ class Kernels:
         scratch_bytes: What the CPU's kernel for experts keeps besides, once it has run.
         elements_per_row: As of ``StackedMoERunner``, of a GPU's experts; None on a CPU.
         kept: Keeps weights of linear layers quantised; None dequantises them.
+        ops: FlashInfer, which routers call; None where it does not run.
     """
 
     operators: Operators
@@ -74,6 +75,7 @@ class Kernels:
     scratch_bytes: int = 0
     elements_per_row: Callable[[int, int, int], int] | None = None
     kept: KeptLinears | None = None
+    ops: FlashInferOps | None = None
 
     @property
     def kept_head(self) -> KeptLinears | None:
@@ -207,6 +209,7 @@ def stacked_kernels(
         scratch=scratch,
         elements_per_row=kind.elements_per_row,
         kept=None if keeping.linears is None else KeptLinears(keeping.linears, ops),
+        ops=ops,
     )
 
 

@@ -234,7 +234,9 @@ class SparseBlock:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.router = Router(spec, hidden_size, kernels.library, dtype=dtype, device=device)
+        self.router = Router(
+            spec, hidden_size, kernels.library, kernels.ops, dtype=dtype, device=device
+        )
         self.experts = kernels.new_experts(spec, peers.topology)
         self.shared: SharedExpert | None = None
         if spec.shared is not None:

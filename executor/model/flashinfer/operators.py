@@ -204,6 +204,54 @@ class FlashInferOps:
         )
         return kept
 
+    # Routing.
+
+    def can_route(self, device: torch.device) -> bool:
+        """Whether ``choose_experts`` has a kernel for a device."""
+        name = "fused_topk_deepseek"
+        if device.type != "cuda" or not self.has(f"fused_moe.{name}"):
+            return False
+        major, minor = torch.cuda.get_device_capability(device)
+        function = getattr(self.library.fused_moe, name)
+        is_supported: bool = function.is_compute_capability_supported(10 * major + minor)
+        return is_supported
+
+    def choose_experts(
+        self,
+        logits_TE: torch.Tensor,
+        correction_E: torch.Tensor,
+        *,
+        num_groups: int,
+        num_kept_groups: int,
+        top_k: int,
+        factor: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns expert ids [T, K] int32 and weights [T, K] float32, by sigmoids, as DeepSeek-V3 does.
+
+        Args:
+            logits_TE: float32, contiguous.
+            correction_E: float32, added to the sigmoids for the choice.
+            num_groups: More than one, of at most 32 experts.
+            num_kept_groups: Those with the best sum of two experts; of at most 128 experts.
+            top_k: K, at most 8.
+            factor: What the sum of a row's weights is.
+        """
+        weights = logits_TE.new_empty(len(logits_TE), top_k)
+        ids = torch.empty_like(weights, dtype=torch.int32)
+        if len(ids):
+            self.library.fused_moe.fused_topk_deepseek(
+                scores=logits_TE,
+                bias=correction_E,
+                n_group=num_groups,
+                topk_group=num_kept_groups,
+                topk=top_k,
+                routed_scaling_factor=factor,
+                topk_values=weights,
+                topk_indices=ids,
+                launch_with_pdl=self.enable_pdl,
+            )
+        return ids, weights
+
     # Experts. A rank is told that it is the first of two whose experts are alike in number, so
     # that "elsewhere", expert L, is an expert of the other one.
 

@@ -6,11 +6,15 @@
 Dimensions as in ``layer.py``.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from executor.model.cpu_kernels.elementwise import LANES
 from executor.model.cpu_kernels.library import Library
 from executor.model.cpu_kernels.route import RouterRule, route
+from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores
 
@@ -24,6 +28,7 @@ class Router:
         spec: The layer's.
         hidden_size: D.
         library: Kernels for bfloat16 on the CPU; None for plain PyTorch.
+        ops: FlashInfer, whose kernel chooses where it can; None likewise.
         dtype: Type of the hidden states.
         device: Where it lives.
 
@@ -41,6 +46,7 @@ class Router:
         spec: MoeSpec,
         hidden_size: int,
         library: Library | None = None,
+        ops: FlashInferOps | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -60,8 +66,19 @@ class Router:
         if router.correction_bias:
             self.correction = torch.empty(spec.num_experts, dtype=torch.float32, device=device)
         self._spec = router
-        self._top_k = spec.top_k
         self._library = None if hidden_size % LANES else library
+        self._choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+        self._choose = partial(choose_experts, top_k=spec.top_k, spec=router)
+        if ops is not None and fits_kernel(spec) and ops.can_route(device):
+            self._choose = partial(
+                ops.choose_experts,
+                num_groups=router.num_groups,
+                num_kept_groups=router.num_kept_groups,
+                top_k=spec.top_k,
+                factor=router.factor,
+            )
+            none = torch.zeros(1, spec.num_experts, device=device)
+            self._choose(none, correction_E=none[0])  # loads it now
         self._rule = RouterRule(
             num_experts=spec.num_experts,
             top_k=spec.top_k,
@@ -87,7 +104,7 @@ class Router:
             weights = (gate.weight, gate.bias, correction)
             return route(self._library, x_TD, self._rule, *weights, is_padding_T1)
         logits_TE = gate(x_TD.float() if self._spec.in_float32 else x_TD)
-        ids_TK, weights_TK = choose_experts(logits_TE, self._top_k, self._spec, correction)
+        ids_TK, weights_TK = self._choose(logits_TE, correction_E=correction)
         if is_padding_T1 is not None:
             ids_TK.masked_fill_(is_padding_T1, self.num_experts)
         return ids_TK, weights_TK
@@ -156,6 +173,19 @@ def _of_kept_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     kept = of_groups.topk(spec.num_kept_groups, dim=-1, sorted=False).indices
     is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, kept, False)
     return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def fits_kernel(spec: MoeSpec) -> bool:
+    """Whether ``FlashInferOps.choose_experts`` makes such a choice."""
+    router = spec.router
+    return (
+        (router.scores, router.group_score) == (Scores.SIGMOID, GroupScore.TOP2)
+        and (router.in_float32 and router.correction_bias and router.renormalise)
+        and router.num_groups > 1
+        and spec.num_experts <= 32 * router.num_groups
+        and spec.num_experts * router.num_kept_groups <= 128 * router.num_groups
+        and spec.top_k <= min(8, router.num_groups * router.num_kept_groups)
+    )
 
 
 def check_groups(spec: MoeSpec) -> None:

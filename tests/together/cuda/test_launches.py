@@ -99,10 +99,10 @@ class Launches(NamedTuple):
 
 LEDGER = {
     "Qwen3-30B-A3B": Launches(16, 39, 18, 30, 51),
-    "DeepSeek-V3": Launches(39, 65, 30, 42, 63),
+    "DeepSeek-V3": Launches(25, 51, 30, 42, 63),
     "gpt-oss-120b": Launches(18, 44, 29, 41, 62),
 }
-OF_GROUPED = {"Qwen3-30B-A3B": 29, "DeepSeek-V3": 52, "gpt-oss-120b": 42}
+OF_GROUPED = {"Qwen3-30B-A3B": 29, "DeepSeek-V3": 38, "gpt-oss-120b": 42}
 ATTENTION = ("run", "paged_run")
 
 

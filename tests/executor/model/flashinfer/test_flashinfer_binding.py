@@ -70,6 +70,9 @@ def call_experts(ops: FlashInferOps, num_rows: int = 3) -> None:
         workspace=torch.zeros(num_bytes, dtype=torch.uint8),
         max_num_rows=7,
     )
+    groups = {"num_groups": 4, "num_kept_groups": 2}
+    logits = torch.zeros(num_rows, 16)
+    ops.choose_experts(logits, torch.zeros(16), **groups, top_k=2, factor=2.5)
 
 
 def call_kept_weights(ops: FlashInferOps, num_rows: int = 3) -> None:

@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from executor.model.moe.routing import choose_experts
+from executor.model.spec import RouterSpec, Scores
 from tests.executor.support.flashinfer import cpu_all_to_all, cpu_kept
 from tests.executor.support.flashinfer.cpu_cutedsl import cpu_wrapper
 
@@ -74,7 +76,8 @@ class CpuFlashInfer:
         self.fused_moe = SimpleNamespace(
             CuteDslBf16MoEWrapper=cpu_wrapper(real, self._bound, lambda kernel: self.launch(kernel))
         )
-        self._replace(self.fused_moe, real.fused_moe, self._kernel(_cutlass_fused_moe))
+        for kernel in (_cutlass_fused_moe, _fused_topk_deepseek):
+            self._replace(self.fused_moe, real.fused_moe, self._kernel(kernel))
         self._replace(self.fused_moe, real.fused_moe, _cutlass_fused_moe_workspace_size)
         for function in cpu_kept.INTERLEAVES:
             self._replace(self.fused_moe, real.fused_moe, function)
@@ -316,6 +319,29 @@ def _cutlass_fused_moe(
                 if biases[1] is not None:
                     y = y + biases[1][local]
                 output[row] += token_final_scales[row, k].to(y.dtype) * y
+
+
+def _fused_topk_deepseek(
+    *,
+    scores: torch.Tensor,
+    bias: torch.Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+    topk_values: torch.Tensor,
+    topk_indices: torch.Tensor,
+    launch_with_pdl: bool,
+) -> None:
+    spec = RouterSpec(
+        scores=Scores.SIGMOID,
+        num_groups=n_group,
+        num_kept_groups=topk_group,
+        factor=routed_scaling_factor,
+    )
+    ids, weights = choose_experts(scores, topk, spec, bias)
+    topk_indices.copy_(ids)
+    topk_values.copy_(weights)
 
 
 def _cutlass_fused_moe_workspace_size(
