@@ -152,7 +152,7 @@ class CpuWithFlashInfer(Cpu):
     def __init__(self) -> None:
         super().__init__()
         self.ops = FlashInferOps(enable_pdl=False)
-        self._config = ExecutorConfig(**SETTINGS)
+        self._config = ExecutorConfig(**SETTINGS | {"moe_runner": "grouped"})
         self._workspace = AttentionWorkspace("cpu")
 
     kernels: Any = Cuda.kernels
