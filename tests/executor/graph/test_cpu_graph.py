@@ -79,12 +79,14 @@ def test_memory_is_shared_by_what_does_not_live_at_once():
 
 def test_what_operators_make_is_in_memory_that_all_graphs_share():
     """Else each graph keeps what each of its layers makes, which no budget counts."""
+    places = set()
 
     def many_layers() -> None:
         x = normed(X).repeat(100, 1)
         for _ in range(20):
             values, _ = torch.sort(torch.cat((x, x)), dim=1)
             x = values[:300] + x
+            places.add(x.data_ptr())
         OUT.copy_(x[:3])
 
     normed(X)  # skips
@@ -95,9 +97,9 @@ def test_what_operators_make_is_in_memory_that_all_graphs_share():
         X.copy_(torch.randn(3, 16, generator=torch.Generator().manual_seed(seed)))
         many_layers()
         expected = OUT.clone()
-        for graph in graphs:
+        places.clear()
+        for graph in graphs:  # the first time they run the pass itself
             OUT.zero_()
             graph()
             assert torch.equal(OUT, expected)
-    largest = 600 * 16 * 8  # the places of what is sorted, int64
-    assert sum(block.nbytes for block in memory._blocks) < 4 * largest
+        assert len(places) < 5
