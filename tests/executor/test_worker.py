@@ -246,9 +246,11 @@ def test_memory_of_its_own_gives_a_device_the_same_tokens(
         assert torch.equal(apart._kv_pool.tables, apart._kv_pool.tables_cpu)
 
 
-@pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
-def test_a_decode_step_is_one_copy_there_and_one_back(
-    apart: Worker, monkeypatch: pytest.MonkeyPatch, starts: dict[str, Any]
+@pytest.mark.parametrize(
+    ("starts", "num_draws"), [({}, 0), ({"temperature": [1.0], "seed": [3]}, 1)]
+)
+def test_a_decode_step_is_one_copy_there_and_one_back_and_one_of_draws(
+    apart: Worker, monkeypatch: pytest.MonkeyPatch, starts: dict[str, Any], num_draws: int
 ):
     part = prompt_part(0, PROMPT[:3], [1], **starts)
     apart.execute(step(1, part, num_tokens=[3], num_logits=[1]))
@@ -256,7 +258,13 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
     def refuse(values: object, device: object) -> torch.Tensor:
         raise AssertionError("a copy beside the staged one")
 
-    monkeypatch.setattr("executor.model.sampling.sampler.to_device", refuse)
+    draws: list[object] = []
+
+    def draw(values: object, device: object) -> torch.Tensor:
+        draws.append(values)
+        return torch.as_tensor(values)
+
+    monkeypatch.setattr("executor.model.sampling.sampler.to_device", draw)
     for module in ("worker", "batch.staging"):
         monkeypatch.setattr(f"executor.{module}.to_device", refuse)
     copier: Any = apart._stager._staging._copier
@@ -265,6 +273,8 @@ def test_a_decode_step_is_one_copy_there_and_one_back(
         new = [2 + length // 4] if length % 4 == 0 else []
         apart.execute(step(2, decode_part(0, length, -1, new), num_tokens=[1]))
         assert copier.num_copies - before == 2
+        assert len(draws) == num_draws
+        draws.clear()
 
 
 def test_more_blocks_than_are_staged_reach_the_device_all_the_same(apart: Worker):
