@@ -121,7 +121,7 @@ EVERY = [
     for family in SAVES
     for way in WAYS
     if (family not in DENSE or way not in NEEDS_EXPERTS)
-    and (family == "biased" or way != "attention TP 3")
+    and WAYS[way].get("attn_tp_size", 1) in ((1, 3) if family == "biased" else (1, 2))
 ]
 # What graphs of other families record is made of the same operators.
 RECORDED = list(SAVES) if IS_FULL else ["qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
