@@ -66,8 +66,6 @@ class Blueprint:
         dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         max_model_len = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
         check_model_fits(config, model)
-        if config.weights == "int8":
-            _check_int8(model, dtype)
         has_split_dense = splits_dense(config, model)
         draft, speculation = None, None
         if config.draft_model is not None:
@@ -75,6 +73,9 @@ class Blueprint:
             speculation = plan_speculation(config, draft)
             for each in (model, draft.layers):
                 _check_trees(each, speculation)
+        if config.weights == "int8":
+            for each in (model, *(() if draft is None else (draft.layers,))):
+                _check_int8(each, dtype)
         graph_sizes = plan_graph_sizes(config, max_model_len, has_split_dense=has_split_dense)
         return cls(
             config=config,

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from executor.build.executor import build_worker
 from executor.build.keeping import weight_bytes
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
+from executor.model.drafts.config import DraftConfig
 from executor.model.weights.formats import Fp8Format
 from executor.model.weights.kept import DEQUANTISED, Keeping
 from tests.executor.model.families.head_checkpoints import save_model
@@ -139,6 +141,21 @@ def test_a_draft_is_checked_with_its_target(draft: str) -> None:
     fits, lines = check_lines(**settings, weights="int8")
     assert fits
     assert num_bytes > bytes_of(lines["weights of the draft"]) > num_bytes // 2
+
+
+def test_int8_must_fit_the_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_draft = DraftConfig.from_dir
+
+    def with_odd_width(*arguments: Any) -> DraftConfig:
+        draft = read_draft(*arguments)
+        return replace(draft, layers=replace(draft.layers, hidden_size=48))
+
+    monkeypatch.setattr(DraftConfig, "from_dir", with_odd_width)
+    config = ExecutorConfig(
+        model=DEMO_MODEL, draft_model=DEMO_DRAFTS / "mtp", dtype="bfloat16", weights="int8"
+    )
+    with pytest.raises(ValueError, match="multiples of 32, not 48: set weights=auto"):
+        Blueprint.of(config)
 
 
 def test_what_is_refused_is_said_after_what_is_known(model: Path) -> None:
