@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardMode
+from executor.graph.backend import Work
 from executor.model.layers.attention import Attend
 from executor.runners.draft_picks import copy_results
 from executor.runners.dummy_batches import dummy_draft_extend
-from executor.runners.forward_pass import ForwardPass, RunnerGraphs, Work, fill
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs, fill
 from executor.speculative.draft_batch import ExtendBatch, Extended
 
 Run = Callable[[Attend, ExtendBatch], Extended]

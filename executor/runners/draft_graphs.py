@@ -10,8 +10,9 @@ from typing import Protocol
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
 from executor.budget.speculation import SpeculationPlan
+from executor.graph.backend import Work
 from executor.runners.draft_picks import copy_results, new_drafts
-from executor.runners.forward_pass import ForwardPass, RunnerGraphs, Work, fill
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs, fill
 from executor.speculative.draft_batch import DraftBatch
 from executor.speculative.tree import Drafts
 

@@ -13,13 +13,12 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
-from executor.graph.backend import RunnerBackend, ShapeKey
+from executor.graph.backend import RunnerBackend, ShapeKey, Work
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import Attend, Attention, Stages, run_stages
 from executor.parallel.layout import DpLayout, Topology, require_attn_tp_gather
 
 Batch = TypeVar("Batch", bound=ForwardBatch)
-Work = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from executor.batch.forward_batch import ForwardBatch, ForwardMode
-from executor.graph.backend import RunnerBackend
+from executor.graph.backend import RunnerBackend, Work
 from executor.graph.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from executor.model.layers.attention import AttentionCall, Stages
 from executor.runners import Capturable, GraphRunner, Runner
 from executor.runners.dummy_batches import dummy_decode, dummy_extend
-from executor.runners.forward_pass import ForwardPass, RunnerGraphs, Work, fill
+from executor.runners.forward_pass import ForwardPass, RunnerGraphs, fill
 
 
 class RunnerSelection:
