@@ -2,9 +2,10 @@
 
     python -m tests.bench.executor.bench_runners [--threads 2] [--rounds 9]
 
-The model is the one of bench_cpu_model. On a CPU a replay is a call, so a runner gains nothing: the
-table says what filling buffers, padding and cutting the pass cost. The last two rows decide the
-default of --prefill-graphs here; on a GPU, tests/gpu does.
+The model is the one of bench_cpu_model. Here a replay is a call, as on a CPU in float32, with peers or
+of a prefill, so a runner gains nothing: the table says what filling buffers, padding and cutting the
+pass cost. bench_step_host times decodes from recorded graphs. The last two rows decide the default of
+--prefill-graphs here; on a GPU, tests/gpu does.
 """
 
 import statistics
