@@ -166,7 +166,7 @@ class _RankTable:
             cells += [Bar(rank.last_step_tokens / most_tokens)] * has_bars
             cells += [f"{rank.last_step_tokens:,}"]
             cells += [Bar(used, cached)] * has_bars
-            cells += [f"{used:.0%}", _duration(rank.last_step_time)]
+            cells += [f"{used:.0%}", _duration(rank.last_step_duration)]
             cells += [f"{rank.prefix_hit_rate:.0%}", f"{rank.num_preemptions:,}"] * has_bars
             table.add_row(*cells)
         yield table

@@ -71,7 +71,7 @@ def _ranks(stats: EpochStats, info: GroupInfo, scheduler: Scheduler) -> list[pb.
             address=info.addresses[rank],
             num_running=scheduler.table.num_bound(rank),
             last_step_tokens=last_step[rank][0] if last_step else 0,
-            last_step_time=duration(last_step[rank][1]) if last_step else None,
+            last_step_duration=duration(last_step[rank][1]) if last_step else None,
             total_tokens=counts[rank].scheduled_tokens,
             num_used_blocks=cache.pool.num_used,
             num_cached_blocks=cache.pool.num_cached,

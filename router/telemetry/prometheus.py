@@ -137,7 +137,7 @@ RANK_STATUS: list[Metric[pb.RankStatus]] = [
            "Sequences bound to the rank."),
     Metric("last_step_tokens", "gauge", (), lambda r: r.last_step_tokens,
            "Tokens in the last step."),
-    Metric("last_step_seconds", "gauge", (), lambda r: r.last_step_time.ToNanoseconds() / 1e9,
+    Metric("last_step_seconds", "gauge", (), lambda r: r.last_step_duration.ToNanoseconds() / 1e9,
            "Time that the rank's executor took for the last step."),
     Metric("kv_blocks", "gauge", ("state",),
            lambda r: {"used": r.num_used_blocks, "cached": r.num_cached_blocks,

@@ -582,9 +582,9 @@ class Finish(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    QUEUE_TIME_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_TIME_FIELD_NUMBER: _builtins.int
-    TOTAL_TIME_FIELD_NUMBER: _builtins.int
+    QUEUE_DURATION_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_DURATION_FIELD_NUMBER: _builtins.int
+    TOTAL_DURATION_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     DP_RANK_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
@@ -614,15 +614,15 @@ class Finish(_message.Message):
     num_accepted_drafts: _builtins.int
     """Drafts that were accepted. Each saved a step."""
     @_builtins.property
-    def queue_time(self) -> _duration_pb2.Duration:
+    def queue_duration(self) -> _duration_pb2.Duration:
         """From arrival to the first step that ran it."""
 
     @_builtins.property
-    def first_token_time(self) -> _duration_pb2.Duration:
+    def first_token_duration(self) -> _duration_pb2.Duration:
         """From arrival to its first token."""
 
     @_builtins.property
-    def total_time(self) -> _duration_pb2.Duration:
+    def total_duration(self) -> _duration_pb2.Duration:
         """From arrival to its last token."""
 
     def __init__(
@@ -635,17 +635,17 @@ class Finish(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_completion_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
-        queue_time: _duration_pb2.Duration | None = ...,
-        first_token_time: _duration_pb2.Duration | None = ...,
-        total_time: _duration_pb2.Duration | None = ...,
+        queue_duration: _duration_pb2.Duration | None = ...,
+        first_token_duration: _duration_pb2.Duration | None = ...,
+        total_duration: _duration_pb2.Duration | None = ...,
         group: _builtins.int = ...,
         dp_rank: _builtins.int = ...,
         num_drafts: _builtins.int = ...,
         num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "first_token_time", b"first_token_time", "queue_time", b"queue_time", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_time", b"total_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "first_token_duration", b"first_token_duration", "queue_duration", b"queue_duration", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_duration", b"total_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "dp_rank", b"dp_rank", "first_token_time", b"first_token_time", "group", b"group", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "queue_time", b"queue_time", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_time", b"total_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "_stop_token_id", b"_stop_token_id", "dp_rank", b"dp_rank", "first_token_duration", b"first_token_duration", "group", b"group", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "queue_duration", b"queue_duration", "reason", b"reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "total_duration", b"total_duration"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
@@ -1161,7 +1161,7 @@ class RankStatus(_message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_RATE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    LAST_STEP_TIME_FIELD_NUMBER: _builtins.int
+    LAST_STEP_DURATION_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """Its number."""
     address: _builtins.str
@@ -1183,7 +1183,7 @@ class RankStatus(_message.Message):
     num_preemptions: _builtins.int
     """Sequences that lost their blocks to others."""
     @_builtins.property
-    def last_step_time(self) -> _duration_pb2.Duration:
+    def last_step_duration(self) -> _duration_pb2.Duration:
         """Time that its executor took for the last step. Absent before the first."""
 
     def __init__(
@@ -1199,11 +1199,11 @@ class RankStatus(_message.Message):
         num_free_blocks: _builtins.int = ...,
         prefix_hit_rate: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
-        last_step_time: _duration_pb2.Duration | None = ...,
+        last_step_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_time", b"last_step_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step_duration", b"last_step_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dp_rank", b"dp_rank", "last_step_time", b"last_step_time", "last_step_tokens", b"last_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "prefix_hit_rate", b"prefix_hit_rate", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "dp_rank", b"dp_rank", "last_step_duration", b"last_step_duration", "last_step_tokens", b"last_step_tokens", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "prefix_hit_rate", b"prefix_hit_rate", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

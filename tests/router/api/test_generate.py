@@ -67,7 +67,7 @@ async def test_the_finish_tells_what_the_request_took():
 
         finish = last.finish
         assert finish.reason == pb.FINISH_REASON_LENGTH
-        times = (finish.queue_time, finish.first_token_time, finish.total_time)
+        times = (finish.queue_duration, finish.first_token_duration, finish.total_duration)
         assert [time.ToMilliseconds() for time in times] == [1000, 2500, 4000]
         assert (finish.num_cached_tokens, finish.num_preemptions) == (2, 1)
         assert (finish.num_drafts, finish.num_accepted_drafts) == (9, 4)

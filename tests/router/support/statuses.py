@@ -12,7 +12,7 @@ FORMING, READY = pb.GROUP_STATE_FORMING, pb.GROUP_STATE_READY
 def rank(number: int, step_ns: int = 4_100_000, **fields: Any) -> pb.RankStatus:
     blocks = {"num_used_blocks": 30, "num_cached_blocks": 20, "num_free_blocks": 50}
     counts = {"num_running": 8, "last_step_tokens": 8, "num_preemptions": 3, **blocks}
-    times = {"last_step_time": Duration(nanos=step_ns), "prefix_hit_rate": 0.25}
+    times = {"last_step_duration": Duration(nanos=step_ns), "prefix_hit_rate": 0.25}
     return pb.RankStatus(dp_rank=number, **{**counts, **times, **fields})
 
 
