@@ -23,15 +23,15 @@ GroupMismatch           the members of a group do not fit together; the operator
 
 from grpc import StatusCode
 
-from protos.transport.errors import RpcError, quoted
+from protos.transport.errors import Resource, RpcError, quoted
 
 
 class InvalidRequest(RpcError):
     code = StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}", field=field)
+    def __init__(self, field: str, problem: str, **metadata: object) -> None:
+        super().__init__(f"{field}: {problem}", field=field, metadata=metadata)
 
 
 class PromptTooLong(InvalidRequest):
@@ -42,6 +42,8 @@ class PromptTooLong(InvalidRequest):
             field,
             f"the prompt has {num_prompt_tokens} tokens; at most {max_prompt_tokens} fit, "
             f"to leave room for an output token: send a shorter prompt",
+            value=num_prompt_tokens,
+            limit=max_prompt_tokens,
         )
 
 
@@ -52,6 +54,8 @@ class TextTooLong(PromptTooLong):
             field,
             f"the prompt has {num_chars} characters; at most {max_prompt_tokens} tokens fit, to "
             f"leave room for an output token, and {max_chars} characters: send a shorter prompt",
+            value=num_chars,
+            limit=max_chars,
         )
 
 
@@ -63,6 +67,8 @@ class ModelNotFound(RpcError):
         super().__init__(
             f"model: {quoted(given)} is not served here; {served!r} is. Leave the field empty to take it",
             field="model",
+            metadata={"served": served},
+            resource=Resource("Model", given),
         )
 
 
@@ -71,7 +77,11 @@ class RequestNotFound(RpcError):
     reason = "REQUEST_NOT_FOUND"
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"no live request has the id {quoted(request_id)}", field="request_id")
+        super().__init__(
+            f"no live request has the id {quoted(request_id)}",
+            field="request_id",
+            resource=Resource("Request", request_id),
+        )
 
 
 class RequestExists(RpcError):
@@ -83,6 +93,7 @@ class RequestExists(RpcError):
             f"request_id: a live request has the id {quoted(request_id)}; choose another, or leave the "
             f"field empty to be given one",
             field="request_id",
+            metadata={"value": request_id},
         )
 
 

@@ -95,7 +95,8 @@ class Admission:
             self._refusals.add(TooManyCalls.reason, context)
             raise TooManyCalls(
                 f"as many calls are open as may be: {limit} of {method}, {self._max_calls} of all "
-                f"methods; try again, or send many requests on one GenerateMany stream"
+                f"methods; try again, or send many requests on one GenerateMany stream",
+                metadata={"limit": limit},
             )
         self._num_open += 1
         self._num_open_of[method] += 1

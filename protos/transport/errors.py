@@ -4,11 +4,12 @@ Either side raises an RpcError; `abort_on_error` turns it into a status with goo
 and `error_details` reads the details back on the other end.
 """
 
-from collections.abc import AsyncIterator, Callable
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2
@@ -17,7 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-DOMAIN = "lockstep"
+DOMAIN = "lockstep.internal"  # of ErrorInfo; no name on the Internet ends so
 
 # gRPC's clients take 8 KiB of metadata, and a message is there up to three times: as it is, which
 # may take three bytes for one, and twice among the details.
@@ -25,6 +26,13 @@ MAX_MESSAGE_BYTES = 1000
 MAX_QUOTED_LEN = 64
 
 OnRefused = Callable[[str], None]  # is called with the reason of each call that is refused
+
+
+class Resource(NamedTuple):
+    """Kind and name of something that a call named."""
+
+    kind: str
+    name: str
 
 
 class RpcError(Exception):
@@ -37,6 +45,8 @@ class RpcError(Exception):
         reason: UPPER_SNAKE_CASE constant that callers may match on; never reworded.
         field: Path of the request's field at fault, if one is.
         retry_delay_s: When to try again, if that can help; a class may have a default.
+        metadata: Parts of the message for programs, such as the `value` given and the `limit`.
+        resource: What the call named and is not there, if that is the error.
     """
 
     code: ClassVar[grpc.StatusCode]
@@ -44,29 +54,64 @@ class RpcError(Exception):
     retry_delay_s: float | None = None
 
     def __init__(
-        self, message: str, *, field: str | None = None, retry_delay_s: float | None = None
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_delay_s: float | None = None,
+        metadata: Mapping[str, object] | None = None,
+        resource: Resource | None = None,
     ) -> None:
         super().__init__(shorten(message))
         self.field = field
         if retry_delay_s is not None:
             self.retry_delay_s = retry_delay_s
+        self.metadata = {name: str(value) for name, value in (metadata or {}).items()}
+        self.resource = resource
 
-    @property
-    def trailing_metadata(self) -> Any:
-        """Metadata that end a call: ErrorInfo, then BadRequest and RetryInfo if they apply."""
-        return _to_metadata(self.code, self.reason, str(self), self.field, self.retry_delay_s)
+    def trailing_metadata(self, request_id: str = "") -> Any:
+        """Metadata that end a call: ErrorInfo, then the other details that apply.
+
+        Args:
+            request_id: Of the request that failed; empty if the call had none.
+        """
+        return _to_metadata(
+            self.code,
+            self.reason,
+            str(self),
+            self.field,
+            self.retry_delay_s,
+            tuple(self.metadata.items()),
+            self.resource,
+            request_id,
+        )
 
 
 @lru_cache(maxsize=64)  # thousands of calls a second may be refused in the same words
 def _to_metadata(
-    code: grpc.StatusCode, reason: str, message: str, field: str | None, retry_delay_s: float | None
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    field: str | None,
+    retry_delay_s: float | None,
+    metadata: tuple[tuple[str, str], ...],
+    resource: Resource | None,
+    request_id: str,
 ) -> Any:
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)]
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(metadata))
+    details: list[Message] = [info]
     if field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=field, description=message.removeprefix(f"{field}: ")
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if retry_delay_s is not None:
         details.append(error_details_pb2.RetryInfo(retry_delay=duration(retry_delay_s)))
+    if resource is not None:
+        kind, name = f"{DOMAIN}/{resource.kind}", resource.name[:MAX_QUOTED_LEN]
+        details.append(error_details_pb2.ResourceInfo(resource_type=kind, resource_name=name))
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
     status = status_pb2.Status(
         code=code_pb2.Code.Value(code.name),
         message=message,
@@ -98,19 +143,21 @@ def shorten(message: str) -> str:
 
 
 @asynccontextmanager
-async def abort_on_error(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the RPC with an RpcError's status, message and details."""
+async def abort_on_error(
+    context: grpc.aio.ServicerContext[Any, Any], request_id: str = ""
+) -> AsyncIterator[None]:
+    """Ends the RPC with an RpcError's status, message and details, and the id of its request."""
     try:
         yield
     except RpcError as error:
-        await context.abort(error.code, str(error), error.trailing_metadata)
+        await context.abort(error.code, str(error), error.trailing_metadata(request_id))
 
 
 def refuse(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> None:
     """Sets the status of an RPC whose handler returns next. Cheaper than to raise; streams only."""
     context.set_code(error.code)
     context.set_details(str(error))
-    context.set_trailing_metadata(error.trailing_metadata)
+    context.set_trailing_metadata(error.trailing_metadata())
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +167,8 @@ class ErrorDetails:
     reason: str = ""
     field: str = ""
     retry_delay_s: float | None = None
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    request_id: str = ""
 
 
 def error_details(error: grpc.aio.AioRpcError) -> ErrorDetails:
@@ -131,18 +180,21 @@ def error_details(error: grpc.aio.AioRpcError) -> ErrorDetails:
 
 
 def _read_details(status: status_pb2.Status) -> ErrorDetails:
-    reason, field, retry_delay_s = "", "", None
+    found: dict[str, Any] = {}
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
+    request = error_details_pb2.RequestInfo()
     for detail in status.details:
         if detail.Unpack(info):
-            reason = info.reason
+            found |= {"reason": info.reason, "metadata": dict(info.metadata)}
         elif detail.Unpack(bad_request) and bad_request.field_violations:
-            field = bad_request.field_violations[0].field
+            found["field"] = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
-            retry_delay_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return ErrorDetails(reason, field, retry_delay_s)
+            found["retry_delay_s"] = retry.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(request):
+            found["request_id"] = request.request_id
+    return ErrorDetails(**found)
 
 
 def _pack(message: Message) -> any_pb2.Any:

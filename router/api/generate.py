@@ -10,7 +10,13 @@ from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.interceptors import Caller, caller_of
 from router.api.generate_many import ManyCall
-from router.api.messages import model_response, read_request, served, take_response
+from router.api.messages import (
+    model_response,
+    name_request,
+    read_request,
+    served,
+    take_response,
+)
 from router.api.text import Tokenizer
 from router.engine.engines import Engines
 from router.engine.status import hide_executors
@@ -55,7 +61,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: serving_pb2.GenerateRequest, context: Context
     ) -> None:
-        async with abort_on_error(context):
+        async with abort_on_error(context, name_request(request)):
             caller, timeout_s = caller_of(context), context.time_remaining()
             await self.run(request, context.write, caller=caller, call_timeout_s=timeout_s)
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
-from router.api.messages import read_request, tagged_error, take_response
+from router.api.messages import name_request, read_request, tagged_error, take_response
 from router.api.text import Tokenizer
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
@@ -119,6 +119,7 @@ class ManyCall:
         if tag in self._live:
             problem = f"{tag} is that of a request that still runs on this stream; use another"
             raise self._counted(InvalidRequest("tag", problem))
+        request_id = name_request(message)
         try:
             self._engines.check_room()
             request = await read_request(
@@ -136,7 +137,7 @@ class ManyCall:
             self._engines.submit(request)
         except RpcError as error:
             self._forget(tag)
-            await self._refusals.put(tagged_error(tag, self._counted(error)))
+            await self._refusals.put(tagged_error(tag, self._counted(error), request_id))
             self._listener.wake()
 
     def _counted(self, error: RpcError) -> RpcError:
@@ -160,16 +161,16 @@ class ManyCall:
             for sequence in request.sequences:
                 if not sequence.is_ended:
                     _add_response(message, sequence)
-        failed: dict[int, RpcError] = {}
+        failed: dict[int, tuple[RpcError, str]] = {}
         while self._listener.ended:
             sequence = self._listener.ended.popleft()
             tag = sequence.request.tag
             _add_response(message, sequence)
             if sequence.error is not None:  # all sequences of a request that are live fail at once
-                failed[tag] = sequence.error
+                failed[tag] = sequence.error, sequence.request.request_id
             if not sequence.request.is_live:
                 self._forget(tag)
-        message.errors.extend(tagged_error(tag, error) for tag, error in failed.items())
+        message.errors.extend(tagged_error(tag, *failure) for tag, failure in failed.items())
         while not self._refusals.empty():
             message.errors.append(self._refusals.get_nowait())
         self._was_taken.set()

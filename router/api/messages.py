@@ -5,10 +5,12 @@ in range, and of the engine's types. An error names the field at fault.
 """
 
 import asyncio
+import math
 import random
 import re
 import uuid
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -33,7 +35,8 @@ from router.requests.request import (
 )
 from router.scheduling.step import ServedModel
 
-REQUEST_ID = re.compile(r"[!-~]{0,128}")
+MAX_REQUEST_ID_LEN = 128
+REQUEST_ID = re.compile(rf"[!-~]{{0,{MAX_REQUEST_ID_LEN}}}")
 MAX_N = 64
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
@@ -60,6 +63,18 @@ def served(model: ServedModel | None) -> ServedModel:
     if model is None:
         raise NotReady("no group of executors has formed yet: try again")
     return model
+
+
+def name_request(message: Any) -> str:
+    """Gives a request an id if it has none. Returns it, or "" if it is none that fits.
+
+    Args:
+        message: A GenerateRequest, of our own service or a gateway's.
+    """
+    request_id: str = message.request_id
+    if not request_id:
+        request_id = message.request_id = uuid.uuid4().hex
+    return request_id if REQUEST_ID.fullmatch(request_id) else ""
 
 
 async def read_request(
@@ -94,11 +109,13 @@ async def read_request(
     model = served(model)
     if message.model not in ("", model.name):
         raise ModelNotFound(message.model, model.name)
-    if REQUEST_ID.fullmatch(message.request_id) is None:
+    if not name_request(message):
         raise InvalidRequest(
             "request_id",
             f"{quoted(message.request_id)} is not 1 to 128 visible ASCII characters; send such an "
             f"id, or none to be given one",
+            value=quoted(message.request_id),
+            limit=MAX_REQUEST_ID_LEN,
         )
     _check_range("n", message.n, 0, MAX_N)
     _check_range("priority", message.priority, MIN_PRIORITY, settings.max_priority)
@@ -110,7 +127,7 @@ async def read_request(
     n = message.n or 1
     is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
     request = Request(
-        request_id=message.request_id or uuid.uuid4().hex,
+        request_id=message.request_id,
         prompt=prompt,
         sampling=sampling,
         stop=_read_stop(message, model, len(prompt), settings.max_request_outputs),
@@ -190,6 +207,8 @@ async def _encode(text: str, model: ServedModel, tokenizer: Tokenizer | None) ->
             "text",
             f"the tokenizer gives token {prompt.max()}, but the model's vocabulary has "
             f"{model.vocab_size}; tell the operator that the tokenizer is another model's",
+            value=prompt.max(),
+            limit=model.vocab_size - 1,
         )
     return prompt
 
@@ -203,7 +222,10 @@ def _read_timeout(
     timeout_s = message.timeout.seconds + message.timeout.nanos / 1e9
     if timeout_s <= 0:
         raise InvalidRequest(
-            "timeout", f"{timeout_s:g} s is over already; send more than 0, or leave it out"
+            "timeout",
+            f"{timeout_s:g} s is over already; send more than 0, or leave it out",
+            value=f"{timeout_s:g}",
+            limit=0,
         )
     return timeout_s if call_timeout_s is None else min(timeout_s, call_timeout_s)
 
@@ -215,7 +237,12 @@ def _read_sampling(message: serving_pb2.SamplingParams, model: ServedModel) -> S
         if not message.HasField(field.name) or value == field.default:  # type: ignore[arg-type]
             continue
         if not field.contains(value):
-            raise InvalidRequest(f"sampling.{field.name}", f"{value:g} is not {field.range}")
+            raise InvalidRequest(
+                f"sampling.{field.name}",
+                f"{value:g} is not {field.range}",
+                value=f"{value:g}",
+                limit=f"{field.low if value <= field.low else field.high:g}",
+            )
         values[field.name] = value
     if values.get("temperature", 0.0) < MIN_TEMPERATURE:
         values.pop("temperature", None)
@@ -240,6 +267,8 @@ def _read_logit_bias(
             raise InvalidRequest(
                 f"{field}[{token_id}]",
                 f"{bias:g} is not from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+                value=f"{bias:g}",
+                limit=f"{math.copysign(MAX_LOGIT_BIAS, bias):g}",
             )
     return tuple(biases)
 
@@ -249,11 +278,15 @@ def _check_stop(
 ) -> None:
     if message.HasField("max_tokens"):
         if message.max_tokens == 0:
-            raise InvalidRequest("stop.max_tokens", "0 is below 1; leave it out for no limit")
+            raise InvalidRequest(
+                "stop.max_tokens", "0 is below 1; leave it out for no limit", value=0, limit=1
+            )
         if message.min_tokens > message.max_tokens:
             raise InvalidRequest(
                 "stop.min_tokens",
                 f"{message.min_tokens} is above max_tokens, which is {message.max_tokens}",
+                value=message.min_tokens,
+                limit=message.max_tokens,
             )
     _check_count("stop.stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for index, token_id in enumerate(message.stop_token_ids):
@@ -264,6 +297,8 @@ def _check_stop(
             raise InvalidRequest(
                 f"stop.stop_strings[{index}]",
                 f"{len(string)} characters are not from 1 to {MAX_STOP_STRING_LEN}",
+                value=len(string),
+                limit=MAX_STOP_STRING_LEN if string else 1,
             )
     if message.stop_strings and tokenizer is None:
         raise InvalidRequest("stop.stop_strings", f"{_NO_TOKENIZER}; send stop_token_ids")
@@ -286,6 +321,8 @@ def _read_stop(
             f"{num_prompt_tokens} tokens of the prompt x (1 + top_logprobs={output.top_logprobs}) is "
             f"{of_prompt}, and n={n} tokens with theirs are {n * (1 + num_top)}; a request may ask "
             f"for {max_outputs} at most: send a shorter prompt or a smaller top_logprobs",
+            value=of_prompt + n * (1 + num_top),
+            limit=max_outputs,
         )
     max_tokens = model.max_model_len - num_prompt_tokens
     if stop.HasField("max_tokens"):
@@ -299,6 +336,8 @@ def _read_stop(
                 * (of_prompt > 0)
                 + f"; a request may ask for {max_outputs} at most: "
                 f"send {most} or less here, or less of the others",
+                value=max_tokens,
+                limit=most,
             )
     max_tokens = min(max_tokens, most)
     stop_token_ids = dict.fromkeys(stop.stop_token_ids)
@@ -335,18 +374,26 @@ def _read_output(
 def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
     if token_id >= model.vocab_size:
         raise InvalidRequest(
-            field, f"{token_id} is no token; the model has 0 to {model.vocab_size - 1}"
+            field,
+            f"{token_id} is no token; the model has 0 to {model.vocab_size - 1}",
+            value=token_id,
+            limit=model.vocab_size - 1,
         )
 
 
 def _check_range(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise InvalidRequest(field, f"{value} is not from {low} to {high}")
+        limit = low if value < low else high
+        raise InvalidRequest(
+            field, f"{value} is not from {low} to {high}", value=value, limit=limit
+        )
 
 
 def _check_count(field: str, count: int, most: int) -> None:
     if count > most:
-        raise InvalidRequest(field, f"{count} are too many; send at most {most}")
+        raise InvalidRequest(
+            field, f"{count} are too many; send at most {most}", value=count, limit=most
+        )
 
 
 # ---- responses
@@ -381,10 +428,16 @@ def take_response(sequence: Sequence) -> serving_pb2.GenerateResponse | None:
     return response
 
 
-def tagged_error(tag: int, error: RpcError) -> serving_pb2.TaggedError:
+def tagged_error(tag: int, error: RpcError, request_id: str) -> serving_pb2.TaggedError:
     code, _ = error.code.value
     tagged = serving_pb2.TaggedError(
-        tag=tag, code=code, reason=error.reason, message=str(error), field=error.field or ""
+        tag=tag,
+        code=code,
+        reason=error.reason,
+        message=str(error),
+        field=error.field or "",
+        request_id=request_id,
+        metadata=error.metadata,
     )
     if error.retry_delay_s is not None:
         tagged.retry_delay.CopyFrom(duration(error.retry_delay_s))

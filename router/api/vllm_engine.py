@@ -25,7 +25,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.interceptors import Caller, caller_of
 from router.api.generate import GenerationServicer
-from router.api.messages import served
+from router.api.messages import name_request, served
 from router.api.vllm_messages import (
     Answers,
     Message,
@@ -99,7 +99,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         if request.request_id:  # else nobody can name it
             self._calls.setdefault(name, call)
         try:
-            async with abort_on_error(context):
+            async with abort_on_error(context, name_request(request)):
                 try:
                     await self._generate(request, context)
                 except RpcError as error:

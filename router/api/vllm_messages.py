@@ -255,12 +255,16 @@ def _refuse_unsupported(request: Message) -> None:
             "data_parallel_rank",
             f"{request.data_parallel_rank} is not 0: this router says which rank runs a request; "
             f"leave it out",
+            value=request.data_parallel_rank,
+            limit=0,
         )
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name) and getattr(params, name) < 0:
             raise InvalidRequest(
                 f"sampling_params.{name}",
                 f"{getattr(params, name)} is below 0; say how many alternatives, or 0 for none",
+                value=getattr(params, name),
+                limit=0,
             )
     if params.HasField("prompt_logprobs") and request.WhichOneof("input") != "tokenized":
         raise InvalidRequest(
@@ -272,7 +276,10 @@ def _read_sampling(params: Message) -> serving_pb2.SamplingParams:
     """Numbers that cannot be absent mean by 0 what vLLM takes it for: their default."""
     if negative := [token_id for token_id in params.logit_bias if token_id < 0]:
         raise InvalidRequest(
-            f"sampling_params.logit_bias[{negative[0]}]", f"{negative[0]} is no token"
+            f"sampling_params.logit_bias[{negative[0]}]",
+            f"{negative[0]} is no token",
+            value=negative[0],
+            limit=0,
         )
     known = params.DESCRIPTOR.fields_by_name
     numbers: dict[str, Any] = {

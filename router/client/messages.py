@@ -126,6 +126,8 @@ class CallFailed(Exception):
             give one, as when it is gone.
         field: The field at fault, if one is; else empty.
         retry_delay_s: When to try again, if that can help.
+        metadata: Parts of the message for programs, such as the `value` given and the `limit`.
+        request_id: Of the request that failed, as the router's log has it; empty if it was not read.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, details: ErrorDetails) -> None:
@@ -134,6 +136,8 @@ class CallFailed(Exception):
         self.reason = details.reason
         self.field = details.field
         self.retry_delay_s = details.retry_delay_s
+        self.metadata = details.metadata
+        self.request_id = details.request_id
 
 
 class Rejected(CallFailed):
@@ -186,7 +190,9 @@ def failure_of_call(error: grpc.aio.AioRpcError) -> CallFailed:
 def failure_of_tag(error: serving_pb2.TaggedError) -> CallFailed:
     code = _CODES[error.code]
     delay_s = error.retry_delay.ToNanoseconds() / 1e9 if error.HasField("retry_delay") else None
-    details = ErrorDetails(error.reason, error.field, delay_s)
+    details = ErrorDetails(
+        error.reason, error.field, delay_s, dict(error.metadata), error.request_id
+    )
     return _FAILURES.get(code, CallFailed)(code, error.message, details)
 
 

@@ -103,13 +103,15 @@ class WaitingQueue:
         if len(self) + num_new > self._max_sequences:
             raise QueueFull(
                 f"{len(self)} sequences wait and {num_new} more would exceed "
-                f"max_waiting_sequences={self._max_sequences}: try again in a second"
+                f"max_waiting_sequences={self._max_sequences}: try again in a second",
+                metadata={"value": len(self) + num_new, "limit": self._max_sequences},
             )
         num_tokens = len(request.prompt) * num_new
         if self._waiting and self.num_tokens + num_tokens > self._max_tokens:
             raise QueueFull(
                 f"{self.num_tokens} prompt tokens wait and {num_tokens} more would exceed "
-                f"max_waiting_tokens={self._max_tokens}: try again in a second"
+                f"max_waiting_tokens={self._max_tokens}: try again in a second",
+                metadata={"value": self.num_tokens + num_tokens, "limit": self._max_tokens},
             )
         held = self._check_share(request.caller, num_new, num_tokens)
         head_start_s = request.priority * self._priority_step_s - held * self._callers.caller_step_s
@@ -128,7 +130,8 @@ class WaitingQueue:
             raise QueueFull(
                 f"{held.num_sequences} sequences of {held.num_tokens} tokens wait for this caller; "
                 f"{num_new} of {num_tokens} more would exceed its share of the queue, "
-                f"max_caller_share={share:g}: try again in a second"
+                f"max_caller_share={share:g}: try again in a second",
+                metadata={"limit": f"{share:g}"},
             )
         return held.num_sequences
 

@@ -10,8 +10,10 @@ A caller is who calls with one name: of its token, of its certificate, or of bot
 asks for neither, all calls are one caller's. No caller learns of another's requests, nor ends
 them.
 
-Errors carry google.rpc details. ErrorInfo has domain "lockstep" and a reason that callers
-may match on, never reworded:
+Errors carry google.rpc details. ErrorInfo has domain "lockstep.internal" and a reason that
+callers may match on, never reworded, and in its metadata what of the message varies: a `value`
+that does not fit, and the `limit` that it is beyond. BadRequest names the field at fault,
+ResourceInfo what was not found, RequestInfo the request's id, which the router's log has too:
 
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.
@@ -796,12 +798,34 @@ class TaggedError(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TAG_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     RETRY_DELAY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
     tag: _builtins.int
     """The request's tag."""
     code: _builtins.int
@@ -812,9 +836,15 @@ class TaggedError(_message.Message):
     """For people."""
     field: _builtins.str
     """The field at fault, if one is."""
+    request_id: _builtins.str
+    """The request's id, the caller's or ours; empty if it was none that fits."""
     @_builtins.property
     def retry_delay(self) -> _duration_pb2.Duration:
         """When to try again, for RESOURCE_EXHAUSTED."""
+
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As in ErrorInfo."""
 
     def __init__(
         self,
@@ -825,10 +855,12 @@ class TaggedError(_message.Message):
         message: _builtins.str = ...,
         field: _builtins.str = ...,
         retry_delay: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_delay", b"retry_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "reason", b"reason", "retry_delay", b"retry_delay", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "metadata", b"metadata", "reason", b"reason", "request_id", b"request_id", "retry_delay", b"retry_delay", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,10 @@ A caller is who calls with one name: of its token, of its certificate, or of bot
 asks for neither, all calls are one caller's. No caller learns of another's requests, nor ends
 them.
 
-Errors carry google.rpc details. ErrorInfo has domain "lockstep" and a reason that callers
-may match on, never reworded:
+Errors carry google.rpc details. ErrorInfo has domain "lockstep.internal" and a reason that
+callers may match on, never reworded, and in its metadata what of the message varies: a `value`
+that does not fit, and the `limit` that it is beyond. BadRequest names the field at fault,
+ResourceInfo what was not found, RequestInfo the request's id, which the router's log has too:
 
   INVALID_ARGUMENT    INVALID_REQUEST     a field's value can never work; BadRequest names
                                           the field, the value and the limit.

@@ -73,6 +73,16 @@ async def test_the_finish_tells_what_the_request_took():
         assert (finish.num_drafts, finish.num_accepted_drafts) == (9, 4)
 
 
+@pytest.mark.parametrize("request_id", ["", "mine"])
+async def test_a_call_that_fails_says_which_request_it_was(request_id: str):
+    async with generating(prompt(request_id=request_id)) as (engines, call, [sequence]):
+        engines.cancel(sequence.request)
+        details = error_details(await failure(call))
+        assert details.reason == "CANCELLED"
+        assert details.request_id == sequence.request.request_id
+        assert details.request_id == request_id or not request_id
+
+
 async def test_what_came_since_the_last_wake_is_one_message():
     async with generating(prompt()) as (engines, call, [sequence]):
         for token_id in range(50):
@@ -249,6 +259,7 @@ async def test_a_refused_request_leaves_the_stream_open():
         [error] = (await stream.read()).errors
         assert (error.tag, error.code) == (1, code_pb2.INVALID_ARGUMENT)
         assert (error.reason, error.field) == ("INVALID_REQUEST", "n")
+        assert (dict(error.metadata), len(error.request_id)) == ({"value": "65", "limit": "64"}, 32)
 
         engines.refusal = QueueFull("full", retry_delay_s=1.5)
         await stream.send(tag=1, start=prompt())
@@ -282,7 +293,9 @@ async def test_a_request_that_fails_is_told_under_its_tag_once():
         engines.cancel(request)
         message = await stream.read()
         assert [last.response.index for last in message.responses] == [0]
-        assert [(error.tag, error.reason) for error in message.errors] == [(4, "CANCELLED")]
+        [error] = message.errors
+        assert (error.tag, error.reason) == (4, "CANCELLED")
+        assert error.request_id == request.request_id
         await stream.end()
 
 

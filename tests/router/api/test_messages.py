@@ -135,6 +135,32 @@ async def test_a_value_that_cannot_work_is_refused_by_field_value_and_limit(
 
 
 @pytest.mark.parametrize(
+    ("bad", "value", "limit"),
+    [
+        (prompt(n=65), "65", "64"),
+        (prompt(priority=-101), "-101", "-100"),
+        (timeout(-1), "-1", "0"),
+        (ids(1, 256), "256", "255"),
+        (ids(*[1] * 32), "32", "31"),
+        (pb.GenerateRequest(text="x" * 2000), "2000", "1984"),
+        (pb.GenerateRequest(text="<beyond>"), "256", "255"),
+        (sampling(top_p=0), "0", "0"),
+        (sampling(temperature=math.inf), "inf", "100"),
+        (sampling(logit_bias={5: -101}), "-101", "-100"),
+        (stop(max_tokens=3, min_tokens=4), "4", "3"),
+        (stop(stop_strings=[""]), "0", "1"),
+        (stop(stop_token_ids=[1] * 65), "65", "64"),
+    ],
+)
+async def test_a_program_reads_value_and_limit_too(
+    tokenizer: Tokenizer, bad: pb.GenerateRequest, value: str, limit: str
+):
+    with pytest.raises(InvalidRequest) as caught:
+        await read(bad, tokenizer)
+    assert caught.value.metadata == {"value": value, "limit": limit}
+
+
+@pytest.mark.parametrize(
     ("bad", "field"),
     [
         (pb.GenerateRequest(text="a"), "text"),

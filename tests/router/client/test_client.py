@@ -230,6 +230,7 @@ async def test_cancel_by_id_fails_the_one_who_waits(engines: FakeEngines):
         with pytest.raises(Rejected, match="'mine'") as unknown:
             await client.cancel("mine")
     assert (cancelled.value.reason, unknown.value.reason) == ("CANCELLED", "REQUEST_NOT_FOUND")
+    assert cancelled.value.request_id == "mine"
 
 
 async def test_hundreds_of_requests_share_a_stream(engines: FakeEngines):
