@@ -4,6 +4,7 @@ checkpoint   tensors of a folder, by their names
 formats      numbers of fewer bits, dequantised as they are read
 kept         the same, kept as they are
 targets      what fills which parameter
+uploads      the way to a GPU
 load         checks all of it, then copies
 """
 

@@ -18,10 +18,10 @@ from executor.errors import CheckpointError
 from executor.model.weights.checkpoint import Checkpoint, Stored
 from executor.model.weights.formats import Format
 from executor.model.weights.targets import Cut, WeightGroup
+from executor.model.weights.uploads import READERS, Uploads
 
 _FLOATS = ("BF16", "F16", "F32")
 _INTEGERS = ("I64", "I32")
-_THREADS = 4  # also groups that are read at once, which bounds the memory beside the model
 
 OnProgress = Callable[[int, int], None]
 Skips = Callable[[str], bool]
@@ -60,14 +60,15 @@ def load_weights(
         found = Checkpoint(Path(path), stack)
         weights = _checked(found, pending, weight_format, skipped)
         stack.callback(torch.set_num_threads, num_threads)  # which threads set for those to come
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, initializer=_keep_to_one_core))
+        pool = stack.enter_context(ThreadPoolExecutor(READERS, initializer=_keep_to_one_core))
+        uploads = Uploads()
         done, total = 0, sum(len(_cuts(group)) for group in pending)
         ahead: deque[tuple[list[Future[None]], Callable[[], None]]] = deque()
         while pending or ahead:
-            while pending and len(ahead) < _THREADS:
+            while pending and len(ahead) < READERS:  # which bounds the memory beside the model
                 group = pending.popleft()
                 group.begin()
-                ahead.append((_submit(pool, group, weights), group.finish))
+                ahead.append((_submit(pool, group, weights, uploads), group.finish))
                 del group
             copies, finish = ahead.popleft()
             for copy in copies:
@@ -77,6 +78,7 @@ def load_weights(
                     on_progress(done, total)
             finish()
             del finish
+        uploads.wait()
 
 
 def tensor_names(path: str | Path) -> frozenset[str]:
@@ -155,9 +157,9 @@ def _listed(names: list[str]) -> str:
 
 
 def _submit(
-    pool: ThreadPoolExecutor, group: WeightGroup, weights: Mapping[str, Stored]
+    pool: ThreadPoolExecutor, group: WeightGroup, weights: Mapping[str, Stored], uploads: Uploads
 ) -> list[Future[None]]:
-    return [pool.submit(_copy, weights[cut.source.name], cut) for cut in _cuts(group)]
+    return [pool.submit(_copy, weights[cut.source.name], cut, uploads) for cut in _cuts(group)]
 
 
 def _cuts(group: WeightGroup) -> list[Cut]:
@@ -165,9 +167,9 @@ def _cuts(group: WeightGroup) -> list[Cut]:
 
 
 @torch.inference_mode()  # which is a thread's own
-def _copy(weight: Stored, cut: Cut) -> None:
+def _copy(weight: Stored, cut: Cut, uploads: Uploads) -> None:
     if cut.index is not None and not cut.target.is_meta:
-        cut.fill(weight.read(cut.index))
+        cut.fill(weight.read(cut.index), uploads)
 
 
 def _keep_to_one_core() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from executor.model.weights.checkpoint import Index
 from executor.model.weights.kept import KeptWeight
+from executor.model.weights.uploads import Uploads
 
 Weight: TypeAlias = torch.Tensor | KeptWeight
 
@@ -157,7 +158,7 @@ class Cut:
         """Whether the parameter has floats, or is made of them."""
         return isinstance(self.target, KeptWeight) or self.target.is_floating_point()
 
-    def fill(self, piece: torch.Tensor) -> None:
+    def fill(self, piece: torch.Tensor, uploads: Uploads) -> None:
         """Copies what was read, a float for a float and an integer for an integer, or quantises it."""
         if self.source.transposed:
             piece = piece.transpose(-1, -2)
@@ -166,7 +167,7 @@ class Cut:
         if isinstance(self.target, KeptWeight):
             self.target.quantise(piece)
         else:
-            self.target.copy_(piece)
+            uploads.fill(self.target, piece)
 
 
 def rope_rows_to_halves(head_dim: int, rotary_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
