@@ -136,6 +136,8 @@ def _group(group: pb.GroupStatus, rates: Sequence[str]) -> Iterator[RenderableTy
         yield "  no ranks"
     if group.HasField("speculation"):
         yield _line(("  drafts: " + _drafts(group.speculation), "dim"))
+    if group.step_cost.num_steps:
+        yield _line(("  step time: " + _step_cost(group.step_cost), "dim"))
     if group.graphs:
         yield _line(("  steps by what ran them: " + _graphs(group.graphs), "dim"))
 
@@ -192,6 +194,16 @@ def _drafts(status: pb.SpeculationStatus) -> str:
         accepted = status.num_accepted_drafts / max(1, status.num_drafts)
         parts += [f"{status.tokens_per_step:.2f} tokens per step", f"{accepted:.0%} accepted"]
     return ", ".join(part for part in parts if part)
+
+
+def _step_cost(cost: pb.StepCostStatus) -> str:
+    """Returns what a group's steps take: how well that is known, a step, and a prompt's token."""
+    if not cost.is_known:
+        return f"{cost.num_steps:,} steps seen, too few to tell"
+    return (
+        f"predicted within {cost.mean_error:.1%} on average, {1e3 * cost.base_s:.2f} ms a step, "
+        f"{1e6 * (cost.row_s + cost.mean_s):.1f} us a token on every rank"
+    )
 
 
 def _duration(duration: Duration) -> str:

@@ -17,7 +17,7 @@ import structlog
 from protos.serving.v1 import serving_pb2 as pb
 from protos.settings import above, at_least, setting
 from protos.transport.errors import RpcError, shorten
-from router.engine.status import epoch_status
+from router.engine.status import epoch_status, step_cost_status
 from router.errors import (
     ExecutorFailed,
     ExecutorLeft,
@@ -257,6 +257,7 @@ class Engine:
         status.group, status.problem = self.group, self._problem
         status.state = pb.GROUP_STATE_READY if self.is_ready else pb.GROUP_STATE_FORMING
         status.num_waiting, status.num_waiting_tokens = len(self.waiting), self.waiting.num_tokens
+        status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
         return status
 
     # ---- epochs
@@ -274,6 +275,7 @@ class Engine:
             measures=self.measures,
         )
         self._info, self._scheduler = info, scheduler
+        self.measures.costs.begin_epoch((info.model.fingerprint, info.shape))
         stats = EpochStats(scheduler.caches, scheduler.num_preemptions, info.shape.graph_sizes)
         self._progress_time = self._clock()
         self._stats = self.measures.begin_epoch(stats, self._progress_time)

@@ -8,6 +8,7 @@ from router.scheduling.counters import EpochStats, by_rank
 from router.scheduling.scheduler import Scheduler
 from router.scheduling.speculation import GateState
 from router.scheduling.step import GroupInfo
+from router.scheduling.step_cost import StepCost
 
 _STATES = {
     GateState.DRAFTING: pb.SPECULATION_STATE_DRAFTING,
@@ -52,6 +53,18 @@ def epoch_status(
                 )
             )
     return status
+
+
+def step_cost_status(cost: StepCost) -> pb.StepCostStatus:
+    """Returns what is known of a group's steps."""
+    seconds = {f"{part}_s": value for part, value in cost.coefficients().items()}
+    return pb.StepCostStatus(
+        num_steps=sum(cost.num_steps),
+        is_known=cost.is_known,
+        margin=cost.margin,
+        mean_error=cost.error,
+        **seconds,
+    )
 
 
 def hide_executors(groups: Iterable[pb.GroupStatus]) -> None:

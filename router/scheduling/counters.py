@@ -46,6 +46,7 @@ from router.scheduling.step import (
     StepPlan,
     StepResult,
 )
+from router.scheduling.step_cost import StepCosts
 
 # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
 REFUSALS = (
@@ -245,6 +246,7 @@ class GroupTotals:
         is_lost: Whether the last one was lost, and the group has not formed since.
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
         drafts: What came of drafts.
+        step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
     """
 
     ranks: list[RankCounts]
@@ -260,6 +262,9 @@ class GroupTotals:
     first_token_s: Histogram
     inter_token_s: Histogram
     recovery_s: Histogram
+    step_cost: dict[str, float]
+    step_margin: float
+    step_error: float
 
 
 class GroupMeasures:
@@ -267,6 +272,7 @@ class GroupMeasures:
 
     Attributes:
         times: Where the time of its steps went.
+        costs: What its steps take, as far as that is learnt.
         queue_s: From a sequence's arrival to the first step that ran it.
         first_token_s: From a sequence's arrival to its first token.
         inter_token_s: Between two tokens of a sequence.
@@ -277,6 +283,7 @@ class GroupMeasures:
     def __init__(self) -> None:
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.times = StepTimes()
+        self.costs = StepCosts()
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
         self.inter_token_s = Histogram(STEP_BOUNDS)
@@ -333,6 +340,9 @@ class GroupMeasures:
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),
             recovery_s=self.recovery_s.copy(),
+            step_cost=self.costs.plain.coefficients(),
+            step_margin=self.costs.plain.margin,
+            step_error=self.costs.plain.error,
         )
 
     def _all_counts(self) -> Counts:

@@ -143,6 +143,7 @@ class Scheduler:
         if table.has_windows:
             self._blocks.give_back(plan, new.has_token)
         self._free_left_rows()
+        self._measures.costs.add(plan, result)
         if is_speculative:
             self.gate.add(len(new.rows), new.num_kept)
             # What one step gives a sequence comes together: no time passes between its tokens.

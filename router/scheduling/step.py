@@ -129,13 +129,17 @@ class StepPlan:
         runs: bool [R], rows of the sequence table that take part.
         sampled_rows: Rows of the sequence table that sample, ranks in order, in batch order.
         limits: int32, of each of those rows, the most tokens that it may gain; None: 1 each.
+        kv_tokens: int64 [dp_size], computed tokens of each rank's decodes, whose KV they read.
+        num_pairs: float64 [dp_size], query-key pairs of each rank's chunks; None: it has none.
     """
 
     agreement: Agreement
     batches: tuple[RankBatch, ...]
     runs: npt.NDArray[np.bool_]
     sampled_rows: npt.NDArray[np.int64]
-    limits: Int32Array | None = None
+    limits: Int32Array | None
+    kv_tokens: npt.NDArray[np.int64]
+    num_pairs: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ need few columns. Chunks of prompts come behind each rank's decodes. Rows are ma
 from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from router.requests.request import Int32Array
 from router.scheduling.sequence_table import (
@@ -46,8 +46,7 @@ NONE: NewBlocks = (None, None, None)
 IDLE = RankBatch(BatchMode.IDLE, NOTHING, NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Known tokens of a sequence to run: ``num_tokens`` from its first uncomputed one on."""
 
     row: int
@@ -104,6 +103,8 @@ class StepBuilder:
         """
         table, shape, speculation = self._table, self._shape, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
+        kv_tokens = np.where(runs, table.num_computed, 0).reshape(table.dp_size, -1).sum(axis=1)
+        num_pairs = self._num_pairs(chunks) if has_extend else None
         batches, sampled_rows = self._decode_batches(decodes, runs, limits), decodes.rows
         num_rows = num_tokens = decodes.num_rows
         if limits is not None:
@@ -130,7 +131,15 @@ class StepBuilder:
             num_draft_tokens=num_draft_tokens,
         )
         shape.check(agreement)
-        return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits)
+        return StepPlan(agreement, tuple(batches), runs, sampled_rows, limits, kv_tokens, num_pairs)
+
+    def _num_pairs(self, chunks: SequenceOf[SequenceOf[Chunk]]) -> npt.NDArray[np.float64]:
+        """Returns float64 [dp_size], the pairs of tokens for which chunks work out attention."""
+        pairs = np.zeros(self._table.dp_size)
+        for rank, rank_chunks in enumerate(chunks):
+            for row, count in rank_chunks:
+                pairs[rank] += count * (int(self._table.num_computed[row]) + count / 2)
+        return pairs
 
     # ---- steps without prompts
 

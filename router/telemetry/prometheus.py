@@ -123,6 +123,14 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "Where the time of steps went. plan, encode, commit: this router. queue, execute: the "
            "executor that took longest. wire: the rest. Steps overlap, so phases add up to more "
            "than the time that passed."),
+    Metric("step_cost_seconds", "gauge", ("part",), lambda t: t.step_cost,
+           "What a step takes, as learnt: base; prompts, if it runs any; row, a token of the rank "
+           "that takes longest; mean, one on every rank; kv, a token of KV that it reads; pair, a "
+           "query and key of a prompt."),
+    Metric("step_margin_ratio", "gauge", (), lambda t: t.step_margin,
+           "By which predictions are raised so that 19 of 20 steps are not longer."),
+    Metric("step_error_ratio", "gauge", (), lambda t: t.step_error,
+           "How far steps are from their prediction without it, on average; 0.05 is 5 %."),
     Metric("queue_seconds", "histogram", (), lambda t: t.queue_s,
            "From a sequence's arrival to its first step."),
     Metric("time_to_first_token_seconds", "histogram", (), lambda t: t.first_token_s,

@@ -90,6 +90,15 @@ def test_what_comes_of_drafts_is_shown_where_there_is_a_draft_model():
     )
 
 
+def test_says_how_well_step_times_are_known():
+    cost = pb.StepCostStatus(num_steps=1200, is_known=True, mean_error=0.034, base_s=8e-3)
+    cost.row_s, cost.mean_s = 6e-6, 14e-6
+    text = "within 3.4% on average, 8.00 ms a step, 20.0 us a token on every rank"
+    assert text in render(ready(step_cost=cost))
+    few = pb.StepCostStatus(num_steps=12)
+    assert "step time: 12 steps seen, too few to tell" in render(ready(step_cost=few))
+
+
 def test_rates_take_two_frames_of_one_epoch():
     old = Frame(10.0, [ready(rank(0, total_tokens=100), step=50)])
     new = ready(rank(0, total_tokens=700), step=110)

@@ -120,7 +120,7 @@ def make_plan(num_sequences: int) -> tuple[StepPlan, RankBatch]:
     counts = (num_sequences,) * NUM_RANKS
     agreement = Agreement(counts, counts, False, PaddingMode.MAX_LEN, num_sequences)
     no_rows = np.zeros(0, dtype=np.int64)
-    return StepPlan(agreement, (batch,), no_rows, no_rows), batch
+    return StepPlan(agreement, (batch,), no_rows, no_rows, None, no_rows), batch
 
 
 def least_us(work: Callable[[], object]) -> float:

@@ -55,7 +55,7 @@ def plan_of(*batches: RankBatch, **agreement: Any) -> StepPlan:
         **agreement,
     }
     no_rows = np.zeros(0, dtype=np.int64)
-    return StepPlan(Agreement(**fields), batches, no_rows, no_rows)
+    return StepPlan(Agreement(**fields), batches, no_rows, no_rows, None, no_rows)
 
 
 def encode(*batches: RankBatch, **agreement: Any) -> list[pb.StepRequest]:

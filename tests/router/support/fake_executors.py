@@ -167,6 +167,7 @@ class FakeExecutors:
     def _send(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self._check_agreement(plan)
+        _check_load(plan)
         now = asyncio.get_running_loop().time()
         factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
         self._device_time = max(self._device_time, now) + self._step_s * factor
@@ -266,6 +267,20 @@ class FakeExecutors:
         is_uneven = len(counts) > 1 and agreement.has_extend
         expected = PaddingMode.SUM_LEN if is_mostly_padding or is_uneven else PaddingMode.MAX_LEN
         assert agreement.padding_mode is expected
+
+
+def _check_load(plan: StepPlan) -> None:
+    """What a step's time is predicted from, against what each row runs."""
+    num_pairs = [0.0] * len(plan.batches)
+    for rank, batch in enumerate(plan.batches):
+        is_decode = np.ones(len(batch.rows), dtype=np.bool_)
+        if batch.token_ids is not None and batch.num_tokens is not None:
+            is_decode = batch.token_ids[batch.num_tokens.cumsum() - batch.num_tokens] == -1
+            counts, starts = batch.num_tokens[~is_decode], batch.num_computed_tokens[~is_decode]
+            num_pairs[rank] = float((counts * (starts + counts / 2)).sum())
+        assert plan.kv_tokens[rank] == batch.num_computed_tokens[is_decode].sum()
+    assert (plan.num_pairs is not None) == plan.agreement.has_extend
+    assert plan.num_pairs is None or plan.num_pairs.tolist() == num_pairs
 
 
 def _num_prompts_ended(batch: RankBatch) -> int:

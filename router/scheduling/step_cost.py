@@ -1,0 +1,160 @@
+"""Time of a step, learnt from what executors report: recursive least squares over six features.
+
+    seconds = base + prompts e + max_r (row n_r + kv K_r + pair A_r) + mean mean_r n_r
+
+e is 1 if any rank runs prompt tokens; n_r are the tokens of rank r, with a graph or in an even gather
+padded ones too; K_r the tokens of KV that its decodes read; A_r the query-key pairs of its chunks.
+Attention is each rank's own work, so its fullest rank counts; experts are spread over all ranks, so
+there the mean does. Errors are weighed by what was predicted: a tenth of a short step is worth as
+much as a tenth of a long one.
+
+Steps that draft run a second model, too: they have coefficients of their own (`StepCosts`).
+"""
+
+from collections.abc import Hashable
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from router.scheduling.step import PaddingMode, RankResult, StepPlan, StepResult
+
+PARTS = ("base", "prompts", "row", "mean", "kv", "pair")
+SCALES = np.array([1.0, 1.0, 1e-3, 1e-3, 1e-5, 1e-7])  # each feature is then near 1
+
+START = np.array([0.01, 0.001, 0.01, 0.01, 0.002, 0.01])  # scaled; some GPU's
+LEAST = 1e-6  # scaled: a coefficient below counts as this
+FORGET = 0.999
+START_VARIANCE, MAX_TRACE = 100.0, 1e4
+
+KNOWN_STEPS = 32  # with prompts, and as many without, before anybody goes by it
+LEARN_EVERY = 4  # of steps without prompts, which are many and alike
+OUTLIER, MAX_OUTLIERS = 4.0, 8  # times the prediction; so many in a row are no outliers
+DRIFT, DRIFT_MEMORY = 0.2, 1 / 16  # mean error at which what is known is doubted
+RISE, FALL, MAX_MARGIN = 0.019, 0.001, 1.3  # settles where 19 of 20 steps are not longer
+ERROR_MEMORY = 1 / 128
+
+Vector = npt.NDArray[np.float64]
+_FORWARD_NS = itemgetter(RankResult._fields.index("forward_ns"))
+
+
+class StepCost:
+    """Coefficients of one kind of step, and how far they can be trusted.
+
+    Attributes:
+        num_steps: Steps without prompts and with them.
+        margin: 1 to MAX_MARGIN, by which predictions are raised so that 19 of 20 hold.
+        error: Mean of |observed / predicted - 1|, lately.
+    """
+
+    def __init__(self, start: Vector = START) -> None:
+        self.num_steps = [0, 0]
+        self.margin = 1.0
+        self.error = 0.0
+        self._learnt = start.copy()
+        self._used = start.copy()
+        self._drift = 0.0
+        self._num_outliers = 0
+        self.doubt()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps of both kinds were seen to go by it."""
+        return min(self.num_steps) >= KNOWN_STEPS
+
+    def coefficients(self) -> dict[str, float]:
+        """Returns seconds by part: per step, per step with prompts, per token, per pair."""
+        return dict(zip(PARTS, (self._used * SCALES).tolist(), strict=True))
+
+    def doubt(self) -> None:
+        """Lets the next steps count for more than all before them; coefficients stay until then."""
+        self._covariance = START_VARIANCE * np.eye(len(PARTS))
+
+    def predict(self, plan: StepPlan) -> float:
+        """Returns the seconds that a step should take, without the margin."""
+        return float(self._features(plan) @ self._used)
+
+    def add(self, plan: StepPlan, seconds: float) -> None:
+        """Learns from a step that took so long."""
+        has_prompts = plan.agreement.has_extend
+        self.num_steps[has_prompts] += 1
+        if self.is_known and not has_prompts and self.num_steps[0] % LEARN_EVERY:
+            return
+        features = self._features(plan)
+        predicted = float(features @ self._used)
+        ratio = seconds / predicted
+        self._num_outliers = self._num_outliers + 1 if ratio > OUTLIER else 0
+        if 0 < self._num_outliers < MAX_OUTLIERS:
+            return
+        if self.is_known:
+            self.error += ERROR_MEMORY * (abs(ratio - 1) - self.error)
+            margin = self.margin + (RISE if ratio > self.margin else -FALL)
+            self.margin = min(max(1.0, margin), MAX_MARGIN)
+        self._drift += DRIFT_MEMORY * (ratio - 1 - self._drift)
+        if abs(self._drift) > DRIFT:
+            self._drift = 0.0
+            self.doubt()
+        self._learn(features / predicted, ratio)
+
+    def _learn(self, features: Vector, target: float) -> None:
+        covariance = self._covariance
+        projected = covariance @ features
+        gain = projected / (FORGET + float(features @ projected))
+        self._learnt += gain * (target - float(features @ self._learnt))
+        covariance -= np.outer(gain, projected)
+        covariance /= FORGET
+        if (trace := float(covariance.trace())) > MAX_TRACE:
+            covariance *= MAX_TRACE / trace
+        np.maximum(self._learnt, LEAST, out=self._used)
+
+    def _features(self, plan: StepPlan) -> Vector:
+        """Returns float64 [6], scaled, with n, K and A of the rank that seems to take longest."""
+        agreement, kv, pairs = plan.agreement, plan.kv_tokens, plan.num_pairs
+        rows = agreement.global_num_tokens
+        most, mean = max(rows), sum(rows) / len(rows)
+        if agreement.padding_mode is PaddingMode.MAX_LEN:
+            width = agreement.num_draft_tokens or 1
+            mean = most = max(most, width * (agreement.graph_size or 0))
+            rows = (most,) * len(rows)
+        if pairs is None:
+            features = 1.0, 0.0, most, mean, int(kv.max()), 0.0
+        else:
+            _, _, per_row, _, per_kv, per_pair = (self._used * SCALES).tolist()
+            rank = int((per_row * np.array(rows) + per_kv * kv + per_pair * pairs).argmax())
+            features = 1.0, 1.0, rows[rank], mean, int(kv[rank]), float(pairs[rank])
+        scaled: Vector = np.array(features) * SCALES
+        return scaled
+
+
+class StepCosts:
+    """What is known of a group's steps over all of its epochs.
+
+    Attributes:
+        plain: Of steps without drafts.
+        drafting: Of speculative ones.
+    """
+
+    def __init__(self) -> None:
+        self._kind: Hashable = None
+        self.plain, self.drafting = StepCost(), StepCost()
+
+    def begin_epoch(self, kind: Hashable) -> None:
+        """Keeps what is known if the group is what it was, as far as ``kind`` says.
+
+        Its executors may be others, or on other machines, so it is doubted all the same.
+        """
+        if kind != self._kind:
+            self._kind = kind
+            self.plain, self.drafting = StepCost(), StepCost()
+        self.plain.doubt()
+        self.drafting.doubt()
+
+    def of(self, plan: StepPlan) -> StepCost:
+        return self.drafting if plan.agreement.num_draft_tokens else self.plain
+
+    def add(self, plan: StepPlan, result: StepResult) -> None:
+        """Learns from an answered step; its slowest executor's time counts."""
+        forward_ns: Any = max(map(_FORWARD_NS, result))
+        if forward_ns > 0:
+            self.of(plan).add(plan, forward_ns * 1e-9)

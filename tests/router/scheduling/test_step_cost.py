@@ -1,0 +1,135 @@
+"""If these fail, the router plans by step times that its executors do not take."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from router.scheduling.step import Agreement, PaddingMode, StepPlan
+from router.scheduling.step_cost import KNOWN_STEPS, PARTS, SCALES, START, StepCost, StepCosts
+
+# 30B-A3B on H200: ms of a step, and of one with prompts; us of a token; ns of KV and of a pair.
+TRUE = {"base": 8e-3, "prompts": 4e-3, "row": 6e-6, "mean": 14e-6, "kv": 27e-9, "pair": 1.6e-9}
+NUM_RANKS = 8
+NO_ROWS = np.zeros(0, np.int64)
+
+
+def step(tokens: list[int], kv: list[int], pairs: list[float] | None) -> StepPlan:
+    mode = PaddingMode.MAX_LEN if pairs is None else PaddingMode.SUM_LEN
+    agreement = Agreement(tuple(tokens), tuple(tokens), pairs is not None, mode, None)
+    num_pairs = None if pairs is None else np.array(pairs)
+    return StepPlan(agreement, (), NO_ROWS, NO_ROWS, None, np.array(kv), num_pairs)
+
+
+def seconds(plan: StepPlan, cost: dict[str, float] = TRUE) -> float:
+    """The formula, worked out rank by rank."""
+    tokens = list(plan.agreement.global_num_tokens)
+    if plan.num_pairs is None:
+        tokens = [max(tokens)] * len(tokens)
+    pairs = [0.0] * len(tokens) if plan.num_pairs is None else plan.num_pairs.tolist()
+    own = [
+        cost["row"] * n + cost["kv"] * k + cost["pair"] * a
+        for n, k, a in zip(tokens, plan.kv_tokens.tolist(), pairs, strict=True)
+    ]
+    prompts = cost["prompts"] * plan.agreement.has_extend
+    return cost["base"] + prompts + max(own) + cost["mean"] * sum(tokens) / len(tokens)
+
+
+def steps(rng: random.Random, count: int) -> Iterator[StepPlan]:
+    """Steps of ranks that decode up to 100 sequences; a half of them run prompts on some ranks."""
+    for _ in range(count):
+        decodes = [rng.randint(5, 100) for _ in range(NUM_RANKS)]
+        kv = [num * rng.randint(200, 4000) for num in decodes]
+        if rng.random() < 0.5:
+            yield step(decodes, kv, None)
+            continue
+        chunks = [rng.choice([0, rng.randint(100, 4000)]) for _ in range(NUM_RANKS)]
+        pairs = [chunk * (rng.randint(0, 20_000) + chunk / 2) for chunk in chunks]
+        yield step([*map(sum, zip(decodes, chunks, strict=True))], kv, pairs)
+
+
+def learn(cost: StepCost, rng: random.Random, count: int, factor: float = 1.0) -> None:
+    """Shows it steps with noise of 2 %; of each hundred, one takes half as long again."""
+    for plan in steps(rng, count):
+        spike = 1.5 if rng.random() < 0.01 else 1.0
+        cost.add(plan, factor * spike * seconds(plan) * rng.lognormvariate(0, 0.02))
+
+
+def mean_error(cost: StepCost, rng: random.Random, factor: float = 1.0) -> float:
+    errors = [abs(cost.predict(p) / (factor * seconds(p)) - 1) for p in steps(rng, 200)]
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("start", [0.25, 1.5, 4.0])
+def test_coefficients_are_learnt_from_a_wrong_start(start: float) -> None:
+    rng = random.Random(1)
+    cost = StepCost(START * start)
+    learn(cost, rng, 1400)
+    assert cost.coefficients() == pytest.approx(TRUE, rel=0.08)
+    assert mean_error(cost, rng) < 0.01
+    assert 0.01 < cost.error < 0.04  # what noise and spikes leave
+    assert 1.02 < cost.margin < 1.08  # 0.95 quantile of the noise, and of spikes
+
+
+def test_a_group_that_becomes_twice_as_slow_is_believed_within_256_steps() -> None:
+    rng, cost = random.Random(2), StepCost()
+    learn(cost, rng, 1400)
+    learn(cost, rng, 256, factor=2.0)
+    assert mean_error(cost, rng, factor=2.0) < 0.02
+
+
+def test_a_step_that_stood_still_is_not_learnt_from_unless_all_do() -> None:
+    rng, cost = random.Random(3), StepCost()
+    learn(cost, rng, 400)
+    before, [plan] = cost.coefficients(), steps(rng, 1)
+    for _ in range(7):
+        cost.add(plan, 5 * seconds(plan))
+    assert cost.coefficients() == before
+    learn(cost, rng, 200, factor=5.0)
+    assert mean_error(cost, rng, factor=5.0) < 0.03
+
+
+def test_an_hour_without_prompts_leaves_what_is_known_of_them() -> None:
+    rng, cost = random.Random(4), StepCost()
+    learn(cost, rng, 1400)
+    for _ in range(20_000):
+        plan = step([50] * NUM_RANKS, [50_000] * NUM_RANKS, None)
+        cost.add(plan, seconds(plan) * rng.lognormvariate(0, 0.02))
+    assert np.isfinite(cost._covariance).all()
+    assert mean_error(cost, rng) < 0.05
+    learn(cost, rng, 200)
+    assert mean_error(cost, rng) < 0.02
+
+
+def test_nobody_goes_by_it_before_enough_steps_of_both_kinds() -> None:
+    cost = StepCost()
+    for has_prompts in (False, True):
+        for _ in range(KNOWN_STEPS):
+            assert not cost.is_known
+            cost.add(step([9] * 2, [90] * 2, [40.0] * 2 if has_prompts else None), 0.01)
+    assert cost.is_known
+
+
+def test_padded_rows_count_as_rows() -> None:
+    cost = StepCost()
+    plain = step([10, 2], [0, 0], None)
+    even = step([10, 10], [0, 0], None)
+    assert cost.predict(plain) == cost.predict(even)
+    graph = Agreement((10, 2), (10, 2), False, PaddingMode.MAX_LEN, 16)
+    per_row = (START * SCALES)[PARTS.index("row")] + (START * SCALES)[PARTS.index("mean")]
+    padded = StepPlan(graph, (), NO_ROWS, NO_ROWS, None, np.zeros(2, np.int64))
+    assert cost.predict(padded) - cost.predict(plain) == pytest.approx(6 * per_row)
+
+
+def test_an_epoch_of_the_same_kind_keeps_what_is_known() -> None:
+    costs, rng = StepCosts(), random.Random(5)
+    costs.begin_epoch("30b")
+    learn(costs.plain, rng, 100)
+    known = costs.plain.coefficients()
+    costs.begin_epoch("30b")
+    assert costs.plain.is_known
+    assert costs.plain.coefficients() == known
+    costs.begin_epoch("r1")
+    assert not costs.plain.is_known
+    assert costs.plain.coefficients() != known
