@@ -36,6 +36,7 @@ def main(config: ExecutorConfig) -> None:
         from executor.build.check import check  # imports PyTorch
 
         sys.exit(0 if check(config, print) else BAD_CONFIGURATION)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log would write past ours
     # A waiting OpenMP thread that spins starves the other processes of a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Weights and caches in huge pages, where the kernel gives them on demand: a step on a CPU reads all
@@ -144,8 +145,11 @@ async def _load(
         return 0
     try:
         loading.result()
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         log.error("cannot_start", problem=str(error))
+        return BAD_CONFIGURATION
+    except Exception as error:  # such as PyTorch's, of memory or a driver
+        log.exception("cannot_start", problem=f"{type(error).__name__}: {error}")
         return BAD_CONFIGURATION
     return None
 

@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import click
 import structlog
@@ -117,8 +117,8 @@ def command(
 ) -> Callable[[Callable[[Any], None]], click.Command]:
     """Decorates the function that runs a program: returns the command that reads its configuration.
 
-    Invalid settings, and an OSError of the function, are logged in one line and end the process
-    with BAD_CONFIGURATION.
+    Wrong usage, invalid settings, and an OSError or ValueError of the function are logged in one
+    line and end the process with BAD_CONFIGURATION.
 
     Args:
         config_type: Dataclass of the settings; one is named ``log_level``.
@@ -131,24 +131,20 @@ def command(
         @wraps(run)
         def main(**values: Any) -> None:
             configure_logging()
-            log = structlog.stdlib.get_logger(run.__module__)
             try:
                 check_variables(
                     os.environ, prefix, {name for o in options for name in o.envvar or ()}
                 )
                 config = config_type(**values)
                 configure_logging(config.log_level)
-                log.info("configuration", **_printable(config))
-            except ValueError as error:
-                log.error("cannot_start", problem=str(error))
-                sys.exit(BAD_CONFIGURATION)
-            try:
+                structlog.stdlib.get_logger(run.__module__).info(
+                    "configuration", **_printable(config)
+                )
                 run(config)
-            except OSError as error:
-                log.error("cannot_start", problem=str(error))
-                sys.exit(BAD_CONFIGURATION)
+            except (OSError, ValueError) as error:
+                _refuse(str(error))
 
-        return click.Command(
+        return _Program(
             program,
             callback=main,
             params=list(options),
@@ -159,6 +155,22 @@ def command(
         )
 
     return decorate
+
+
+class _Program(click.Command):
+    """A command that says in one line what is wrong with its flags and variables."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except click.UsageError as error:
+            configure_logging()
+            _refuse(error.format_message())
+
+
+def _refuse(problem: str) -> NoReturn:
+    structlog.stdlib.get_logger(__name__).error("cannot_start", problem=problem)
+    sys.exit(BAD_CONFIGURATION)
 
 
 def check_variables(names: Collection[str], prefix: str, known: Collection[str]) -> None:
@@ -192,7 +204,8 @@ def _options(config_type: type[Any], prefix: str) -> list[click.Option]:
 
 def _option(each: Field[Any], type_: Any, text: str, prefix: str) -> click.Option:
     extra = each.metadata
-    is_required = each.default is MISSING
+    # Not None: click would take that for given.
+    default = {} if each.default is MISSING else {"default": each.default}
     if isinstance(type_, UnionType):  # with None
         type_ = get_args(type_)[0]
     item = get_args(type_)[0] if get_origin(type_) is tuple else None
@@ -206,9 +219,9 @@ def _option(each: Field[Any], type_: Any, text: str, prefix: str) -> click.Optio
         [extra.get("flag") or "--" + each.name.replace("_", "-"), each.name],
         type=type_ if item is None else _List(item),
         multiple=is_repeated,
-        required=is_required,
-        default=None if is_required else each.default,
-        show_default=extra.get("unset") or not (is_required or each.default is None),
+        **default,
+        required=not default,
+        show_default=extra.get("unset") or default.get("default") is not None,
         envvar=[prefix + each.name.upper(), *extra.get("variables", ())],
         show_envvar=True,
         metavar=rule.form,

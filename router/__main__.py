@@ -2,6 +2,9 @@
 
 import os
 
+# gRPC's own log would write past ours. It reads this as it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import uvloop
 
 from protos.memory import give_back_memory
@@ -12,7 +15,6 @@ from router.config import RouterConfig
 @command(RouterConfig, "router")
 def main(config: RouterConfig) -> None:
     """Routes generation requests to groups of executors, and schedules every step of them."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log would write past ours
     from router import app
 
     give_back_memory()

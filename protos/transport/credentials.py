@@ -169,9 +169,14 @@ class TlsFiles:
                 # A password, so that an encrypted key is an error instead of a question.
                 context.load_cert_chain(self.cert, self.key, password="-")
             except ssl.SSLError as error:
+                if b"ENCRYPTED" in self.key.read_bytes():
+                    raise ValueError(
+                        f"{self.key} is encrypted: write it without a password, as does: openssl pkey "
+                        f"-in {self.key} -out NEW"
+                    ) from None
                 raise ValueError(
-                    f"{self.cert} and {self.key} are no certificate with its key, in PEM and not "
-                    f"encrypted: {error.reason or error}"
+                    f"{self.cert} and {self.key} are no certificate with its key, in PEM"
+                    + f": {error.reason}" * bool(error.reason)
                 ) from None
         if self.ca is not None:
             try:

@@ -4,6 +4,7 @@ Router and executor have the same settings under the same names. Without any, a 
 """
 
 import ipaddress
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ class ServiceConfig(PortLimits):
             ValueError: Says what is wrong and what fits.
         """
         check_settings(self)
-        check_pair("tls_cert", self.tls_cert, "tls_key", self.tls_key)
+        check_tls(self._tls_files, "tls_cert", "tls_key", "tls_client_ca")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
                 "tls_client_ca without tls_cert: without TLS no caller has a certificate"
@@ -93,7 +94,6 @@ class ServiceConfig(PortLimits):
                 f"open_services={self.open_services}: need health, reflection, both with a comma, "
                 f"or none"
             )
-        check_files("tls_cert", self._tls_files.read_whole)
         for name in ("auth_tokens", "metrics_tokens"):
             path = getattr(self, name)
             if path is not None:
@@ -212,15 +212,39 @@ async def _start(
     credentials: "grpc.ServerCredentials | None" = None,
 ) -> int:
     try:
+        _try_to_bind(address)
         if credentials is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"{name}={address}: the address cannot be bound: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise OSError(
+            f"{name}={address}: the address cannot be bound: {error}; free it, or choose another"
+        ) from error
     await server.start()
     log.info(f"{name}ing", address=f"{address.rpartition(':')[0]}:{port}")
     return port
+
+
+def _try_to_bind(address: str) -> None:
+    """Binds a socket to an address for a moment, since gRPC does not say why it cannot.
+
+    Raises:
+        OSError: None of the name's addresses can be bound.
+    """
+    host, _, number = address.rpartition(":")
+    problem = OSError("the name has no address")
+    for family, kind, _, _, where in socket.getaddrinfo(
+        host.strip("[]"), int(number), type=socket.SOCK_STREAM
+    ):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 def is_loopback(address: str) -> bool:
@@ -232,11 +256,21 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def check_pair(cert_name: str, cert: Path | None, key_name: str, key: Path | None) -> None:
-    """Raises ValueError if a certificate is there without its key, or a key without its certificate."""
-    if (cert is None) != (key is None):
-        given, other = (cert_name, key_name) if key is None else (key_name, cert_name)
+def check_tls(files: TlsFiles, cert: str, key: str, ca: str) -> None:
+    """Checks that TLS files are there and make sense.
+
+    Args:
+        files: Their paths.
+        cert, key, ca: The settings that name them.
+
+    Raises:
+        ValueError: A certificate is there without its key or the reverse, or a file is no good.
+    """
+    if (files.cert is None) != (files.key is None):
+        given, other = (cert, key) if files.key is None else (key, cert)
         raise ValueError(f"{given} without {other}: a certificate goes with its private key")
+    check_files(cert, TlsFiles(files.cert, files.key).read_whole)
+    check_files(ca, TlsFiles(ca=files.ca).read_whole)
 
 
 def check_files(name: str, read: Callable[[], object]) -> None:

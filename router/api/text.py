@@ -231,13 +231,21 @@ class Tokenizer:
 
     Args:
         path: A tokenizer.json as the `tokenizers` library writes it.
+
+    Raises:
+        ValueError: It is none.
     """
 
     def __init__(self, path: Path) -> None:
         # Imported here: a router without a tokenizer starts without the library.
         import tokenizers
 
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library has no class of its own
+            raise ValueError(
+                f"tokenizer={path}: this is no tokenizer.json: {error}; give the model's own"
+            ) from error
         self._special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()

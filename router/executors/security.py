@@ -8,7 +8,7 @@ from pathlib import Path
 from protos.settings import ON_OFF, setting
 from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import TlsFiles, read_tokens, token_sender, watch
-from protos.transport.port import check_files, check_pair, is_loopback
+from protos.transport.port import check_files, check_tls, is_loopback
 from router.executors.discovery import DNS, DnsGroup
 
 
@@ -38,14 +38,13 @@ class ExecutorSecurity:
         Raises:
             ValueError: Says what is wrong and what fits.
         """
-        check_pair("executor_cert", self.executor_cert, "executor_key", self.executor_key)
+        check_tls(self._executor_files, "executor_cert", "executor_key", "executor_ca")
         for name in ("executor_cert", "executor_name"):
             if getattr(self, name) is not None and self.executor_ca is None:
                 raise ValueError(
                     f"{name} without executor_ca: TLS to executors takes the CA of their "
                     f"certificates"
                 )
-        check_files("executor_ca", self._executor_files.read_whole)
         if self.executor_token is not None:
             check_files("executor_token", partial(read_tokens, self.executor_token))
         if self.executor_ca is not None or self.executor_plaintext == "on":

@@ -1,18 +1,22 @@
 """A wrong setting must stop the start with one line that says what fits, not fail in a step."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Coroutine
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
-from executor.__main__ import main
+from executor.__main__ import _load, main
 from executor.config import ExecutorConfig, resolve_max_model_len
+from executor.metrics import Measures
 from protos.executor.v1 import executor_pb2 as pb
+from protos.settings import BAD_CONFIGURATION
 
 # Of one request, as the router checks them (router/api/messages.py).
 MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS = 1024, 64
@@ -198,6 +202,22 @@ def test_waiting_threads_sleep_unless_an_operator_says_otherwise(
     with pytest.raises(LookupError):
         main(["--model", str(model)], standalone_mode=False)
     assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, RuntimeError, MemoryError])
+async def test_a_model_that_cannot_be_loaded_ends_the_start_in_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+):
+    class Servicer:
+        async def load(self, build: Any) -> None:
+            raise error("no room")
+
+    with capture_logs() as lines:
+        config, servicer = ExecutorConfig(model=model), cast(Any, Servicer())
+        assert await _load(servicer, config, Measures(), asyncio.Event()) == BAD_CONFIGURATION
+    [line] = lines
+    assert line["event"] == "cannot_start"
+    assert "no room" in line["problem"]
 
 
 def test_help_does_not_import_torch():

@@ -1,9 +1,11 @@
 """Settings that would leave a door open must stop the start, and say what to set instead."""
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from protos.transport.port import ServiceConfig, is_loopback
@@ -41,7 +43,11 @@ def test_only_loopback_counts_as_loopback():
         ({"tls_cert": "ca.pem", "tls_key": "tokens"}, "are no certificate with its key"),
         (
             {"tls_cert": "server.pem", "tls_key": "server.key", "tls_client_ca": "tokens"},
-            "tokens has no CA certificate",
+            "^tls_client_ca: .*tokens has no CA certificate",
+        ),
+        (
+            {"tls_cert": "server.pem", "tls_key": "locked.key"},
+            "locked.key is encrypted: .* openssl",
         ),
         ({"plaintext": "on", "auth_tokens": "none"}, "auth_tokens: .*none"),
         ({"plaintext": "on", "auth_tokens": "empty"}, "has no token: write one on each line"),
@@ -59,6 +65,7 @@ def test_settings_that_do_not_fit_are_named_with_what_does(
     authority.issue("client", "client.test")
     replace(authority.folder / "tokens", TOKEN.encode())
     replace(authority.folder / "empty", b"")
+    replace(authority.folder / "locked.key", b"-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
     texts = ("plaintext", "tls_client_names", "open_services", "log_level")
     given: dict[str, Any] = {
         name: value if name in texts else authority.folder / value
@@ -67,6 +74,15 @@ def test_settings_that_do_not_fit_are_named_with_what_does(
     with pytest.raises(ValueError, match=problem) as caught:
         ServiceConfig(listen="0.0.0.0:1", **given)
     assert TOKEN not in str(caught.value)
+
+
+async def test_a_port_that_is_taken_is_named_with_the_reason():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"^listen={address}: .*in use; free it, or choose"):
+            await ServiceConfig(listen=address).start(grpc.aio.server())
 
 
 def test_plain_text_is_for_loopback_unless_the_operator_asks_for_it():

@@ -70,6 +70,8 @@ def main(config: Config) -> None:
     seen.append(config)
     if config.kind == "b":
         raise OSError("the port is taken")
+    if config.listen == "taken.example:1":
+        raise ValueError("a file is none")
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -168,6 +170,28 @@ def test_a_variable_that_is_no_setting_stops_the_start_with_a_guess(
     assert guess in output
     assert "a-secret" not in output
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ((), "Missing option '--folder'"),
+        (("--folder",), "requires an argument"),
+        (("--cuont", "7"), "No such option '--cuont'. Did you mean '--count'"),
+        (("--count", "many"), "'many' is not a valid integer"),
+        (("--folder", "FOLDER", "more"), "unexpected extra argument (more)"),
+        (("--folder", "FOLDER", "--listen", "taken.example:1"), "a file is none"),
+    ],
+)
+def test_a_start_that_cannot_be_is_refused_in_one_line(
+    folder: str, args: tuple[str, ...], problem: str
+):
+    exit_code, output = run(*[folder if arg == "FOLDER" else arg for arg in args])
+    assert exit_code == 2
+    lines = output.splitlines()
+    assert len(lines) == 1 + (problem == "a file is none")  # behind its configuration
+    assert "cannot_start" in lines[-1]
+    assert problem in lines[-1]
 
 
 def test_variables_of_others_are_left_alone():

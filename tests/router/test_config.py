@@ -1,5 +1,7 @@
 """A wrong setting must stop the router's start with one line that says what fits."""
 
+import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +109,20 @@ def test_drafts_are_on_if_not_told_otherwise():
     config = RouterConfig(groups=GROUPS)
     assert config.speculation == "on"
     assert (config.min_tokens_per_draft_step, config.prompt_steps_between_drafts) == (1.5, 2)
+
+
+def test_a_port_that_is_taken_stops_a_router_in_one_line_of_json():
+    """gRPC's own log would write another line between them."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = (sys.executable, "-m", "router", "--group", "127.0.0.1:1", "--listen", address)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    events = [json.loads(line) for line in process.stderr.splitlines()]
+    assert [event["event"] for event in events] == ["configuration", "cannot_start"]
+    assert "in use" in events[1]["problem"]
 
 
 def test_help_does_not_import_torch():

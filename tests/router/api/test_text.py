@@ -268,3 +268,11 @@ def test_stop_strings_cut_alike_wherever_tokens_end(byte_tokenizer: Tokenizer, s
             break
     text.close()
     assert (taken + text.take(), stop) == expected
+
+
+@pytest.mark.parametrize("content", ["{bad", "{}", ""])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^tokenizer={path}: this is no tokenizer.json: "):
+        Tokenizer(path)
