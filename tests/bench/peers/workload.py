@@ -24,6 +24,7 @@ NUM_PREFILLS = 8  # of which the first two are left out
 NUM_STEPS = 48  # of a decode, after the last prompt
 NUM_LEFT_OUT = 8  # of those
 TRACE = Path(__file__).parents[1] / "data" / "azure_conversations.csv"
+NUM_REQUESTS = 96  # of it
 SHRINK = 4  # of the trace's lengths; its times stay
 
 # Sends a prompt, and yields how many tokens each message of the answer brings.
@@ -62,7 +63,7 @@ def read_trace() -> list[tuple[float, int, int]]:
     lines = [line for line in TRACE.read_text().splitlines() if not line.startswith("#")]
     rows = [
         (datetime.fromisoformat(time[:26]).timestamp(), int(num_prompt), int(num_output))
-        for time, num_prompt, num_output in list(csv.reader(lines))[1:]
+        for time, num_prompt, num_output in list(csv.reader(lines))[1 : 1 + NUM_REQUESTS]
     ]
     first = rows[0][0]
     return [
