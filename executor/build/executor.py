@@ -19,7 +19,7 @@ from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
 from executor.build.drafts import Drafts, build_drafts
 from executor.build.keeping import plan_keeping
-from executor.build.memory import held_lines, new_kv_pool, num_kv_blocks
+from executor.build.memory import held_lines, later_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
 from executor.build.runners import build_runners
 from executor.config import ExecutorConfig
@@ -84,12 +84,9 @@ def build_worker(
     kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
+    num_rows, vocab_size = kv_pool.num_rows, blueprint.model.vocab_size
     sampler = Sampler(
-        kv_pool.num_rows,
-        blueprint.model.vocab_size,
-        device.torch_device,
-        agree=agree,
-        filters=device.filters,
+        num_rows, vocab_size, device.torch_device, agree=agree, filters=device.filters
     )
     runner, drafts = _runners(blueprint, device, forward_pass, draft, sampler, agree)
     lines += _logged(
@@ -103,8 +100,9 @@ def build_worker(
             drafts=drafts,
         )
     )
-    lines += _logged(device.attention_lines())
-    kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher, kernels))
+    later = _logged(later_lines(blueprint, device.torch_device, dispatcher, kernels))
+    lines += later + _logged(device.attention_lines())
+    kv_pool.allocate(num_kv_blocks(blueprint, kv_pool, dispatcher, later))
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()

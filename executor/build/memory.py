@@ -1,17 +1,19 @@
 """Memory of an executor: the bytes of what it holds, and the KV pool, which takes a share of the rest.
 
 Everything is made before the KV pool takes its memory; its bytes are counted on what was made. What
-comes later is taken off: NCCL's buffers and the all-to-all's workspace at the first Join, what experts
-hold in a pass, and the work of a step that draws drafts. The remaining share is for other activations
-and the graphs' own memory.
+comes later is taken off: the all-to-all's workspace, NCCL's buffers and those of cuBLAS, and what a
+step makes of the largest: experts' rows, logits, and probabilities. Graphs read the pool's addresses, so
+they come later, too: what theirs take of these is counted with them. The remaining share is for other
+activations, which are hidden states of a layer or two, and for what allocation loses.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from executor.batch.kv_pool import KVPool, KVShape
-from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, RANK_ROWS, BudgetLine
+from executor.budget.report import A2A_TOKENS, EXECUTOR_ROWS, LOGITS, RANK_ROWS, BudgetLine
 from executor.budget.token_budget import FLOAT32_BYTES
 from executor.build.drafts import Drafts
 from executor.build.plan import Blueprint
@@ -26,6 +28,8 @@ from executor.runners.target import RunnerSelection
 DEFAULT_CPU_KV_BYTES = 1 << 30
 CUDA_KV_SHARE = 0.85  # of what is free and will not be taken
 NCCL_BYTES = 512 << 20  # of each communicator's buffers, made at the first Join: not measured
+# Of a stream: those of steps and of captures. Source: PyTorch, ATen/cuda/CublasHandlePool.cpp, for Hopper.
+CUBLAS_BYTES = 32 << 20
 _ROWS, _GRAPH = "max_num_seqs", "largest decode graph"
 
 # Tensors as large as its result that ``Sampler.probabilities`` has at once, at most: those that sort
@@ -105,10 +109,34 @@ def held_lines(
             BudgetLine("buffers of draft runners", _GRAPH, graph, held.of(*drafts.runners)),
         ]
     lines.append(BudgetLine("buffers of runners", RANK_ROWS, tokens, held.of(runner)))
-    if work := pass_bytes(blueprint, rows, kernels):
-        lines.append(BudgetLine("work of experts on a GPU, in a pass", bound, rows, work))
     pool = forward_pass.kv_pool
-    return (*lines, *step_lines(blueprint), *kv_lines(pool.shape, pool.all_bytes_per_block))
+    return (*lines, *kv_lines(pool.shape, pool.all_bytes_per_block))
+
+
+def later_lines(
+    blueprint: Blueprint, device: torch.device, dispatcher: Dispatcher, kernels: list[Kernels]
+) -> tuple[BudgetLine, ...]:
+    """Returns what comes after the KV pool, but for the dispatcher's workspace, which is told before."""
+    if device.type != "cuda":
+        return step_lines(blueprint)
+    topology, sizes = blueprint.config.topology, blueprint.graph_sizes
+    groups = len({topology.world_size, topology.attn_tp_size} - {1})
+    lines = [
+        BudgetLine("cuBLAS, of two streams", "default", 0, 2 * CUBLAS_BYTES),
+        BudgetLine("NCCL, an allowance", f"{groups} communicators", 0, groups * NCCL_BYTES),
+    ]
+    rows, passes = dispatcher.max_rows, 1 + bool(sizes.extend)  # graphs have memory of their own
+    work = passes * pass_bytes(blueprint, rows, kernels)
+    lines.append(BudgetLine("work of experts", f"rows of a pass, {passes} times", rows, work))
+    rows, passes = blueprint.budget.max_logits_rows, 1 + bool(sizes.decode)
+    row_bytes = blueprint.model.vocab_size * FLOAT32_BYTES
+    of_passes = passes * rows * row_bytes
+    lines.append(BudgetLine("logits of passes", f"{LOGITS}, {passes} times", rows, of_passes))
+    if not (of_drafts := step_lines(blueprint)):
+        rows = blueprint.config.max_num_seqs
+        num_bytes = rows * PROBABILITY_COPIES * row_bytes
+        lines.append(BudgetLine("work on probabilities of tokens", _ROWS, rows, num_bytes))
+    return (*lines, *of_drafts)
 
 
 def pass_bytes(blueprint: Blueprint, num_rows: int, kernels: list[Kernels]) -> int:
@@ -167,9 +195,9 @@ def kv_lines(shape: KVShape, block_bytes: int) -> tuple[BudgetLine, ...]:
 
 
 def num_kv_blocks(
-    blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher, kernels: list[Kernels]
+    blueprint: Blueprint, kv_pool: KVPool, dispatcher: Dispatcher, later: Iterable[BudgetLine]
 ) -> int:
-    """Returns how many blocks a pool is to have, once all else is made.
+    """Returns how many blocks a pool is to have, once all else is made but for what lines say.
 
     Raises:
         ValueError: There is no memory for two beside all rows' spill blocks.
@@ -178,13 +206,11 @@ def num_kv_blocks(
         return blueprint.config.num_kv_blocks
     kv_bytes, room = blueprint.config.kv_cache_bytes or DEFAULT_CPU_KV_BYTES, ""
     if blueprint.config.kv_cache_bytes is None and kv_pool.device.type == "cuda":
-        later = _later_bytes(blueprint, dispatcher, kernels)
+        later_bytes = dispatcher.workspace_bytes + sum(line.bytes for line in later)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(kv_pool.device)[0]
-        kv_bytes = int(max(free - later, 0) * CUDA_KV_SHARE)
-        room = (
-            f"; {later} are for what comes after it: lower max_num_batched_tokens or max_num_seqs"
-        )
+        kv_bytes = int(max(free - later_bytes, 0) * CUDA_KV_SHARE)
+        room = f"; {later_bytes} are for what comes after it: lower max_num_batched_tokens or max_num_seqs"
     block_bytes, num_spilled = kv_pool.all_bytes_per_block, kv_pool.num_spill_blocks
     num_blocks = kv_bytes // block_bytes - num_spilled
     if num_blocks < 2:
@@ -194,14 +220,3 @@ def num_kv_blocks(
             f"block and one more{spilled}, {(2 + num_spilled) * block_bytes} bytes{room}"
         )
     return num_blocks
-
-
-def _later_bytes(blueprint: Blueprint, dispatcher: Dispatcher, kernels: list[Kernels]) -> int:
-    num_passes = 1 + bool(blueprint.graph_sizes.extend)  # graphs have memory of their own
-    topology = blueprint.config.topology
-    return (
-        dispatcher.workspace_bytes
-        + num_passes * pass_bytes(blueprint, dispatcher.max_rows, kernels)
-        + sum(line.bytes for line in step_lines(blueprint))
-        + NCCL_BYTES * len({topology.world_size, topology.attn_tp_size} - {1})
-    )

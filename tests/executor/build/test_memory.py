@@ -3,25 +3,24 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from executor.batch.kv_pool import KVPool
+from executor.budget.report import BudgetLine
 from executor.build import executor as build
 from executor.build.devices import Cpu, Cuda
 from executor.build.executor import build_worker
 from executor.build.memory import (
+    CUBLAS_BYTES,
     CUDA_KV_SHARE,
     NCCL_BYTES,
     PROBABILITY_COPIES,
+    later_lines,
     num_kv_blocks,
-    step_lines,
 )
 from executor.build.plan import Blueprint
 from executor.config import ExecutorConfig
@@ -35,6 +34,7 @@ from executor.model.moe.runner_cutedsl import CuteDslMoERunner
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.sampling.sampler import Sampler
 from tests.executor.support.flashinfer.cpu_flashinfer import CpuFlashInfer
+from tests.executor.support.recording.peak_memory import PeakMemory
 from tests.executor.support.sampling import starts
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
 from tests.support.paths import DEMO_MODEL as MODEL
@@ -76,32 +76,6 @@ HELD = (
     "buffers of draft runners",
     "buffers of runners",
 )
-
-
-class PeakMemory(TorchDispatchMode):
-    """Adds up the storages that operators make within it and that are still alive.
-
-    Attributes:
-        bytes: The most at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._storages: WeakSet[Any] = WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in given:
-                self._storages.add(leaf.untyped_storage())
-        self.bytes = max(self.bytes, self.alive)
-        return out
-
-    @property
-    def alive(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
@@ -208,60 +182,79 @@ def test_the_work_on_verified_probabilities_is_counted() -> None:
     assert round(memory.bytes / p.nbytes) == PROBABILITY_COPIES  # but for an entry or two per row
 
 
-def cuda_blocks(
-    settings: dict[str, Any],
-    free: int,
-    monkeypatch: pytest.MonkeyPatch,
-    elements_per_row: Callable[..., int] | None = None,
-) -> int:
-    """Returns how many blocks there would be on a GPU, of 100 bytes each."""
+def later_bytes(
+    elements_per_row: Callable[..., int] | None = None, **settings: Any
+) -> dict[str, int]:
+    """Returns what comes after the KV pool on a GPU, where 64 rows at most reach the experts."""
+    blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | settings)))
+    dispatcher: Any = SimpleNamespace(max_rows=64)
+    kernels: Any = SimpleNamespace(elements_per_row=elements_per_row)
+    num_models = 1 if blueprint.draft is None else 2
+    lines = later_lines(blueprint, torch.device("cuda"), dispatcher, [kernels] * num_models)
+    return {line.what: line.bytes for line in lines}
+
+
+def cuda_blocks(free: int, later: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns how many blocks there would be on a GPU, of 100 bytes each.
+
+    Half of what comes later is the all-to-all's.
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
     pool: Any = SimpleNamespace(
         device=torch.device("cuda"), all_bytes_per_block=100, num_spill_blocks=0
     )
-    blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | {"num_kv_blocks": None} | settings)))
-    dispatcher: Any = SimpleNamespace(workspace_bytes=1 << 28, max_rows=64)
-    kernels: Any = SimpleNamespace(elements_per_row=elements_per_row)
-    num_models = 1 if blueprint.draft is None else 2
-    return num_kv_blocks(blueprint, pool, dispatcher, [kernels] * num_models)
+    blueprint = Blueprint.of(ExecutorConfig(**(SETTINGS | {"num_kv_blocks": None})))
+    dispatcher: Any = SimpleNamespace(workspace_bytes=later // 2)
+    return num_kv_blocks(blueprint, pool, dispatcher, [BudgetLine("", "", 0, later // 2)])
 
 
 def test_the_kv_pool_leaves_memory_for_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The all-to-all's workspace did not fit at the first Join: nobody had left it any memory."""
     free = 1 << 30
-    taken = cuda_blocks({}, free, monkeypatch)
-    assert taken == int((free - (1 << 28)) * CUDA_KV_SHARE) // 100
-    drawn = WAYS["eagle drawn"]
-    [work] = step_lines(Blueprint.of(ExecutorConfig(**(SETTINGS | drawn))))
-    taken = cuda_blocks(drawn, free, monkeypatch)
-    assert taken == int((free - (1 << 28) - work.bytes) * CUDA_KV_SHARE) // 100
+    assert cuda_blocks(free, 1 << 28, monkeypatch) == int((free - (1 << 28)) * CUDA_KV_SHARE) // 100
+    problem = r"kv_cache_bytes=0: a block takes .*; 268435456 are .*: lower max_num_batched_tokens"
+    with pytest.raises(ValueError, match=problem):
+        cuda_blocks(1000, 1 << 28, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("sizes", "num_communicators"),
-    [({"dp_size": 2}, 1), ({"attn_tp_size": 2}, 1), ({"dp_size": 2, "attn_tp_size": 2}, 2)],
+    [
+        ({}, 0),
+        ({"dp_size": 2}, 1),
+        ({"attn_tp_size": 2}, 1),
+        ({"dp_size": 2, "attn_tp_size": 2}, 2),
+    ],
 )
-def test_the_kv_pool_leaves_memory_for_the_buffers_of_each_communicator(
-    sizes: dict[str, int], num_communicators: int, monkeypatch: pytest.MonkeyPatch
+def test_the_table_has_the_buffers_of_each_communicator_and_of_cublas(
+    sizes: dict[str, int], num_communicators: int
 ) -> None:
-    free = 8 << 30
-    later = (1 << 28) + num_communicators * NCCL_BYTES
-    assert cuda_blocks(sizes, free, monkeypatch) == int((free - later) * CUDA_KV_SHARE) // 100
+    later = later_bytes(**sizes)
+    assert later["NCCL, an allowance"] == num_communicators * NCCL_BYTES
+    assert later["cuBLAS, of two streams"] == 2 * CUBLAS_BYTES
+
+
+def test_the_table_has_logits_of_passes_and_what_sampling_makes_of_them() -> None:
+    model = Blueprint.of(ExecutorConfig(**SETTINGS)).model
+    row_bytes, plain, drawn = (
+        4 * model.vocab_size,
+        later_bytes(),
+        later_bytes(**WAYS["eagle drawn"]),
+    )
+    assert plain["logits of passes"] == 2 * (6 + 256) * row_bytes
+    assert later_bytes(**NO_GRAPHS)["logits of passes"] == (6 + 256) * row_bytes
+    assert plain["work on probabilities of tokens"] == 6 * PROBABILITY_COPIES * row_bytes
+    of_verified = drawn["work on probabilities of verified tokens"]
+    assert of_verified == 6 * (4 * PROBABILITY_COPIES + 3) * row_bytes
 
 
 @pytest.mark.parametrize(("prefill_graphs", "num_passes"), [("off", 1), ("breakable", 2)])
-def test_the_kv_pool_leaves_memory_for_what_experts_hold_in_a_pass(
-    prefill_graphs: str, num_passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_what_experts_hold_in_a_pass(prefill_graphs: str, num_passes: int) -> None:
     """Prompts' rows of 64 executors, each for 8 experts, took 8 GiB within the library, on no line."""
-    settings, free = {"prefill_graphs": prefill_graphs}, 8 << 30
-    model = Blueprint.of(ExecutorConfig(**(SETTINGS | settings))).model
-    counts = CuteDslMoERunner.elements_per_row
-    spared = cuda_blocks(settings, free, monkeypatch) - cuda_blocks(
-        settings, free, monkeypatch, counts
-    )
+    model = Blueprint.of(ExecutorConfig(**SETTINGS)).model
+    later = later_bytes(CuteDslMoERunner.elements_per_row, prefill_graphs=prefill_graphs)
     num_bytes = num_passes * 64 * (2 + model.top_k) * model.hidden_size * 2
-    assert spared == pytest.approx(num_bytes * CUDA_KV_SHARE / 100, abs=1)
+    assert later["work of experts"] == num_bytes
 
 
 def test_what_grouped_products_hold_is_counted() -> None:
@@ -274,12 +267,6 @@ def test_what_grouped_products_hold_is_counted() -> None:
         runner.run(dispatched)
     counted = 4 * rows * runner.elements_per_row(top_k, hidden, columns)
     assert 0 <= memory.bytes - counted <= 48 * ids.numel() + 64  # ids, sorted and back
-
-
-def test_without_memory_for_two_blocks_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = r"kv_cache_bytes=0: a block takes .*; 268435456 are .*: lower max_num_batched_tokens"
-    with pytest.raises(ValueError, match=problem):
-        cuda_blocks({}, 1000, monkeypatch)
 
 
 @pytest.mark.parametrize("moe_runner", ["cutlass", "cutedsl"])
