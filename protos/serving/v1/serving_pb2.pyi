@@ -1101,10 +1101,7 @@ Global___GroupStatus: _TypeAlias = GroupStatus  # noqa: Y015
 
 @_typing.final
 class StepCostStatus(_message.Message):
-    """Seconds of a step: base_s, prompts_s if any rank runs prompt tokens, mean_s for each token of a
-    rank on average, and of the rank that takes longest row_s for each token, kv_s for each token of
-    KV that its decodes read and pair_s for each query and key of its prompts.
-    """
+    """What a step takes, as learnt from steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1123,11 +1120,17 @@ class StepCostStatus(_message.Message):
     is_known: _builtins.bool
     """Whether they suffice to go by."""
     base_s: _builtins.float
+    """Seconds of any step."""
     prompts_s: _builtins.float
+    """Seconds besides, if any rank runs prompt tokens."""
     row_s: _builtins.float
+    """Seconds for each token of the rank that takes longest."""
     mean_s: _builtins.float
+    """Seconds for each token that a rank has on average."""
     kv_s: _builtins.float
+    """Seconds for each token of KV that decodes of the rank that takes longest read."""
     pair_s: _builtins.float
+    """Seconds for each query and key of its prompts."""
     margin: _builtins.float
     """By which predictions are raised so that 19 of 20 steps are not longer: 1 and more."""
     mean_error: _builtins.float
