@@ -113,12 +113,13 @@ def _rates(group: pb.GroupStatus, now: Frame, before: Frame | None) -> list[str]
 
 
 def _group(group: pb.GroupStatus, rates: Sequence[str]) -> Iterator[RenderableType]:
-    is_ready = group.state == pb.GROUP_STATE_READY
     facts = [f"epoch {group.epoch}", f"step {group.step:,}", *rates]
     if group.HasField("last_step_age"):
         facts.append(f"last step {_duration(group.last_step_age)} ago")
-    state = ("READY   ", "green") if is_ready else ("FORMING ", "red")
-    yield _line((f"group {group.group} ", "bold"), state, " " + ", ".join(facts))
+    state = pb.GroupState.Name(group.state).removeprefix("GROUP_STATE_")
+    is_ready = state == "READY"
+    shown = (f"{state:<8}", "green" if is_ready else "red")
+    yield _line((f"group {group.group} ", "bold"), shown, " " + ", ".join(facts))
     if group.problem:  # whole: an operator must read it
         problem = "".join(c if c.isprintable() else " " for c in group.problem)
         yield Padding(Text(problem, "yellow"), (0, 0, 0, 2))

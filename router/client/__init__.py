@@ -5,6 +5,7 @@ It imports nothing else of the router.
 
 from protos.serving.v1.serving_pb2 import (
     GROUP_STATE_FORMING,
+    GROUP_STATE_MISMATCHED,
     GROUP_STATE_READY,
     GetModelResponse,
     GroupStatus,
@@ -29,6 +30,7 @@ from router.client.messages import (
 
 __all__ = [
     "GROUP_STATE_FORMING",
+    "GROUP_STATE_MISMATCHED",
     "GROUP_STATE_READY",
     "CallFailed",
     "Cancelled",

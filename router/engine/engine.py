@@ -6,6 +6,7 @@ group does (engines.py). Which of them may have been the cause is the Quarantine
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
         self._stats = EpochStats()
+        self._state = pb.GROUP_STATE_FORMING
         self._problem = "its executors have not been reached yet"
 
     async def run(self) -> None:
@@ -255,7 +257,7 @@ class Engine:
         """Returns the group's part of GetStatus' answer."""
         status = epoch_status(self._stats, self._info, self._scheduler, self._clock())
         status.group, status.problem = self.group, self._problem
-        status.state = pb.GROUP_STATE_READY if self.is_ready else pb.GROUP_STATE_FORMING
+        status.state = self._state
         status.num_waiting, status.num_waiting_tokens = len(self.waiting), self.waiting.num_tokens
         status.step_cost.CopyFrom(step_cost_status(self.measures.costs.plain))
         return status
@@ -280,6 +282,7 @@ class Engine:
         self._progress_time = self._clock()
         self._stats = self.measures.begin_epoch(stats, self._progress_time)
         self.model, self.is_ready, self._problem = info.model, True, ""
+        self._state = pb.GROUP_STATE_READY
         log.info(
             "group_ready",
             group=self.group,
@@ -330,14 +333,16 @@ class Engine:
         """Takes the group out of service; the sequences that it ran wait again."""
         lost_steps, self._in_flight = self._in_flight, deque()
         was_ready, self.is_ready = self.is_ready, False
-        has_left = isinstance(error, ExecutorLeft)
+        has_left, is_mismatch = isinstance(error, ExecutorLeft), isinstance(error, GroupMismatch)
         if was_ready and has_left:
             log.info("group_left", **self.ids(), problem=str(error), steps=len(lost_steps))
         elif was_ready:
             log.warning("group_lost", **self.ids(), problem=str(error), steps=len(lost_steps))
         elif str(error) != self._problem:
-            log.info("group_not_formed", group=self.group, problem=str(error))
+            level = logging.ERROR if is_mismatch else logging.INFO
+            log.log(level, "group_not_formed", group=self.group, problem=str(error))
         self._problem = str(error)
+        self._state = pb.GROUP_STATE_MISMATCHED if is_mismatch else pb.GROUP_STATE_FORMING
         self.measures.faults["lied"] += isinstance(error, ExecutorLied)
         if was_ready:
             self.lost_time = self._clock()

@@ -81,6 +81,8 @@ ROUTER: list[Metric[Snapshot]] = [
 GROUP_STATUS: list[Metric[pb.GroupStatus]] = [
     Metric("group_ready", "gauge", (), lambda g: float(g.state == pb.GROUP_STATE_READY),
            "Whether the group has formed and can step."),
+    Metric("group_mismatched", "gauge", (), lambda g: float(g.state == pb.GROUP_STATE_MISMATCHED),
+           "1 while its executors do not fit together, so that it cannot form until they are changed."),
     Metric("epoch", "gauge", (), lambda g: g.epoch,
            "Number of the group's epoch."),
     Metric("last_step_age_seconds", "gauge", (), _last_step_age_s,

@@ -117,6 +117,10 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     """Connecting to its executors, or forming a new epoch."""
     GROUP_STATE_READY: _GroupState.ValueType  # 2
     """Steps can run."""
+    GROUP_STATE_MISMATCHED: _GroupState.ValueType  # 3
+    """Its executors do not fit together, so that it cannot form before somebody changes and restarts
+    them; `problem` names the settings.
+    """
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """What a group is doing."""
@@ -127,6 +131,10 @@ GROUP_STATE_FORMING: GroupState.ValueType  # 1
 """Connecting to its executors, or forming a new epoch."""
 GROUP_STATE_READY: GroupState.ValueType  # 2
 """Steps can run."""
+GROUP_STATE_MISMATCHED: GroupState.ValueType  # 3
+"""Its executors do not fit together, so that it cannot form before somebody changes and restarts
+them; `problem` names the settings.
+"""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final

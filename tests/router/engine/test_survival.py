@@ -14,7 +14,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.serving.v1 import serving_pb2
 from router.engine.engine import Engine, EngineSettings, Executors
 from router.engine.engines import Engines
-from router.errors import ExecutorFailed
+from router.errors import ExecutorFailed, GroupMismatch
 from router.requests.request import Listeners
 from router.requests.waiting_queue import WaitingQueue
 from router.scheduling.scheduler import Scheduler
@@ -235,6 +235,22 @@ class Failing(FakeExecutors):
         self.fail_at("receive")
         result = await super().receive(step)
         return result * 2 if self.is_due("commit") else result  # of ranks that are not there
+
+
+@on_virtual_clock
+async def test_a_group_that_cannot_form_before_somebody_acts_is_an_error_and_its_state(
+    logs: list[Any],
+) -> None:
+    mismatch = GroupMismatch("10.0.0.1:1 has block_size=16, 10.0.0.2:1 has block_size=32")
+    group = Failing("form", num_times=3, error=mismatch)
+    async with two_groups(group) as (_, [engine]):
+        await until(lambda: len(group.times) == 2)
+        assert engine.status().state == serving_pb2.GROUP_STATE_MISMATCHED
+        assert engine.status().problem == str(mismatch)
+        await until(lambda: engine.is_ready)
+        assert engine.status().state == serving_pb2.GROUP_STATE_READY
+    [record] = [record for record in logs if record["event"] == "group_not_formed"]
+    assert (record["log_level"], record["problem"]) == ("error", str(mismatch))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError("division by zero")])
