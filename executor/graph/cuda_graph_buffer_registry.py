@@ -95,6 +95,7 @@ class CudaGraphBufferRegistry:
         self.max_num_tokens = max_num_tokens
         self.share_pool = share_pool
         self._slots: dict[str, GraphSlot] = {}
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}  # of a device, by type
         self._poison: Mapping[str, float] | None = None
         self._plan = lru_cache(MAX_CACHED_SIZES)(self._make_plan)
         self._views = lru_cache(MAX_CACHED_SIZES)(self._make_views)
@@ -120,6 +121,7 @@ class CudaGraphBufferRegistry:
             raise ValueError(f"slot {slot.name!r} belongs to another registry: make a new one")
         if slot.enabled:
             slot.buffer = self._allocate(slot) if bind is None else self._adopt(slot, bind)
+            self._keep_zeros(slot, slot.buffer)
         self._slots[slot.name] = slot
         self._plan.cache_clear()
         self._views.cache_clear()
@@ -290,6 +292,13 @@ class CudaGraphBufferRegistry:
                 )
         return bind
 
+    def _keep_zeros(self, slot: GraphSlot, buffer: torch.Tensor) -> None:
+        """Makes room from which a GPU copies the tails of a column of indices along with the batch."""
+        is_column = buffer.dim() == 1 and slot.padding_policy is PaddingPolicy.ZERO
+        kept = self._zeros.get(buffer.dtype)
+        if is_column and buffer.device.type == "cuda" and (kept is None or len(kept) < len(buffer)):
+            self._zeros[buffer.dtype] = torch.zeros_like(buffer)
+
     def _enabled(self) -> list[GraphSlot]:
         return [slot for slot in self._slots.values() if slot.enabled]
 
@@ -302,7 +311,8 @@ class CudaGraphBufferRegistry:
         skip_slots: frozenset[str],
     ) -> "_FillPlan":
         context = FillContext(raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
-        return _FillPlan([slot for slot in self._enabled() if slot.name not in skip_slots], context)
+        slots = [slot for slot in self._enabled() if slot.name not in skip_slots]
+        return _FillPlan(slots, context, self._zeros)
 
     def _make_views(
         self, padded_bs: int, padded_num_tokens: int
@@ -335,13 +345,19 @@ class _FillPlan:
     Args:
         slots: The slots to fill, all with buffers.
         context: The sizes.
+        zeros: By type, what tails of one dimension on a GPU are copied from: a launch less than zeroing.
 
     Raises:
         ValueError: A buffer has too few rows. Names the slot.
         RuntimeError: A FILL_SENTINEL slot must be padded and has no ``pad_value``.
     """
 
-    def __init__(self, slots: Sequence[GraphSlot], context: FillContext) -> None:
+    def __init__(
+        self,
+        slots: Sequence[GraphSlot],
+        context: FillContext,
+        zeros: Mapping[torch.dtype, torch.Tensor],
+    ) -> None:
         self.context = context
         zeroed: list[torch.Tensor] = []
         self._constant_heads: list[torch.Tensor] = []
@@ -351,7 +367,11 @@ class _FillPlan:
         for slot in slots:
             tail = slot.tail_for(context)
             if tail is not None and slot.padding_policy is PaddingPolicy.ZERO:
-                zeroed.append(tail)
+                if tail.device.type == "cuda" and tail.dim() == 1:
+                    self._constant_heads.append(tail)
+                    self._constants += (zeros[tail.dtype][: len(tail)],)
+                else:
+                    zeroed.append(tail)
             elif tail is not None and slot.padding_policy is PaddingPolicy.FILL_SENTINEL:
                 self._add_constant(tail, _sentinel(slot))
             if isinstance(slot.post_fill, SizesOnly):

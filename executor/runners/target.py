@@ -19,7 +19,7 @@ sizes share all other memory.
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -162,6 +162,9 @@ class DecodeRunner:
         )
         self._logits = forward_pass.new_logits(self.graphs.sizes[-1] * num_tokens_per_bs)
         self._attend = self.graphs.attend(forward_pass.attention)
+        # Inputs of models that are not served: no batch has them, and nothing reads their padding.
+        read = {field.name for field in fields(ForwardBatch)}
+        self._skip_slots = frozenset(registry.slot_names()) - read
         self._views: dict[int, ForwardBatch] = {}  # by size, what its graph reads
 
     def discard(self) -> None:
@@ -184,6 +187,7 @@ class DecodeRunner:
             padded_bs=size,
             raw_num_tokens=len(batch.input_ids),
             padded_num_tokens=batch.layout.graph_size,
+            skip_slots=self._skip_slots,
         )
         self._pass.plan(self._views[size])
         self.graphs.replay(size)

@@ -98,9 +98,9 @@ class Launches(NamedTuple):
 
 
 LEDGER = {
-    "Qwen3-30B-A3B": Launches(16, 39, 18, 30, 51),
-    "DeepSeek-V3": Launches(25, 51, 30, 42, 63),
-    "gpt-oss-120b": Launches(18, 44, 29, 41, 62),
+    "Qwen3-30B-A3B": Launches(16, 39, 16, 28, 49),
+    "DeepSeek-V3": Launches(25, 51, 28, 40, 61),
+    "gpt-oss-120b": Launches(18, 44, 27, 39, 60),
 }
 OF_GROUPED = {"Qwen3-30B-A3B": 29, "DeepSeek-V3": 38, "gpt-oss-120b": 42}
 ATTENTION = ("run", "paged_run")
