@@ -16,6 +16,18 @@ from tests.together.cuda.support import fake_flashinfer, fake_gpu
 from tests.together.cuda.support.fake_cell import joining
 from tests.together.cuda.support.fake_gpu import FakeGpu
 
+SIZES = {  # of Qwen3-235B-A22B; all else of its configuration is the demo model's
+    "num_hidden_layers": 2,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+
 
 @pytest.fixture(scope="session")
 def flashinfer(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -29,6 +41,14 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     return folder
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Returns the folder of a 235B model's configuration, with two of its layers."""
+    demo = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(demo | SIZES))
+    return tmp_path
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Memory of an executor on a fake GPU: what the table says, and what the KV pool leaves."""
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,8 @@ from executor.config import ExecutorConfig
 from executor.model.flashinfer.cutedsl import scratch_rows
 from protos.executor.v1.executor_pb2 import BudgetLine
 from tests.executor.support.recording.peak_memory import PeakMemory
-from tests.support.paths import DEMO_MODEL
 from tests.together.cuda.support.fake_flashinfer import MOE_BYTES
 from tests.together.cuda.support.fake_gpu import FakeGpu
-
-SIZES = {  # of Qwen3-235B-A22B; all else of its configuration is the demo model's
-    "num_hidden_layers": 2,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 1536,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """Returns the folder of a 235B model's configuration, with two of its layers."""
-    demo = json.loads((DEMO_MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(demo | SIZES))
-    return tmp_path
 
 
 def built(model: Path, moe_a2a: str = "none", **settings: Any) -> tuple[dict[str, BudgetLine], int]:
