@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
@@ -18,6 +19,7 @@ from router.api.messages import (
     take_response,
 )
 from router.api.text import Tokenizer
+from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
 from router.engine.status import hide_executors
 from router.errors import QueueFull, RequestNotFound
@@ -78,6 +80,7 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.CancelRequest, context: Context
     ) -> serving_pb2.CancelResponse:
         async with abort_on_error(context):
+            self._check(request)
             found = self._engines.find(caller_of(context), request.request_id)
             if found is None:
                 raise RequestNotFound(request.request_id)
@@ -88,13 +91,20 @@ class GenerationServicer(serving_pb2_grpc.GenerationServiceServicer):
         self, request: serving_pb2.GetModelRequest, context: Context
     ) -> serving_pb2.GetModelResponse:
         async with abort_on_error(context):
+            self._check(request)
             model = served(self._engines.model)
         return model_response(model, has_tokenizer=self._tokenizer is not None)
 
     async def GetStatus(
         self, request: serving_pb2.GetStatusRequest, context: Context
     ) -> serving_pb2.GetStatusResponse:
+        async with abort_on_error(context):
+            self._check(request)
         return serving_pb2.GetStatusResponse(groups=self.status(context), version=self._version)
+
+    def _check(self, request: Message) -> None:
+        with self._engines.measures.counting_refusals():
+            refuse_unknown_fields(request)
 
     def status(self, context: Context) -> list[serving_pb2.GroupStatus]:
         """Returns the status of every group, as far as it is the caller's to know."""

@@ -12,11 +12,14 @@ No Python runs per token of a plain request, and none per request until it ends.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
 from protos.transport.interceptors import Caller
 from router.api.messages import name_request, read_request, tagged_error, take_response
 from router.api.text import Tokenizer
+from router.api.unknown_fields import refuse_unknown_fields
 from router.engine.engines import Engines
 from router.errors import InvalidRequest, ShuttingDown
 from router.requests.callers import DEFAULTS, CallerSettings
@@ -101,6 +104,9 @@ class ManyCall:
             while len(self._listener.ended) >= MAX_ENDS:
                 self._was_taken.clear()
                 await self._was_taken.wait()
+            if len(UnknownFieldSet(message)):  # its own; those of a request are told under its tag
+                with self._engines.measures.counting_refusals():
+                    refuse_unknown_fields(message)
             match message.WhichOneof("action"):
                 case "start":
                     await self._start(message.tag, message.start)

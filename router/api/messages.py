@@ -20,6 +20,7 @@ from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
 from router.api.text import OutputText, StopStrings, Tokenizer
+from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
 from router.requests.callers import DEFAULTS, MIN_PRIORITY, CallerSettings
 from router.requests.request import (
@@ -107,6 +108,7 @@ async def read_request(
     """
     arrival_time = asyncio.get_running_loop().time()
     model = served(model)
+    _parts = refuse_unknown_fields(message)  # kept, so that each is looked up once
     if message.model not in ("", model.name):
         raise ModelNotFound(message.model, model.name)
     if not name_request(message):

@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError
+from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import InvalidRequest
 from router.scheduling.step import ServedModel
 
@@ -27,7 +28,10 @@ _UNSUPPORTED = {
 }
 _UNSUPPORTED_SAMPLING = {
     **dict.fromkeys(
-        ("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+        (
+            *("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
+            "grammar_from_first_token",
+        ),
         "output cannot be constrained",
     ),
     "truncate_prompt_tokens": "prompts are never cut; send what is to be read",
@@ -57,6 +61,7 @@ def read_generate(request: Message) -> serving_pb2.GenerateRequest:
     Raises:
         InvalidRequest: It asks for something that our API has no field for.
     """
+    refuse_unknown_fields(request)
     params = request.sampling_params
     _refuse_unsupported(request)
     message = serving_pb2.GenerateRequest(

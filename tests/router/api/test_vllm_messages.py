@@ -98,6 +98,7 @@ async def test_a_text_prompt_is_encoded_here(tokenizer: Tokenizer):
         pb.SamplingParams(structural_tag="{}"),
         pb.SamplingParams(json_object=True),
         pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["a"])),
+        pb.SamplingParams(grammar_from_first_token=True),
         pb.SamplingParams(truncate_prompt_tokens=5),
         pb.SamplingParams(logit_bias={-3: 1.0}),
         pb.SamplingParams(logprobs=-1),
