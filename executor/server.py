@@ -27,7 +27,6 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from executor.errors import (
     InvalidRendezvous,
@@ -49,6 +48,7 @@ from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.health import SERVICE_NAME, HealthServicer
 from protos.transport.interceptors import RequestReader
 from protos.transport.port import ServiceConfig
+from protos.transport.reflection import enable_reflection
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -192,8 +192,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         )
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(self, server)
         self.add_health_to(server)
-        names = (SERVICE, SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        enable_reflection(server, (SERVICE, SERVICE_NAME))
         for name in ("", SERVICE, LIVENESS):
             self.health.set(name, True)
         self._publish_readiness()

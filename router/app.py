@@ -20,9 +20,11 @@ import structlog
 
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.admission import Refusals
+from protos.transport.health import SERVICE_NAME
 from protos.transport.interceptors import RequestReader
+from protos.transport.reflection import enable_reflection
 from router.api.generate import UNSHARED, GenerationServicer
-from router.api.health import Health, enable_reflection
+from router.api.health import SERVICE, Health
 from router.api.text import Tokenizer
 from router.config import RouterConfig
 from router.engine.engine import Engine
@@ -147,7 +149,7 @@ async def start_server(
     serving_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     health.add_to(server)
     services = _add_vllm_engine(config, server, engines, servicer, health)
-    enable_reflection(server, *services)
+    enable_reflection(server, (SERVICE, SERVICE_NAME, *services))
     await config.start(server)
     return server
 
@@ -182,6 +184,7 @@ def _add_vllm_engine(
         generation, engines, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready
     )
     vllm_engine.add_vllm_engine(server, servicer)
+    health.add_name(vllm_engine.SERVICE)
     return (vllm_engine.SERVICE,)
 
 

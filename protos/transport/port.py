@@ -29,8 +29,11 @@ log = structlog.stdlib.get_logger(__name__)
 
 PROBE_BYTES = 4096  # longest message at a port for probes, which are a name
 OPEN_SERVICES = {
-    "health": "grpc.health.v1.Health",
-    "reflection": "grpc.reflection.v1alpha.ServerReflection",
+    "health": ("grpc.health.v1.Health",),
+    "reflection": (
+        "grpc.reflection.v1alpha.ServerReflection",
+        "grpc.reflection.v1.ServerReflection",
+    ),
 }
 
 
@@ -134,7 +137,8 @@ class ServiceConfig(PortLimits):
         """
         from protos.transport.interceptors import NameInterceptor, TokenInterceptor
 
-        services = [OPEN_SERVICES[name] for name in _split(self.open_services) if name != "none"]
+        names = [name for name in _split(self.open_services) if name != "none"]
+        services = [service for name in names for service in OPEN_SERVICES[name]]
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if self.tls_client_names is not None:
             names = _split(self.tls_client_names)

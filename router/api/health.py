@@ -1,17 +1,14 @@
-"""Health of this router for load balancers and Kubernetes, and reflection for tools."""
+"""Health of this router for load balancers and Kubernetes."""
 
 from grpc.aio import Server
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from protos.serving.v1 import serving_pb2
-from protos.transport.health import SERVICE_NAME, HealthServicer
+from protos.transport.health import HealthServicer
 
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 LIVENESS = "liveness"
 READINESS = "readiness"
-
-_READY_NAMES = ("", SERVICE, READINESS)  # "" is what asks who knows no names
 
 
 class Health:
@@ -30,24 +27,20 @@ class Health:
     def __init__(self) -> None:
         self._servicer = HealthServicer()
         self._servicer.set(LIVENESS, True)
+        self._ready_names = ["", SERVICE, READINESS]  # "" is what asks who knows no names
         self.set_ready(False)
 
     def add_to(self, server: Server) -> None:
         """Adds the service to a server that has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
+    def add_name(self, service: str) -> None:
+        """Answers for one more service of this router."""
+        self._ready_names.append(service)
+        self._servicer.set(service, self.is_ready)
+
     def set_ready(self, is_ready: bool) -> None:
         """Tells everyone who asks or watches."""
         self.is_ready = is_ready
-        for name in _READY_NAMES:
+        for name in self._ready_names:
             self._servicer.set(name, is_ready)
-
-
-def enable_reflection(server: Server, *services: str) -> None:
-    """Lets tools such as grpcurl list the API. Call it before the server starts.
-
-    Args:
-        services: Full names of services beside ours and the health service.
-    """
-    names = (SERVICE, SERVICE_NAME, reflection.SERVICE_NAME, *services)
-    reflection.enable_server_reflection(names, server)

@@ -2,7 +2,7 @@
 
 A thin adapter. A request becomes one of serving.proto and runs as that does (generate.py), with
 the same checks and limits; only the messages differ. Methods that are not here answer
-UNIMPLEMENTED, which gateways take for "this engine has none".
+UNIMPLEMENTED and say so, which gateways take for "this engine has none".
 
 Needs the package smg-grpc-proto, which has the protocol's messages: import this file only where
 RouterConfig says that the service is wanted.
@@ -205,6 +205,20 @@ def zip_tokenizer(tokenizer_file: Path) -> bytes:
             entry.compress_type = zipfile.ZIP_DEFLATED
             file.writestr(entry, path.read_bytes())
     return archive.getvalue()
+
+
+def _refusing(method: str) -> Any:
+    async def refuse(self: VllmEngineServicer, request: Any, context: Context) -> None:
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, f"this router does not have {SERVICE}/{method}"
+        )
+
+    return refuse
+
+
+for _method in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name:
+    if _method not in vars(VllmEngineServicer):
+        setattr(VllmEngineServicer, _method, _refusing(_method))
 
 
 def add_vllm_engine(server: grpc.aio.Server, servicer: VllmEngineServicer) -> None:

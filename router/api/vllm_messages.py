@@ -163,6 +163,8 @@ class Answers:
         complete.finish_reason = _FINISH_REASONS[finish.reason]
         complete.prompt_tokens = finish.num_prompt_tokens
         complete.cached_tokens = finish.num_cached_tokens
+        complete.spec_draft_tokens = finish.num_drafts
+        complete.spec_accepted_tokens = finish.num_accepted_drafts
         if finish.HasField("stop_string"):
             complete.matched_stop_str = finish.stop_string
         elif finish.HasField("stop_token_id") and finish.stop_token_id in self._stop_token_ids:

@@ -63,6 +63,7 @@ async def test_text_is_generated_without_a_proto_file(stack: LocalStack):
     assert responses[-1]["finish"]["reason"] == "FINISH_REASON_STOP"
 
 
-async def test_a_ready_router_is_serving(stack: LocalStack):
-    answer = await grpcurl(stack.address, HEALTH_CHECK, data={"service": "readiness"})
+@pytest.mark.parametrize("service", ["readiness", "vllm.grpc.engine.VllmEngine"])
+async def test_a_ready_router_is_serving(stack: LocalStack, service: str):
+    answer = await grpcurl(stack.address, HEALTH_CHECK, data={"service": service})
     assert json.loads(answer)["status"] == "SERVING"

@@ -8,12 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos.transport.health import HealthServicer
-from router.api.health import SERVICE, Health, enable_reflection
+from router.api.health import Health
 from router.client import Client, Rejected
-from tests.router.support.fake_engines import FakeEngines, listening, serve
+from tests.router.support.fake_engines import FakeEngines, serve
 
 Status = health_pb2.HealthCheckResponse
 READY_NAMES = ["", "lockstep.serving.v1.GenerationService", "readiness"]
@@ -38,10 +37,12 @@ async def test_a_new_router_is_alive_but_not_ready():
 
 async def test_ready_comes_and_goes_while_liveness_stays():
     health = Health()
+    health.add_name("vllm.grpc.engine.VllmEngine")
+    names = [*READY_NAMES, "vllm.grpc.engine.VllmEngine"]
     async with connected(health) as (client, _):
         for is_ready in (True, False, True):
             health.set_ready(is_ready)
-            assert [await client.health(name) for name in READY_NAMES] == [is_ready] * 3
+            assert [await client.health(name) for name in names] == [is_ready] * 4
             assert await client.health("liveness")
 
 
@@ -114,17 +115,3 @@ class StuckContext:
     async def write(self, message: Any) -> None:
         self.is_writing.set()
         await asyncio.Event().wait()
-
-
-async def test_reflection_lists_the_api():
-    async with (
-        listening(enable_reflection) as target,
-        grpc.aio.insecure_channel(target) as channel,
-    ):
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        answer = await call.read()
-        await call.done_writing()
-        names = [service.name for service in answer.list_services_response.service]
-        assert SERVICE == "lockstep.serving.v1.GenerationService"
-        assert {SERVICE, "grpc.health.v1.Health"} <= set(names)

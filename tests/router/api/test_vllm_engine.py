@@ -4,6 +4,7 @@ import hashlib
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -37,6 +38,7 @@ async def test_a_stream_has_each_token_once_and_then_the_end():
         engines.give(sequence, [10, 11])
         first = (await call.read()).chunk
         sequence.progress.num_cached_tokens = 2
+        sequence.progress.num_drafts, sequence.progress.num_accepted_drafts = 9, 4
         engines.give(sequence, [12])
         engines.finish(sequence)
         chunk, complete = await answers(call)
@@ -48,6 +50,7 @@ async def test_a_stream_has_each_token_once_and_then_the_end():
         assert not complete.output_ids
         assert (complete.prompt_tokens, complete.completion_tokens) == (3, 3)
         assert complete.cached_tokens == 2
+        assert (complete.spec_draft_tokens, complete.spec_accepted_tokens) == (9, 4)
 
 
 async def test_without_a_stream_there_is_one_message_per_continuation():
@@ -335,10 +338,15 @@ async def test_without_a_tokenizer_the_gateway_is_told_to_bring_one():
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_the_router_does_not_do_is_unimplemented():
+@pytest.mark.parametrize(
+    ("method", "request_type"),
+    [("Embed", pb.EmbedRequest), ("StartProfile", common_pb2.StartProfileRequest)],
+)
+async def test_what_the_router_does_not_do_is_unimplemented(method: str, request_type: Any):
     async with connected(FakeEngines()) as stub:
-        error = await failure(stub.Embed(pb.EmbedRequest()))
+        error = await failure(getattr(stub, method)(request_type()))
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert error.details() == f"this router does not have vllm.grpc.engine.VllmEngine/{method}"
 
 
 # ---- without the package
