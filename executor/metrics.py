@@ -13,10 +13,17 @@ from protos.telemetry.metrics import STEP_BOUNDS, Family, Histogram, Metric, fam
 from protos.transport.credentials import stale_files
 from protos.transport.interceptors import PORT_REFUSALS
 
-PHASES = ("queue", "fill", "draft", "forward", "sample")
+PHASES = ("queue", "fill", "draft", "forward", "sample", "read")
 
 
 STORE_STRANGER = "STORE_STRANGER"  # a connection that brought the rendezvous store no entry
+
+
+class StepTimes(NamedTuple):
+    """When a step began, and when all of it had been launched, on the clock of ``Measures``."""
+
+    start_ns: int
+    launched_ns: int
 
 
 class Measures:
@@ -25,10 +32,10 @@ class Measures:
     Attributes:
         phase_ns: Where the time of steps went. "queue": arrived, while the step before ran. "fill":
             columns read, staged and sent to the device. "draft": the draft model's passes, those
-            behind the answer as well. "forward": the forward pass. "sample": until the tokens were
-            on the host. On a GPU passes count as long as their launch takes, and "sample" includes
-            waiting for them.
-        execute_s: From a step's beginning to its answer.
+            behind the answer as well. "forward": the forward pass. "sample": tokens and scores
+            from logits. "read": until they were on the host and in an answer. On a GPU all but
+            "read" count as long as their launch takes, and run while the step before is waited for.
+        execute_s: From a step's beginning to its answer, without what the step before took of it.
         steps: By the forward mode of this rank, and whether a graph was replayed.
         scheduled_tokens: Tokens of its rank's sequences.
         padding_tokens: Rows that it ran beside them, up to the size of the graph.
@@ -49,6 +56,7 @@ class Measures:
         self.refused = Counter(dict.fromkeys([*PORT_REFUSALS, STORE_STRANGER], 0))
         self._start_ns = 0
         self._lap_ns = 0
+        self._end_ns = 0
 
     def add_refusal(self, reason: str) -> None:
         """A call or a scrape was not taken."""
@@ -68,9 +76,17 @@ class Measures:
         self.phase_ns[phase] += now_ns - self._lap_ns
         self._lap_ns = now_ns
 
-    def end_step(self, mode: str, *, num_tokens: int, num_rows: int, is_replay: bool) -> int:
-        """A step has its answer. Returns how many nanoseconds that took."""
-        step_ns = time.perf_counter_ns() - self._start_ns
+    def launched(self) -> StepTimes:
+        """The host has done what it does before a step's tokens are known."""
+        return StepTimes(self._start_ns, self._lap_ns)
+
+    def end_step(
+        self, times: StepTimes, mode: str, *, num_tokens: int, num_rows: int, is_replay: bool
+    ) -> int:
+        """A step has its answer, perhaps in another thread. Returns how many nanoseconds it took."""
+        before_ns, self._end_ns = self._end_ns, time.perf_counter_ns()
+        self.phase_ns["read"] += self._end_ns - max(times.launched_ns, before_ns)
+        step_ns = self._end_ns - max(times.start_ns, before_ns)
         self.execute_s.observe(step_ns / 1e9)
         self.steps[mode, is_replay] += 1
         self.scheduled_tokens += num_tokens
@@ -130,10 +146,10 @@ METRICS: list[Metric[Numbers]] = [
     Metric("step_seconds_total", "counter", ("phase",),
            lambda n: {phase: ns / 1e9 for phase, ns in n.measures.phase_ns.items()},
            "Where the time of steps went: queue (while the step before ran), fill (columns to the "
-           "device), draft (the draft model), forward (on a GPU: its launch), sample (until tokens "
-           "were on the host)."),
+           "device), draft (the draft model), forward (on a GPU: its launch), sample (tokens from "
+           "logits), read (until they were on the host)."),
     Metric("execute_seconds", "histogram", (), lambda n: n.measures.execute_s.copy(),
-           "From a step's beginning to its answer."),
+           "From a step's beginning, or the answer of the one before, to its answer."),
 ]
 # fmt: on
 

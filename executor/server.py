@@ -1,12 +1,15 @@
 """Executor service: one Step stream in, one compute thread, one stream out.
 
-    Step stream ──▶ reader ──▶ [ step 7 running | step 8 waiting ] ──▶ answers, in order
-                               └──────── compute thread ─────────┘
+    Step stream ──▶ reader ──▶ [ step 8 launched | step 9 waiting ]    [ step 7 ] ──▶ answers, in order
+                               └──────── compute thread ──────────┘    └ finish ┘
 
 The reader hands a step over as soon as it arrives, so the next one is already there when a step
 ends. One thread computes, because steps are ordered and share tensors; it is not the event
-loop's, so that health checks are answered while a step runs or a model loads. What a step defers
-until its answer is out, the thread runs before the next one.
+loop's, so that health checks are answered while a step runs or a model loads. A GPU only gets its
+work from that thread; another waits for the tokens, so that the next step, whenever it arrives, is
+launched while this one runs. Where the host computes, a step is done when it is launched, and no
+other thread has a part. What a step defers until its answer is out, the compute thread runs before
+the next one.
 
 The stream is the executor's part in its epoch. However it ends, an executor with peers first says
 why, so that the router hears the cause before its consequences, and then closes their group, which
@@ -20,7 +23,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -72,6 +75,14 @@ STEP = f"/{SERVICE}/Step"  # its first message comes when there is something to 
 # Errors are returned, not raised: nobody awaits the answers of a call that was cancelled. None
 # is the answer of a step that was dropped.
 Answer = pb.StepResponse | RpcError | None
+Reading = Future[Answer]  # of a step whose tokens are on their way
+
+
+class Pending(Protocol):
+    """A step that was launched and not answered yet."""
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class Worker(Protocol):
@@ -81,7 +92,8 @@ class Worker(Protocol):
     def has_peers(self) -> bool: ...
     @property
     def has_deferred(self) -> bool: ...
-    def execute(self, request: pb.StepRequest) -> pb.StepResponse: ...
+    def launch(self, request: pb.StepRequest) -> Pending: ...
+    def finish(self, pending: Any) -> pb.StepResponse: ...
     def run_deferred(self) -> None: ...
     def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None: ...
     def leave(self) -> None: ...
@@ -101,14 +113,16 @@ class StepStream:
     Attributes:
         answers: Awaitable answers; None after the last one.
         has_ended: Whether steps that have not begun are dropped.
+        under_way: Numbers of the steps that have begun and not ended.
         is_over: Set when the router has been told how the call ended.
         epoch: The epoch whose group is left when the call is over; None: no group is.
     """
 
     def __init__(self) -> None:
-        self.answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[asyncio.Future[Answer | Reading] | None] = asyncio.Queue()
         self.unanswered = asyncio.Semaphore(MAX_UNANSWERED_STEPS)
         self.has_ended = False
+        self.under_way: set[int] = set()
         self.is_over = asyncio.Event()
         self.epoch: int | None = None
         self._loop = asyncio.get_running_loop()
@@ -120,7 +134,7 @@ class StepStream:
 
     def refuse(self, error: RpcError) -> None:
         """Answers all steps that came, then ends the call with ``error``."""
-        ending: asyncio.Future[Answer] = self._loop.create_future()
+        ending: asyncio.Future[Answer | Reading] = self._loop.create_future()
         ending.set_result(error)
         self.answers.put_nowait(ending)
 
@@ -163,6 +177,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         self.refusals = Refusals(self._measures.add_refusal)
         self._stores: dict[int, Store] = {}  # by epoch: of the newest, and only while it forms
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finish")
+        self._last_reading: Reading | None = None
         self._worker: Worker | None = None
         self._description = pb.DescribeResponse()
         self._stream: StepStream | None = None
@@ -174,7 +190,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         # the compute thread waits.
         self._epoch: int | None = None  # None while in no group
         self._next_step_id = 1
-        self._computing: StepStream | None = None  # whose step runs
 
     # Life of the process
 
@@ -331,6 +346,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             while (pending := await stream.answers.get()) is not None:
                 answer = await pending
+                if isinstance(answer, Future):  # whose thread goes on if this call is cancelled
+                    answer = await asyncio.shield(asyncio.wrap_future(answer))
                 stream.unanswered.release()
                 if isinstance(answer, RpcError):
                     raise answer
@@ -373,8 +390,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
             self._leave()
 
     def _check_stuck(self, stream: StepStream, num_left: int) -> None:
-        """Looks at the last step of a stream that has ended, now and a few times more."""
-        if self._computing is not stream:
+        """Looks at the last steps of a stream that has ended, now and a few times more."""
+        if not stream.under_way:
             return
         if num_left:
             loop, wait_s = asyncio.get_running_loop(), self._stuck_after_s / STUCK_CHECKS
@@ -390,9 +407,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """Returns how it failed, if it did: nobody awaits this once the call was cancelled."""
         started_s = time.perf_counter()
         try:
-            await self._on_compute_thread(
-                partial(worker.join, request.epoch, request.store_address, attempt)
-            )
+            await self._on_compute_thread(partial(self._join_worker, worker, request, attempt))
             attempt.check()  # it may have been called off since it joined
             self._next_step_id, self._epoch = 1, request.epoch  # in this order: see _check_order
         except JoinFailed as error:
@@ -408,43 +423,61 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         log.info("joined", epoch=request.epoch, seconds=round(time.perf_counter() - started_s, 3))
         return None
 
-    # On the compute thread
+    # On the compute thread, and that which finishes
+
+    def _join_worker(self, worker: Worker, request: pb.JoinRequest, attempt: JoinAttempt) -> None:
+        """Joins once no step of an older epoch is under way."""
+        if self._last_reading is not None:
+            wait([self._last_reading])
+        worker.join(request.epoch, request.store_address, attempt)
 
     def _step(
         self, stream: StepStream, worker: Worker, request: pb.StepRequest, arrival_ns: int
-    ) -> Answer:
-        """Runs a step unless its stream has ended. After an error the stream has.
+    ) -> Answer | Reading:
+        """Launches a step unless its stream has ended. After an error the stream has.
 
         An executor without peers stays as it was before a step that it refused.
         """
         if stream.has_ended:
             return None
-        self._computing = stream
+        stream.under_way.add(request.step_id)
         try:
             worker.run_deferred()
             queued_ns = time.perf_counter_ns() - arrival_ns
             self._check_order(request)
             if worker.has_peers:
                 stream.epoch = request.epoch
-            response = worker.execute(request)
-        except RpcError as error:
-            stream.has_ended = True
-            if isinstance(error, StaleEpoch):  # a stray stream, which takes no part in this epoch
-                stream.epoch = None
-            elif worker.has_peers:
-                self._epoch = None
-            self._measures.failures[error.reason] += 1
-            log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
-            return error
+            pending = worker.launch(request)
         except Exception as error:
-            return self._fail(stream, error, request)
-        finally:
-            self._computing = None
+            return self._give_up(stream, worker, error, request)
         self._next_step_id += 1
-        response.queued_ns = queued_ns
         self._measures.phase_ns["queue"] += queued_ns
-        if worker.has_deferred:  # the answer goes out meanwhile
+        if not pending.is_done:
+            finish = partial(self._finish, stream, worker, request, pending, queued_ns)
+            self._last_reading = self._finishing.submit(finish)
+            return self._last_reading
+        answer = self._finish(stream, worker, request, pending, queued_ns)
+        if worker.has_deferred and isinstance(
+            answer, pb.StepResponse
+        ):  # the answer goes out meanwhile
             self._compute.submit(self._run_deferred, stream, worker, request)
+        return answer
+
+    def _finish(
+        self,
+        stream: StepStream,
+        worker: Worker,
+        request: pb.StepRequest,
+        pending: Pending,
+        queued_ns: int,
+    ) -> Answer:
+        """Returns the answer of a step that was launched; on a GPU, in a thread that only does this."""
+        try:
+            response = worker.finish(pending)
+        except Exception as error:
+            return self._give_up(stream, worker, error, request)
+        stream.under_way.discard(request.step_id)
+        response.queued_ns = queued_ns
         return response
 
     def _run_deferred(self, stream: StepStream, worker: Worker, request: pb.StepRequest) -> None:
@@ -454,13 +487,29 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         """
         if self._next_step_id != request.step_id + 1:
             return
-        self._computing = stream
+        stream.under_way.add(request.step_id)
         try:
             worker.run_deferred()
         except Exception as error:
             stream.refuse_soon(self._fail(stream, error, request))
         finally:
-            self._computing = None
+            stream.under_way.discard(request.step_id)
+
+    def _give_up(
+        self, stream: StepStream, worker: Worker, error: Exception, request: pb.StepRequest
+    ) -> RpcError:
+        """Ends a stream for what went wrong with a step. Returns what to tell the router."""
+        stream.under_way.discard(request.step_id)
+        if not isinstance(error, RpcError):
+            return self._fail(stream, error, request)
+        stream.has_ended = True
+        if isinstance(error, StaleEpoch):  # a stray stream, which takes no part in this epoch
+            stream.epoch = None
+        elif worker.has_peers:
+            self._epoch = None
+        self._measures.failures[error.reason] += 1
+        log.warning("step_refused", **_ids(request), reason=error.reason, problem=str(error))
+        return error
 
     def _fail(self, stream: StepStream, error: Exception, request: pb.StepRequest) -> StepFailed:
         """Ends the epoch here: rows are in no known state."""

@@ -1,13 +1,17 @@
 """Worker: the steps of one executor, from StepRequest to StepResponse, and the tensors behind them.
 
-    any step            read ─▶ stage ─────────▶ run ─────▶ sample ─▶ answer
-    speculative step    read ─▶ stage ─▶ draft ─▶ verify ─▶ accept ─▶ answer
+                        ┌──────────────────── launch ───────────────────────┐   ┌ finish ┐
+    any step            read ─▶ stage ─────────▶ run ─────▶ sample ─▶ score ─▶ … ─▶ answer
+    speculative step    read ─▶ stage ─▶ draft ─▶ verify ─▶ accept ─▶ score ─▶ … ─▶ answer
     with a draft model                                                  └▶ draft-extend ─▶ next step
 
-It knows no policy, and no network but the group's collectives. One thread calls it. A step that
-samples ends when its tokens are on the host. No tokens wait for draft-extend: a GPU is given it
-before the host waits for them, and runs it while the next step is read and staged; where the host
-computes, it is deferred until the answer is out. On a GPU log probabilities are computed behind it.
+It knows no policy, and no network but the group's collectives. On a GPU a step's tokens are on
+their way to the host when `launch` returns, and the next step may be launched before they are read:
+it finds them on the device. Behind a speculative step it waits for them first, because the length of
+a sequence depends on how many drafts were accepted. One thread launches, another may finish.
+
+No tokens wait for draft-extend: a GPU is given it behind their copy; where the host computes, it is
+deferred until the answer is out.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +28,8 @@ from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import RowProgress, StepColumns, StepLimits, read_step
 from executor.batch.staging import Copier, ReadBack, Staged, StepStager, to_device
 from executor.errors import JoinFailed, PeerLost
-from executor.metrics import Measures
-from executor.model.sampling.logits import score
+from executor.metrics import Measures, StepTimes
+from executor.model.sampling.logits import cut_scores, score
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.epochs import FormGroup, JoinAttempt
 from executor.parallel.process_groups import EpochGroups
@@ -65,18 +69,41 @@ class DeferredDraftExtend(NamedTuple):
     groups: EpochGroups | None
 
 
-class Gained(NamedTuple):
-    """Tokens that the sequences of a step gained, on the host.
+class Scores(NamedTuple):
+    """Log probabilities of a step.
 
     Attributes:
-        num_tokens: [S], tokens of each sequence that samples; None: 1 each.
-        tokens: [sum(num_tokens)].
-        scored_logits: The rows of logits that are scored, on the device; None if none are.
+        found: What ``score`` returned, on its way to the host.
+        num_top: int64 [N], likeliest tokens wanted of each row.
     """
 
-    num_tokens: Int64Array | None
-    tokens: Int64Array
-    scored_logits: torch.Tensor | None
+    found: ReadBack
+    num_top: Int64Array
+
+
+class Pending(NamedTuple):
+    """A step that was launched and not answered yet.
+
+    Attributes:
+        request: The step.
+        columns: Its columns.
+        forward_mode: What this executor ran in it.
+        groups: The epoch's, of which its collectives are.
+        gained: On its way to the host, int64: [S] tokens; of a speculative step [B, 1 + D + 1] how
+            many tokens each sequence gained, and these.
+        scores: Log probabilities; None if none were asked for.
+        times: When it began, and when it had been launched.
+        is_done: Whether all of it is on the host.
+    """
+
+    request: pb.StepRequest
+    columns: StepColumns
+    forward_mode: ForwardMode
+    groups: EpochGroups | None
+    gained: ReadBack
+    scores: Scores | None
+    times: StepTimes
+    is_done: bool
 
 
 class Worker:
@@ -120,11 +147,9 @@ class Worker:
         self._form_group = form_group
         self._groups: EpochGroups | None = None
         self._device = device
-        copier = copier or Copier(device)
-        self._stager = StepStager(limits, kv_pool, copier)
-        depth = 0 if limits.speculation is None else limits.speculation.num_draft_steps
-        self._sampled = ReadBack(limits.budget.max_num_seqs * (depth + 2), copier)
-        self._host_computes = copier.is_shared
+        self._copier = copier or Copier(device)
+        self._stager = StepStager(limits, kv_pool, self._copier)
+        self._before: Pending | None = None  # the step launched last
         self._deferred: DeferredDraftExtend | None = None
         self._rows = RowProgress.empty(kv_pool.row_num_blocks)
         self._measures = measures or Measures()
@@ -139,19 +164,27 @@ class Worker:
         """Whether the last step has left something for ``run_deferred``."""
         return self._deferred is not None
 
-    @torch.inference_mode()
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
-        """Runs one step, after what the one before it has deferred.
+        """Launches one step and finishes it."""
+        return self.finish(self.launch(request))
+
+    @torch.inference_mode()
+    def launch(self, request: pb.StepRequest) -> Pending:
+        """Runs one step but for its answer, after what the one before it has deferred.
+
+        A GPU has it all to do when this returns, behind the steps before it.
 
         Raises:
             InvalidStep: The step does not fit; nothing has changed.
             PeerLost: Another executor left the group. As after every other error, rows are in no
                 known state until the next join.
-            Exception: The forward pass failed.
+            Exception: The forward pass failed, or that of a step before.
         """
         self.run_deferred()
-        measures, groups = self._measures, self._groups
+        measures = self._measures
         measures.begin_step()
+        self._note_accepted()
+        groups = self._groups
         if groups is None and self.has_peers:
             raise PeerLost("this executor has left its group")
         columns = read_step(request, self._limits, self._rows)
@@ -159,19 +192,35 @@ class Worker:
         self._update_rows(columns, staged)
         batch = self._build_batch(columns, staged)
         measures.end_phase("fill")
-        if columns.num_draft_tokens:
-            gained = self._speculate(columns, batch)
-        else:
-            gained = self._run(columns, staged, batch)
-        if self._groups is not groups:  # NCCL ends the collectives of a group that is left
+        run = self._speculate if columns.num_draft_tokens else self._run
+        gained, scores = run(columns, staged, batch)
+        times, is_done = measures.launched(), self._copier.is_shared
+        mode = batch.forward_mode
+        pending = Pending(request, columns, mode, groups, gained, scores, times, is_done)
+        self._before = pending
+        return pending
+
+    def finish(self, pending: Pending) -> pb.StepResponse:
+        """Waits until a step has run, and returns its answer. Call it in the order of launches.
+
+        Any thread may, also while the next step is launched.
+
+        Raises:
+            PeerLost: Another executor left the group.
+            Exception: The forward pass failed.
+        """
+        request, layout = pending.request, pending.columns.layout
+        gained = pending.gained.wait()
+        if self._groups is not pending.groups:  # NCCL ends the collectives of a group that is left
             raise PeerLost("this executor left its group during the step")
-        ranks = self._results(columns, gained)
-        measures.end_phase("sample")
-        forward_ns = measures.end_step(
-            "verify" if columns.num_draft_tokens else batch.forward_mode.name.lower(),
-            num_tokens=columns.layout.num_tokens,
-            num_rows=columns.layout.num_rows,
-            is_replay=columns.layout.graph_size is not None,
+        ranks = self._results(pending, gained)
+        is_speculative = pending.columns.num_draft_tokens > 0
+        forward_ns = self._measures.end_step(
+            pending.times,
+            "verify" if is_speculative else pending.forward_mode.name.lower(),
+            num_tokens=layout.num_tokens,
+            num_rows=layout.num_rows,
+            is_replay=layout.graph_size is not None,
         )
         return pb.StepResponse(
             epoch=request.epoch,
@@ -219,7 +268,7 @@ class Worker:
         """
         attempt = attempt or JoinAttempt(epoch)
         self.leave()
-        self._deferred = None
+        self._before = self._deferred = None
         self._rows.reset()
         groups: EpochGroups | None = None
         if self._form_group is not None:
@@ -248,6 +297,14 @@ class Worker:
             groups.close()
             for member in self._members:
                 member.leave()
+
+    def _note_accepted(self) -> None:
+        """Brings lengths up to date behind a speculative step. Waits until its tokens are known."""
+        before = self._before
+        if before is not None and before.columns.num_draft_tokens:
+            columns = before.columns
+            num_tokens = columns.num_computed_tokens + 1 + before.gained.wait()[:, 0]
+            self._rows.num_tokens[columns.rows] = num_tokens
 
     def _update_rows(self, columns: StepColumns, staged: Staged) -> None:
         """Brings up to date what the device remembers of each row, before the forward pass."""
@@ -286,13 +343,16 @@ class Worker:
             window_cache_loc=tensors.window_cache_loc if self._limits.kv_window else None,
         )
 
-    def _run(self, columns: StepColumns, staged: Staged, batch: ForwardBatch) -> Gained:
+    def _run(
+        self, columns: StepColumns, staged: Staged, batch: ForwardBatch
+    ) -> tuple[ReadBack, Scores | None]:
         """Runs a step in which every sequence that samples gains one token."""
         logits = self._runner.run(batch)
         self._measures.end_phase("forward")
         tokens = self._sample(staged, logits)
-        scored = self._take_scored(columns, logits)
-        self._sampled.begin(tokens)
+        scores = self._score(columns, logits, tokens)
+        gained = ReadBack(tokens, self._copier)
+        self._measures.end_phase("sample")
         if self._speculation is not None:
             self._rows.num_tokens[columns.rows] = columns.num_computed_tokens + columns.num_tokens
             self._rows.num_tokens[staged.arrays.sampled_rows] += 1
@@ -301,13 +361,15 @@ class Worker:
                 self._defer(partial(speculator.extend, columns, batch, tokens))
             else:
                 self._rows.is_followed[columns.rows] = False
-        return Gained(None, self._sampled.wait(), scored)
+        return gained, scores
 
-    def _speculate(self, columns: StepColumns, batch: ForwardBatch) -> Gained:
+    def _speculate(
+        self, columns: StepColumns, staged: Staged, batch: ForwardBatch
+    ) -> tuple[ReadBack, Scores | None]:
         """Runs a step in which every sequence gains a token, and drafts that are accepted."""
         assert self._speculation is not None, "else the step was refused"
         speculator, verifier = self._speculation.speculator, self._speculation.verifier
-        measures, rows, at = self._measures, columns.rows, batch.req_pool_indices
+        measures, at = self._measures, batch.req_pool_indices
         drafts = speculator.draft(columns, at)
         measures.end_phase("draft")
         batch, verification = verifier.batch(columns, batch, drafts)
@@ -315,22 +377,18 @@ class Worker:
         measures.end_phase("forward")
         accepted = verifier.accept(verification, logits)
         last = accepted.tokens.gather(1, (accepted.num_tokens - 1).unsqueeze(1)).squeeze(1)
-        self._sampler.remember(last, rows, at)
-        scored = self._take_scored(columns, logits)
-        gained = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
-        self._sampled.begin(gained.flatten())
+        self._sampler.remember(last, columns.rows, at)
+        scores = self._score(columns, logits, accepted.tokens[:, 0])
+        table = torch.cat((accepted.num_tokens.unsqueeze(1), accepted.tokens), dim=1)
+        gained = ReadBack(table, self._copier)
+        measures.end_phase("sample")
         self._defer(partial(speculator.extend_accepted, verification, accepted))
-        table = self._sampled.wait().reshape(gained.shape)
-        num_tokens = table[:, 0].copy()
-        self._rows.num_tokens[rows] += num_tokens
-        is_gained = np.arange(table.shape[1] - 1) < num_tokens[:, None]
-        return Gained(num_tokens, table[:, 1:][is_gained], scored)
+        return gained, scores
 
     def _defer(self, draft_extend: Callable[[], None]) -> None:
         """Has draft-extend run without the step's tokens, on their way to the host, waiting."""
-        self._measures.end_phase("sample")
         self._deferred = DeferredDraftExtend(draft_extend, self._groups)
-        if not self._host_computes:  # this only launches it
+        if not self._copier.is_shared:  # this only launches it
             self.run_deferred()
 
     def _sample(self, staged: Staged, logits: torch.Tensor) -> torch.Tensor:
@@ -345,11 +403,6 @@ class Worker:
         self._rows.has_sampled[rows] = True
         return tokens
 
-    def _take_scored(self, columns: StepColumns, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy of the rows of logits that are scored, before draft-extend reuses them."""
-        scored = self._scored_rows(columns)
-        return logits[to_device(scored, self._device)] if scored.size else None
-
     def _scored_rows(self, columns: StepColumns) -> Int64Array:
         """Returns the indices of the rows of logits that get log probabilities.
 
@@ -363,37 +416,49 @@ class Worker:
             is_scored |= ~columns.is_sampled
         return np.flatnonzero(is_scored)
 
-    def _results(self, columns: StepColumns, gained: Gained) -> list[pb.RankResult]:
+    def _score(
+        self, columns: StepColumns, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> Scores | None:
+        """Begins the log probabilities that are asked for, before draft-extend reuses the logits.
+
+        Args:
+            columns: The step.
+            logits: [L, V].
+            tokens: [S], sampled; of a speculative step the first that each sequence gained.
+        """
+        if not (columns.scored_ids.size or self._sampler.scores_output.any()):
+            return None
+        scored = self._scored_rows(columns)
+        if not scored.size or self._limits.topology.attn_tp_rank > 0:
+            return None
+        if columns.num_draft_tokens:
+            place = columns.logits_sequence
+        else:  # of a row of logits among the tokens sampled, and those given behind them
+            place = np.argsort(np.argsort(~columns.is_sampled, kind="stable"), kind="stable")
+            tokens = torch.cat((tokens, to_device(columns.scored_ids, self._device)))
+        num_top = self._sampler.num_top_logprobs[columns.rows[columns.logits_sequence[scored]]]
+        token_ids = tokens.index_select(0, to_device(place[scored], self._device))
+        logits = logits.index_select(0, to_device(scored, self._device))
+        return Scores(ReadBack(score(logits, token_ids, num_top), self._copier), num_top)
+
+    def _results(self, pending: Pending, gained: Int64Array) -> list[pb.RankResult]:
         """Returns what this executor answers: one of its DP rank's executors does, for all."""
         topology = self._limits.topology
         if topology.attn_tp_rank > 0:
             return []
-        result = pb.RankResult(dp_rank=topology.dp_rank, next_token_ids=_int32(gained.tokens))
-        if gained.num_tokens is not None:
-            result.num_next_tokens = _int32(gained.num_tokens)
-        if gained.scored_logits is not None:
-            self._score(columns, gained, gained.scored_logits, result)
+        result = pb.RankResult(dp_rank=topology.dp_rank)
+        if pending.columns.num_draft_tokens:
+            num_tokens, tokens = gained[:, 0], gained[:, 1:]
+            result.num_next_tokens = _int32(num_tokens)
+            gained = tokens[np.arange(tokens.shape[1]) < num_tokens[:, None]]
+        result.next_token_ids = _int32(gained)
+        if pending.scores is not None:
+            found, num_top = pending.scores
+            logprobs, top_ids, top_logprobs = cut_scores(found.wait(), num_top)
+            result.logprobs = _float32(logprobs)
+            result.top_ids = _int32(top_ids)
+            result.top_logprobs = _float32(top_logprobs)
         return [result]
-
-    def _score(
-        self, columns: StepColumns, gained: Gained, logits: torch.Tensor, result: pb.RankResult
-    ) -> None:
-        """Fills in the log probabilities that were asked for."""
-        token_ids = np.empty(len(columns.is_sampled), dtype=np.int64)
-        if gained.num_tokens is not None:
-            firsts = np.cumsum(gained.num_tokens) - gained.num_tokens
-            token_ids[:: columns.num_draft_tokens] = gained.tokens[firsts]
-        else:
-            token_ids[columns.is_sampled] = gained.tokens
-            token_ids[~columns.is_sampled] = columns.scored_ids
-        scored = self._scored_rows(columns)
-        rows = columns.rows[columns.logits_sequence[scored]]
-        logprobs, top_ids, top_logprobs = score(
-            logits, to_device(token_ids[scored], self._device), self._sampler.num_top_logprobs[rows]
-        )
-        result.logprobs = _float32(logprobs)
-        result.top_ids = _int32(top_ids)
-        result.top_logprobs = _float32(top_logprobs)
 
 
 def _int32(values: Int64Array | npt.NDArray[np.int32]) -> bytes:

@@ -79,9 +79,9 @@ class Copier:
         self._device = device
         self.is_shared = device.type != "cuda"
 
-    def host_buffer(self, size: int) -> torch.Tensor:
-        """Returns int64 [size] on the host, which the device can read and write by itself."""
-        return torch.zeros(size, dtype=torch.int64, pin_memory=not self.is_shared)
+    def host_buffer(self, *size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Returns zeros on the host, which the device can read and write by itself."""
+        return torch.zeros(size, dtype=dtype, pin_memory=not self.is_shared)
 
     def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
         """Returns the device's counterpart of a host buffer; itself if memory is shared."""
@@ -97,6 +97,10 @@ class Copier:
             return NoEvent()
         # Waits by spinning: a blocking wait wakes up later than a short step takes.
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def enter_thread(self) -> None:
+        """Makes the device this thread's: a wait would set up the first one's context beside it."""
+        torch.cuda.set_device(self._device)
 
 
 class NoEvent:
@@ -215,42 +219,37 @@ class StagingBuffer:
 
 
 class ReadBack:
-    """The way of a step's tokens to the host: one copy, one wait, and other work begun between.
+    """Numbers of a step on their way to the host: one copy, begun at once, and one wait.
+
+    Each has pinned memory of its own, out of PyTorch's pool: with two steps in flight, two pieces take
+    turns, and nothing overwrites what has not been read.
 
     Args:
-        capacity: The most tokens.
+        numbers: On the device. Work that begins later may write to them, unless memory is shared.
         copier: How they get there.
     """
 
-    def __init__(self, capacity: int, copier: Copier) -> None:
+    def __init__(self, numbers: torch.Tensor, copier: Copier) -> None:
         self._copier = copier
-        self._host = copier.host_buffer(capacity)
-        self._done = copier.event()
-        self._tokens = self._host[:0]
-
-    def begin(self, tokens: torch.Tensor) -> None:
-        """Begins the copy. Device work that begins later is not waited for.
-
-        Args:
-            tokens: int64 [S] on the device.
-        """
-        if self._copier.is_shared:
-            self._tokens = tokens
+        self._host = numbers
+        self._done: torch.cuda.Event | NoEvent | None = None
+        if copier.is_shared:
             return
-        self._tokens = self._host[: len(tokens)]
-        if len(tokens):
-            self._copier.copy(self._tokens, tokens)
+        self._host = copier.host_buffer(*numbers.shape, dtype=numbers.dtype)
+        if len(numbers):
+            copier.copy(self._host, numbers)
+            self._done = copier.event()
             self._done.record()
 
-    def wait(self) -> Int64Array:
-        """Returns the tokens of the last ``begin``, [S], as soon as they are on the host.
+    def wait(self) -> npt.NDArray[Any]:
+        """Returns the numbers as soon as they are on the host, to any thread, as often as asked.
 
-        The next ``begin`` overwrites them, unless memory is shared. Without tokens nothing waits.
+        Device work that began behind them is not waited for; without numbers, nothing is.
         """
-        if len(self._tokens):
+        if self._done is not None:
+            self._copier.enter_thread()
             self._done.synchronize()
-        array: Int64Array = self._tokens.numpy()
-        return array
+        return self._host.numpy()
 
 
 class StepStager:

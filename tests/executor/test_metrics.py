@@ -52,10 +52,28 @@ def test_phases_add_up_to_what_the_router_is_told(
     response = worker.execute(step(1, part, num_tokens=[7], num_logits=[1]))
 
     assert measures.phase_ns["queue"] == 0
-    for phase in ("fill", "forward", "sample"):
+    for phase in ("fill", "forward", "sample", "read"):
         assert measures.phase_ns[phase] > 0
-    assert response.forward_ns == sum(measures.phase_ns.values()) + 1000  # behind the last phase
+    assert response.forward_ns == sum(measures.phase_ns.values())
     assert measures.execute_s.total == pytest.approx(response.forward_ns / 1e9)
+
+
+def test_the_time_of_a_step_begins_when_the_one_before_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of two that were launched before either had run."""
+    measures, now_ns = Measures(), iter((0, 1, 20, 21, 100, 150))
+    monkeypatch.setattr(
+        "executor.metrics.time", SimpleNamespace(perf_counter_ns=lambda: next(now_ns))
+    )
+    times = []
+    for _ in range(2):
+        measures.begin_step()
+        measures.end_phase("forward")
+        times.append(measures.launched())
+    sizes: dict[str, Any] = {"num_tokens": 1, "num_rows": 1, "is_replay": True}
+    assert [measures.end_step(each, "decode", **sizes) for each in times] == [100, 50]
+    assert measures.phase_ns["read"] == 99 + 50
 
 
 def test_a_step_that_is_refused_is_not_counted_as_run(worker: Worker, measures: Measures):
@@ -88,7 +106,7 @@ def test_what_prometheus_gets_is_what_was_counted():
     measures = Measures()
     measures.begin_step()
     measures.end_phase("fill")
-    measures.end_step("decode", num_tokens=3, num_rows=4, is_replay=True)
+    measures.end_step(measures.launched(), "decode", num_tokens=3, num_rows=4, is_replay=True)
     measures.failures["STEP_FAILED"] += 2
     series = series_of(measures, 2, 1, 64, 7, {"allocated": 5})
     assert series["lockstep_executor_info"] == {("2", "1"): 1.0}

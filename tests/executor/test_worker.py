@@ -196,6 +196,21 @@ def test_only_rows_that_ask_are_scored(worker: Worker):
     assert len(floats_of(result.top_logprobs)) == 3
 
 
+@pytest.mark.parametrize("starts", [{}, {"temperature": [1.0], "seed": [3]}])
+def test_a_step_is_launched_before_the_one_before_is_finished(
+    either: Worker, starts: dict[str, Any]
+):
+    scored = {"scores_output": [1], "num_top_logprobs": [2]}
+    expected = generate(either, 0, PROMPT, 4, **starts)
+    part = prompt_part(0, PROMPT, [1, 2, 3], **starts, **scored)
+    steps = [step(1, part, num_tokens=[9], num_logits=[1])]
+    steps += [step(2, decode_part(0, length), num_tokens=[1]) for length in (9, 10, 11)]
+    pending = [either.launch(each) for each in steps]
+    answers = [either.finish(each) for each in pending]
+    assert [token for each in answers for token in tokens_of(each)] == expected
+    assert all(len(ints_of(each.ranks[0].top_ids)) == 2 for each in answers)
+
+
 def test_a_step_without_a_sampling_sequence_gives_no_tokens(worker: Worker):
     part = prompt_part(0, PROMPT, [1, 2, 3])
     part.sequences.samples = b"\0"

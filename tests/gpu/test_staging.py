@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from executor.batch.staging import ReadBack, StagingBuffer, StepInputs, to_device
-from tests.executor.support.recording.copiers import read
 from tests.gpu.support.machine import Machine
 
 CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
@@ -29,7 +28,7 @@ def lengths_of(seed: int) -> StepInputs[int]:
 
 def test_the_device_reads_what_each_step_wrote(machine: Machine) -> None:
     copier = machine.copier()
-    staging, read_back = StagingBuffer(CAPACITY, 3, copier), ReadBack(100, copier)
+    staging = StagingBuffer(CAPACITY, 3, copier)
     kept, expected = [], []
     for step in range(50):
         with machine.waiting_refused():
@@ -45,8 +44,8 @@ def test_the_device_reads_what_each_step_wrote(machine: Machine) -> None:
         if machine.device.type == "cuda":
             assert staged.host.is_pinned()
     assert [tensor.tolist() for tensor in kept] == expected
-    assert read(read_back, kept[0][:100]).tolist() == expected[0][:100]
-    assert read(read_back, kept[0][:0]).tolist() == []  # a step that samples nothing
+    assert ReadBack(kept[0][:100], copier).wait().tolist() == expected[0][:100]
+    assert ReadBack(kept[0][:0], copier).wait().tolist() == []  # a step that samples nothing
 
 
 def test_rare_columns_get_to_the_device_without_a_wait(machine: Machine) -> None:

@@ -236,10 +236,8 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def score(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: npt.NDArray[np.int64]
-) -> tuple[Floats, npt.NDArray[np.int32], Floats]:
-    """Returns log probabilities of given tokens and of the likeliest ones, on the host.
-
-    All come in one copy, for which the host waits once.
+) -> torch.Tensor:
+    """Returns log probabilities of given tokens and of the likeliest ones, for one copy to the host.
 
     Args:
         logits: [N, V] as the model gave them.
@@ -247,8 +245,7 @@ def score(
         num_top: [N] likeliest tokens wanted of each row.
 
     Returns:
-        Log probabilities [N]; ids [sum(num_top)] of the likeliest tokens, row after row, likeliest
-        first; their log probabilities [sum(num_top)].
+        float32 [N, 1 + 2 * K], for ``cut_scores``.
     """
     logits = logits.float()
     total = logits.logsumexp(dim=-1, keepdim=True)
@@ -258,7 +255,19 @@ def score(
     width = min(most, logits.shape[-1]) if num_top.any() else 0
     values, ids = logits.topk(width, dim=-1)
     scores = torch.cat((given, values), dim=1).sub_(total)
-    found = torch.cat((scores, ids.to(torch.int32).view(torch.float32)), dim=1).cpu().numpy()
+    return torch.cat((scores, ids.to(torch.int32).view(torch.float32)), dim=1)
+
+
+def cut_scores(
+    found: Floats, num_top: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.int32], Floats]:
+    """Returns the parts of what ``score`` found.
+
+    Returns:
+        Log probabilities [N]; ids [sum(num_top)] of the likeliest tokens, row after row, likeliest
+        first; their log probabilities [sum(num_top)].
+    """
+    width = found.shape[1] // 2
     is_wanted = np.arange(width) < num_top[:, None]
-    logprobs, top_logprobs = found[:, 0], found[:, 1 : width + 1]
-    return logprobs, found[:, width + 1 :].view(np.int32)[is_wanted], top_logprobs[is_wanted]
+    ids = found[:, width + 1 :].view(np.int32)
+    return found[:, 0], ids[is_wanted], found[:, 1 : width + 1][is_wanted]

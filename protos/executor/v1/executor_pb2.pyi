@@ -945,7 +945,9 @@ class StepResponse(_message.Message):
     queued_ns: _builtins.int
     """From the request's arrival to the start of its work, in nanoseconds."""
     forward_ns: _builtins.int
-    """From the start of its work to its tokens on the host, in nanoseconds."""
+    """From the start of its work, or the end of the step before if that was later, to its tokens on the
+    host, in nanoseconds.
+    """
     agreement_crc32: _builtins.int
     """CRC-32, as of zlib, of the StepAgreement that it ran: of a StepRequest that holds nothing else,
     serialised in the order of field numbers. The router knows it, compares that of every executor,

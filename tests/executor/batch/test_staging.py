@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from executor.batch.staging import MAX_CACHED_VIEWS, Copier, ReadBack, StagingBuffer, StepInputs
-from tests.executor.support.recording.copiers import LazyDevice, SeparateMemory, read
+from tests.executor.support.recording.copiers import LazyDevice, SeparateMemory
 
 CPU = Copier(torch.device("cpu"))
 NUM_COLUMNS = len(StepInputs._fields)
@@ -121,20 +121,25 @@ def test_more_than_the_capacity_is_refused_by_column():
 
 def test_tokens_are_waited_for():
     device = LazyDevice()
-    results = ReadBack(8, device)
     for step in range(3):
         tokens = torch.full((5 + step,), -1)
         device.begin_work(lambda tokens=tokens, step=step: tokens.fill_(step))
-        assert read(results, tokens).tolist() == [step] * (5 + step)
+        assert ReadBack(tokens, device).wait().tolist() == [step] * (5 + step)
     assert device.num_copies == 3
+
+
+def test_the_next_steps_tokens_leave_those_that_nobody_has_read():
+    device = LazyDevice()
+    read_backs = [ReadBack(torch.full((5,), step), device) for step in range(2)]
+    assert [each.wait().tolist() for each in reversed(read_backs)] == [[1] * 5, [0] * 5]
+    assert read_backs[0].wait().tolist() == [0] * 5  # as often as asked
 
 
 def test_what_begins_after_the_copy_is_not_waited_for():
     device = LazyDevice()
-    results = ReadBack(8, device)
     tokens, later = torch.full((3,), -1), torch.zeros(1)
     device.begin_work(lambda: tokens.fill_(7))
-    results.begin(tokens)
+    results = ReadBack(tokens, device)
     device.begin_work(lambda: tokens.fill_(8))
     device.begin_work(lambda: later.fill_(1))
     assert results.wait().tolist() == [7] * 3
@@ -143,20 +148,19 @@ def test_what_begins_after_the_copy_is_not_waited_for():
 
 def test_a_step_without_tokens_waits_for_nothing():
     device = LazyDevice()
-    results, earlier = ReadBack(8, device), torch.zeros(1)
-    read(results, torch.ones(2, dtype=torch.int64))
+    earlier = torch.zeros(1)
     device.begin_work(lambda: earlier.fill_(1))
-    assert read(results, torch.zeros(0, dtype=torch.int64)).tolist() == []
+    assert ReadBack(torch.zeros(0, dtype=torch.int64), device).wait().tolist() == []
     assert earlier.tolist() == [0]
-    assert device.num_copies == 1
+    assert device.num_copies == 0
 
 
 def test_no_tokens_of_a_device_that_the_host_cannot_read_are_none_on_the_host():
     """As NumPy would say of a GPU's tensor, however short."""
-    results = ReadBack(8, SeparateMemory())
-    assert read(results, torch.zeros(0, dtype=torch.int64, device="meta")).tolist() == []
+    tokens = torch.zeros(0, dtype=torch.int64, device="meta")
+    assert ReadBack(tokens, SeparateMemory()).wait().tolist() == []
 
 
 def test_on_the_cpu_tokens_are_read_where_they_are():
     tokens = torch.arange(5)
-    assert read(ReadBack(8, CPU), tokens).ctypes.data == tokens.data_ptr()
+    assert ReadBack(tokens, CPU).wait().ctypes.data == tokens.data_ptr()

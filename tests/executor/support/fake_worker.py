@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from executor.parallel.epochs import JoinAttempt
@@ -13,6 +14,8 @@ TIMEOUT_S = 60.0
 
 class FakeWorker:
     """Answers with the step's number as its token. Steps wait for ``gate``.
+
+    As a GPU's, it ``is_ahead``: a step waits after it was launched, in ``finish``.
 
     Where it trails, each step leaves something to be run behind its answer, which waits for
     ``deferred_gate``. Leaves are counted from the last join on.
@@ -28,6 +31,8 @@ class FakeWorker:
             None  # what a join waits for
         )
         self.failure: Exception | None = None
+        self.is_ahead = False
+        self.unread_failure: Exception | None = None
         self.servicer: Any = None  # who has it
         self.trails = self.has_deferred = False
         self.deferred_gate = threading.Event()
@@ -44,13 +49,19 @@ class FakeWorker:
         if self.deferred_failure is not None:
             raise self.deferred_failure
 
-    def execute(self, request: pb.StepRequest) -> pb.StepResponse:
+    def launch(self, request: pb.StepRequest) -> Any:
         self.has_deferred = self.trails
         self.begun.append(request.step_id)
-        assert self.gate.wait(TIMEOUT_S)
+        assert self.is_ahead or self.gate.wait(TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
-        return pb.StepResponse(epoch=request.epoch, step_id=request.step_id)
+        return SimpleNamespace(request=request, is_done=not self.is_ahead)
+
+    def finish(self, pending: Any) -> pb.StepResponse:
+        assert self.gate.wait(TIMEOUT_S)
+        if self.unread_failure is not None:
+            raise self.unread_failure
+        return pb.StepResponse(epoch=pending.request.epoch, step_id=pending.request.step_id)
 
     def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
         self.num_joins += 1

@@ -7,7 +7,7 @@ import pytest
 
 from tests.together.cuda.support.fake_cell import FakeCell
 from tests.together.cuda.support.fake_gpu import FakeGpu
-from tests.together.cuda.support.requests import ASKS, SMALL
+from tests.together.cuda.support.requests import ASKS, PLANNING, SMALL
 from tests.together.speculation.speculative_cell import Router, serve
 
 GROUPS: dict[str, dict[str, Any]] = {
@@ -31,4 +31,5 @@ def test_ranks_make_the_same_collectives_and_wait_for_their_tokens_only(
     first, second = cell.steps
     for one, other in zip(first, second, strict=True):
         assert one.collectives == other.collectives
-        assert {*one.waits, *other.waits} <= {"ReadBack.wait"}
+        assert {*one.waits, *other.waits} <= {PLANNING}
+        assert {*one.read_waits, *other.read_waits} <= {"ReadBack.wait"}

@@ -9,7 +9,7 @@ import pytest
 from tests.support.paths import DEMO_DRAFTS, DEMO_MODEL
 from tests.together.cuda.support.fake_cell import FakeCell
 from tests.together.cuda.support.fake_gpu import FakeGpu
-from tests.together.cuda.support.requests import ASKS, PENALISED, SAMPLED, SMALL
+from tests.together.cuda.support.requests import ASKS, PENALISED, PLANNING, SAMPLED, SMALL
 from tests.together.speculation.speculative_cell import Router, serve
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,18 +32,25 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_a_step_waits_for_its_own_tokens_and_for_nothing_else(
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read_unless_it_drafted(
     settings: dict[str, Any], gpu: FakeGpu, two_layers: Path
 ) -> None:
+    """A sequence's length follows from the drafts that were accepted, and planning wants to know it."""
     model = DEMO_MODEL if "draft_model" in settings else two_layers
     cell = FakeCell(gpu, model=model, **SMALL | settings)
-    serve(Router(cell), [replace(ASKS[0], sampling=SAMPLED), *ASKS[1:]])
+    router = Router(cell)
+    serve(router, [replace(ASKS[0], sampling=SAMPLED), *ASKS[1:]])
     [steps] = cell.steps
-    for step in steps:
-        assert step.waits == ["ReadBack.wait"], step.launched
+    assert any(step.is_ahead for step in steps)
+    for step, drafted in zip(steps, [0, *router.widths], strict=False):
+        expected = {"ReadBack.wait"} if drafted and step.is_ahead else set()
+        assert {*step.waits} - {PLANNING} == expected, step.launched
+        assert step.read_waits == ["ReadBack.wait"]
 
 
-def test_scored_tokens_come_in_one_copy(gpu: FakeGpu, two_layers: Path) -> None:
+def test_scores_come_in_one_copy_that_the_next_step_does_not_wait_for(
+    gpu: FakeGpu, two_layers: Path
+) -> None:
     cell = FakeCell(gpu, model=two_layers, **SMALL)
     asks = [
         replace(ASKS[0], logprobs=True, prompt_logprobs=True, sampling=PENALISED),
@@ -51,5 +58,5 @@ def test_scored_tokens_come_in_one_copy(gpu: FakeGpu, two_layers: Path) -> None:
     ]
     serve(Router(cell), asks)
     [steps] = cell.steps
-    waits = {tuple(step.waits) for step in steps}
-    assert waits == {("ReadBack.wait",), ("ReadBack.wait", "score")}
+    assert {wait for step in steps for wait in step.waits} <= {PLANNING}
+    assert {len(step.read_waits) for step in steps} == {1, 2}

@@ -23,11 +23,12 @@ from executor.model.cpu_kernels.library import load
 from executor.parallel.epochs import JoinAttempt
 from executor.parallel.rendezvous import open_store
 from executor.speculative.speculator import Speculator
-from executor.worker import Worker
+from executor.worker import Pending, Worker
 from protos.executor.v1 import executor_pb2 as pb
 from router.executors.formation import Member, check_group, describe_group
 from router.executors.step_codec import decode_step, encode_step
 from router.requests.request import FinishReason, OutputOptions, Request, SamplingParams
+from router.scheduling.speculation import DraftCounts
 from router.scheduling.step import GroupShape, StepPlan
 from tests.router.support.stepper import ALWAYS, Stepper
 from tests.support.paths import DEMO_DRAFTS as DRAFTS
@@ -99,21 +100,26 @@ class Cell:
         attempt = JoinAttempt(self.epoch, SECRET)
         list(self._pool.map(lambda worker: worker.join(self.epoch, address, attempt), self.workers))
 
-    def execute(self, requests: Sequence[bytes]) -> list[pb.StepResponse]:
-        """Runs a step on all executors. Returns the answer of each DP rank's first."""
+    def launch(self, requests: Sequence[bytes]) -> list[Pending]:
+        """Launches a step on all executors."""
 
-        def run(place: int) -> pb.StepResponse:
+        def launch(place: int) -> Pending:
             request = pb.StepRequest.FromString(requests[place // self.attn_tp_size])
             worker = self.workers[place]
-            response = worker.execute(request)
+            pending = worker.launch(request)
             if self.runs_deferred:
                 worker.run_deferred()
-            return response
+            return pending
 
         places = range(len(self.workers))
-        if len(self.workers) == 1:
-            return [run(0)]
-        return list(self._pool.map(run, places))[:: self.attn_tp_size]
+        return [launch(0)] if len(places) == 1 else list(self._pool.map(launch, places))
+
+    def finish(self, step: Sequence[Pending]) -> list[pb.StepResponse]:
+        """Returns the answer of each DP rank's first executor to a step that was launched."""
+        answers = [
+            worker.finish(pending) for worker, pending in zip(self.workers, step, strict=True)
+        ]
+        return answers[:: self.attn_tp_size]
 
     def close(self) -> None:
         for worker in self.workers:
@@ -124,7 +130,7 @@ class Cell:
 
 
 class Router(Stepper):
-    """A scheduler whose steps a cell runs, from the moment in which they are planned.
+    """A scheduler whose steps a cell launches when they are planned, and finishes when they are due.
 
     Attributes:
         widths: ``num_draft_tokens`` of each step planned.
@@ -144,12 +150,17 @@ class Router(Stepper):
         if plan is not None:
             self.before_step(plan)
             requests, _ = encode_step(plan, self._cell.epoch, len(self.widths))
-            responses = self._cell.execute(requests)
+            self.results.append(self._cell.launch(requests))
             self.widths.append(plan.agreement.num_draft_tokens)
             self.counts.append(plan.agreement.global_num_tokens)
             self.in_flight.append(plan)
-            self.results.append(decode_step(responses, plan.batches, self._cell.vocab_size))
         return plan
+
+    def commit(self) -> DraftCounts:
+        responses = self._cell.finish(self.results[0])
+        batches = self.in_flight[0].batches
+        self.results[0] = decode_step(responses, batches, self._cell.vocab_size)
+        return super().commit()
 
     def lose(self) -> None:
         """Loses an executor: what is in flight is not answered, and the group forms again."""

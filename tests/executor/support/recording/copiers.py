@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from executor.batch.columns import Int64Array
-from executor.batch.staging import Copier, ReadBack
+from executor.batch.staging import Copier
 
 
 class SeparateMemory(Copier):
@@ -20,8 +19,8 @@ class SeparateMemory(Copier):
     def __init__(self) -> None:
         self.num_copies = 0
 
-    def host_buffer(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int64)
+    def host_buffer(self, *size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
 
     def device_buffer(self, host: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(host)
@@ -29,6 +28,9 @@ class SeparateMemory(Copier):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.num_copies += 1
         target.copy_(source)
+
+    def enter_thread(self) -> None:
+        pass
 
     def event(self) -> "_Point":
         return _Point(self.num_begun, self.run_until)
@@ -82,9 +84,3 @@ class _Point:
 
     def synchronize(self) -> None:
         self._run_until(self._point)
-
-
-def read(results: ReadBack, tokens: torch.Tensor) -> Int64Array:
-    """Reads a step's tokens back, with nothing begun between."""
-    results.begin(tokens)
-    return results.wait()

@@ -91,10 +91,17 @@ class _InTurn:
 
 
 class Step:
-    """What one executor did in one step: see FakeGpu."""
+    """What one executor did to launch a step: see FakeGpu.
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    Attributes:
+        is_ahead: Whether the one before had not been read.
+        read_waits: Where the host has waited to finish it.
+    """
+
+    def __init__(self, gpu: FakeGpu, *, is_ahead: bool) -> None:
+        self.number, self.is_ahead = gpu.num_steps, is_ahead
         self.launched, self.waits, self.collectives = gpu.launched, gpu.waits, gpu.collectives
+        self.read_waits: list[str] = []
 
 
 class FakeCell(Cell):
@@ -113,13 +120,23 @@ class FakeCell(Cell):
 
     def _watch(self, gpu: FakeGpu, worker: Any) -> None:
         steps: list[Step] = []
-        execute = worker.execute
+        unread: list[Step] = []
+        launch, finish = worker.launch, worker.finish
 
-        def watched(request: Any) -> Any:
+        def watched_launch(request: Any) -> Any:
             with gpu.step():
-                response = execute(request)
-            steps.append(Step(gpu))
+                pending = launch(request)
+            steps.append(Step(gpu, is_ahead=bool(unread)))
+            unread.append(steps[-1])
+            return pending
+
+        def watched_finish(pending: Any) -> Any:
+            step = unread.pop(0)
+            with gpu.reading(step.number):
+                response = finish(pending)
+            assert not gpu.launched
+            step.read_waits = gpu.waits
             return response
 
-        worker.execute = watched
+        worker.launch, worker.finish = watched_launch, watched_finish
         self.steps.append(steps)

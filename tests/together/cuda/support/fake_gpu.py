@@ -72,7 +72,7 @@ class FakeGpu:
     Attributes:
         launched: What has been launched outside graphs since the step began, by name.
         graphs: What each graph recorded since the process began, by name.
-        waits: Where the host has waited for this step's own work.
+        waits: Where the host has waited for work of a step that is not read yet.
         collectives: Of the step, or of the captures before it.
         modules: Compiled modules that FlashInfer has loaded.
         num_meetings: How often the hosts of a group have met.
@@ -86,6 +86,7 @@ class FakeGpu:
         self.modules: list[str] = []
         self.pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that none is used twice
         self.num_steps = 0
+        self.unread: set[int] = set()  # steps, by number
         self.num_meetings = 0
         self.is_capturing = False
         self._in_step = False
@@ -97,8 +98,21 @@ class FakeGpu:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Goes around a step of a worker."""
+        """Goes around the launch of a step of a worker."""
         self.num_steps += 1
+        self.unread.add(self.num_steps)
+        with self._watched():
+            yield
+
+    @contextmanager
+    def reading(self, number: int) -> Iterator[None]:
+        """Goes around what finishes a step."""
+        with self._watched():
+            yield
+        self.unread.discard(number)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         self.launched, self.waits, self.collectives = [], [], []
         self._in_step = True
         try:
@@ -296,7 +310,7 @@ class _Stream:
 
 
 class _Event:
-    """Waits for the device only if its work was launched in this very step."""
+    """Waits for the device only if its work belongs to a step that is not read yet."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -308,7 +322,7 @@ class _Event:
         self._recorded_in = self._gpu.num_steps
 
     def synchronize(self) -> None:
-        if self._recorded_in == self._gpu.num_steps or self._gpu.is_capturing:
+        if self._recorded_in in self._gpu.unread or self._gpu.is_capturing:
             self._gpu.wait("an event")
 
     def query(self) -> bool:

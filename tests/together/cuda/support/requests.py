@@ -16,3 +16,5 @@ PROMPTS = demo_prompts(5, 2)
 ASKS = [Ask(prompt=prompt, max_tokens=3, delay=2 * i) for i, prompt in enumerate(PROMPTS)]
 SAMPLED = SamplingParams({"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 7})
 PENALISED = SamplingParams({"temperature": 0.7, "frequency_penalty": 0.4}, logit_bias=((50, 2.0),))
+# Waits until the copy has run with which the step before began: at the latest when its pass begins.
+PLANNING = "PlanSchedule.written"
