@@ -41,7 +41,7 @@ help:
 	@echo "make check   ruff, mypy and buf"
 	@echo "make bench   benchmarks on this machine"
 	@echo "make sanitize  tests of the CPU kernels under AddressSanitizer and UBSan"
-	@echo "make gpu     checks and measurements that need a GPU; without one they are skipped"
+	@echo "make gpu     checks and measurements that need a GPU, by rungs (tests/gpu/README.md)"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
 	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
 	@echo "make venv    the virtual environment with all that the targets above need"
@@ -92,11 +92,11 @@ sanitize: $(DEV)
 		$(PYTEST) tests/executor/model/cpu_kernels --deselect \
 		tests/executor/model/cpu_kernels/test_library.py $(ARGS)
 
-# Without a network, a Python that has PyTorch for CUDA takes the rest from a folder of wheels that were
-# carried there (tests/gpu/RESULTS.md): make gpu GPU_PYTHON=python3 WHEELS=../wheels
+# Without a network, a Python that has PyTorch for CUDA, packages and kernels that were carried there
+# (tests/gpu/README.md): make gpu GPU_PYTHON=python3 WHEELS=carried KERNELS='aot.tar.xz more.tar.xz'
 gpu: $(if $(GPU_PYTHON),,$(DEV))
-	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --no-deps $(WHEELS)/*.whl)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m tests.gpu $(if $(WHEELS),--wheels $(WHEELS)) \
+		$(if $(KERNELS),--kernels $(KERNELS)) $(ARGS)
 
 protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \

@@ -1,4 +1,4 @@
-"""Skips what cannot run here, and keeps account of what did. See machine.py."""
+"""Fixtures of every rung: the machine, and a skip of what cannot run on it. See machine.py."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,13 +11,11 @@ from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.spec import ModelSpec
 from tests.executor.support.recording.recording_backend import known_world
-from tests.gpu.support import results
 from tests.gpu.support.attention import Twins
 from tests.gpu.support.machine import IS_STAND_IN, Machine, open_machine, why_not
 from tests.gpu.support.shapes import SMALL_MODELS
 
 HERE = Path(__file__).parent
-_outcomes = results.Outcomes()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,14 +73,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.nodeid.startswith("tests/gpu/"):
-        _outcomes.add(report)
-
-
-def pytest_sessionfinish() -> None:
-    if why_not() or not _outcomes.by_group:
-        return
-    results.write_outcomes(open_machine(), _outcomes)

@@ -3,9 +3,12 @@
 With LOCKSTEP_GPU_TESTS_ON=cpu every test runs at tiny sizes, on PyTorch instead of FlashInfer's
 kernels and on recorded operators instead of CUDA graphs. That finds what is wrong with a test,
 never what is wrong with a kernel.
+
+    python -m tests.gpu.support.machine    one line of JSON: why nothing can run here, or what it is
 """
 
 import gc
+import json
 import os
 import platform
 import shutil
@@ -15,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -28,9 +30,9 @@ from executor.model.layers import attention_workspace
 from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE, CpuFlashInfer
 from tests.executor.support.recording.copiers import SeparateMemory
 from tests.executor.support.recording.recording_backend import RecordingBackend, living_memory
+from tests.gpu.support.production import PDL, PRODUCTION
 
 SWITCH = "LOCKSTEP_GPU_TESTS_ON"
-RESULTS_PATH = "LOCKSTEP_GPU_RESULTS"  # where the stand-in writes results, if anywhere
 IS_STAND_IN = os.environ.get(SWITCH) == "cpu"
 
 
@@ -41,7 +43,7 @@ def why_not() -> str:
         raise ValueError(f"{SWITCH}={chosen}: leave it out to use the GPU; it can be cpu")
     if IS_STAND_IN or torch.cuda.is_available():
         return ""
-    return "needs a GPU: PyTorch finds no CUDA device here"
+    return "PyTorch finds no CUDA device here"
 
 
 class Gpu:
@@ -49,25 +51,30 @@ class Gpu:
 
     Attributes:
         device: Where tensors live.
-        results: The file that takes results; None if they are only printed.
+        moe_runner: Kernels of experts, in production.
     """
+
+    moe_runner = PRODUCTION.get("moe_runner", "grouped")
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.results: Path | None = Path(__file__).parents[1] / "RESULTS.md"
         self._capability = torch.cuda.get_device_capability(self.device)
         self._resources = CaptureResources(CudaDevice(self.device))
         self._backends: list[CUDAGraphBackend] = []
 
     @cached_property
     def ops(self) -> FlashInferOps | None:
-        """FlashInfer; None where it is not installed."""
+        """FlashInfer as in production; None where it is not installed."""
+        return self.new_ops(PDL)
+
+    def new_ops(self, pdl: str) -> FlashInferOps | None:
+        """Returns FlashInfer whose kernels may start early, or not: "on" or "off"."""
         has_nvcc = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
         if not has_nvcc or shutil.which("ninja") is None:
             # A kernel that is not built already is then reported as missing, and its test fails.
             os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
         try:
-            return FlashInferOps(enable_pdl=self._capability >= (9, 0))
+            return FlashInferOps(enable_pdl=pdl == "on")
         except ImportError:
             return None
 
@@ -145,6 +152,7 @@ class Gpu:
         memory_gib = properties.total_memory / (1 << 30)
         return {
             "GPU": f"{properties.name}, {memory_gib:.0f} GiB",
+            "Capability": ".".join(map(str, self._capability)),
             "Driver": _driver(),
             "CUDA": str(torch.version.cuda),
             **_versions(),
@@ -156,16 +164,18 @@ class StandIn:
 
     has_fa3 = False
     no_grouped_graphs = ""
+    moe_runner = "grouped"
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        path = os.environ.get(RESULTS_PATH)
-        self.results: Path | None = Path(path) if path else None
         self._library: CpuFlashInfer | None = None
         self._backends: list[RecordingBackend] = []
 
     @cached_property
     def ops(self) -> FlashInferOps | None:
+        return self.new_ops(PDL)
+
+    def new_ops(self, pdl: str) -> FlashInferOps | None:
         folder = tempfile.mkdtemp(prefix="lockstep-flashinfer-")
         with patch.dict(os.environ, {"FLASHINFER_WORKSPACE_BASE": folder}):
             try:
@@ -177,7 +187,7 @@ class StandIn:
         self._library = CpuFlashInfer(flashinfer)
         self._library.launch = self._launch
         with self._library.installed():
-            return FlashInferOps(enable_pdl=True)
+            return FlashInferOps(enable_pdl=pdl == "on")
 
     def _launch(self, kernel: Callable[..., None]) -> Callable[..., None]:
         """Whichever backend records at the time takes the call down."""
@@ -222,6 +232,7 @@ class StandIn:
     def facts(self) -> dict[str, str]:
         return {
             "GPU": f"none: a CPU stood in ({platform.machine()})",
+            "Capability": "none",
             "Driver": "none",
             "CUDA": "none",
             **_versions(),
@@ -238,7 +249,11 @@ def open_machine() -> Machine:
 
 
 def _versions() -> dict[str, str]:
-    names = {"FlashInfer": "flashinfer-python", "Transformers": "transformers"}
+    names = {
+        "FlashInfer": "flashinfer-python",
+        "Triton": "triton",
+        "Transformers": "transformers",
+    }
     found = {name: _version(package) for name, package in names.items()}
     return {"Python": platform.python_version(), "PyTorch": torch.__version__, **found}
 
@@ -257,3 +272,8 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.splitlines()[0].strip() if done.stdout else "unknown"
+
+
+if __name__ == "__main__":
+    found = why_not()
+    print(json.dumps({"problem": found, "facts": {} if found else open_machine().facts()}))

@@ -68,7 +68,7 @@ if IS_STAND_IN:
     LARGE_MODEL = SMALL_MODEL
     LARGE = Sizes(block_size=4, num_rows=4, max_len=32, decode=(1, 2, 4), prefill=(8, 16))
     CONTEXT = 12
-    COMPARED_LAYERS = 2
+    COMPARED_LAYERS, VARIANT_LAYERS = 2, 1
 else:
     SMALL_MODEL = new_spec(
         dtype=torch.bfloat16,
@@ -100,6 +100,7 @@ else:
     )
     CONTEXT = 1024  # keys of each sequence when a decode step is measured
     COMPARED_LAYERS = 4  # of the model that is compared with Transformers
+    VARIANT_LAYERS = 12  # of one whose kernels are compared
 
 # FlashInfer decodes on tensor cores from four query heads per KV head.
 SMALL_MODELS = {

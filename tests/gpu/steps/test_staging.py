@@ -12,6 +12,7 @@ import torch
 
 from executor.batch.staging import ReadBack, StagingBuffer, StepInputs, to_device
 from tests.gpu.support.machine import Machine
+from tests.gpu.support.production import PRODUCTION
 
 CAPACITY = StepInputs(*range(20, 20 + len(StepInputs._fields)))
 PROMPT, ANSWER = ([byte + 3 for byte in text] for text in (b"\n17+25=", b"42\n"))
@@ -88,14 +89,14 @@ class Steps:
 
 @pytest.fixture(scope="module")
 def worker(machine: Machine) -> Any:
-    """The executor's worker for the demo model, as ``python -m executor`` builds it."""
-    pytest.importorskip("google.protobuf")
+    """The executor's worker for the demo model, as production builds it."""
     from deploy.local.launch import DEMO_MODEL
     from executor.build.executor import build_worker
     from executor.config import ExecutorConfig
 
     if machine.no_grouped_graphs:
         pytest.skip(machine.no_grouped_graphs)
+    settings: dict[str, Any] = dict(PRODUCTION)
     config = ExecutorConfig(
         model=DEMO_MODEL,
         device=machine.device.type,
@@ -105,6 +106,7 @@ def worker(machine: Machine) -> Any:
         num_kv_blocks=64,
         decode_graph_sizes=(1, 4),
         prefill_graph_sizes=(16,),
+        **settings,
     )
     worker, _ = build_worker(config)
     worker.join(1, "")

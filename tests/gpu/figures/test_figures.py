@@ -1,8 +1,8 @@
-"""Runs the measurements of bench_gpu.py, so that one command does all. Asserts nothing about time."""
+"""Measurements of models.py, each a rung of its own. Nothing is asserted about time."""
 
 import pytest
 
-from tests.gpu.bench_gpu import MEASUREMENTS, CannotMeasure
+from tests.gpu.figures.models import MEASUREMENTS, CannotMeasure
 from tests.gpu.support.machine import Machine
 from tests.gpu.support.results import publish
 
@@ -17,5 +17,5 @@ def test_it_is_measured(machine: Machine, name: str, capsys: pytest.CaptureFixtu
         pytest.skip(str(error))
     with capsys.disabled():
         for table in tables:
-            publish(machine, table)
+            publish(table)
     assert all(cell for table in tables for cells in table.rows.values() for cell in cells)

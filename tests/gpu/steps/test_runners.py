@@ -59,7 +59,7 @@ KINDS = {
     "flashinfer": Kind("4 heads per KV head"),
     "flashinfer without tensor cores": Kind("2 heads per KV head"),
     "flashinfer with fused experts": Kind("4 heads per KV head", moe_runner="cutlass"),
-    "flashinfer with experts in CuTe-DSL": Kind("4 heads per KV head", moe_runner="cutedsl"),
+    "flashinfer with cutedsl": Kind("4 heads per KV head", moe_runner="cutedsl"),
     "torch": Kind("4 heads per KV head", has_flashinfer=False),
 }
 

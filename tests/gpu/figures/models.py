@@ -1,14 +1,10 @@
-"""Measures a GPU executor's steps on a Qwen3-30B-A3B-shaped model with random weights.
-
-    python -m tests.gpu.bench_gpu [steps] [registry] [transformers]
+"""Measurements of steps on a Qwen3-30B-A3B-shaped model with random weights.
 
 A step is what a runner does with a batch that lies on the device already: inputs filled, attention
 planned, the pass, logits. Sampling and the wire are not in it. Where the device has too little
-memory the model has fewer layers, and the table says so. Results go to RESULTS.md, on a GPU.
+memory the model has fewer layers, and the table says so.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,11 +15,8 @@ import torch
 from executor.graph.backend import RunnerBackend
 from executor.graph.input_buffers import fresh_input_buffer_pool
 from executor.model.decoder.sizes import attention_of
-from tests.bench.support.quiet import quiet
 from tests.executor.support.experts import with_experts
-from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
-from tests.gpu.support.machine import Machine, open_machine, why_not
-from tests.gpu.support.measure import (
+from tests.gpu.figures.measure import (
     GIB,
     copy_bandwidth,
     count_experts,
@@ -35,20 +28,26 @@ from tests.gpu.support.measure import (
     seconds,
     step_bytes,
 )
-from tests.gpu.support.results import Table, publish
-from tests.gpu.support.shapes import COMPARED_LAYERS, CONTEXT, LARGE, LARGE_MODEL
+from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
+from tests.gpu.support.machine import Machine
+from tests.gpu.support.results import Table
+from tests.gpu.support.shapes import COMPARED_LAYERS, CONTEXT, LARGE, LARGE_MODEL, VARIANT_LAYERS
 from tests.gpu.support.weights import fill_transformers, flat_weights
 
-DECODES = ("Decode steps", ("sequences", "layers", "experts hit", "eager ms", "captured ms"))
-LIMIT = (
-    "Decode steps against memory bandwidth",
-    ("sequences", "read GiB", "captured ms", "at copy bandwidth", "at nominal bandwidth"),
+BANDWIDTH = ("Memory bandwidth", ("bandwidth", "value"))
+DECODES = (
+    "Decode steps",
+    (
+        *("sequences", "captured ms", "eager ms", "eager / captured", "read GiB"),
+        *("limit by copies ms", "share", "nominal limit ms", "share", "experts hit", "layers"),
+    ),
 )
-PREFILLS = ("Prefill steps", ("tokens", "layers", "eager ms", "piecewise ms", "breakable ms"))
+VARIANTS = ("Variants", ("experts and PDL", "1 ms", "8 ms", "32 ms", "layers"))
+PREFILLS = ("Prefill steps", ("tokens", "eager ms", "piecewise ms", "breakable ms", "layers"))
 REGISTRY = ("Registry fill", ("real/captured", "host us", "until it is done us"))
 TRANSFORMERS = (
     "Against Transformers",
-    ("sequences", "layers", "Transformers ms", "captured ms", "logits differ by"),
+    ("sequences", "captured ms", "Transformers ms", "logits differ by", "layers"),
 )
 
 
@@ -64,7 +63,7 @@ def measure_steps(machine: Machine) -> list[Table]:
     copied, nominal = copy_bandwidth(machine), machine.bandwidth()
     config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:layers])
     depth = f"{layers} of {len(LARGE_MODEL.layers)}"
-    decode_rows, limit_rows = {}, {}
+    decode_rows = {}
     with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
         backend = machine.new_backend()
         captured, eager = case.decode(backend), case.eager()
@@ -73,29 +72,48 @@ def measure_steps(machine: Machine) -> list[Table]:
             hit = count_experts(case, batch)
             eager_s, captured_s = _both(machine, eager, captured, batch)
             num_bytes = step_bytes(config, size, CONTEXT, hit)
-            mean_hit = f"{sum(hit) / len(hit):.1f}"
-            decode_rows[str(size)] = (depth, mean_hit, _ms(eager_s), _ms(captured_s))
-            limit_rows[str(size)] = (
-                f"{num_bytes / GIB:.2f}",
-                _ms(captured_s),
-                _share(num_bytes, copied, captured_s),
-                _share(num_bytes, nominal, captured_s),
+            decode_rows[str(size)] = (
+                *(_ms(captured_s), _ms(eager_s), f"{eager_s / captured_s:.2f}"),
+                *(f"{num_bytes / GIB:.2f}", *_limit(num_bytes, copied, captured_s)),
+                *(*_limit(num_bytes, nominal, captured_s), f"{sum(hit) / len(hit):.1f}", depth),
             )
         backend.discard()  # so that prefills have its memory
         prefill_rows = _measure_prefills(machine, case, depth)
         del captured, eager, batch
     nominal_text = "unknown" if nominal is None else f"{nominal / 1e12:.2f} TB/s"
-    bandwidth = Table(
-        "Memory bandwidth",
-        ("bandwidth", "value"),
-        {"device copy": (f"{copied / 1e12:.3f} TB/s",), "nominal": (nominal_text,)},
-    )
+    bandwidth = {"device copy": (f"{copied / 1e12:.3f} TB/s",), "nominal": (nominal_text,)}
     return [
-        bandwidth,
+        Table(*BANDWIDTH, bandwidth),
         Table(*DECODES, decode_rows),
-        Table(*LIMIT, limit_rows),
         Table(*PREFILLS, prefill_rows),
     ]
+
+
+def measure_variants(machine: Machine) -> list[Table]:
+    """Times captured decode steps of some layers by kernels of experts, with PDL and without."""
+    config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:VARIANT_LAYERS])
+    if layers_that_fit(machine, config) < VARIANT_LAYERS:
+        raise CannotMeasure(f"{machine.free_bytes() / GIB:.0f} GiB are too few")
+    if machine.ops is None:
+        raise CannotMeasure("FlashInfer is not installed")
+    rows = {}
+    for moe_runner in ("cutlass", "grouped"):
+        for pdl in ("on", "off"):
+            variant: Any = {"ops": machine.new_ops(pdl), "moe_runner": moe_runner}
+            with (
+                large_case(machine, config, **variant) as case,
+                torch.inference_mode(),
+                fresh_input_buffer_pool(),
+            ):
+                captured = case.decode(machine.new_backend())
+                times = [
+                    seconds(machine, partial(captured.run, decodes(case, size)))
+                    for size in LARGE.decode[:3]
+                ]
+                del captured
+            depth = f"{VARIANT_LAYERS} of {len(LARGE_MODEL.layers)}"
+            rows[f"{moe_runner}, PDL {pdl}"] = (*map(_ms, times), depth)
+    return [Table(*VARIANTS, rows)]
 
 
 def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tuple[str, ...]]:
@@ -113,7 +131,7 @@ def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tup
         for size in LARGE.prefill:
             times[size].append(seconds(machine, partial(runner.run, prompts(case, size))))
         backend.discard()
-    return {str(size): (depth, *map(_ms, row)) for size, row in times.items()}
+    return {str(size): (*map(_ms, row), depth) for size, row in times.items()}
 
 
 def measure_registry(machine: Machine) -> list[Table]:
@@ -164,7 +182,7 @@ def measure_transformers(machine: Machine) -> list[Table]:
             error = _typical_error(captured.run(batch), step())
             theirs_s = seconds(machine, step)
             ours_s = seconds(machine, partial(captured.run, batch))
-            rows[str(size)] = (str(COMPARED_LAYERS), _ms(theirs_s), _ms(ours_s), f"{error:.1%}")
+            rows[str(size)] = (_ms(ours_s), _ms(theirs_s), f"{error:.1%}", str(COMPARED_LAYERS))
             del cache, step
         del captured
     return [Table(*TRANSFORMERS, rows)]
@@ -235,48 +253,17 @@ def _ms(value: float) -> str:
     return f"{value * 1e3:.3f}"
 
 
-def _share(num_bytes: int, bandwidth: float | None, step_s: float) -> str:
+def _limit(num_bytes: int, bandwidth: float | None, step_s: float) -> tuple[str, str]:
     """Returns the time that the bytes take, and which part of the step that is."""
     if bandwidth is None:
-        return "unknown"
+        return "unknown", "unknown"
     limit_s = num_bytes / bandwidth
-    return f"{_ms(limit_s)} ms, {limit_s / step_s:.0%}"
+    return _ms(limit_s), f"{limit_s / step_s:.0%}"
 
 
 MEASUREMENTS: dict[str, Callable[[Machine], list[Table]]] = {
-    "registry": measure_registry,
     "steps": measure_steps,
+    "variants": measure_variants,
+    "registry": measure_registry,
     "transformers": measure_transformers,
 }
-
-
-def main() -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    known = ", ".join(MEASUREMENTS)
-    parser.add_argument("names", nargs="*", help=f"some of {known} [default: all]")
-    names = parser.parse_args().names or list(MEASUREMENTS)
-    for name in names:
-        if name not in MEASUREMENTS:
-            parser.error(f"{name}: need some of {known}")
-    problem = why_not()
-    if problem:
-        print(f"nothing is measured: {problem}")
-        return 0
-    quiet()
-    machine = open_machine()
-    for name, fact in machine.facts().items():
-        print(f"{name}: {fact}")
-    for name in names:
-        try:
-            tables = MEASUREMENTS[name](machine)
-        except CannotMeasure as error:
-            print(f"\n{name}: not measured: {error}")
-            continue
-        for table in tables:
-            publish(machine, table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,7 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.model.decoder.sizes import attention_of, kv_shape
+from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import ModelSpec
 from tests.gpu.support.cases import Case, device_kernels, flashinfer_attention, torch_attention
@@ -138,16 +139,24 @@ def layers_that_fit(machine: Machine, config: ModelSpec) -> int:
 
 
 @contextmanager
-def large_case(machine: Machine, config: ModelSpec) -> Iterator[Case]:
+def large_case(
+    machine: Machine,
+    config: ModelSpec,
+    *,
+    ops: FlashInferOps | None = None,
+    moe_runner: str | None = None,
+) -> Iterator[Case]:
     """Gives the block a model with random weights, made on the device.
 
-    Afterwards frees it, and all graphs.
+    Its kernels are production's, unless told otherwise. Afterwards frees
+    it, and all graphs.
     """
-    ops = machine.ops
+    ops = ops or machine.ops
+    moe_runner = moe_runner or machine.moe_runner
     case = Case(
         config,
         LARGE,
-        device_kernels(config, LARGE, machine.device, ops),
+        device_kernels(config, LARGE, machine.device, ops, moe_runner=moe_runner),
         torch_attention if ops is None else flashinfer_attention(ops),
         flat_weights(config, machine.device),
         device=machine.device,
