@@ -167,7 +167,7 @@ class Case:
             kernels=kernels,
         )
         with torch.no_grad():
-            fill(self.model, new_tensor)
+            fill(self.model.weight_groups(), new_tensor)
         self.pool = new_pool(config, sizes, device)
         fill_pool(self.pool, made_on)
         self.attention = new_attention(config, self.pool, sizes)

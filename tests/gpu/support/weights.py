@@ -4,13 +4,14 @@ So two models have the same weights, however each lays them out.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from executor.model.spec import ModelSpec
-from executor.model.weights.targets import Cut
+from executor.model.weights.targets import Cut, WeightGroup
+from executor.model.weights.uploads import Uploads
 
 # Takes a checkpoint's name and a shape to a tensor.
 NewTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
@@ -70,13 +71,21 @@ def decided_weights(config: ModelSpec) -> NewTensor:
     return new
 
 
-def fill(model: Any, new_tensor: NewTensor) -> None:
-    """Fills a model in place of the loader."""
-    for group in model.weight_groups():
+class _Copies(Uploads):
+    """Of tensors on any device."""
+
+    def fill(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        target.copy_(values)
+
+
+def fill(groups: Iterable[WeightGroup], new_tensor: NewTensor) -> None:
+    """Fills a model's groups in place of the loader."""
+    copies = _Copies()
+    for group in groups:
         for source, target in group.targets.items():
             cut = Cut.of(source, target)
             if cut.index is not None:
-                cut.fill(new_tensor(cut.source.name, cut.shape)[cut.index])
+                cut.fill(new_tensor(cut.source.name, cut.shape)[cut.index], copies)
         group.finish()
 
 
