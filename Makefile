@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python deploy/local/install.py
 PROTOS := $(wildcard protos/*/v1/*.proto)
+# The public API of the last release, which changes are checked against.
+RELEASED := protos/released.binpb
 # One thread for each process: more would wait for each other, as there is a process for each core.
 # Bytecode is written even if the environment forbids it: else each process compiles it again.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -p no:cacheprovider
@@ -24,7 +26,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos lock venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -43,6 +45,7 @@ help:
 	@echo "make sanitize  tests of the CPU kernels under AddressSanitizer and UBSan"
 	@echo "make gpu     checks and measurements that need a GPU, by rungs (tests/gpu/README.md)"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
+	@echo "make released  takes down the public API, which \`make check\` compares with from then on"
 	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
 	@echo "make venv    the virtual environment with all that the targets above need"
 	@echo "make clean   remove the virtual environment and caches"
@@ -77,6 +80,7 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against $(RELEASED)
 
 sim: $(DEV)
 	LOCKSTEP_SIM_SEEDS=1000 $(BIN)/python -m pytest tests/sim $(ARGS)
@@ -102,6 +106,10 @@ protos: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. \
 		--mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+# Part of a release (deploy/README.md).
+released: $(DEV)
+	$(BIN)/buf build protos --path protos/serving --exclude-source-info -o $(RELEASED)
 
 # Every file of every package, for Linux on any processor. The demo's executor takes PyTorch from an
 # index of its own, without CUDA's libraries, which a Mac does not have either.

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import click
 import structlog
 
+from protos import __version__
 from protos.telemetry.logs import configure_logging
 
 BAD_CONFIGURATION = 2  # exit code
@@ -138,13 +139,13 @@ def command(
                 config = config_type(**values)
                 configure_logging(config.log_level)
                 structlog.stdlib.get_logger(run.__module__).info(
-                    "configuration", **_printable(config)
+                    "configuration", version=__version__, **_printable(config)
                 )
                 run(config)
             except (OSError, ValueError) as error:
                 _refuse(str(error))
 
-        return _Program(
+        made = _Program(
             program,
             callback=main,
             params=list(options),
@@ -153,6 +154,7 @@ def command(
             f"no setting stops the start.",
             context_settings={"max_content_width": 100},
         )
+        return click.version_option(__version__, message=f"lockstep-{program} %(version)s")(made)
 
     return decorate
 

@@ -13,11 +13,11 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import grpc
 import structlog
 
+from protos import __version__
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.admission import Refusals
 from protos.transport.health import SERVICE_NAME
@@ -64,10 +64,10 @@ async def run(config: RouterConfig) -> None:
     ]
     engines.drive(by_group)
     health = Health()
-    servicer = GenerationServicer(engines, tokenizer, _version(), config)
+    servicer = GenerationServicer(engines, tokenizer, __version__, config)
     refusals = Refusals(engines.measures.add_refusal)
     metrics_port = config.serve_metrics(
-        collector(engines, _version()), engines.measures.add_refusal
+        collector(engines, __version__), engines.measures.add_refusal
     )
     if metrics_port is not None:
         cleanup.push_async_callback(asyncio.to_thread, metrics_port.close)
@@ -181,7 +181,7 @@ def _add_vllm_engine(
     from router.api import vllm_engine
 
     servicer = vllm_engine.VllmEngineServicer(
-        generation, engines, config.tokenizer_file, _version(), is_ready=lambda: health.is_ready
+        generation, engines, config.tokenizer_file, __version__, is_ready=lambda: health.is_ready
     )
     vllm_engine.add_vllm_engine(server, servicer)
     health.add_name(vllm_engine.SERVICE)
@@ -261,10 +261,3 @@ async def _wait(is_done: Callable[[], bool], timeout_s: float, at_once: asyncio.
 def _publish_readiness(health: Health, is_ready: bool) -> None:
     health.set_ready(is_ready)
     log.info("readiness", is_ready=is_ready)
-
-
-def _version() -> str:
-    try:
-        return version("lockstep")
-    except PackageNotFoundError:
-        return "unknown"  # run from a checkout that was not installed

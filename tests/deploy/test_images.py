@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from deploy.local.processes import ROOT
+from protos import __version__
 from router.executors.discovery import DnsGroup
 from tests.deploy import dockerfiles
 from tests.deploy.cluster import COMMANDS, Cluster, Pod, settings_of, twins
@@ -25,7 +26,7 @@ EXTRAS = {
     "lockstep-executor-cpu": ["executor"],
 }
 STEPS = ("-r torch-cpu.txt", "--require-hashes", "--no-index")
-VERSION = PROJECT["version"]
+VERSION = __version__
 OWN_SERVICES = {name: spec for name, spec in COMPOSE["services"].items() if "build" in spec}
 OTHER_VARIABLES = {"OMP_NUM_THREADS"}
 

@@ -1,6 +1,8 @@
 """If these fail, a client built from the .proto files does not fit what this repository runs."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,10 +43,44 @@ def test_the_committed_code_is_what_the_protos_give(tmp_path: Path) -> None:
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path} is stale"
 
 
-def test_buf_finds_no_fault() -> None:
-    command = [str(BIN / "buf"), "lint", "protos"]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def buf(*args: str, root: Path = ROOT) -> tuple[int, str]:
+    command = [str(BIN / "buf"), *args]
+    done = subprocess.run(command, cwd=root, env=ENV, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+COMPARED = ("breaking", "protos", "--against", "protos/released.binpb")
+
+
+@pytest.mark.parametrize("args", [("lint", "protos"), COMPARED])
+def test_buf_finds_no_fault(args: tuple[str, ...]) -> None:
+    assert buf(*args) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("uint32 num_waiting = 7;", "", 'field "7" with name "num_waiting" .* was deleted'),
+        ("uint32 num_waiting = 7;", "uint64 num_waiting = 7;", "changed type"),
+        ("uint32 num_waiting = 7;", "uint32 waiting = 7;", "changed name"),
+        ("uint32 num_waiting = 7;", 'reserved 7; reserved "num_waiting";', None),
+        ("uint32 num_waiting = 7;", "uint32 num_waiting = 7; uint32 new = 1000;", None),
+        ("  rpc Cancel(CancelRequest) returns (CancelResponse);", "", 'RPC "Cancel"'),
+    ],
+)
+def test_a_change_that_breaks_clients_of_the_last_release_is_found(
+    tmp_path: Path, old: str, new: str, problem: str | None
+) -> None:
+    shutil.copytree(ROOT / "protos" / "serving", tmp_path / "protos" / "serving")
+    for name in ("buf.yaml", "released.binpb"):
+        shutil.copy(ROOT / "protos" / name, tmp_path / "protos")
+    path = tmp_path / "protos" / "serving" / "v1" / "serving.proto"
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    exit_code, output = buf(*COMPARED, root=tmp_path)
+    assert (exit_code == 0) == (problem is None), output
+    assert re.search(problem or "^$", output), output
 
 
 @pytest.fixture(scope="module")

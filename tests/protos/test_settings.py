@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from protos import __version__
 from protos.settings import (
     ADDRESS,
     ON_OFF,
@@ -217,6 +218,10 @@ def test_help_is_the_reference():
     assert "[env var: LOCKSTEP_TOOL_COUNT, SHORT_COUNT; default: 3]" in text
     assert "[env var: LOCKSTEP_TOOL_SIZES; default: (by 8)]" in text
     assert text.index("--kind") < text.index("--log-level"), "own settings come first"
+
+
+def test_a_program_tells_its_version():
+    assert run("--version") == (0, f"lockstep-tool {__version__}\n")
 
 
 def test_every_setting_has_a_description():
