@@ -38,6 +38,7 @@ def test_every_flag_that_is_named_exists():
 
     # Of every program, of the demo, of the attacks, of benches, of SMG.
     named -= {"--help", "--speculative", "--only", "--envoy", "--require", "--model-path"}
+    named -= {"--trace", "--loads"}
     assert named <= flags | {"--tls", "--executor"}  # --tls-*: a family
 
 
