@@ -137,6 +137,9 @@ class ExecutorConfig(ServiceConfig):
     """Whether FlashInfer's kernels may start before the one ahead has ended."""
     num_threads: int | None = setting(None, at_least(1), unset="PyTorch decides")
     """Threads of one CPU operator."""
+    triton_kernels: str = setting("auto", one_of("auto", "off"))
+    """Whether kernels in Triton spare decodes on CUDA launches beside FlashInfer's: auto where Triton is
+    installed and compiles them."""
     peer_timeout_s: float = setting(60.0, above(0))
     """Longest wait for another member of the group inside a step, at most 15 s of it while a group
     forms, and for a step whose epoch is over; past it the step is stuck, and the process ends."""

@@ -1,14 +1,19 @@
-"""Limit of every asynchronous test, the order of tests: those with long files first, and what
-collections of garbage look through."""
+"""Limit of every asynchronous test, the order of tests: those with long files first, what
+collections of garbage look through, and Triton's interpreter."""
 
 import asyncio
 import functools
 import gc
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads as it is imported
 
 LIMIT_S = 600.0  # beyond what any of them takes, also on a busy machine
 # So that at the end no core waits for another's long file.

@@ -1,7 +1,7 @@
 """Devices: the kernels, attention, graph backend and sampling filters of a CPU or a GPU.
 
              CPU                     CUDA, with FlashInfer         CUDA, without
-operators    kernels of its own      FlashInfer                    PyTorch
+operators    kernels of its own      FlashInfer, Triton            PyTorch
 experts      kernels of its own      grouped products, or fused    grouped products
 FP8, MXFP4   dequantised, or int8    kept on Hopper                dequantised
 attention    a kernel of its own     FlashInfer, in graphs         PyTorch, graphs break
@@ -35,6 +35,7 @@ from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.sampling.fixed_shape import Filters, FlashInferFilters
 from executor.model.spec import ModelSpec
+from executor.model.triton.operators import TritonOps
 from executor.model.weights import KeptAs
 from executor.model.weights.kept import DEQUANTISED, IN_INT8, Keeping
 from executor.parallel.communicators import HostBarrier
@@ -62,12 +63,14 @@ class Device(ABC):
     Attributes:
         torch_device: Where tensors are.
         ops: FlashInfer; None where it does not run.
+        triton: Kernels of ours beside it; None likewise.
         filters: How sampling drops unlikely tokens, if all rows go through every stage.
         members: What talks to other executors for it.
     """
 
     torch_device: torch.device
     ops: FlashInferOps | None = None
+    triton: TritonOps | None = None
     filters: Filters | None = None
     members: tuple[HostBarrier, ...] = ()
 
@@ -247,6 +250,7 @@ class Cuda(Device):
         self.ops = _flashinfer(config)
         if self.ops is not None:
             self.ops.load(self.torch_device)
+        self.triton = None if self.ops is None else _triton(config, self.torch_device)
         # Here, so that the KV pool is sized by what it leaves.
         self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self.ops is None else FlashInferFilters(self.ops)
@@ -271,6 +275,7 @@ class Cuda(Device):
             moe_runner=moe_runner,
             max_moe_rows=max_moe_rows,
             keeping=keeping,
+            triton=self.triton,
         )
 
     def _has_fused_experts(self) -> bool:
@@ -314,6 +319,7 @@ class Cuda(Device):
             self._workspace,
             max_num_tokens=budget.max_tokens_per_rank,
             scale=scale,
+            triton=self.triton,
         )
         attention = flashinfer_attention(new, layers)
         attention.load()
@@ -337,3 +343,16 @@ def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:
     except ImportError as error:
         log.warning("no_flashinfer", problem=str(error), running="slower, on PyTorch's operators")
         return None
+
+
+def _triton(config: ExecutorConfig, device: torch.device) -> TritonOps | None:
+    """Returns the kernels in Triton; None without, or where none can be compiled."""
+    if config.triton_kernels == "off":
+        return None
+    try:
+        ops = TritonOps()
+        ops.load(device)
+    except Exception as error:  # of a compiler, of any kind
+        log.warning("no_triton", problem=str(error), running="with more launches, without it")
+        return None
+    return ops

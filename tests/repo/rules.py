@@ -34,7 +34,7 @@ LAYERS = {
         {"model.sampling", "config", "server"},
         {"batch"},
         {"parallel"},
-        {"graph", "metrics", "model.spec", "model.flashinfer"},
+        {"graph", "metrics", "model.spec", "model.flashinfer", "model.triton"},
         {"model.weights", "model.cpu_kernels"},
         {"budget", "errors"},
     ],

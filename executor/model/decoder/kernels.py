@@ -43,6 +43,7 @@ from executor.model.moe.runner_cutlass import (
 )
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.spec import ModelSpec, MoeSpec
+from executor.model.triton.operators import TritonOps
 from executor.model.weights.kept import DEQUANTISED, Keeping, KeptWeight
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
 from executor.parallel.layout import Topology
@@ -66,6 +67,7 @@ class Kernels:
         elements_per_row: As of ``StackedMoERunner``, of a GPU's experts; None on a CPU.
         kept: Keeps weights of linear layers quantised; None dequantises them.
         ops: FlashInfer, which routers call; None where it does not run.
+        triton: Kernels of ours that spare decodes launches; None likewise.
     """
 
     operators: Operators
@@ -76,6 +78,7 @@ class Kernels:
     elements_per_row: Callable[[int, int, int], int] | None = None
     kept: KeptLinears | None = None
     ops: FlashInferOps | None = None
+    triton: TritonOps | None = None
 
     @property
     def kept_head(self) -> KeptLinears | None:
@@ -153,6 +156,7 @@ def stacked_kernels(
     moe_runner: str = "grouped",
     max_moe_rows: int | None = None,
     keeping: Keeping = DEQUANTISED,
+    triton: TritonOps | None = None,
 ) -> Kernels:
     """Returns what CUDA runs: nothing in it reads a result on the host, so graphs can capture it.
 
@@ -165,6 +169,7 @@ def stacked_kernels(
         max_moe_rows: Most rows that the experts of a layer see in a pass, from the token budget;
             FlashInfer's kernels need it.
         keeping: What stays quantised; experts by ``cutlass`` only.
+        triton: Kernels of ours, beside FlashInfer's.
 
     Raises:
         ValueError: FlashInfer's kernels for experts are asked for without FlashInfer. When experts
@@ -210,6 +215,7 @@ def stacked_kernels(
         elements_per_row=kind.elements_per_row,
         kept=None if keeping.linears is None else KeptLinears(keeping.linears, ops),
         ops=ops,
+        triton=triton,
     )
 
 

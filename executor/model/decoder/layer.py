@@ -21,6 +21,7 @@ from executor.model.moe.layer import MoELayer
 from executor.model.moe.routing import Router
 from executor.model.moe.shared import SharedExpert
 from executor.model.spec import GqaSpec, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
+from executor.model.triton.operators import HeadTurn
 from executor.model.weights import Part, Source, Target, Weight, WeightGroup
 from executor.parallel.layout import DpLayout, Topology, share_of
 
@@ -88,14 +89,35 @@ class GroupedQueryAttention:
         self._norm = self._norm_heads
         if spec.qk_norm is QkNorm.PROJECTION:
             self._norm = self._norm_projections
+        self._turns_late = (
+            kernels.triton is not None
+            and stores_kv
+            and self.rope is not None
+            and spec.qk_norm is not QkNorm.PROJECTION
+        )
 
     def project(self, x: torch.Tensor, rotations: Sequence[Any], layout: DpLayout) -> AttentionCall:
         """Returns the rotated queries, keys and values [T, heads, D] of x [S, input_size]."""
-        return self.project_gathered(self._attn_tp.gather(x, layout), rotations)
+        x = self._attn_tp.gather(x, layout)
+        if self._turns_late and not layout.has_extend:
+            return self._project_only(x, rotations)
+        return self.project_gathered(x, rotations)
+
+    def _project_only(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
+        """Leaves norms and rotation to attention, which does them as it stores."""
+        assert self.rope is not None, "else it projects and turns"
+        heads, turn = self._heads(x), HeadTurn(self.qk_norm_weight, self.eps, *rotations[self.rope])
+        q, k, v = heads.split_with_sizes([self.num_heads, *[self.num_kv_heads] * 2], dim=1)
+        return AttentionCall(q, k, v, self.layer_id, turn)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns queries, keys and values as they are projected, [T, H + 2N, D]."""
+        num_heads = self.num_heads + 2 * self.num_kv_heads
+        return self.qkv_proj(x).view(len(x), num_heads, self.head_dim)
 
     def project_gathered(self, x: torch.Tensor, rotations: Sequence[Any]) -> AttentionCall:
         """Does the same for x [T, input_size], which every executor of the DP rank has."""
-        heads = self.qkv_proj(x).view(len(x), self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads = self._heads(x)
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
         weight, operators = self.qk_norm_weight, self.operators
@@ -235,7 +257,13 @@ class SparseBlock:
         device: torch.device,
     ) -> None:
         self.router = Router(
-            spec, hidden_size, kernels.library, kernels.ops, dtype=dtype, device=device
+            spec,
+            hidden_size,
+            kernels.library,
+            kernels.ops,
+            kernels.triton,
+            dtype=dtype,
+            device=device,
         )
         self.experts = kernels.new_experts(spec, peers.topology)
         self.shared: SharedExpert | None = None

@@ -92,12 +92,14 @@ class PageTableBuffers:
         kv_indptr: [B + 1].
         last_page_len: [B].
         kv_indices: As many as any batch of B sequences needs.
+        firsts: [B], the column of the block table with each sequence's first page. Planning leaves it.
     """
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     last_page_len: torch.Tensor
     kv_indices: torch.Tensor
+    firsts: torch.Tensor
 
 
 class PagedAttention:

@@ -11,15 +11,20 @@ import torch
 
 from executor.batch.forward_batch import ForwardBatch
 from executor.batch.kv_pool import KVPool
+from executor.model.triton.operators import HeadTurn
 
 
 class AttentionCall(NamedTuple):
-    """What a model hands to attention: the arguments of ``Attention.forward``."""
+    """What a model hands to attention: the arguments of ``Attention.forward``.
+
+    ``turn`` is only for a backend with Triton's kernels: the model is then made with them, too.
+    """
 
     q: torch.Tensor
     k: torch.Tensor | None
     v: torch.Tensor | None
     layer_id: int
+    turn: HeadTurn | None = None
 
 
 class LayerOptions(NamedTuple):
@@ -40,7 +45,7 @@ PLAIN = LayerOptions()
 # A forward pass that yields its attention calls, is sent their results [T, H * V], and returns
 # the hidden states [T, D].
 Stages = Generator[AttentionCall, torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 def run_stages(stages: Stages, attend: Attend) -> torch.Tensor:
@@ -49,7 +54,8 @@ def run_stages(stages: Stages, attend: Attend) -> torch.Tensor:
         try:
             call = next(stages)
             while True:
-                call = stages.send(attend(*call))
+                *given, turn = call
+                call = stages.send(attend(*given) if turn is None else attend(*given, turn))
         except StopIteration as end:
             hidden: torch.Tensor = end.value
             return hidden

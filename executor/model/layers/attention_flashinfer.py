@@ -1,8 +1,10 @@
 """Attention by FlashInfer, grouped-query or latent: on CUDA, whole in a captured graph.
 
     planning   host: offsets (attention_tables.py), pages looked up on the device, FlashInfer's schedule
-    in graph   slots of this pass's keys, as int32; the tree mask, as bits (attention_tables.py)
-    forward    keys and values to their slots, then attention over pages
+    in graph   slots of this pass's keys, as int32; the tree mask, as bits (attention_tables.py); with
+               Triton, pages
+    forward    keys and values to their slots, normalised and turned if the model left that, then
+               attention over pages
 
 A batch of a decode graph goes to the wrapper of its size, which was made before the capture and reads
 its page table and mask where the graph reads them. Every other batch goes to one of three wrappers
@@ -41,6 +43,7 @@ from executor.model.layers.attention_tables import (
     plan_pages,
 )
 from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.triton.operators import HeadTurn, TritonOps
 
 _TENSOR_CORE_GROUP = 4  # query heads per KV head from which tensor cores pay
 
@@ -57,14 +60,14 @@ class _Metadata:
         slots: int32 [T], the same; filled on the device before the first layer.
         num_rows: Rows that belong to sequences; the rest is padding.
         attention: Has planned this batch; None if it has no sequences.
-        begin: What reads the tree mask when the pass begins; None without one.
+        begin: What reads the tree mask, or pages, when the pass begins.
     """
 
     out_cache_loc: torch.Tensor
     slots: torch.Tensor
     num_rows: int
     attention: _Paged | None
-    begin: Callable[[], None] | None
+    begin: tuple[Callable[[], None], ...] = ()
 
 
 class FlashInferAttention:
@@ -86,6 +89,7 @@ class FlashInferAttention:
         scale: What scores are multiplied by; 1 / sqrt(width of a key) if None.
         layers: What layers do that others do not, by their number; those behind them are plain.
         window: Of the layers that it is for.
+        triton: Kernels of ours; None without.
         extend_backend: FlashInfer's kernels for batches with several query rows per sequence, outside
             graphs: ``auto`` is ``fa3`` on Hopper, else ``fa2``.
     """
@@ -103,9 +107,11 @@ class FlashInferAttention:
         scale: float | None = None,
         layers: Sequence[LayerOptions] = (),
         window: int | None = None,
+        triton: TritonOps | None = None,
         extend_backend: str = "auto",
     ) -> None:
         self._ops = ops
+        self._triton = triton
         self._workspace = workspace
         self._kv_pool = kv_pool
         self._num_heads = num_heads
@@ -177,6 +183,7 @@ class FlashInferAttention:
             kv_indptr=self._workspace.new_table(most + 1, torch.int32),
             last_page_len=self._workspace.new_table(most, torch.int32),
             kv_indices=self._workspace.new_table(most * columns, torch.int32),
+            firsts=self._workspace.new_table(most, torch.int32),
         )
         trees = self._tree_bits(sizes, width) if has_tree else {}
         most_float = 0
@@ -196,7 +203,7 @@ class FlashInferAttention:
         assert kv_pool is self._kv_pool, "made for another KV pool"
         slots, out_cache_loc = self._slots.of(len(batch.input_ids)), batch.slots_of(self._group)
         if batch.batch_size == 0:
-            self._metadata = _Metadata(out_cache_loc, slots, 0, None, None)
+            self._metadata = _Metadata(out_cache_loc, slots, 0, None)
             return
         plan = plan_pages(
             batch.seq_lens_cpu.numpy(),
@@ -205,29 +212,43 @@ class FlashInferAttention:
             self._shape.window,
         )
         attention, bits = self._choose(batch, plan)
-        begin = None
-        self._plan(attention, plan, batch.req_pool_indices)
+        begin = self._plan(attention, plan, batch.req_pool_indices)
         if batch.tree_mask is not None and bits is not None:
             bits.plan(plan.num_keys)  # after the attention's own planning
-            begin = partial(bits.write, batch.tree_mask)
+            begin += (partial(bits.write, batch.tree_mask),)
         self._metadata = _Metadata(out_cache_loc, slots, plan.num_rows, attention, begin)
 
     def init_forward_metadata_in_graph(self) -> None:
         metadata = self._planned()
         metadata.slots.copy_(metadata.out_cache_loc)
-        if metadata.begin is not None:
-            metadata.begin()
+        for begin in metadata.begin:
+            begin()
 
     def on_after_cuda_graph_warmup(self) -> None:
         """Metadata stays as planned. The workspace stays where it is from now on."""
         self._workspace.fix()
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer_id: int,
+        turn: HeadTurn | None = None,
     ) -> torch.Tensor:
+        """As of ``Attention``.
+
+        Args:
+            turn: What q and k, side by side with v, are still to be normalised and turned by.
+        """
         metadata = self._planned()
         pages: Any = self._slots.pages(layer_id)
-        if self._latent is not None and k is not None:
+        if turn is not None:
+            assert self._triton is not None, "the model has kernels that attention lacks"
+            assert k is not None, "queries without keys are turned by the model"
+            keys, values = self._kv_pool.caches[layer_id]
+            q = self._triton.store_heads(q, k, turn, keys, values, metadata.out_cache_loc)
+        elif self._latent is not None and k is not None:
             self._kv_pool.caches[layer_id][0].index_copy_(0, metadata.out_cache_loc, k)
         elif k is not None and v is not None:
             self._slots.store(self._ops, k, v, pages, metadata.slots)
@@ -238,6 +259,9 @@ class FlashInferAttention:
         if isinstance(metadata.attention, PagedAttention) and sinks is not None:
             lse = q.new_empty(num_rows, self._num_heads, dtype=torch.float32)
             metadata.attention.run(q[:num_rows], pages, out[:num_rows], lse)
+            if self._triton is not None:
+                self._triton.add_sinks_(out[:num_rows], lse, sinks)
+                return out.flatten(1)
             # A sink takes exp(sink) of the softmax's sum, and adds no value.
             out[:num_rows].mul_(lse.mul_(math.log(2)).sub_(sinks).sigmoid_().unsqueeze(-1))
         elif metadata.attention is not None:
@@ -300,20 +324,24 @@ class FlashInferAttention:
             for size in sizes
         }
 
-    def _plan(self, attention: _Paged, plan: PagePlan, rows: torch.Tensor) -> None:
-        """Has a batch scheduled, and its pages looked up.
+    def _plan(
+        self, attention: _Paged, plan: PagePlan, rows: torch.Tensor
+    ) -> tuple[Callable[[], None], ...]:
+        """Has a batch scheduled, and its pages looked up. Returns what is left for the device to do.
 
         In a graph they are looked up where it reads them. Planning reads none of them, and brings the
         offsets there first; its copy of the pages to where they are is none.
         """
         kv_indptr, device, firsts = self._on_host(plan.kv_indptr), self._kv_pool.device, None
+        buffers, table = attention.buffers, self._kv_pool.tables[self._group]
         if plan.firsts is not None:
-            firsts = self._on_host(plan.firsts).to(device, non_blocking=True)
+            firsts = self._on_host(plan.firsts)
+            if buffers is None:
+                firsts = firsts.to(device, non_blocking=True)
+            else:
+                firsts = buffers.firsts.copy_(firsts, non_blocking=True)
         places = self._workspace.counting(plan.num_pages)
-        look_up = partial(
-            look_up_pages, self._kv_pool.tables[self._group], rows, places=places, firsts=firsts
-        )
-        buffers = attention.buffers
+        look_up = partial(look_up_pages, table, rows, places=places, firsts=firsts)
         if buffers is None:
             pages = look_up(kv_indptr.to(device, non_blocking=True))
         else:
@@ -326,8 +354,13 @@ class FlashInferAttention:
                 kv_indices=pages,
             )
         )
-        if buffers is not None:
+        if buffers is None:
+            return ()
+        if self._triton is None:
             look_up(buffers.kv_indptr, out=pages)
+            return ()
+        look_up_all = partial(self._triton.look_up_pages, most=table.shape[1], firsts=firsts)
+        return (partial(look_up_all, table, rows, buffers.kv_indptr, buffers.kv_indices),)
 
     def _for_graph(
         self, size: int, width: int, room: PageTableBuffers, tree: TreeBits | None
@@ -337,6 +370,7 @@ class FlashInferAttention:
             kv_indptr=room.kv_indptr[: size + 1],
             last_page_len=room.last_page_len[:size],
             kv_indices=room.kv_indices[: size * self._kv_pool.max_blocks_per_row],
+            firsts=room.firsts[:size],
         )
         if self._latent is not None:
             return PagedLatent(self._ops, self._latent, self._workspace.float, buffers=buffers)
@@ -418,10 +452,15 @@ class LayeredAttention:
             backend.on_after_cuda_graph_warmup()
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer_id: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer_id: int,
+        turn: HeadTurn | None = None,
     ) -> torch.Tensor:
         window = self._layers[layer_id].window if layer_id < len(self._layers) else None
-        return self._by_window[window].forward(q, k, v, layer_id)
+        return self._by_window[window].forward(q, k, v, layer_id, turn)
 
 
 def flashinfer_attention(

@@ -17,6 +17,7 @@ from executor.model.cpu_kernels.route import RouterRule, route
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.linear import Linear
 from executor.model.spec import GroupScore, MoeSpec, RouterSpec, Scores
+from executor.model.triton.operators import TritonOps
 
 _LEAST_SUM = 1e-20  # added to a sum of sigmoids, which may all be 0
 
@@ -29,6 +30,7 @@ class Router:
         hidden_size: D.
         library: Kernels for bfloat16 on the CPU; None for plain PyTorch.
         ops: FlashInfer, whose kernel chooses where it can; None likewise.
+        triton: Ours, whose kernel chooses where it can; None likewise.
         dtype: Type of the hidden states.
         device: Where it lives.
 
@@ -47,6 +49,7 @@ class Router:
         hidden_size: int,
         library: Library | None = None,
         ops: FlashInferOps | None = None,
+        triton: TritonOps | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -79,6 +82,14 @@ class Router:
             )
             none = torch.zeros(1, spec.num_experts, device=device)
             self._choose(none, correction_E=none[0])  # loads it now
+        self._choose_at_once: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        if triton is not None and is_softmax_of_chosen(router):
+            self._choose_at_once = partial(
+                triton.choose_experts, top_k=spec.top_k, factor=router.factor
+            )
+            self._choose_at_once(
+                torch.zeros(1, spec.num_experts, dtype=self.gate.weight.dtype, device=device), None
+            )
         self._rule = RouterRule(
             num_experts=spec.num_experts,
             top_k=spec.top_k,
@@ -104,6 +115,8 @@ class Router:
             weights = (gate.weight, gate.bias, correction)
             return route(self._library, x_TD, self._rule, *weights, is_padding_T1)
         logits_TE = gate(x_TD.float() if self._spec.in_float32 else x_TD)
+        if self._choose_at_once is not None:
+            return self._choose_at_once(logits_TE, is_padding_T1)
         ids_TK, weights_TK = self._choose(logits_TE, correction_E=correction)
         if is_padding_T1 is not None:
             ids_TK.masked_fill_(is_padding_T1, self.num_experts)
@@ -135,7 +148,7 @@ def choose_experts(
     """
     logits_TE = logits_TE.float()
     is_softmax = spec.scores is Scores.SOFTMAX
-    if is_softmax and spec.renormalise and spec.num_groups == 1 and correction_E is None:
+    if is_softmax_of_chosen(spec) and correction_E is None:
         # Shares of the chosen are their own softmax: two launches less.
         chosen_TK, ids_TK = torch.topk(logits_TE, top_k, dim=-1)
         return _ids_and_weights(ids_TK, torch.softmax(chosen_TK, dim=-1), spec)
@@ -173,6 +186,12 @@ def _of_kept_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     kept = of_groups.topk(spec.num_kept_groups, dim=-1, sorted=False).indices
     is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, kept, False)
     return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def is_softmax_of_chosen(spec: RouterSpec) -> bool:
+    """Whether weights are the softmax of the largest logits."""
+    is_softmax = spec.scores is Scores.SOFTMAX
+    return is_softmax and spec.renormalise and spec.num_groups == 1 and not spec.correction_bias
 
 
 def fits_kernel(spec: MoeSpec) -> bool:

@@ -33,6 +33,7 @@ from executor.model.layers.attention import Attention, LayerOptions
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.moe.layer import Dispatched
 from executor.model.spec import GqaSpec, ModelSpec
+from executor.model.triton.operators import TritonOps
 from executor.parallel.layout import DpLayout, DpPaddingMode, Topology
 from executor.runners import Runner
 from executor.runners.forward_pass import ForwardPass
@@ -85,6 +86,7 @@ class RunnerCase:
         aux_layers: Layers whose sums are features for a draft, or none of them: the hidden states
             are. None if there is no draft.
         ops: FlashInfer for the layers of a capturable case; None runs PyTorch's operators.
+        triton: Triton for them, likewise.
         moe_dense_tp_size: 1 runs dense MLPs whole on each executor.
     """
 
@@ -97,6 +99,7 @@ class RunnerCase:
         topology: Topology | None = None,
         aux_layers: Sequence[int] | None = None,
         ops: FlashInferOps | None = None,
+        triton: TritonOps | None = None,
         moe_dense_tp_size: int | None = None,
     ) -> None:
         topology = topology or Topology()
@@ -105,7 +108,9 @@ class RunnerCase:
         kernels = None
         if is_capturable:
             cpu = torch.device("cpu")
-            kernels = stacked_kernels(config, dtype=config.dtype, device=cpu, ops=ops)
+            kernels = stacked_kernels(
+                config, dtype=config.dtype, device=cpu, ops=ops, triton=triton
+            )
         num_aux = len(aux_layers or ())
         communicator, attn_tp_communicator = communicators(
             config, topology, MAX_TOKENS, config.hidden_size * (1 + num_aux)

@@ -24,6 +24,8 @@ from executor.model.moe.runner_cutedsl import CuteDslMoERunner, CuteDslSizing
 from executor.model.moe.runner_cutlass import CutlassMoERunner, CutlassWorkspace
 from executor.model.moe.runner_grouped import GroupedMMRunner
 from executor.model.spec import RopeSpec, RouterSpec, Scores
+from executor.model.triton.operators import TritonOps
+from tests.executor.support.flashinfer.triton_checks import CHECKS, Check
 from tests.gpu.support.cases import CPU, largest_error, normal, skip_without_cutedsl
 from tests.gpu.support.machine import IS_STAND_IN, Machine
 
@@ -274,3 +276,11 @@ def test_experts_equal_the_authority(
         assert y.dtype == torch.bfloat16
         error = largest_error(y, authority.run(dispatched))
         assert error <= EXPERTS_OFF, f"{num_rows} rows: one is off by {error:.4f} of its length"
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_kernels_in_triton_equal_the_authority(check: Check, machine: Machine) -> None:
+    if IS_STAND_IN:
+        pytest.skip("Triton compiles for a GPU only")
+    torch.manual_seed(0)
+    check(TritonOps(), machine.device)

@@ -98,11 +98,11 @@ class Launches(NamedTuple):
 
 
 LEDGER = {
-    "Qwen3-30B-A3B": Launches(16, 39, 16, 28, 49),
+    "Qwen3-30B-A3B": Launches(9, 26, 11, 23, 44),
     "DeepSeek-V3": Launches(25, 51, 28, 40, 61),
-    "gpt-oss-120b": Launches(18, 44, 27, 39, 60),
+    "gpt-oss-120b": Launches(10, 30, 15, 27, 48),
 }
-OF_GROUPED = {"Qwen3-30B-A3B": 29, "DeepSeek-V3": 38, "gpt-oss-120b": 42}
+OF_GROUPED = {"Qwen3-30B-A3B": 22, "DeepSeek-V3": 38, "gpt-oss-120b": 34}
 ATTENTION = ("run", "paged_run")
 
 

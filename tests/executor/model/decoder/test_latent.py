@@ -146,7 +146,7 @@ class Executor:
                 rows, self.layer.operators.rotations(batch.positions)
             )
             self.attention.init_forward_metadata_out_graph(batch, self.pool)
-            outs.append(self.layer.merge(self.attention.forward(*call), batch.layout))
+            outs.append(self.layer.merge(self.attention.forward(*call[:4]), batch.layout))
             done += count
         return torch.cat(outs)
 

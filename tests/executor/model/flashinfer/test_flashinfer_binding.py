@@ -129,6 +129,7 @@ def call_attention(ops: FlashInferOps) -> None:
         kv_indptr=int32(0, 0, 0),
         last_page_len=int32(0, 0),
         kv_indices=torch.zeros(9, dtype=torch.int32),
+        firsts=int32(0, 0),
     )
     table = PageTable(
         qo_indptr=int32(0, 1, 2),
@@ -169,6 +170,7 @@ def call_latent_attention(ops: FlashInferOps) -> None:
         kv_indptr=int32(0, 0, 0),
         last_page_len=int32(0, 0),
         kv_indices=torch.zeros(9, dtype=torch.int32),
+        firsts=int32(0, 0),
     )
     table = PageTable(
         qo_indptr=int32(0, 1, 3),

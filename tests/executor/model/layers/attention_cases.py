@@ -11,6 +11,7 @@ from executor.model.layers.attention_cpu import cpu_attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention, LayeredAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.triton.operators import TritonOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support.flashinfer.attention import flashinfer_attention
 from tests.executor.support.kv import batch_of, out_cache_loc
@@ -155,7 +156,7 @@ class Case:
         )
 
     def flashinfer(
-        self, workspace: AttentionWorkspace | None = None
+        self, workspace: AttentionWorkspace | None = None, triton: TritonOps | None = None
     ) -> FlashInferAttention | LayeredAttention:
         """Returns the backend for passes of up to 64 more rows than this one."""
         return flashinfer_attention(
@@ -165,6 +166,7 @@ class Case:
             max_num_tokens=len(self.q) + 64,
             scale=self.scale,
             layers=self.layers,
+            triton=triton,
         )
 
     def run(self, attention: Attention, *, stores: bool = True) -> torch.Tensor:

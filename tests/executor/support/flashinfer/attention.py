@@ -10,6 +10,7 @@ from executor.model.layers.attention import LayerOptions
 from executor.model.layers.attention_flashinfer import FlashInferAttention, LayeredAttention
 from executor.model.layers.attention_flashinfer import flashinfer_attention as layered
 from executor.model.layers.attention_workspace import AttentionWorkspace
+from executor.model.triton.operators import TritonOps
 from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE
 
 
@@ -22,6 +23,7 @@ def flashinfer_attention(
     max_num_tokens: int = 64,
     scale: float | None = None,
     layers: Sequence[LayerOptions] = (),
+    triton: TritonOps | None = None,
 ) -> FlashInferAttention | LayeredAttention:
     """Returns the backend, ready for graphs; its workspace is its own if None."""
     ops = FlashInferOps(enable_pdl=True)
@@ -34,6 +36,7 @@ def flashinfer_attention(
         workspace,
         max_num_tokens=max_num_tokens,
         scale=scale,
+        triton=triton,
     )
     attention = layered(new, layers)
     for sizes, width, has_tree in graphs:

@@ -1,9 +1,10 @@
-"""FlashInfer's own Python over compiled modules that only take note of their calls.
+"""FlashInfer's own Python over compiled modules that only take note of their calls, and Triton's kernels.
 
 Whatever it would build or load is a stand-in, under the name that it has among prebuilt modules.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -15,6 +16,7 @@ import torch
 from executor.budget.token_budget import A2A_ALIGNMENT, a2a_workspace_size_per_rank
 from executor.model.flashinfer import bootstrap
 from executor.model.flashinfer.operators import FlashInferOps
+from executor.model.triton.operators import TritonOps
 from tests.together.cuda.support.fake_gpu import DEVICE, FakeGpu
 
 _CACHED = type(lru_cache(lambda: None))
@@ -88,6 +90,19 @@ class Module:
         return offsets, sizes, at, -1, 0
 
 
+class Kernels:
+    """Triton's kernels, each launched by ``kernel[grid](...)``."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> dict[Any, Callable[..., None]]:
+        def launch(*args: Any, **constants: Any) -> None:
+            self._gpu.call(name, args)
+
+        return defaultdict(lambda: launch)
+
+
 def _aux_bytes(ep_size: int, max_num_tokens: int) -> int:
     """Returns the bytes of counters and flags."""
     with_payloads = a2a_workspace_size_per_rank(
@@ -121,6 +136,7 @@ def install(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(latent, "_get_fa_shared_memory_limits", lambda device: SHARED_BYTES)
     patch.setattr(bootstrap.MnnvlWorkspace, "join", join)
     patch.setattr(FlashInferOps, "has_built", lambda ops, name: True)
+    patch.setattr(TritonOps, "__init__", lambda ops: setattr(ops, "_kernels", Kernels(gpu)))
 
 
 def forget_modules() -> None:
