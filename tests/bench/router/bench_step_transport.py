@@ -2,10 +2,11 @@
 
     python -m tests.bench.router.bench_step_transport [--sequences 256] [--steps 300]
 
-The real Engine and ExecutorGroup drive one executor process whose device does nothing but take
-T ms per step: step n starts at max(its arrival, the end of step n - 1). The period is the device's
-own time from the end of one step to the end of the next, so period / T is 1.000 where the device
-never waits for the router. 256 sequences decode; one listener takes their tokens as columns. The
+The real Engine and ExecutorGroup drive one executor process, its server real as well, whose device
+does nothing but take T ms per step: step n starts when it was launched, which keeps the executor's
+host busy for 0.5 ms, and step n - 1 has ended. The period is the device's own time from the end of
+one step to the end of the next, so period / T is 1.000 where the device waits neither for the router
+nor for its own host. 256 sequences decode; one listener takes their tokens as columns. The
 first tenth of the steps is not counted.
 
 RTT is the time from `send` of a step of one sequence to the return of `receive`, at T = 0, with
@@ -33,6 +34,7 @@ from tests.router.support.peers import group_of
 from tests.router.support.requests import make_request
 
 STEP_MS = (2.0, 5.0, 10.0)
+LAUNCH_MS = 0.5
 DEPTHS = (1, 2)
 REQUIRED_RATIO = 1.03  # at depth 2 and 5 ms
 RTT_STEPS = 2000
@@ -50,7 +52,7 @@ async def measure_periods(
     step_ms: float, depth: int, num_sequences: int, num_steps: int
 ) -> tuple[list[float], list[float]]:
     """Returns the device's periods and idle times, in microseconds."""
-    async with simulated_executor(step_ms, num_sequences) as (address, reports):
+    async with simulated_executor(step_ms, num_sequences, LAUNCH_MS) as (address, reports):
         async with running_engines(address, depth) as engines:
             listener = engines.listeners.open()
             for number in range(num_sequences):

@@ -35,10 +35,10 @@ async def python_module(name: str, *options: str) -> AsyncIterator[asyncio.Strea
 
 @asynccontextmanager
 async def simulated_executor(
-    step_ms: float, num_rows: int
+    step_ms: float, num_rows: int, launch_ms: float = 0.0
 ) -> AsyncIterator[tuple[str, asyncio.StreamReader]]:
     """Yields the address of a simulated executor, and the reports that it prints."""
-    options = (f"--step-ms={step_ms}", f"--rows={num_rows}")
+    options = (f"--step-ms={step_ms}", f"--launch-ms={launch_ms}", f"--rows={num_rows}")
     async with python_module("tests.bench.support.simulated_executor", *options) as lines:
         yield (await lines.readline()).decode().strip(), lines
 

@@ -1,29 +1,28 @@
-"""An executor process without a model: real gRPC in front, a device that only takes its time.
+"""An executor process without a model: its real server, in front of a device that only takes its time.
 
-    python -m tests.bench.support.simulated_executor [--step-ms 5] [--rows 256]
+    python -m tests.bench.support.simulated_executor [--step-ms 5] [--launch-ms 0.5] [--rows 256]
 
-A step starts when it has arrived and the step before it has ended, and takes `step-ms`. Every
-sampling sequence gets token 1. Prints its address once it listens and, at the end of each Step
+A step's launch keeps the host busy for `launch-ms`. The step starts then, or when the step before
+it has ended, and takes `step-ms`. Every sampling sequence gets token 1. Prints its address once it listens and, at the end of each Step
 stream, one line of JSON: for each step the device's time since the end of the one before it, and
 how much of that it was idle, in microseconds.
 """
 
-import asyncio
 import json
-import queue
-import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 import uvloop
 
+from executor.parallel.epochs import JoinAttempt
+from executor.server import ExecutorServicer
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
-from protos.executor.v1 import executor_pb2_grpc
+from protos.transport.port import ServiceConfig
 from tests.bench.support.options import parse_options
+from tests.bench.support.quiet import quiet
 from tests.router.support.peers import description
 
 BLOCK_SIZE = 16
@@ -31,99 +30,91 @@ MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 1000
 
 
-class Device(threading.Thread):
-    """Runs steps one after another; its times are exact, whatever the thread's own wake-ups are."""
+class Launched(NamedTuple):
+    """A step, and when the device will have run it."""
 
-    def __init__(self, step_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(daemon=True)
+    request: pb.StepRequest
+    end_s: float
+    is_done: bool = False
+
+
+class SimulatedWorker:
+    """The only member of its group. Its times are exact, whatever its threads' wake-ups are."""
+
+    has_peers = has_deferred = False
+
+    def __init__(self, step_s: float, launch_s: float) -> None:
+        self._step_s = step_s
+        self._launch_s = launch_s
+        self.reset()
+
+    def reset(self) -> None:
         self.periods_us: list[float] = []
         self.idle_us: list[float] = []
-        self._step_s = step_s
-        self._loop = loop
-        self._steps: queue.SimpleQueue[tuple[float, asyncio.Future[None]]] = queue.SimpleQueue()
-        self._end: float | None = None
+        self._end_s: float | None = None
 
-    def launch(self) -> asyncio.Future[None]:
-        """Queues a step that arrives now. Returns when it ends."""
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._steps.put((time.perf_counter(), done))
-        return done
+    def launch(self, request: pb.StepRequest) -> Launched:
+        launched_s = time.perf_counter() + self._launch_s
+        while (now_s := time.perf_counter()) < launched_s:
+            pass
+        start_s = now_s if self._end_s is None else max(now_s, self._end_s)
+        end_s = start_s + self._step_s
+        if self._end_s is not None:
+            self.periods_us.append((end_s - self._end_s) * 1e6)
+            self.idle_us.append((start_s - self._end_s) * 1e6)
+        self._end_s = end_s
+        return Launched(request, end_s)
 
-    def run(self) -> None:
-        while True:
-            arrival, done = self._steps.get()
-            start = arrival if self._end is None else max(arrival, self._end)
-            end = start + self._step_s
-            if self._end is not None:
-                self.periods_us.append((end - self._end) * 1e6)
-                self.idle_us.append((start - self._end) * 1e6)
-            self._end = end
-            if (left := end - time.perf_counter()) > 0:
-                time.sleep(left)
-            self._loop.call_soon_threadsafe(_set_done, done)
+    def finish(self, pending: Launched) -> pb.StepResponse:
+        if (left_s := pending.end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        return _answer(pending.request)
+
+    def run_deferred(self) -> None:
+        pass
+
+    def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
+        self.reset()
+
+    def leave(self) -> None:
+        pass
 
 
-def _set_done(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
+class SimulatedExecutor(ExecutorServicer):
+    """Reports what its device did, at the end of each stream."""
 
+    def __init__(self, worker: SimulatedWorker) -> None:
+        super().__init__(is_first=False, store_host="127.0.0.1", open_store=_open_none)
+        self._simulated = worker
 
-class SimulatedExecutor(executor_pb2_grpc.ExecutorServiceServicer):
-    """The only member of its group."""
-
-    def __init__(self, step_s: float, num_rows: int) -> None:
-        self._step_s = step_s
-        self._num_rows = num_rows
-        self._epoch = 0
-
-    async def Describe(self, request: Any, context: Any) -> pb.DescribeResponse:
-        num_blocks = 1 + self._num_rows * (MAX_MODEL_LEN // BLOCK_SIZE)
-        return description(
-            dp_rank=0,
-            dp_size=1,
-            model=pb.ModelInfo(
-                vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
-            ),
-            num_kv_blocks=num_blocks,
-            num_rows=self._num_rows,
-            budget=pb.TokenBudget(
-                max_num_batched_tokens=8192,
-                max_num_seqs=self._num_rows,
-                max_num_logits=2 * self._num_rows,
-            ),
-            epoch=self._epoch,
-        )
-
-    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
-        self._epoch = request.epoch
-        return pb.PrepareResponse(store_address="127.0.0.1:1")
-
-    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:
-        return pb.JoinResponse()
-
-    async def Step(
+    async def Step(  # type: ignore[override]
         self, requests: AsyncIterator[pb.StepRequest], context: Any
-    ) -> AsyncIterator[pb.StepResponse]:
-        device = Device(self._step_s, asyncio.get_running_loop())
-        device.start()
-        answers: asyncio.Queue[tuple[pb.StepRequest, asyncio.Future[None]] | None] = asyncio.Queue()
-
-        async def read() -> None:
-            async for request in requests:
-                answers.put_nowait((request, device.launch()))
-            answers.put_nowait(None)
-
-        reading = asyncio.create_task(read())
+    ) -> None:
         try:
-            while (pending := await answers.get()) is not None:
-                request, done = pending
-                await done
-                yield _answer(request)
+            await super().Step(requests, context)
         finally:
-            reading.cancel()
-            print(
-                json.dumps({"periods_us": device.periods_us, "idle_us": device.idle_us}), flush=True
-            )
+            worker = self._simulated
+            report = {"periods_us": worker.periods_us, "idle_us": worker.idle_us}
+            print(json.dumps(report), flush=True)
+
+
+def _open_none(secret: bytes) -> Any:
+    raise AssertionError("a group of one needs no store")
+
+
+def describe(num_rows: int) -> pb.DescribeResponse:
+    return description(
+        dp_rank=0,
+        dp_size=1,
+        model=pb.ModelInfo(
+            vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+        ),
+        num_kv_blocks=1 + num_rows * (MAX_MODEL_LEN // BLOCK_SIZE),
+        num_rows=num_rows,
+        budget=pb.TokenBudget(
+            max_num_batched_tokens=8192, max_num_seqs=num_rows, max_num_logits=2 * num_rows
+        ),
+    )
 
 
 def _answer(request: pb.StepRequest) -> pb.StepResponse:
@@ -140,19 +131,19 @@ def _answer(request: pb.StepRequest) -> pb.StepResponse:
     )
 
 
-async def serve(step_ms: float, num_rows: int) -> None:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    servicer = SimulatedExecutor(step_ms / 1e3, num_rows)
-    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+async def serve(step_ms: float, launch_ms: float, num_rows: int) -> None:
+    worker = SimulatedWorker(step_ms / 1e3, launch_ms / 1e3)
+    servicer = SimulatedExecutor(worker)
+    server, port = await servicer.start(ServiceConfig(listen="127.0.0.1:0"))
+    await servicer.load(lambda: (worker, describe(num_rows)))
     print(f"127.0.0.1:{port}", flush=True)
     await server.wait_for_termination()
 
 
 def main() -> None:
-    options = parse_options(__doc__, step_ms=5.0, rows=256)
-    uvloop.run(serve(options.step_ms, options.rows))
+    quiet()
+    options = parse_options(__doc__, step_ms=5.0, launch_ms=0.5, rows=256)
+    uvloop.run(serve(options.step_ms, options.launch_ms, options.rows))
 
 
 if __name__ == "__main__":
