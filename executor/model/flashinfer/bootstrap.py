@@ -1,8 +1,9 @@
 """Shared memory of an all-to-all: every EP rank's GPU writes to it, agreed on over a process group.
 
 FlashInfer allocates it with CUDA's virtual memory (``MnnvlMemory``) and hands it from process to
-process as a handle: a fabric handle where every GPU has one, else a file descriptor over a Unix
-socket, which needs all ranks on one host. Each process sees every rank's part, one after another:
+process as a handle: a fabric handle where every GPU has one, as those that one NVLink fabric joins with
+the service IMEX, across hosts too; else a file descriptor over a Unix socket, which needs all ranks
+on one host. Each process sees every rank's part, one after another:
 
     rank 0's part │ gap │ rank 1's part │ gap │ ...         gaps up to multiples of 512 MiB
     └─ on GPU 0         └─ on GPU 1, written over NVLink
@@ -26,6 +27,7 @@ trap, which ends that process's CUDA context. Such a rank must be restarted as w
 death in the middle of a step all ranks usually are.
 """
 
+import socket
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -136,14 +138,14 @@ class MnnvlWorkspace:
             Whether it was mapped anew, so that graphs captured before are void.
 
         Raises:
-            RuntimeError: Ranks want other sizes, an earlier mapping failed on one of them, or this
-                one fails.
+            RuntimeError: Ranks want other sizes, are on several hosts without a fabric, an earlier
+                mapping failed on one of them, or this one fails.
         """
         torch.cuda.synchronize()
         reports = communicator.allgather(
-            (self.bytes_per_rank, self._mark, self._marks, self._has_failed)
+            (self.bytes_per_rank, self._mark, self._marks, self._has_failed, *self._place())
         )
-        sizes, marks, mappings, failures = zip(*reports, strict=True)
+        sizes, marks, mappings, failures, hosts, have_fabric = zip(*reports, strict=True)
         if any(failures):
             ranks = [rank for rank, failed in enumerate(failures) if failed]
             raise RuntimeError(
@@ -155,6 +157,12 @@ class MnnvlWorkspace:
                 f"EP ranks want {list(sizes)} bytes of shared memory, by rank: start them with the "
                 f"same token budget"
             )
+        if len(set(hosts)) > 1 and not all(have_fabric):
+            raise RuntimeError(
+                f"EP ranks are on the hosts {', '.join(dict.fromkeys(hosts))}, and no NVLink fabric "
+                f"joins the GPUs of all: moe_a2a=flashinfer needs one, with IMEX, to write into another "
+                f"host's memory; set moe_a2a=none"
+            )
         if all(mapping == marks for mapping in mappings):
             return False
         self._has_failed = True
@@ -162,6 +170,11 @@ class MnnvlWorkspace:
         self._map(communicator)
         self._has_failed = False
         return True
+
+    def _place(self) -> tuple[str, bool]:
+        """Returns this rank's host, and whether its GPU can share memory with other hosts."""
+        mnnvl = self._library.mnnvl.MnnvlMemory
+        return socket.gethostname(), mnnvl._probe_fabric_supported(torch.cuda.current_device())
 
     def _map(self, communicator: GroupCommunicator) -> None:
         library = self._library

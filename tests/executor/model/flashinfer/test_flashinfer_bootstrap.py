@@ -181,15 +181,19 @@ def test_memory_stays_mapped_exactly_while_the_same_processes_keep_their_ranks()
 
 
 def fail_to_share(rank: int, port: int) -> list[str]:
-    """Returns what a rank is told when sizes differ, when it is on another host, and after that."""
+    """Returns what a rank is told when sizes differ, on another host, without memory, and after that."""
     messages = []
-    with (
-        library_on_files() as (ops, _),
-        patch.object(socket, "gethostname", lambda: f"host {rank}"),
-    ):
+    with library_on_files() as (ops, memory):
         same = MnnvlWorkspace(ops, PAGE)
-        for epoch, workspace in enumerate([MnnvlWorkspace(ops, PAGE * (1 + rank)), same, same]):
-            with joined(port, epoch, rank, 2) as groups, pytest.raises(RuntimeError) as refused:
+        workspaces = [MnnvlWorkspace(ops, PAGE * (1 + rank)), same, same, same]
+        for epoch, workspace in enumerate(workspaces):
+            host = f"host {rank}" if epoch == 1 else "one host"
+            with (
+                patch.object(socket, "gethostname", lambda host=host: host),
+                patch.object(memory, "cuMemCreate", side_effect=RuntimeError("out of memory")),
+                joined(port, epoch, rank, 2) as groups,
+                pytest.raises(RuntimeError) as refused,
+            ):
                 workspace.join(GroupCommunicator(groups.host))
             messages.append(str(refused.value))
     return messages
@@ -197,9 +201,11 @@ def fail_to_share(rank: int, port: int) -> list[str]:
 
 def test_ranks_are_told_why_they_cannot_share_memory() -> None:
     """File descriptors do not cross hosts. The library leaves half done what it had begun."""
-    for other_sizes, other_host, afterwards in run_ranks(fail_to_share, 2):
+    for other_sizes, other_host, no_memory, afterwards in run_ranks(fail_to_share, 2):
         assert f"want [{PAGE}, {2 * PAGE}] bytes" in other_sizes
         assert "same token budget" in other_sizes
-        assert "requires all ranks to share the same host" in other_host
+        assert "on the hosts host 0, host 1, and no NVLink fabric" in other_host
+        assert "set moe_a2a=none" in other_host
+        assert "out of memory" in no_memory
         assert "EP ranks [0, 1] failed to map shared memory before" in afterwards
         assert "restart them" in afterwards

@@ -114,6 +114,7 @@ def shared_through_files(mnnvl: Any) -> Iterator[FileMemory]:
             (mnnvl, "pack_strided_memory", tensor_over),
             (mnnvl.MnnvlMemory, "initialized", True),
             (torch.cuda, "synchronize", lambda: None),
+            (torch.cuda, "current_device", lambda: 0),
         ):
             stack.enter_context(patch.object(target, name, value))
         yield driver
