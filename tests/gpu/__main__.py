@@ -50,9 +50,10 @@ def climb(rung: Rung, python: str, env: Mapping[str, str], log: BinaryIO) -> Out
     start, started = log.tell(), time.monotonic()
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        pytest = [python, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # Nobody has seen all warnings of the libraries on a GPU.
+        pytest = [python, "-m", "pytest", "-v", "-W", "default", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
-            [*pytest, *rung.tests],
+            [*pytest, f"--junitxml={report}", *rung.tests],
             cwd=ROOT,
             env={**env, **rung.env},
             stdout=log,
@@ -225,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     python = make_environment(options.wheels) if options.wheels else sys.executable
     env = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    env.pop("CUDA_LAUNCH_BLOCKING", None)
+    env.pop("CUDA_LAUNCH_BLOCKING", None)  # kernels that wait for one another would never end
+    env.setdefault("LOCKSTEP_CPU_KERNELS", "off")  # which take time to compile
     if options.kernels:
         add_kernels(options.kernels, python)
         env["FLASHINFER_DISABLE_JIT"] = "1"

@@ -28,6 +28,7 @@ from tests.gpu.figures.measure import (
     seconds,
     step_bytes,
 )
+from tests.gpu.figures.period import measure_period
 from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
 from tests.gpu.support.machine import Machine
 from tests.gpu.support.results import Table
@@ -264,6 +265,7 @@ def _limit(num_bytes: int, bandwidth: float | None, step_s: float) -> tuple[str,
 MEASUREMENTS: dict[str, Callable[[Machine], list[Table]]] = {
     "steps": measure_steps,
     "variants": measure_variants,
+    "period": measure_period,
     "registry": measure_registry,
     "transformers": measure_transformers,
 }

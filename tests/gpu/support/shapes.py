@@ -69,6 +69,7 @@ if IS_STAND_IN:
     LARGE = Sizes(block_size=4, num_rows=4, max_len=32, decode=(1, 2, 4), prefill=(8, 16))
     CONTEXT = 12
     COMPARED_LAYERS, VARIANT_LAYERS = 2, 1
+    PERIOD_SHAPE, PERIOD_LAYERS, PERIODS = {}, 2, (2,)
 else:
     SMALL_MODEL = new_spec(
         dtype=torch.bfloat16,
@@ -101,6 +102,16 @@ else:
     CONTEXT = 1024  # keys of each sequence when a decode step is measured
     COMPARED_LAYERS = 4  # of the model that is compared with Transformers
     VARIANT_LAYERS = 12  # of one whose kernels are compared
+    PERIOD_SHAPE = {  # the same in a config.json; of these layers an H100 has room for
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+    PERIOD_LAYERS, PERIODS = 24, (1, 32)
 
 # FlashInfer decodes on tensor cores from four query heads per KV head.
 SMALL_MODELS = {
