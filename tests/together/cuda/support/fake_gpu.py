@@ -61,6 +61,10 @@ SILENT = {
     *("empty_strided", "lift_fresh"),
 }
 
+NUM_FOUND = (
+    2  # of what is searched for: one for each executor of a group of two, as counts are read
+)
+
 
 class Fault(AssertionError):
     """What would wait for the device, or crash, or read rubbish, on a GPU."""
@@ -195,6 +199,13 @@ class _Operators(TorchDispatchMode):
                 return made
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copy(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            self._gpu.wait("a number that the host reads")
+            return _read(args[0].dtype)
+        if func is aten.nonzero.default:
+            self._gpu.wait("a count of what is not zero")
+            with self._fake:
+                return args[0].new_empty(NUM_FOUND, args[0].dim(), dtype=torch.int64)
         if not to_gpu:  # else it is made there, after the shape of any
             self._check(func, args, tensors)
         name = func.overloadpacket.__name__
