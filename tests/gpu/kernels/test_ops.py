@@ -278,9 +278,9 @@ def test_experts_equal_the_authority(
         assert error <= EXPERTS_OFF, f"{num_rows} rows: one is off by {error:.4f} of its length"
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_kernels_in_triton_equal_the_authority(check: Check, machine: Machine) -> None:
-    if IS_STAND_IN:
-        pytest.skip("Triton compiles for a GPU only")
-    torch.manual_seed(0)
-    check(TritonOps(), machine.device)
+if not IS_STAND_IN:  # there Triton has nothing to compile for
+
+    @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+    def test_kernels_in_triton_equal_the_authority(check: Check, machine: Machine) -> None:
+        torch.manual_seed(0)
+        check(TritonOps(), machine.device)
