@@ -105,6 +105,10 @@ class ExecutorConfig(ServiceConfig):
     )
     """Tokens that one EP rank can send in FlashInfer's all-to-all, whose workspace it sizes; nothing
     else uses it."""
+    quantized_dispatch: str = setting("off", one_of("off", "mxfp8", "nvfp4"))
+    """How hidden states travel in FlashInfer's all-to-all: as they are, in FP8 with a scale for each 32,
+    or in FP4 with one for each 16, which takes 52 % or 28 % of bfloat16's bytes. Experts read what was
+    rounded, so answers change."""
     moe_runner: str = setting("auto", one_of("auto", "grouped", "cutlass", "cutedsl"))
     """Kernels of the experts on CUDA: PyTorch's grouped products, FlashInfer's fused CUTLASS
     kernels, or FlashInfer's kernels in CuTe's DSL. auto is cutlass for experts that stay quantised,
@@ -199,6 +203,11 @@ class ExecutorConfig(ServiceConfig):
             raise ValueError(
                 "moe_a2a_extend=all-to-all with moe_a2a=none: there is no all-to-all; set moe_a2a to "
                 "torch or flashinfer, or moe_a2a_extend=all-gather"
+            )
+        if self.quantized_dispatch != "off" and self.moe_a2a != "flashinfer":
+            raise ValueError(
+                f"quantized_dispatch={self.quantized_dispatch} with moe_a2a={self.moe_a2a}: only "
+                f"FlashInfer's all-to-all sends it; set moe_a2a=flashinfer or quantized_dispatch=off"
             )
         if self.moe_a2a != "none" and self.topology.num_expert_parts != self.world_size:
             raise ValueError(

@@ -269,6 +269,9 @@ def plan_budget(
         top_k=model.top_k,
         vocab_size=model.vocab_size,
         a2a_extends=config.moe_a2a_extend == "all-to-all",
+        quantized_dispatch=None
+        if config.quantized_dispatch == "off"
+        else config.quantized_dispatch,
         max_dispatch_tokens_per_rank=config.max_dispatch_tokens_per_rank,
     )
     DISPATCHERS[config.moe_a2a].check(budget)

@@ -75,6 +75,11 @@ def model(tmp_path: Path) -> Path:
         ({"device": "cuda:x"}, "device=cuda:x: need one of auto, cpu, cuda, cuda:N"),
         ({"moe_dense_tp_size": 2}, "moe_dense_tp_size=2: need 1, .* or nothing, .* over the group"),
         ({"moe_a2a": "nccl"}, "moe_a2a=nccl: need one of none, torch, flashinfer"),
+        ({"quantized_dispatch": "fp8"}, "need one of off, mxfp8, nvfp4"),
+        (
+            {"quantized_dispatch": "mxfp8", "moe_a2a": "torch", "dp_size": 2},
+            "quantized_dispatch=mxfp8 with moe_a2a=torch: .* set moe_a2a=flashinfer or",
+        ),
         ({"moe_a2a_extend": "none"}, "moe_a2a_extend=none: need one of all-gather, all-to-all"),
         (
             {"moe_a2a_extend": "all-to-all"},

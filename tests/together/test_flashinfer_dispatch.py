@@ -108,6 +108,8 @@ DSL = {"moe_runner": "cutedsl", "dtype": "bfloat16"}
         ({"moe_runner": "cutlass", "dp_size": 2}, 4, 2 * 32),
         ({"moe_runner": "cutlass", "attn_tp_size": 2}, 2, 32),
         ({"moe_runner": "cutlass", **GRID}, 2, 2 * 32),
+        ({"moe_runner": "cutlass", "dp_size": 2, "quantized_dispatch": "mxfp8"}, 4, 2 * 32),
+        ({"moe_runner": "cutlass", "dp_size": 2, "quantized_dispatch": "nvfp4"}, 4, 2 * 32),
         ({**DSL, "dp_size": 2}, 4, 2 * 32),
         ({**DSL, "attn_tp_size": 2}, 2, 32),
         ({**MTP, "dp_size": 2}, 4 * WIDTH, 2 * (32 + 4)),

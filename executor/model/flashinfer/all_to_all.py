@@ -17,6 +17,7 @@ CUDA context. Nothing is done on the host, so graphs capture both; T, C and addr
 Warm all ranks up before the first call, or some wait on the GPU while others compile.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +100,7 @@ class Received:
     Attributes:
         ids: int32 [ep_size * C, K], experts of all ranks; E where no row came.
         weights: float32 [ep_size * C, K].
-        x: [ep_size * C, D].
+        parts: What was sent of rows, each [ep_size * C, ...].
         out: [ep_size * C, D], where ``combine`` finds results without copying them.
         num_rows: T of the dispatch.
         capacity: C.
@@ -107,7 +108,7 @@ class Received:
 
     ids: torch.Tensor
     weights: torch.Tensor
-    x: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     out: torch.Tensor
     num_rows: int
     capacity: int
@@ -203,7 +204,7 @@ class AllToAll:
 
     def dispatch(
         self,
-        x_TD: torch.Tensor,
+        parts_T: Sequence[torch.Tensor],
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         *,
@@ -213,7 +214,8 @@ class AllToAll:
         """Sends each row to the ranks of its routes.
 
         Args:
-            x_TD: Rows; T may be 0.
+            parts_T: What is sent of rows: one to four matrices, by descending size of elements, of
+                as many bytes of a row as one of the sizes' type takes, or fewer; T may be 0.
             ids_TK: int32, what receivers are told about each row.
             weights_TK: float32.
             routes_TK: int32, 0 to E - 1 and nothing else: where each row goes.
@@ -222,17 +224,12 @@ class AllToAll:
         sizes = self.sizes
         workspace, metainfo = self._attached
         assert self._active is None, "a dispatch is active: combine it before the next one"
-        assert len(x_TD) <= capacity <= sizes.max_num_tokens, (
-            f"{len(x_TD)} rows, runtime_max_tokens_per_rank={capacity}, "
-            f"max_num_tokens={sizes.max_num_tokens}: each must be at most the next"
-        )
-        assert capacity > 0, "no rank has rows: none may dispatch"
-        assert x_TD.dtype == sizes.dtype, f"{x_TD.dtype}, made for {sizes.dtype}"
+        self._check_sizes(parts_T, len(ids_TK), capacity)
         assert ids_TK.dtype == routes_TK.dtype == torch.int32
         assert weights_TK.dtype == torch.float32
         # By descending element size, so that each starts at a multiple of its own.
-        payloads = [ids_TK.contiguous(), weights_TK.contiguous(), x_TD.contiguous()]
-        parts, end, _ = self._comm.moe_a2a_dispatch(
+        payloads = [x.contiguous() for x in (ids_TK, weights_TK, *parts_T)]
+        received, end, _ = self._comm.moe_a2a_dispatch(
             token_selected_experts=routes_TK.contiguous(),
             input_payloads=payloads,
             workspace=workspace,
@@ -252,7 +249,7 @@ class AllToAll:
             f"received rows end at byte {end}, results start at {sizes.result_offset}: "
             f"bytes_per_rank={sizes.bytes_per_rank} is too little"
         )
-        ids, weights, x = parts
+        ids, weights, *parts = received
         self._comm.moe_a2a_sanitize_expert_ids(
             expert_ids=ids,
             workspace=workspace,
@@ -265,9 +262,9 @@ class AllToAll:
         self._active = Received(
             ids=ids.flatten(0, 1),
             weights=weights.flatten(0, 1),
-            x=x.flatten(0, 1),
+            parts=tuple(part.flatten(0, 1) for part in parts),
             out=self._results(capacity).flatten(0, 1),
-            num_rows=len(x_TD),
+            num_rows=len(ids_TK),
             capacity=capacity,
         )
         return self._active
@@ -314,6 +311,18 @@ class AllToAll:
         assert self._workspace is not None, "join a group before the first step"
         assert self._metainfo is not None
         return self._workspace, self._metainfo
+
+    def _check_sizes(self, parts: Sequence[torch.Tensor], num_rows: int, capacity: int) -> None:
+        sizes = self.sizes
+        assert num_rows <= capacity <= sizes.max_num_tokens, (
+            f"{num_rows} rows, runtime_max_tokens_per_rank={capacity}, "
+            f"max_num_tokens={sizes.max_num_tokens}: each must be at most the next"
+        )
+        assert capacity > 0, "no rank has rows: none may dispatch"
+        row_bytes = sum(part.shape[1] * part.itemsize for part in parts)
+        assert row_bytes <= sizes.result_bytes, (
+            f"{row_bytes} of a row, at most {sizes.result_bytes}"
+        )
 
     def _results(self, capacity: int) -> torch.Tensor:
         """Returns this rank's results [ep_size, C, D], a view."""

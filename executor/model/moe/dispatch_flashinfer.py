@@ -2,7 +2,7 @@
 
 Only where every EP rank has a GPU of its own and all of them see each other's memory. What travels:
 
-    row of a token      to each rank with one of its experts, once
+    row of a token      to each rank with one of its experts, once, as its payload packs it
     padding row         to this rank itself: the kernels cannot take an expert that is none. It says
                         so on arrival, so no expert runs it. Its result is undefined
     unused places       marked by the library's kernel on arrival
@@ -15,6 +15,7 @@ import torch
 from executor.budget.report import A2A_TOKENS, BudgetLine, a2a_bound
 from executor.budget.token_budget import TokenBudget, check_flashinfer_a2a
 from executor.model.flashinfer.all_to_all import AllToAll, AllToAllSizes
+from executor.model.flashinfer.payloads import PAYLOADS, Payload
 from executor.model.moe.layer import Dispatched, Dispatcher, DispatchSetup
 from executor.parallel.layout import DpLayout
 from executor.parallel.process_groups import EpochGroups
@@ -26,6 +27,7 @@ class FlashInferDispatcher(Dispatcher):
     Args:
         all_to_all: For sizes as large as any pass.
         device: Where rows are. It must be the current one of the thread that joins and steps.
+        payload: How rows are sent; None: as they are.
         payload_in_workspace: Whether to offer runners the place where peers read results. One that
             does not take it has its results copied there.
     """
@@ -35,6 +37,7 @@ class FlashInferDispatcher(Dispatcher):
         all_to_all: AllToAll,
         *,
         device: torch.device,
+        payload: Payload | None = None,
         payload_in_workspace: bool = True,
         bound: str = "max_dispatch_tokens_per_rank",
     ) -> None:
@@ -47,6 +50,7 @@ class FlashInferDispatcher(Dispatcher):
         self._bound = bound
         self._device = device
         self._num_experts = num_experts
+        self._payload = payload or Payload(sizes.dtype, device)
         self._in_place = payload_in_workspace
         # By expert, and by E for padding: where a row is sent for it, and its number on this rank.
         routes = torch.arange(num_experts + 1, dtype=torch.int32)
@@ -59,7 +63,7 @@ class FlashInferDispatcher(Dispatcher):
     @classmethod
     def check(cls, budget: TokenBudget) -> None:
         check_flashinfer_a2a(budget.ep_size, budget.top_k)
-        _ = budget.a2a_max_num_tokens  # checks itself
+        _ = budget.a2a_workspace_bytes  # checks its sizes
 
     @classmethod
     def build(cls, setup: DispatchSetup) -> Dispatcher:
@@ -79,7 +83,8 @@ class FlashInferDispatcher(Dispatcher):
             bytes_per_rank=budget.a2a_workspace_bytes,
         )
         all_to_all = AllToAll(setup.ops, sizes, setup.communicator.topology.ep_rank)
-        return cls(all_to_all, device=setup.device, bound=a2a_bound(budget))
+        payload = PAYLOADS[budget.quantized_dispatch or "off"](setup.dtype, setup.device)
+        return cls(all_to_all, device=setup.device, payload=payload, bound=a2a_bound(budget))
 
     def lines(self) -> tuple[BudgetLine, ...]:
         tokens = self._all_to_all.sizes.max_num_tokens
@@ -112,14 +117,14 @@ class FlashInferDispatcher(Dispatcher):
             ids_TK = ids_TK.clone()
             ids_TK[layout.shard_num_tokens :] = self._num_experts
         received = self._all_to_all.dispatch(
-            x_TD,
+            self._payload.pack(x_TD),
             ids_TK,
             weights_TK,
             routes_TK=_look_up(self._routes, ids_TK),
             capacity=capacity,
         )
         return Dispatched(
-            received.x,
+            self._payload.unpack(received.parts),
             _look_up(self._local, received.ids),
             received.weights,
             handle=received,

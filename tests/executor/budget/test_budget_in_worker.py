@@ -220,6 +220,7 @@ OTHERWISE: dict[str, Any] = {
     "moe_a2a": "none",
     "moe_a2a_extend": "all-to-all",
     "max_dispatch_tokens_per_rank": 5000,
+    "quantized_dispatch": "nvfp4",
     "moe_runner": "cutlass",
     "quantized_weights": "dequantize",
     "weights": "int8",
@@ -234,6 +235,7 @@ DRAFTING_OTHERWISE: dict[str, Any] = {
 }
 BESIDE_IT = {
     "ep_size": {"moe_a2a": "none"},
+    "quantized_dispatch": {"dp_size": 1, "moe_a2a": "flashinfer"},
     "weights": {"dtype": "bfloat16"},
     "num_draft_tokens": {"draft_topk": 2},
 }
@@ -262,7 +264,9 @@ def test_members_that_differ_in_what_sizes_or_routes_a_step_do_not_agree(
     tiny_checkpoint: Path, name: str
 ):
     """Executors that differ in one of these hang or crash in their first collective call."""
-    path, both = DEMO_MODEL if name == "weights" else tiny_checkpoint, BESIDE_IT.get(name, {})
+    path, both = tiny_checkpoint, BESIDE_IT.get(name, {})
+    if name in ("weights", "quantized_dispatch"):
+        path = DEMO_MODEL
     if name in DRAFTING_OTHERWISE:
         path, both = DEMO_MODEL, {"moe_a2a": "none", "draft_model": DEMO_DRAFTS / "eagle", **both}
     key = AGREED_AS.get(name, name)

@@ -215,6 +215,7 @@ OF_TWO = {"dp_size": 2, "moe_a2a": "flashinfer"}
             r"=99, .* 100 .* raise .* to 100",
         ),
         (OF_TWO, 3, r"num_experts_per_tok=3: .* for 2 and 4"),
+        (OF_TWO | {"quantized_dispatch": "mxfp8"}, 2, "do not divide hidden_size=48"),
     ],
 )
 def test_an_all_to_all_that_a_step_or_a_model_does_not_fit_stops_the_start(

@@ -13,7 +13,8 @@ from tests.together.speculation.speculative_cell import Router, serve
 GROUPS: dict[str, dict[str, Any]] = {
     "dp2": {"dp_size": 2},
     "tp2": {"attn_tp_size": 2},
-    "dp2 flashinfer cutlass": {"dp_size": 2, "moe_a2a": "flashinfer", "moe_runner": "cutlass"},
+    "dp2 flashinfer": {"dp_size": 2, "moe_a2a": "flashinfer", "quantized_dispatch": "off"},
+    "dp2 mxfp8": {"dp_size": 2, "moe_a2a": "flashinfer", "quantized_dispatch": "mxfp8"},
     "dp2 ep1": {"dp_size": 2, "ep_size": 1},
     "dp2 torch": {"dp_size": 2, "moe_a2a": "torch", "decode_graphs": "off"},
 }
@@ -30,6 +31,10 @@ def test_ranks_make_the_same_collectives_and_wait_for_their_tokens_only(
     assert gpu.num_meetings == len(gpu.graphs), "before each warm-up run"
     serve(router, ASKS)
     assert gpu.modules == loaded, "a peer would wait for what is loaded or built this late"
+    sent = {None: set(), "off": {2 * 128 + 16}, "mxfp8": {128 + 128 // 32 + 16}}
+    assert gpu.row_bytes == sent[settings.get("quantized_dispatch")], (
+        "of a row, its ids and weights"
+    )
     first, second = cell.steps
     counts_rows = settings.get("moe_a2a") == "torch"
     assert any(COUNTING in step.waits for step in first) == counts_rows

@@ -230,7 +230,7 @@ def test_rows_that_the_step_or_the_budget_has_no_room_for_are_refused(
     ranks = Ranks(fitting())
     x, ids, weights = random_rows(5, SIZES, 0)
     with pytest.raises(AssertionError, match="5 rows, runtime_max_tokens_per_rank=4, max_num_toke"):
-        ranks.kernels[0].dispatch(x, ids, weights, routes_TK=ids, capacity=4)
+        ranks.kernels[0].dispatch([x], ids, weights, routes_TK=ids, capacity=4)
     for num_rows, counts, problem in (
         (1, (1, 10, 1), "1 rows, runtime_max_tokens_per_rank=10, max_num_tokens=9"),
         (2, (3, 3, 3), "2 rows, 3 in the layout"),

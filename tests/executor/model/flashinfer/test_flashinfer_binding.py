@@ -107,7 +107,7 @@ def call_all_to_all(ops: FlashInferOps) -> None:
     all_to_all = AllToAll(ops, sizes, ep_rank=0)
     all_to_all.attach(torch.zeros(1, 1 << 12, dtype=torch.uint8))
     ids = int32(0, 1, 1, 0, 0, 1).view(3, 2)
-    received = all_to_all.dispatch(half(3, 4), ids, torch.ones(3, 2), routes_TK=ids, capacity=3)
+    received = all_to_all.dispatch([half(3, 4)], ids, torch.ones(3, 2), routes_TK=ids, capacity=3)
     all_to_all.combine(received.out, received)
 
 

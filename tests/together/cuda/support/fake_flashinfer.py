@@ -79,6 +79,7 @@ class Module:
         *rest: Any,
     ) -> tuple[list[int], list[int], int, int, int]:
         """Returns where each payload's rows arrive, how many bytes, and what is free behind them."""
+        self._gpu.row_bytes.add(sum(x.shape[1] * x.itemsize for x in payloads))
         at = _aux_bytes(ep_size, self._max_num_tokens)
         offsets, sizes = [], []
         for x in payloads:

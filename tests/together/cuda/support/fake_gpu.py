@@ -80,6 +80,7 @@ class FakeGpu:
         collectives: Of the step, or of the captures before it.
         modules: Compiled modules that FlashInfer has loaded.
         num_meetings: How often the hosts of a group have met.
+        row_bytes: What FlashInfer's all-to-all has been given to send of a row.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,7 @@ class FakeGpu:
         self.num_steps = 0
         self.unread: set[int] = set()  # steps, by number
         self.num_meetings = 0
+        self.row_bytes: set[int] = set()
         self.is_capturing = False
         self._in_step = False
 
