@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from executor.errors import InvalidStep, StepFailed
 from protos.telemetry.metrics import STEP_BOUNDS, Family, Histogram, Metric, families_of
-from protos.transport.credentials import stale_files
+from protos.transport.credentials import first_to_expire, stale_files
 from protos.transport.interceptors import PORT_REFUSALS
 
 PHASES = ("queue", "fill", "draft", "forward", "sample", "read")
@@ -135,6 +135,12 @@ METRICS: list[Metric[Numbers]] = [
     Metric("files_not_reloaded", "gauge", ("setting",), lambda n: stale_files(),
            "Readers of a setting's files that go on with what was in them before, since what is "
            "there now makes no sense: removed tokens still count."),
+    Metric("certificate_begin_timestamp_seconds", "gauge", ("setting",),
+           lambda n: {name: v.begin for name, v in first_to_expire().items()},
+           "From when the certificate of a setting's file that expires first is valid."),
+    Metric("certificate_expiry_timestamp_seconds", "gauge", ("setting",),
+           lambda n: {name: v.end for name, v in first_to_expire().items()},
+           "Until when it is valid."),
     Metric("failed_steps_total", "counter", ("reason",),
            lambda n: n.measures.failures.copy(),
            "Steps that were refused or failed, by the error's reason."),

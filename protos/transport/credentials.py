@@ -18,13 +18,15 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 import structlog
+
+from protos.transport.certificates import Validity, validities, warn_of_dates
 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc
@@ -196,19 +198,55 @@ class TlsBytes:
     ca: bytes | None
 
 
-def watch(name: str, files: TlsFiles, *, interval_s: float = 0.0) -> Watched[TlsBytes, TlsBytes]:
-    """Returns the contents of the files, which follow their changes.
+class WatchedTls(Watched[TlsBytes, TlsBytes]):
+    """Contents of TLS files, which follow their changes.
 
     Args:
         name: The setting that names the files, for the log.
         files: Their paths.
+        cert, ca: Settings that name the certificate and the CAs.
         interval_s: They are looked at so often at most.
 
     Raises:
         OSError: One cannot be read.
         ValueError: They do not fit together.
     """
-    return Watched(name, files.read, lambda _: files.read_whole(), interval_s=interval_s)
+
+    def __init__(
+        self, name: str, files: TlsFiles, *, cert: str, ca: str, interval_s: float = 0.0
+    ) -> None:
+        self._files = files
+        self._settings = (cert, ca)
+        super().__init__(name, files.read, self._parse, interval_s=interval_s)
+
+    def _parse(self, raw: TlsBytes) -> TlsBytes:
+        whole = self._files.read_whole()
+        for setting, pem in self._certificates(whole):
+            warn_of_dates(setting, pem, time.time())
+        return whole
+
+    def _certificates(self, tls: TlsBytes) -> list[tuple[str, bytes]]:
+        """Returns the settings that name certificates, each with its file's content."""
+        files = zip(self._settings, (tls.cert, tls.ca), strict=True)
+        return [(setting, pem) for setting, pem in files if pem is not None]
+
+    def validities(self) -> Iterator[tuple[str, Validity]]:
+        """Yields the validity of each certificate in force, with the setting that names its file."""
+        for setting, pem in self._certificates(self.value()):
+            for validity in validities(pem):
+                yield setting, validity
+
+
+def first_to_expire() -> dict[str, Validity]:
+    """Returns, by setting, the certificate of this process that expires first."""
+    found = [
+        pair
+        for watched in list(_watched)
+        if isinstance(watched, WatchedTls)
+        for pair in watched.validities()
+    ]
+    latest_first = sorted(found, key=lambda pair: pair[1].end, reverse=True)
+    return dict(latest_first)
 
 
 def server_credentials(files: TlsFiles) -> "grpc.ServerCredentials":
@@ -221,7 +259,7 @@ def server_credentials(files: TlsFiles) -> "grpc.ServerCredentials":
     """
     import grpc
 
-    watched = watch("tls_cert", files)
+    watched = WatchedTls("tls_cert", files, cert="tls_cert", ca="tls_client_ca")
 
     def configuration(tls: TlsBytes) -> grpc.ServerCertificateConfiguration:
         assert tls.key is not None

@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.serving.v1.serving_pb2 import GetModelResponse
 from protos.transport.channel import ChannelOpener, Option
-from protos.transport.credentials import TlsFiles, token_sender, watch
+from protos.transport.credentials import TlsFiles, WatchedTls, token_sender
 from protos.transport.port import is_loopback
 from router.client.many import Many
 from router.client.messages import (
@@ -296,7 +296,7 @@ def channel_opener(
         )
     tls: Any = credentials
     if isinstance(credentials, TlsFiles):
-        tls = watch("tls", credentials, interval_s=RELOAD_S)
+        tls = WatchedTls("tls", credentials, cert="cert", ca="ca", interval_s=RELOAD_S)
     if isinstance(token, str):
         return ChannelOpener(tls, token=lambda: token)
     return ChannelOpener(tls, token=None if token is None else token_sender(token))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from protos.settings import ON_OFF, setting
 from protos.transport.channel import ChannelOpener
-from protos.transport.credentials import TlsFiles, read_tokens, token_sender, watch
+from protos.transport.credentials import TlsFiles, WatchedTls, read_tokens, token_sender
 from protos.transport.port import check_files, check_tls, is_loopback
 from router.executors.discovery import DNS, DnsGroup
 
@@ -71,6 +71,9 @@ class ExecutorSecurity:
         name = self.executor_name
         if name is None and group[0].startswith(DNS):
             name = DnsGroup.parse(group[0]).name  # its addresses are numbers that change
-        tls = None if self.executor_ca is None else watch("executor_ca", self._executor_files)
+        tls = None
+        if self.executor_ca is not None:
+            files = self._executor_files
+            tls = WatchedTls("executor_ca", files, cert="executor_cert", ca="executor_ca")
         token = None if self.executor_token is None else token_sender(self.executor_token)
         return ChannelOpener(tls, name, token)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.telemetry.metrics import Family, Histogram, Metric, families_of
-from protos.transport.credentials import stale_files
+from protos.transport.credentials import first_to_expire, stale_files
 from router.engine.engines import Engines
 from router.scheduling.counters import GroupTotals, RankCounts
 
@@ -73,6 +73,12 @@ ROUTER: list[Metric[Snapshot]] = [
     Metric("files_not_reloaded", "gauge", ("setting",), lambda r: stale_files(),
            "Readers of a setting's files that go on with what was in them before, since what is "
            "there now makes no sense: removed tokens still count."),
+    Metric("certificate_begin_timestamp_seconds", "gauge", ("setting",),
+           lambda r: {name: v.begin for name, v in first_to_expire().items()},
+           "From when the certificate of a setting's file that expires first is valid."),
+    Metric("certificate_expiry_timestamp_seconds", "gauge", ("setting",),
+           lambda r: {name: v.end for name, v in first_to_expire().items()},
+           "Until when it is valid."),
     Metric("ended_sequences_total", "counter", ("reason",), lambda r: r.ended,
            "Sequences that were taken and ended: STOP, LENGTH, or the error's reason."),
     Metric("request_seconds", "histogram", (), lambda r: r.total_s,

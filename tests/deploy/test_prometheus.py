@@ -25,7 +25,7 @@ RULES = [rule for group in yaml.safe_load(ALERTS)["groups"] for rule in group["r
 WORDS = {
     *("and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right"),
     *("bool", "offset", "sum", "min", "max", "avg", "count", "rate", "increase", "changes"),
-    *("absent", "histogram_quantile", "label_values"),
+    *("absent", "time", "histogram_quantile", "label_values"),
     *("min_over_time", "max_over_time", "avg_over_time"),
 }
 COUNTERS_ONLY = ("rate", "irate", "increase", "changes")

@@ -1,6 +1,7 @@
 """Certificates and tokens in files, as an operator has them."""
 
 import os
+from datetime import datetime
 from pathlib import Path
 
 import trustme
@@ -25,9 +26,9 @@ class Authority:
     def ca(self) -> Path:
         return self.folder / "ca.pem"
 
-    def issue(self, name: str, *identities: str) -> TlsFiles:
-        """Returns the files of one side, which trusts this CA."""
-        issued = self._ca.issue_cert(*identities)
+    def issue(self, name: str, *identities: str, **dates: datetime) -> TlsFiles:
+        """Returns the files of one side, which trusts this CA; `dates` are not_before, not_after."""
+        issued = self._ca.issue_cert(*identities, **dates)
         files = TlsFiles(self.folder / f"{name}.pem", self.folder / f"{name}.key", self.ca)
         assert files.cert is not None
         assert files.key is not None
