@@ -150,7 +150,9 @@ class Request:
         caller: Who sent it, and may cancel it.
         cache_salt: What the names of its blocks begin with (block_pool.py).
         hides_cached: Whether its caller is not told how much the prefix cache had.
-        priority_key: Its order among all that wait or run, set on submission: less goes first.
+        priority_key: Its order among all that run, set on submission: less is preempted last.
+        turn_time: The first part of its order among all that wait, set on submission: the same, and
+            later the longer its prompt takes.
         expiry: The timer behind `deadline`.
     """
 
@@ -170,11 +172,13 @@ class Request:
     cache_salt: bytes = b""
     hides_cached: bool = False
     priority_key: tuple[float, int] = field(init=False)
+    turn_time: float = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)
     sequences: "list[Sequence]" = field(init=False)
 
     def __post_init__(self, n: int) -> None:
         self.priority_key = (self.arrival_time, 0)
+        self.turn_time = self.arrival_time
         self.sequences = [Sequence(self, index) for index in range(n)]
 
     @property
@@ -289,8 +293,13 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Sorts sequences: less is scheduled first and preempted last."""
+        """Sorts sequences that run: less is preempted last."""
         return (*self.request.priority_key, self.index)
+
+    @property
+    def turn(self) -> tuple[float, int, int]:
+        """Sorts sequences that wait: less is bound first."""
+        return (self.request.turn_time, self.request.priority_key[1], self.index)
 
     @property
     def is_ended(self) -> bool:

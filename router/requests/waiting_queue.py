@@ -11,8 +11,9 @@ Priority is a head start in time. A request goes before all requests that came l
 A high priority thus means a short wait, and no priority means an endless one: a request that has
 waited for as long as all levels are worth goes before all that come. What a caller has waiting already
 sets its next request back likewise, some time for each sequence, so that a flood delays its own caller
-most. The order of two requests never changes, so that the queue is a heap, and it is the order on the
-ranks too: no sequence is preempted for a request that would have had to wait for it. `Quarantine` stands before the queue and holds back
+most. Where step times are known, a prompt stands besides behind shorter ones for as long as it takes to
+run, times a weight: it delays them little, and by no more than that. The order of two requests never changes, so that the queue is a heap. Who
+is preempted goes by the order without lengths: no sequence is for a request that came later. `Quarantine` stands before the queue and holds back
 the sequences of lost steps.
 """
 
@@ -78,6 +79,8 @@ class WaitingQueue:
         self._heap: list[tuple[float, int, int, Sequence]] = []
         self._waiting: set[Sequence] = set()
         self.num_tokens = 0
+        self.num_urgent_tokens = 0  # of requests whose priority is not below 0
+        self._token_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -92,6 +95,10 @@ class WaitingQueue:
         return not self._waiting or (
             len(self) < self._max_sequences and self.num_tokens < self._max_tokens
         )
+
+    def order_by_length(self, token_s: float) -> None:
+        """Says how many seconds each prompt token sets a new request back in the line."""
+        self._token_s = token_s
 
     def submit(self, request: Request) -> None:
         """Queues all continuations of a new request, or none.
@@ -116,6 +123,7 @@ class WaitingQueue:
         held = self._check_share(request.caller, num_new, num_tokens)
         head_start_s = request.priority * self._priority_step_s - held * self._callers.caller_step_s
         request.priority_key = (request.arrival_time - head_start_s, next(_ARRIVALS))
+        request.turn_time = request.priority_key[0] + len(request.prompt) * self._token_s
         for sequence in request.sequences:
             self.push(sequence)
 
@@ -139,11 +147,12 @@ class WaitingQueue:
         """Queues a sequence by its request's priority. Preempted ones are never refused."""
         self._waiting.add(sequence)
         self.num_tokens += len(sequence.tokens)
+        self.num_urgent_tokens += _num_urgent(sequence)
         if caller := sequence.request.caller:
             held = self._held.setdefault(caller, Held())
             held.num_sequences += 1
             held.num_tokens += len(sequence.tokens)
-        heapq.heappush(self._heap, (*sequence.order, sequence))
+        heapq.heappush(self._heap, (*sequence.turn, sequence))
 
     def peek(self) -> Sequence | None:
         """Returns the first of the queue."""
@@ -165,12 +174,17 @@ class WaitingQueue:
     def _leave(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self.num_tokens -= len(sequence.tokens)
+        self.num_urgent_tokens -= _num_urgent(sequence)
         if caller := sequence.request.caller:
             held = self._held[caller]
             held.num_sequences -= 1
             held.num_tokens -= len(sequence.tokens)
             if not held.num_sequences:
                 del self._held[caller]
+
+
+def _num_urgent(sequence: Sequence) -> int:
+    return len(sequence.tokens) if sequence.request.priority >= 0 else 0
 
 
 # ---- quarantine
@@ -209,6 +223,13 @@ class Quarantine:
     def num_tokens(self) -> int:
         """Tokens that wait, prompt and output."""
         return self._others.num_tokens + sum(len(s.tokens) for s in self._suspects)
+
+    @property
+    def num_urgent_tokens(self) -> int:
+        return self._others.num_urgent_tokens + sum(map(_num_urgent, self._suspects))
+
+    def order_by_length(self, token_s: float) -> None:
+        self._others.order_by_length(token_s)
 
     @property
     def has_room(self) -> bool:

@@ -46,6 +46,7 @@ from router.scheduling.step import (
     StepPlan,
     StepResult,
 )
+from router.scheduling.step_budget import Why
 from router.scheduling.step_cost import StepCosts
 
 # Counted from 0, as Prometheus sees no increase in a series that begins with 1.
@@ -246,6 +247,7 @@ class GroupTotals:
         is_lost: Whether the last one was lost, and the group has not formed since.
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
         drafts: What came of drafts.
+        decisions: Steps with prompts bound, by what was done about these, see Why.
         step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
     """
 
@@ -262,6 +264,7 @@ class GroupTotals:
     first_token_s: Histogram
     inter_token_s: Histogram
     recovery_s: Histogram
+    decisions: dict[str, int]
     step_cost: dict[str, float]
     step_margin: float
     step_error: float
@@ -273,6 +276,7 @@ class GroupMeasures:
     Attributes:
         times: Where the time of its steps went.
         costs: What its steps take, as far as that is learnt.
+        decisions: Steps planned by time while prompts were bound, by what they did about these.
         queue_s: From a sequence's arrival to the first step that ran it.
         first_token_s: From a sequence's arrival to its first token.
         inter_token_s: Between two tokens of a sequence.
@@ -284,6 +288,7 @@ class GroupMeasures:
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.times = StepTimes()
         self.costs = StepCosts()
+        self.decisions: Counter[str] = Counter(dict.fromkeys(Why, 0))
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
         self.inter_token_s = Histogram(STEP_BOUNDS)
@@ -340,6 +345,7 @@ class GroupMeasures:
             first_token_s=self.first_token_s.copy(),
             inter_token_s=self.inter_token_s.copy(),
             recovery_s=self.recovery_s.copy(),
+            decisions=dict(self.decisions),
             step_cost=self.costs.plain.coefficients(),
             step_margin=self.costs.plain.margin,
             step_error=self.costs.plain.error,

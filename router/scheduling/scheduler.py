@@ -8,18 +8,26 @@ this one is back; `commit` takes the tokens. A row of the table goes this way:
        └──────once no step in flight runs it
 
 The SequenceTable knows each sequence, its rank's PrefixCache each block, and only the engine's task
-touches either. `RankLoads` picks the rank of a waiting sequence, and `fill_level` says how far prompts
-fill a step.
+touches either. A step is planned in eight moves:
+
+    1  decodes   every row that can, one token
+    2  budget    seconds that the step may take                          step_budget
+    3  bind      waiting prompts, in the line's order, to ranks          rank_choice
+    4  hold      whether prompts run at all, or wait for more            step_budget
+    5  level     one level of time for all ranks                         step_budget
+    6  trim      its top, where that costs more than it gives            step_budget
+    7  chunks    each rank's prompts up to it, with blocks
+    8  when      as late as executors allow                              the engine
+
+Until enough steps were timed (`step_cost`), the level is one of tokens and nothing is held.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from protos.settings import at_least, setting
 from protos.transport.errors import RpcError
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
@@ -37,23 +45,27 @@ from router.scheduling.commit import (
     write_tokens,
 )
 from router.scheduling.counters import GroupMeasures, TokenGaps
+from router.scheduling.rank_choice import RankLoads, fill_level
 from router.scheduling.row_blocks import RowBlocks
 from router.scheduling.sequence_table import Mask, RowStatus, SequenceTable
 from router.scheduling.speculation import DraftCounts, DraftGate, Drafting, DraftSettings
 from router.scheduling.step import GroupShape, StepPlan, StepResult
+from router.scheduling.step_budget import (
+    Budget,
+    BudgetSettings,
+    Hold,
+    Prices,
+    Prompt,
+    Why,
+    fill,
+    open_budget,
+)
 from router.scheduling.step_builder import Chunk, StepBuilder
-
-# What a cached token weighs against one to be run when ranks are compared: attention reads it
-# at every step of its sequence. With it, 16 blocks of KV weigh as much as one block to be run.
-KV_WORK = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(DraftSettings):
+class SchedulerSettings(BudgetSettings, DraftSettings):
     """Settings of a group's scheduler."""
-
-    min_chunk_tokens: int = setting(512, at_least(1))
-    """A prompt runs at least this far in a step, however unequal the ranks."""
 
 
 class Scheduler:
@@ -110,6 +122,9 @@ class Scheduler:
             self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
         self._builder = StepBuilder(self.table, shape, speculation)
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
+        self._hold = Hold(settings)
+        self._goes_by_time = False
+        self._prices = Prices(**self._measures.costs.plain.coefficients())
 
     def schedule(self) -> StepPlan | None:
         """Hands out the next step; None if there is nothing to run."""
@@ -198,33 +213,98 @@ class Scheduler:
             The decodes' limits if the step drafts while prompts wait, and each rank's chunks.
         """
         table = self.table
-        if not len(self._waiting) and not np.count_nonzero(table.status == RowStatus.EXTEND):
+        rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
+        if not len(self._waiting) and not rows:
+            self._hold.skip()
             return None, []
         num_decodes = table.row_set(runs).num_rows
-        self._bind_waiting(num_decodes)
+        self._learn_prices()
+        prompts = self._bound_prompts(rows)
+        budget = self._open_budget(runs, num_decodes, prompts) if self._goes_by_time else None
+        num_stuck = self._bind_waiting(num_decodes, prompts, budget)
         runs &= table.status == RowStatus.DECODE
+        prompts = [[p for p in rank if table.status[p.row] == RowStatus.EXTEND] for rank in prompts]
         if self._drafting is not None:
             limits = self._drafting.take_turn(runs, has_waiting=len(self._waiting) > 0)
             if limits is not None:
                 return limits, []
-        chunks = self._take_chunks(num_decodes)
+        counts = self._fill(prompts, num_decodes, budget, num_stuck)
+        chunks = self._take_chunks(prompts, num_decodes, counts)
         runs &= table.status == RowStatus.DECODE
         return None, chunks
 
-    def _bind_waiting(self, num_decodes: list[int]) -> None:
-        """Binds waiting sequences to ranks that can run them in this step, first come first."""
+    def _bound_prompts(self, rows: list[int]) -> list[list[Prompt]]:
+        """Returns each rank's bound prompts in the order in which they run."""
+        prompts: list[list[Prompt]] = [[] for _ in range(self._shape.dp_size)]
+        for row in rows:
+            prompts[self.table.rank_of(row)].append(self._prompt(row))
+        for rank in prompts:
+            rank.sort()
+        return prompts
+
+    def _prompt(self, row: int) -> Prompt:
+        """Returns what a row has to run; what it has run brings it forward."""
+        table = self.table
+        done = int(table.num_computed[row])
+        start, number, index = table.bound(row).turn
+        start -= self._seconds_behind(done)
+        return Prompt((start, number, index), int(table.num_extend[row]) - done, done, row)
+
+    def _seconds_behind(self, num_tokens: int) -> float:
+        """Returns by how much so many tokens set a prompt back in the line."""
+        if not self._goes_by_time:
+            return 0.0
+        return self._settings.prompt_order_weight * self._prices.token * num_tokens
+
+    def _learn_prices(self) -> None:
+        cost = self._measures.costs.plain
+        self._goes_by_time = cost.is_known and self._settings.target_token_gap_ms > 0
+        self._prices = Prices(**cost.coefficients(with_margin=True))
+        self._waiting.order_by_length(self._seconds_behind(1))
+
+    def _open_budget(
+        self, runs: Mask, num_decodes: list[int], prompts: list[list[Prompt]]
+    ) -> Budget:
+        """Returns the time of this step."""
+        num_bound = sum(
+            prompt.left
+            for prompt in chain.from_iterable(prompts)
+            if self.table.bound(prompt.row).request.priority >= 0
+        )
+        return open_budget(
+            self._settings,
+            self._prices,
+            num_decodes,
+            self.table.kv_tokens(runs).tolist(),
+            num_bound + self._waiting.num_urgent_tokens,
+            self._shape.max_num_batched_tokens,
+        )
+
+    def _bind_waiting(
+        self, num_decodes: list[int], prompts: list[list[Prompt]], budget: Budget | None
+    ) -> int:
+        """Binds waiting sequences, in order, to ranks that can run them in this step.
+
+        Returns how many wait for rows or KV, of which the first finds none.
+        """
         if not len(self._waiting):
-            return
-        deferred = []
-        loads = RankLoads(self._shape, self.table, self.caches, num_decodes)
+            return 0
+        deferred, num_stuck = [], 0
+        chunk = self._shape.max_num_batched_tokens if budget is None else budget.chunk
+        loads = RankLoads(
+            self._shape, self.table, self.caches, prompts, num_decodes, chunk, self._prices
+        )
         while (sequence := self._waiting.peek()) is not None:
             if self._waits_for_its_leader(sequence):
                 deferred.append(self._waiting.pop())
             elif not self._bind_to_best_rank(sequence, loads):
-                self._preempt_for(sequence)
+                if loads.is_stuck:
+                    num_stuck = len(self._waiting)
+                    self._preempt_for(sequence)
                 break
         for sequence in deferred:
             self._waiting.push(sequence)
+        return num_stuck
 
     def _waits_for_its_leader(self, sequence: Sequence) -> bool:
         """Whether the request's first continuation still runs the prompt that they share."""
@@ -232,18 +312,15 @@ class Scheduler:
         is_running = leader.table is not None and leader is not sequence
         return is_running and self.table.status[leader.row] == RowStatus.EXTEND
 
-    def _bind_to_best_rank(self, sequence: Sequence, loads: "RankLoads") -> bool:
-        ranks = loads.ranks_with_room()
-        if not ranks:
-            return False
+    def _bind_to_best_rank(self, sequence: Sequence, loads: RankLoads) -> bool:
         num_tokens = len(sequence.tokens)  # once bound, its tokens are a whole row
         hashes = self._reusable_hashes(sequence)
         cached = [cache.match(hashes) for cache in self.caches]
-        rank = loads.pick(ranks, num_tokens, cached)
+        rank = loads.pick(sequence.turn, num_tokens, cached)
         if rank is None:
             return False
-        self._bind(self._waiting.pop(), rank, cached[rank])
-        loads.add(rank, num_tokens, cached[rank])
+        row = self._bind(self._waiting.pop(), rank, cached[rank])
+        loads.add(rank, self._prompt(row), len(cached[rank].blocks))
         return True
 
     def _reusable_hashes(self, sequence: Sequence) -> list[BlockHash]:
@@ -254,7 +331,8 @@ class Scheduler:
         extend_block_hashes(hashes, tokens, block_size, sequence.request.cache_salt)
         return hashes[: (len(tokens) - 1) // block_size]
 
-    def _bind(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> None:
+    def _bind(self, sequence: Sequence, rank: int, cached: CachedPrefix) -> int:
+        """Gives a sequence a row of a rank, which it returns."""
         cache = self.caches[rank]
         cache.pool.share(cached.blocks)
         cache.pool.share(cached.window_blocks)
@@ -266,6 +344,7 @@ class Scheduler:
             cache.num_queried_tokens += sequence.num_prompt_tokens
             cache.num_hit_tokens += progress.num_cached_tokens
             self._measures.queue_s.observe(progress.start_time - sequence.request.arrival_time)
+        return row
 
     def _preempt_for(self, sequence: Sequence) -> None:
         """Preempts a sequence of lower priority, or of a caller that asks for more, for a waiting one."""
@@ -278,35 +357,55 @@ class Scheduler:
         if is_less and last.priority_key > request.priority_key:
             self.preempt(victim)
 
-    def _take_chunks(self, num_decodes: list[int]) -> list[list[Chunk]]:
-        """Returns each rank's chunks of prompts, each with blocks, filled to one level."""
+    def _fill(
+        self,
+        prompts: list[list[Prompt]],
+        num_decodes: list[int],
+        budget: Budget | None,
+        num_stuck: int,
+    ) -> list[int]:
+        """Returns how many prompt tokens each rank runs; none if they are held."""
+        floor = self._settings.min_chunk_tokens
+        if budget is None:
+            most, left = (
+                self._shape.max_num_batched_tokens,
+                [sum(p.left for p in r) for r in prompts],
+            )
+            level = fill_level(num_decodes, left, max_tokens=most, floor=floor)
+            return [level - num for num in num_decodes]
+        counts, now = fill(budget, prompts, floor), self._clock()
+        if not any(counts):
+            return counts
+        bound = (self.table.bound(prompt.row) for prompt in chain.from_iterable(prompts))
+        starts = [sequence.progress.start_time for sequence in bound]
+        oldest = min(start for start in starts if start is not None)
+        why = self._hold.decide(budget, prompts, counts, now, oldest=oldest, num_stuck=num_stuck)
+        self._measures.decisions[why] += 1
+        if why is Why.HELD:
+            return [0] * len(counts)
+        counts = self._hold.trim(budget, prompts, counts, num_stuck=num_stuck)
+        self._hold.note(counts, now)
+        return counts
+
+    def _take_chunks(
+        self, prompts: list[list[Prompt]], num_decodes: list[int], counts: list[int]
+    ) -> list[list[Chunk]]:
+        """Returns each rank's chunks of prompts, each with blocks, up to so many tokens."""
         table, shape = self.table, self._shape
-        rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
-        num_left = {row: int(table.num_extend[row] - table.num_computed[row]) for row in rows}
-        num_left_of_ranks = [0] * shape.dp_size
-        for row, count in num_left.items():
-            num_left_of_ranks[table.rank_of(row)] += count
-        level = fill_level(
-            num_decodes,
-            num_left_of_ranks,
-            max_tokens=shape.max_num_batched_tokens,
-            floor=self._settings.min_chunk_tokens,
-        )
-        tokens_left = [level - num for num in num_decodes]
-        logits_left = [shape.max_num_logits - num for num in num_decodes]
         chunks: list[list[Chunk]] = [[] for _ in range(shape.dp_size)]
-        for row in sorted(rows, key=table.order_of):
-            rank = table.rank_of(row)
-            count, num_logits = min(tokens_left[rank], num_left[row]), 1
-            if table.scores_prompt[row]:
-                count = num_logits = min(count, logits_left[rank])
-            if count <= 0 or logits_left[rank] <= 0 or table.status[row] != RowStatus.EXTEND:
-                continue
-            count = self._blocks.give(rank, row, count)
-            if count > 0:
-                chunks[rank].append(Chunk(row, count))
-                tokens_left[rank] -= count
-                logits_left[rank] -= num_logits
+        for rank, tokens_left in enumerate(counts):
+            logits_left = shape.max_num_logits - num_decodes[rank]
+            for _, left, _, row in prompts[rank]:
+                count, num_logits = min(tokens_left, left), 1
+                if table.scores_prompt[row]:
+                    count = num_logits = min(count, logits_left)
+                if count <= 0 or logits_left <= 0 or table.status[row] != RowStatus.EXTEND:
+                    continue
+                count = self._blocks.give(rank, row, count)
+                if count > 0:
+                    chunks[rank].append(Chunk(row, count))
+                    tokens_left -= count
+                    logits_left -= num_logits
         return [[c for c in rank if table.status[c.row] == RowStatus.EXTEND] for rank in chunks]
 
     # ---- new tokens
@@ -360,138 +459,3 @@ class Scheduler:
             if table.status[row] == RowStatus.PREEMPTED:
                 self._send_back(table.bound(row))
             table.free_row(row)
-
-
-# ---- balance of the ranks
-
-
-def fill_level(
-    num_decodes: SequenceOf[int], num_prompt_tokens: SequenceOf[int], *, max_tokens: int, floor: int
-) -> int:
-    """Returns the number of tokens up to which every rank fills its step with prompt tokens.
-
-    A step is as long as its fullest rank, so ranks fill up to one level, as water does. That
-    level is what the rank with the least to do can reach; below ``floor`` it does not go, or a
-    short prompt on one rank would hold up a long one on another. The level bounds only
-    prompts: decodes always run.
-
-    Args:
-        num_decodes: [dp_size] tokens that each rank runs anyway.
-        num_prompt_tokens: [dp_size] prompt tokens that each rank could run.
-        max_tokens: Upper bound of a rank's tokens.
-        floor: The least level, unless ``max_tokens`` is below.
-    """
-    reachable = [
-        decodes + prompt
-        for decodes, prompt in zip(num_decodes, num_prompt_tokens, strict=True)
-        if prompt > 0
-    ]
-    if not reachable:
-        return 0
-    return min(max_tokens, max(floor, min(reachable), *num_decodes))
-
-
-def pick_rank(
-    num_cached_tokens: SequenceOf[int], work: SequenceOf[float], candidates: SequenceOf[int]
-) -> int:
-    """Picks the DP rank for a new sequence: a cached prefix counts for as much as it saves.
-
-    Args:
-        num_cached_tokens: [dp_size] prompt tokens that each rank would not have to run.
-        work: [dp_size] what each rank carries, in tokens.
-        candidates: Ranks that can run the sequence in the next step; at least one.
-    """
-    return min(
-        candidates, key=lambda rank: (work[rank] - num_cached_tokens[rank], work[rank], rank)
-    )
-
-
-class RankLoads:
-    """Work and promised blocks of every rank, kept up as sequences are bound.
-
-    Plain lists of numbers: there are few ranks, and each is looked at for each new sequence.
-
-    Args:
-        num_decodes: [dp_size] decodes that run in this step.
-
-    Attributes:
-        work: [dp_size] tokens to run, and KV to read counted in such tokens.
-    """
-
-    def __init__(
-        self,
-        shape: GroupShape,
-        table: SequenceTable,
-        caches: list[PrefixCache],
-        num_decodes: list[int],
-    ) -> None:
-        self._shape = shape
-        self._table = table
-        self._pools = [cache.pool for cache in caches]
-        self._max_window_blocks = shape.max_window_blocks
-        self._num_tokens = list(num_decodes)
-        self._num_promised_blocks = [0] * shape.dp_size
-        for row in np.flatnonzero(table.status == RowStatus.EXTEND).tolist():
-            rank, num_extend = table.rank_of(row), int(table.num_extend[row])
-            self._num_tokens[rank] += num_extend - int(table.num_computed[row])
-            num_missing = self._num_missing(num_extend, int(table.num_blocks[row]))
-            self._num_promised_blocks[rank] += num_missing
-        self.work = [self._work(rank) for rank in range(shape.dp_size)]
-
-    def ranks_with_room(self) -> list[int]:
-        """Ranks that could run something of another sequence in this step."""
-        max_tokens = self._shape.max_num_batched_tokens
-        return [
-            rank
-            for rank, num_tokens in enumerate(self._num_tokens)
-            if num_tokens < max_tokens and self._table.has_free_row(rank)
-        ]
-
-    def _fits(self, rank: int, num_tokens: int, cached: CachedPrefix) -> bool:
-        """Whether the rank's pool has place for all known tokens of a sequence and one more.
-
-        Beyond that, one free column is left for each sequence that the rank already has, which
-        will want it soon. An empty rank takes any sequence that the model's length admits.
-        """
-        num_next = self._table.num_bound(rank) * self._table.num_lists
-        if num_next == 0:
-            return True
-        pool = self._pools[rank]
-        num_taken = self._num_missing(num_tokens, len(cached.blocks))
-        num_taken += sum(pool.num_unused(block_ids) for block_ids in cached if len(block_ids))
-        return num_taken + num_next <= pool.num_available - self._num_promised_blocks[rank]
-
-    def pick(
-        self, ranks: SequenceOf[int], num_tokens: int, cached: SequenceOf[CachedPrefix]
-    ) -> int | None:
-        """Picks the rank for a sequence.
-
-        Args:
-            ranks: Ranks that have room for another sequence.
-            num_tokens: Known tokens of the sequence.
-            cached: [dp_size] its prefix in each rank's cache.
-
-        Returns:
-            One of ``ranks`` into whose pool it fits; None if there is none.
-        """
-        fitting = [rank for rank in ranks if self._fits(rank, num_tokens, cached[rank])]
-        if not fitting:
-            return None
-        block_size = self._shape.block_size
-        num_cached_tokens = [len(prefix.blocks) * block_size for prefix in cached]
-        return pick_rank(num_cached_tokens, self.work, fitting)
-
-    def add(self, rank: int, num_tokens: int, cached: CachedPrefix) -> None:
-        """Counts a sequence that was just bound."""
-        self._num_tokens[rank] += num_tokens - len(cached.blocks) * self._shape.block_size
-        self._num_promised_blocks[rank] += self._num_missing(num_tokens, len(cached.blocks))
-        self.work[rank] = self._work(rank)
-
-    def _work(self, rank: int) -> float:
-        num_kv_tokens = self._pools[rank].num_used * self._shape.block_size
-        return self._num_tokens[rank] + KV_WORK * num_kv_tokens
-
-    def _num_missing(self, num_tokens: int, num_held: int) -> int:
-        """Blocks for this many tokens and the one that they lead to, where a row holds so many."""
-        num_missing = num_tokens // self._shape.block_size + 1 - num_held
-        return num_missing + min(num_missing, self._max_window_blocks)

@@ -223,6 +223,12 @@ class SequenceTable:
             )
         return self._last_row_set
 
+    def kv_tokens(self, mask: Mask) -> Rows:
+        """Returns int64 [dp_size], the computed tokens of each rank's rows in a mask [R]."""
+        computed = np.where(mask, self.num_computed, 0)
+        sums: Rows = computed.reshape(self.dp_size, -1).sum(axis=1, dtype=np.int64)
+        return sums
+
     def cuts_of(self, rows: Rows) -> list[int]:
         """[dp_size + 1] where each rank's part of ascending rows begins, and their number."""
         cuts: list[int] = rows.searchsorted(self.first_rows).tolist()

@@ -103,7 +103,7 @@ class StepBuilder:
         """
         table, shape, speculation = self._table, self._shape, self._speculation
         decodes, has_extend, num_draft_tokens = table.row_set(runs), any(chunks), 0
-        kv_tokens = np.where(runs, table.num_computed, 0).reshape(table.dp_size, -1).sum(axis=1)
+        kv_tokens = table.kv_tokens(runs)
         num_pairs = self._num_pairs(chunks) if has_extend else None
         batches, sampled_rows = self._decode_batches(decodes, runs, limits), decodes.rows
         num_rows = num_tokens = decodes.num_rows

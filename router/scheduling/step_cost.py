@@ -26,7 +26,7 @@ SCALES = np.array([1.0, 1.0, 1e-3, 1e-3, 1e-5, 1e-7])  # each feature is then ne
 START = np.array([0.01, 0.001, 0.01, 0.01, 0.002, 0.01])  # scaled; some GPU's
 LEAST = 1e-6  # scaled: a coefficient below counts as this
 FORGET = 0.999
-START_VARIANCE, MAX_TRACE = 100.0, 1e4
+START_VARIANCE, MAX_TRACE = 1.0, 1e3
 
 KNOWN_STEPS = 32  # with prompts, and as many without, before anybody goes by it
 LEARN_EVERY = 4  # of steps without prompts, which are many and alike
@@ -63,9 +63,10 @@ class StepCost:
         """Whether enough steps of both kinds were seen to go by it."""
         return min(self.num_steps) >= KNOWN_STEPS
 
-    def coefficients(self) -> dict[str, float]:
+    def coefficients(self, *, with_margin: bool = False) -> dict[str, float]:
         """Returns seconds by part: per step, per step with prompts, per token, per pair."""
-        return dict(zip(PARTS, (self._used * SCALES).tolist(), strict=True))
+        values = self._used * SCALES * (self.margin if with_margin else 1.0)
+        return dict(zip(PARTS, values.tolist(), strict=True))
 
     def doubt(self) -> None:
         """Lets the next steps count for more than all before them; coefficients stay until then."""

@@ -139,6 +139,9 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
            "By which predictions are raised so that 19 of 20 steps are not longer."),
     Metric("step_error_ratio", "gauge", (), lambda t: t.step_error,
            "How far steps are from their prediction without it, on average; 0.05 is 5 %."),
+    Metric("prompt_decisions_total", "counter", ("decision",), lambda t: t.decisions,
+           "Steps planned while prompts were bound: held, or run because of no_decodes, as they fill "
+           "the step (full), have waited for what they cost (debt) or for as long as they may (due)."),
     Metric("queue_seconds", "histogram", (), lambda t: t.queue_s,
            "From a sequence's arrival to its first step."),
     Metric("time_to_first_token_seconds", "histogram", (), lambda t: t.first_token_s,

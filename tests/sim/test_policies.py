@@ -41,3 +41,18 @@ def test_the_front_has_the_points_that_none_is_better_than() -> None:
     own = {"Lockstep": (1.0, 6.0), "Lockstep b": (2.0, 2.0)}
     assert leads(own, others) == [("vLLM a", 1.0), ("vLLM b", 1.0), ("vLLM c", 2.0)]
     assert draw({"a load": {**own, **others}}).count('r="2.5"') == 6
+
+
+@pytest.mark.parametrize("trace", OWN)
+def test_a_gap_whose_bound_is_the_target_is_kept(trace: str) -> None:
+    """Once step times are learnt; noise is 2 %."""
+    arrivals, rate = read_trace(OWN[trace], 250), 60.0 if trace == "azure" else 3.0
+    policy = lockstep(max_token_gap_ms=50.0)(Sizes(num_ranks=4))
+    serve(policy, jobs_at(arrivals[:80], rate, copy=1), COSTS["30b"])
+    policy.gaps.clear()
+    jobs = jobs_at(arrivals, rate)
+    figures = serve(policy, jobs, COSTS["30b"]).figures()
+    assert policy.measures.costs.plain.is_known
+    assert policy.measures.costs.plain.error < 0.08
+    assert figures["gap p99.9"] < 65
+    assert figures["gap p50"] < 50

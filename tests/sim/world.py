@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from router.scheduling.step import (
     SpeculationShape,
     window_reach,
 )
+from router.scheduling.step_cost import KNOWN_STEPS, StepCosts
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_executors import FakeExecutors, Poison
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, expected_output
@@ -48,6 +49,14 @@ class Group:
     executors: FakeExecutors
     admission: WaitingQueue
     engine: Engine
+
+
+class KnownCosts(StepCosts):
+    """Step times that a router goes by from its first step on."""
+
+    def begin_epoch(self, kind: Hashable) -> None:
+        super().begin_epoch(kind)
+        self.plain.num_steps = [KNOWN_STEPS, KNOWN_STEPS]
 
 
 class World:
@@ -149,12 +158,16 @@ class World:
             EngineSettings(
                 pipeline_depth=rng.choice([1, 2, 3]),
                 min_chunk_tokens=rng.choice([1, 8]),
+                target_token_gap_ms=rng.choice([0.0, 11.2, 50.0]),
+                target_first_token_ms=rng.choice([30.0, 500.0]),
+                first_token_weight=rng.choice([1.0, 1e9]),
                 retry_delay_s=0.1,
                 min_tokens_per_draft_step=rng.choice([1, 1.5]),
                 prompt_steps_between_drafts=rng.choice([1, 2]),
             ),
             on_end=self.engines.on_end,
         )
+        engine.measures.costs = KnownCosts()
         return Group(shape, executors, admission, engine)
 
     # ---- requests

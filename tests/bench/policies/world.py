@@ -122,6 +122,10 @@ class Gaps:
             self.values.append(value)
             self.counts.append(count)
 
+    def clear(self) -> None:
+        self.values.clear()
+        self.counts.clear()
+
     def percentiles(self, *shares: float) -> list[float]:
         if not self.values:
             return [0.0] * len(shares)

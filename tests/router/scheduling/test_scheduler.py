@@ -9,7 +9,7 @@ import pytest
 from protos.transport.errors import RpcError
 from router.errors import Cancelled
 from router.requests.request import FinishReason, OutputOptions, Request
-from router.scheduling.scheduler import fill_level, pick_rank
+from router.scheduling.rank_choice import fill_level
 from router.scheduling.step import PaddingMode, sequence_capacity
 from tests.router.support.fake_rank import EOS, expected_output
 from tests.router.support.stepper import (
@@ -485,14 +485,3 @@ def test_the_floor_bounds_how_long_a_short_prompt_holds_up_a_long_one() -> None:
 def test_a_rank_full_of_decodes_lets_the_others_catch_up() -> None:
     assert fill_level([200, 0], [0, 500], max_tokens=1000, floor=10) == 500
     assert fill_level([200, 0, 0], [0, 500, 1], max_tokens=1000, floor=10) == 200
-
-
-def test_a_cached_prefix_draws_a_sequence_only_as_far_as_it_saves_work() -> None:
-    assert pick_rank([0, 64], [10.0, 70.0], [0, 1]) == 1
-    assert pick_rank([0, 64], [10.0, 80.0], [0, 1]) == 0
-
-
-def test_equal_ranks_are_taken_in_order_and_only_from_the_candidates() -> None:
-    assert pick_rank([0, 0, 0], [5.0, 5.0, 5.0], [2, 1]) == 1
-    assert pick_rank([0, 0, 64], [5.0, 9.0, 0.0], [0, 1]) == 0
-    assert pick_rank([32, 0], [42.0, 10.0], [0, 1]) == 1  # the same sum: less work is left

@@ -170,11 +170,12 @@ class FakeExecutors:
         _check_load(plan)
         now = asyncio.get_running_loop().time()
         factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
-        self._device_time = max(self._device_time, now) + self._step_s * factor
+        seconds = self._step_s * factor
+        self._device_time = max(self._device_time, now) + seconds
         died_before = any(step.result is None for step in self._pending)
         is_lost = died_before or self._rng.random() < self._loss_rate
         results = tuple(
-            rank.run(batch, plan.agreement)
+            rank.run(batch, plan.agreement)._replace(forward_ns=int(seconds * 1e9))
             for rank, batch in zip(self._ranks, plan.batches, strict=True)
         )
         steps = [ran for rank in self._ranks for ran in rank.ran]

@@ -1,0 +1,145 @@
+"""Choice of the rank for a waiting sequence, from what every rank runs and holds."""
+
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
+
+from router.scheduling.block_pool import CachedPrefix, PrefixCache
+from router.scheduling.sequence_table import SequenceTable
+from router.scheduling.step import GroupShape
+from router.scheduling.step_budget import Prices, Prompt
+
+KV_STEPS = 20  # in which a rank's KV, once more, costs it and its neighbours the reading
+BEHIND = 0.25  # what a token of a prompt that runs later weighs against one that runs before
+
+
+def fill_level(
+    num_decodes: SequenceOf[int], num_prompt_tokens: SequenceOf[int], *, max_tokens: int, floor: int
+) -> int:
+    """Returns the number of tokens up to which every rank fills its step with prompt tokens.
+
+    A step is as long as its fullest rank, so ranks fill up to one level, as water does. That
+    level is what the rank with the least to do can reach; below ``floor`` it does not go, or a
+    short prompt on one rank would hold up a long one on another. The level bounds only
+    prompts: decodes always run.
+
+    Args:
+        num_decodes: [dp_size] tokens that each rank runs anyway.
+        num_prompt_tokens: [dp_size] prompt tokens that each rank could run.
+        max_tokens: Upper bound of a rank's tokens.
+        floor: The least level, unless ``max_tokens`` is below.
+    """
+    reachable = [
+        decodes + prompt
+        for decodes, prompt in zip(num_decodes, num_prompt_tokens, strict=True)
+        if prompt > 0
+    ]
+    if not reachable:
+        return 0
+    return min(max_tokens, max(floor, min(reachable), *num_decodes))
+
+
+class RankLoads:
+    """Work and promised blocks of every rank, kept up as sequences are bound.
+
+    Plain lists of numbers: there are few ranks, and each is looked at for each new sequence.
+
+    Args:
+        prompts: [dp_size] bound prompts of each rank, in order. Those that are bound are added.
+        num_decodes: [dp_size] decodes that run in this step.
+        chunk: Prompt tokens that a rank may run in this step if all have some.
+        prices: What a token to run and one to read weigh against each other.
+
+    Attributes:
+        is_stuck: Whether the sequence that was looked at last fits on no rank for want of rows or
+            blocks, not of time.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        table: SequenceTable,
+        caches: list[PrefixCache],
+        prompts: list[list[Prompt]],
+        num_decodes: list[int],
+        chunk: int,
+        prices: Prices,
+    ) -> None:
+        self._shape = shape
+        self._table = table
+        self._pools = [cache.pool for cache in caches]
+        self._max_window_blocks = shape.max_window_blocks
+        self._prompts = prompts
+        self._num_decodes = num_decodes
+        self._limits = [min(chunk, shape.max_num_batched_tokens - num) for num in num_decodes]
+        self._kv_work = KV_STEPS * prices.kv / prices.token
+        self._num_promised_blocks = [
+            sum(
+                self._num_missing(int(table.num_extend[row]), int(table.num_blocks[row]))
+                for *_, row in rank
+            )
+            for rank in prompts
+        ]
+        self.is_stuck = False
+
+    def pick(
+        self,
+        turn: tuple[float, int, int],
+        num_tokens: int,
+        cached: SequenceOf[CachedPrefix],
+    ) -> int | None:
+        """Picks the rank on which a sequence has its first token soonest.
+
+        Args:
+            turn: Its place in the line.
+            num_tokens: Known tokens of the sequence.
+            cached: [dp_size] its prefix in each rank's cache.
+
+        Returns:
+            The rank; None if there is none that has a row, place in its pool, and time to run
+            something of the sequence in this step.
+        """
+        self.is_stuck, best, least = True, None, 0.0
+        block_size = self._shape.block_size
+        for rank, prompts in enumerate(self._prompts):
+            if not self._table.has_free_row(rank) or not self._fits(rank, num_tokens, cached[rank]):
+                continue
+            self.is_stuck = False
+            before = behind = 0
+            for prompt in prompts:
+                if prompt.turn < turn:
+                    before += prompt.left
+                else:
+                    behind += prompt.left
+            if before >= self._limits[rank]:
+                continue
+            work = self._num_decodes[rank] + before + BEHIND * behind
+            work += self._kv_work * self._pools[rank].num_used * block_size
+            work -= len(cached[rank].blocks) * block_size
+            if best is None or work < least:
+                best, least = rank, work
+        return best
+
+    def _fits(self, rank: int, num_tokens: int, cached: CachedPrefix) -> bool:
+        """Whether the rank's pool has place for all known tokens of a sequence and one more.
+
+        Beyond that, one free column is left for each sequence that the rank already has, which
+        will want it soon. An empty rank takes any sequence that the model's length admits.
+        """
+        num_next = self._table.num_bound(rank) * self._table.num_lists
+        if num_next == 0:
+            return True
+        pool = self._pools[rank]
+        num_taken = self._num_missing(num_tokens, len(cached.blocks))
+        num_taken += sum(pool.num_unused(block_ids) for block_ids in cached if len(block_ids))
+        return num_taken + num_next <= pool.num_available - self._num_promised_blocks[rank]
+
+    def add(self, rank: int, prompt: Prompt, num_held: int) -> None:
+        """Counts a prompt that was just bound, and holds so many blocks of others."""
+        insort(self._prompts[rank], prompt)
+        num_tokens = prompt.done + prompt.left
+        self._num_promised_blocks[rank] += self._num_missing(num_tokens, num_held)
+
+    def _num_missing(self, num_tokens: int, num_held: int) -> int:
+        """Blocks for this many tokens and the one that they lead to, where a row holds so many."""
+        num_missing = num_tokens // self._shape.block_size + 1 - num_held
+        return num_missing + min(num_missing, self._max_window_blocks)

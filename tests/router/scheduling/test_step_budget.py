@@ -1,0 +1,125 @@
+"""If these fail, answers stand still for longer than they may, or prompts wait while there is time."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from router.scheduling.step_budget import (
+    Budget,
+    BudgetSettings,
+    Hold,
+    Prices,
+    Prompt,
+    Why,
+    fill,
+    open_budget,
+    seconds_of,
+)
+
+PRICES = Prices(8e-3, 4e-3, 6e-6, 14e-6, 27e-9, 1.6e-9)
+SETTINGS = BudgetSettings()
+MAX_TOKENS = 8192
+
+
+def budget_of(decodes: list[int], backlog: int = 0, settings: BudgetSettings = SETTINGS) -> Budget:
+    kv = [1000 * num for num in decodes]
+    return open_budget(settings, PRICES, decodes, kv, backlog, MAX_TOKENS)
+
+
+def prompts_of(*lengths: list[int], done: int = 0) -> list[list[Prompt]]:
+    return [
+        [Prompt((float(i), i, 0), length, done, i) for i, length in enumerate(rank)]
+        for rank in lengths
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_level_takes_the_budget_and_not_more_or_all_that_there_is(seed: int) -> None:
+    rng = random.Random(seed)
+    num_ranks = rng.randint(1, 8)
+    decodes = [rng.randint(0, 200) for _ in range(num_ranks)]
+    prompts = prompts_of(
+        *[[rng.randint(1, 9000) for _ in range(rng.choice([0, 1, 3]))] for _ in range(num_ranks)],
+        done=rng.choice([0, 20_000]),
+    )
+    budget = budget_of(decodes, rng.randint(0, 100_000))
+    counts = fill(budget, prompts, 128)
+    assert all(num <= free for num, free in zip(counts, budget.num_free, strict=True))
+    sums = [sum(prompt.left for prompt in rank) for rank in prompts]
+    assert all(min(most, 128) <= num <= most for num, most in zip(counts, sums, strict=True))
+    seconds = seconds_of(budget, prompts, counts)
+    # What little is left of a prompt runs along, and so does the least chunk.
+    assert seconds <= 1.09 * budget.seconds + 128 * PRICES.token + 128 * 30_000 * PRICES.pair
+    if any(num < min(most, MAX_TOKENS / 2) for num, most in zip(counts, sums, strict=True)):
+        assert seconds > 0.97 * budget.seconds
+
+
+def test_ranks_with_much_kv_and_prompts_that_stand_far_back_run_fewer_tokens() -> None:
+    even = fill(budget_of([10, 10]), prompts_of([9000], [9000]), 128)
+    assert even[0] == even[1]
+    [short, long] = fill(budget_of([10, 250]), prompts_of([9000], [9000]), 128)
+    assert short > long
+    [_, deep] = fill(
+        budget_of([10, 10]), [*prompts_of([9000]), *prompts_of([9000], done=25_000)], 9
+    )
+    assert deep < even[1]
+    [lone, _] = fill(budget_of([10, 10]), prompts_of([9000], []), 128)
+    assert lone > 1.3 * even[0]  # the experts are all ranks'
+
+
+def test_the_gap_widens_smoothly_with_the_backlog_up_to_its_bound() -> None:
+    seconds = [budget_of([50] * 8, backlog).seconds for backlog in range(0, 400_000, 1000)]
+    assert seconds[0] == 0.05
+    assert seconds[-1] == 0.2
+    assert seconds == sorted(seconds)
+    steps = [after - before for before, after in pairwise(seconds)]
+    assert max(steps) < 0.03
+    bounded = BudgetSettings(max_token_gap_ms=50.0)
+    assert budget_of([50] * 8, 400_000, bounded).seconds == 0.05
+    assert budget_of([0] * 8).seconds == 0.08  # nobody waits for it
+
+
+def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:
+    slow = PRICES._replace(base=0.3)
+    for decodes in ([9, 9], [0, 0]):
+        budget = open_budget(SETTINGS, slow, decodes, [0, 0], 0, MAX_TOKENS)
+        counts = fill(budget, prompts_of([4000], [4000]), 128)
+        assert min(counts) == (128 if any(decodes) else 4000)
+
+
+def decide(hold: Hold, now: float, decodes: int, *lengths: list[int], bound: float = 0.0) -> Why:
+    prompts = prompts_of(*lengths)
+    budget = budget_of([decodes] * len(lengths))
+    counts = fill(budget, prompts, 128)
+    return hold.decide(budget, prompts, counts, now, oldest=bound, num_stuck=0)
+
+
+def test_prompts_run_at_once_where_nobody_decodes_or_they_fill_the_step() -> None:
+    assert decide(Hold(SETTINGS), 0.0, 0, [200], []) is Why.NO_DECODES
+    assert decide(Hold(SETTINGS), 0.0, 100, [3000], [3000]) is Why.FULL
+
+
+@pytest.mark.parametrize("num_decodes", [1, 30, 250])
+def test_a_prompt_is_held_the_longer_the_more_decodes_it_costs_and_never_beyond_its_target(
+    num_decodes: int,
+) -> None:
+    hold, now = Hold(SETTINGS), 0.0
+    while decide(hold, now, num_decodes, [200], *[[]] * 7) is Why.HELD:
+        now += 0.01
+    # A tenth of all decodes' waste, in seconds: 4 ms for prompts, and the excess of one rank.
+    waste_s = PRICES.prompts + PRICES.row * 200 * 7 / 8
+    assert now == pytest.approx(min(0.8 * num_decodes * waste_s, 0.5), abs=0.011)
+
+
+def test_what_one_rank_has_more_is_trimmed_only_where_many_decodes_pay_for_it() -> None:
+    prompts = prompts_of([3000], *[[400]] * 7)
+    for num_decodes, is_trimmed in ((1, False), (250, True)):
+        hold, budget = Hold(SETTINGS), budget_of([num_decodes] * 8)
+        for now in range(100):
+            hold.note([800] * 8, now / 10)
+        counts = fill(budget, prompts, 128)
+        trimmed = hold.trim(budget, prompts, counts, num_stuck=0)
+        assert (trimmed != counts) == is_trimmed
+        assert all(128 <= after <= before for after, before in zip(trimmed, counts, strict=True))
+        assert trimmed[1:] == counts[1:]
