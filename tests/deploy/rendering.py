@@ -22,6 +22,7 @@ OVERLAYS = ("cpu-demo", "gpu-node", "gpu-node-tls", "multi-node")
 VERSION = "1.37"  # of Kubernetes, whose schemas the manifests must fit
 SCHEMAS = Path(__file__).parent / "schemas"
 CUSTOM_KINDS = {
+    "ComputeDomain": "compute_domain.json",
     "GRPCRoute": "grpc_route.json",
     "LeaderWorkerSet": "leader_worker_set.json",
     "PodMonitor": "pod_monitor.json",

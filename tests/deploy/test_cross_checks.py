@@ -126,23 +126,29 @@ def test_each_container_of_a_node_has_a_gpu_of_its_own() -> None:
     for overlay in ("gpu-node", "multi-node"):
         for pod in cluster(overlay).pods_of("executor"):
             devices = [container.settings["device"] for container in pod.containers]
-            [claim] = pod.spec["resourceClaims"]
-            template = named(
-                render(overlay), "ResourceClaimTemplate", claim["resourceClaimTemplateName"]
-            )
+            claims = {
+                claim["name"]: claim["resourceClaimTemplateName"]
+                for claim in pod.spec["resourceClaims"]
+            }
+            template = named(render(overlay), "ResourceClaimTemplate", claims.pop("gpus"))
             [gpus] = template["spec"]["spec"]["devices"]["requests"]
             assert devices == [f"cuda:{index}" for index in range(gpus["exactly"]["count"])]
             for container in pod.containers:
-                assert container.spec["resources"]["claims"] == [{"name": claim["name"]}]
+                wanted = [{"name": name} for name in ("gpus", *claims)]
+                assert container.spec["resources"]["claims"] == wanted
+            spans_nodes = overlay == "multi-node"
+            assert list(claims) == (["fabric"] if spans_nodes else [])
+            if spans_nodes:
+                [domain] = of_kind(render(overlay), "ComputeDomain")
+                channel = domain["spec"]["channel"]["resourceClaimTemplate"]
+                assert channel["name"] == claims["fabric"]
 
 
-def test_gpus_run_flashinfers_experts_and_its_all_to_all_where_they_share_memory() -> None:
+def test_gpus_run_flashinfers_experts_and_its_all_to_all() -> None:
     for overlay in ("gpu-node", "gpu-node-tls", "multi-node"):
-        for pod, container in containers(cluster(overlay), "executor"):
+        for _, container in containers(cluster(overlay), "executor"):
             config = executor_config(container)
-            shares_memory = config.world_size == len(pod.containers)
-            assert config.moe_a2a == ("flashinfer" if shares_memory else "none")
-            assert config.moe_runner == "cutlass"
+            assert (config.moe_a2a, config.moe_runner) == ("flashinfer", "cutlass")
 
 
 def test_probes_ask_for_services_that_are_served_at_the_port_that_listens(running: Cluster) -> None:
@@ -440,7 +446,9 @@ def test_every_container_is_scraped_as_a_job_that_the_alerts_know(overlay: str) 
                 ports = {
                     p["name"]: p["containerPort"] for c in pod.containers for p in c.spec["ports"]
                 }
-                scraped |= {(pod.name, ports[e["port"]]) for e in spec["podMetricsEndpoints"]}
+                asked = (endpoint["port"] for endpoint in spec["podMetricsEndpoints"])
+                # A pod has none for each that is asked: nodes have four or eight GPUs.
+                scraped |= {(pod.name, ports[name]) for name in asked if name in ports}
                 secret = {"name": "lockstep-executor-token", "key": "metrics"}
                 sent = {"authorization": {"credentials": secret}}
                 if not pod.containers[0].is_ours:
