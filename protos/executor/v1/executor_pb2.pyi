@@ -336,6 +336,7 @@ class ModelInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    TAKES_GRAMMARS_FIELD_NUMBER: _builtins.int
     architecture: _builtins.str
     """First entry of `architectures` in the checkpoint's config.json."""
     fingerprint: _builtins.str
@@ -346,6 +347,10 @@ class ModelInfo(_message.Message):
     """Prompt and output tokens of one sequence together."""
     block_size: _builtins.int
     """Tokens per KV block."""
+    takes_grammars: _builtins.bool
+    """Whether rows may have grammars (RowStarts.grammars): there is a tokenizer.json that fits the
+    model, which has end-of-sequence tokens.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens at which generation ends unless the request ignores them."""
@@ -359,10 +364,11 @@ class ModelInfo(_message.Message):
         max_model_len: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_size: _builtins.int = ...,
+        takes_grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "takes_grammars", b"takes_grammars", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +762,8 @@ class RowStarts(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_OF_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """[A] Rows of the block table, no row twice."""
     temperature: _builtins.bytes
@@ -801,11 +809,17 @@ class RowStarts(_message.Message):
     prompt_ids: _builtins.bytes
     """[sum(num_prompt_ids)] The prompt, which the executor may not see where it is cached."""
     num_output_ids: _builtins.bytes
-    """[A] Lengths of the rows' parts of output_ids. Only rows with a penalty that were preempted
-    have any.
+    """[A] Lengths of the rows' parts of output_ids. Only rows with a penalty or a grammar that were
+    preempted have any.
     """
     output_ids: _builtins.bytes
     """[sum(num_output_ids)] Tokens sampled before the preemption."""
+    grammar_of: _builtins.bytes
+    """[A] 1 and up: which of the grammars the row's output keeps to; 0, the default, is none."""
+    @_builtins.property
+    def grammars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Grammars of these rows, each once, as llguidance reads them; at most 128 KiB each."""
+
     def __init__(
         self,
         *,
@@ -830,10 +844,12 @@ class RowStarts(_message.Message):
         prompt_ids: _builtins.bytes = ...,
         num_output_ids: _builtins.bytes = ...,
         output_ids: _builtins.bytes = ...,
+        grammars: _abc.Iterable[_builtins.str] | None = ...,
+        grammar_of: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "grammar_of", b"grammar_of", "grammars", b"grammars", "min_p", b"min_p", "num_biases", b"num_biases", "num_output_ids", b"num_output_ids", "num_prompt_ids", b"num_prompt_ids", "num_suppressed_ids", b"num_suppressed_ids", "num_top_logprobs", b"num_top_logprobs", "output_ids", b"output_ids", "presence_penalty", b"presence_penalty", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "rows", b"rows", "scores_output", b"scores_output", "seed", b"seed", "suppressed_ids", b"suppressed_ids", "suppressed_until", b"suppressed_until", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -994,6 +1010,7 @@ class RankResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FAILURES_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """The rank whose part this answers."""
     num_next_tokens: _builtins.bytes
@@ -1008,6 +1025,12 @@ class RankResult(_message.Message):
     """[sum of num_top_logprobs over the N tokens] Most likely tokens, likeliest first."""
     top_logprobs: _builtins.bytes
     """[as top_ids] float32. Their log probabilities."""
+    @_builtins.property
+    def grammar_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrammarFailure]:
+        """Sequences that sampled and cannot keep to their grammar. The tokens that they gained are to be
+        dropped, and the sequences ended; all others are as ever.
+        """
+
     def __init__(
         self,
         *,
@@ -1017,11 +1040,38 @@ class RankResult(_message.Message):
         logprobs: _builtins.bytes = ...,
         top_ids: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
+        grammar_failures: _abc.Iterable[Global___GrammarFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "logprobs", b"logprobs", "next_token_ids", b"next_token_ids", "num_next_tokens", b"num_next_tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "grammar_failures", b"grammar_failures", "logprobs", b"logprobs", "next_token_ids", b"next_token_ids", "num_next_tokens", b"num_next_tokens", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankResult: _TypeAlias = RankResult  # noqa: Y015
+
+@_typing.final
+class GrammarFailure(_message.Message):
+    """A sequence that cannot go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """Its row."""
+    problem: _builtins.str
+    """Why; at most 200 bytes."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarFailure: _TypeAlias = GrammarFailure  # noqa: Y015
