@@ -6,6 +6,7 @@ from pathlib import Path
 
 from executor.budget.token_budget import check_step_limits
 from executor.parallel.layout import Topology
+from protos.executor.grammars import MAX_GRAMMAR_BYTES
 from protos.settings import ON_OFF, Rule, above, at_least, folder_with, one_of, setting
 from protos.transport.port import ServiceConfig, is_loopback
 
@@ -288,11 +289,11 @@ class ExecutorConfig(ServiceConfig):
         """Bytes of the largest step.
 
         Each token has an id and one that is scored; each sequence its prompt and output, for
-        penalties, and its blocks, where all of them are cached.
+        penalties, its blocks, where all of them are cached, and its grammar.
         """
         length = self.max_model_len or DEFAULT_MAX_MODEL_LEN
         num_ids = length + length // self.block_size
-        sequence_bytes = 4 * num_ids + SEQUENCE_BYTES
+        sequence_bytes = 4 * num_ids + SEQUENCE_BYTES + MAX_GRAMMAR_BYTES
         return 8 * self.max_num_batched_tokens + self.max_num_seqs * sequence_bytes + 65536
 
     @property

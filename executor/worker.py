@@ -29,12 +29,14 @@ from executor.batch.read_step import RowProgress, StepColumns, StepLimits, read_
 from executor.batch.staging import Copier, ReadBack, Staged, StepStager, to_device
 from executor.errors import JoinFailed, PeerLost
 from executor.metrics import Measures, StepTimes
+from executor.model.sampling.constraints import HostDrafts
 from executor.model.sampling.logits import cut_scores, score
 from executor.model.sampling.sampler import Sampler
 from executor.parallel.epochs import FormGroup, JoinAttempt
 from executor.parallel.process_groups import EpochGroups
 from executor.runners.target import RunnerSelection
 from executor.speculative.speculator import Speculator
+from executor.speculative.tree import Drafts
 from executor.speculative.verifier import Verifier
 from protos.executor.step_checksums import agreement_crc32, part_crc32
 from protos.executor.v1 import executor_pb2 as pb
@@ -92,6 +94,7 @@ class Pending(NamedTuple):
         gained: On its way to the host, int64: [S] tokens; of a speculative step [B, 1 + D + 1] how
             many tokens each sequence gained, and these.
         scores: Log probabilities; None if none were asked for.
+        failures: Rows that cannot keep to their grammar, and why.
         times: When it began, and when it had been launched.
         is_done: Whether all of it is on the host.
     """
@@ -102,6 +105,7 @@ class Pending(NamedTuple):
     groups: EpochGroups | None
     gained: ReadBack
     scores: Scores | None
+    failures: list[tuple[int, str]]
     times: StepTimes
     is_done: bool
 
@@ -194,9 +198,10 @@ class Worker:
         measures.end_phase("fill")
         run = self._speculate if columns.num_draft_tokens else self._run
         gained, scores = run(columns, staged, batch)
+        failures = self._note_gains(staged, gained)
         times, is_done = measures.launched(), self._copier.is_shared
         mode = batch.forward_mode
-        pending = Pending(request, columns, mode, groups, gained, scores, times, is_done)
+        pending = Pending(request, columns, mode, groups, gained, scores, failures, times, is_done)
         self._before = pending
         return pending
 
@@ -347,6 +352,9 @@ class Worker:
         self, columns: StepColumns, staged: Staged, batch: ForwardBatch
     ) -> tuple[ReadBack, Scores | None]:
         """Runs a step in which every sequence that samples gains one token."""
+        if self._sampler.constraints is not None:
+            arrays = staged.arrays
+            self._sampler.constraints.begin(arrays.sampled_rows, arrays.sampled_positions)
         logits = self._runner.run(batch)
         self._measures.end_phase("forward")
         tokens = self._sample(staged, logits)
@@ -373,6 +381,7 @@ class Worker:
         drafts = speculator.draft(columns, at)
         measures.end_phase("draft")
         batch, verification = verifier.batch(columns, batch, drafts)
+        self._begin_masks(columns, verification.drafts)
         logits = self._runner.verify(batch)
         measures.end_phase("forward")
         accepted = verifier.accept(verification, logits)
@@ -384,6 +393,27 @@ class Worker:
         measures.end_phase("sample")
         self._defer(partial(speculator.extend_accepted, verification, accepted))
         return gained, scores
+
+    def _begin_masks(self, columns: StepColumns, drafts: Drafts) -> None:
+        """Begins to fill the masks of a speculative step, if some of its rows are constrained."""
+        constraints, rows = self._sampler.constraints, columns.rows
+        if constraints is None or not constraints.is_constrained[rows].any():
+            return
+        parents = drafts.parents
+        if parents is None:  # a chain
+            parents = torch.arange(drafts.tokens.shape[1], device=self._device)
+            parents = parents.expand_as(drafts.tokens)
+        both = ReadBack(torch.stack((drafts.tokens, parents)), self._copier)
+        seq_lens = columns.num_computed_tokens + 1
+        constraints.begin(rows, seq_lens, lambda: HostDrafts(*both.wait()))
+
+    def _note_gains(self, staged: Staged, gained: ReadBack) -> list[tuple[int, str]]:
+        """Has grammars go on behind what a step gains. Returns the rows that cannot, and why."""
+        constraints = self._sampler.constraints
+        if constraints is None:
+            return []
+        constraints.accept(staged.arrays.sampled_rows, gained.wait)
+        return constraints.problems()
 
     def _defer(self, draft_extend: Callable[[], None]) -> None:
         """Has draft-extend run without the step's tokens, on their way to the host, waiting."""
@@ -452,6 +482,8 @@ class Worker:
             result.num_next_tokens = _int32(num_tokens)
             gained = tokens[np.arange(tokens.shape[1]) < num_tokens[:, None]]
         result.next_token_ids = _int32(gained)
+        for row, problem in pending.failures:
+            result.grammar_failures.add(row=row, problem=problem)
         if pending.scores is not None:
             found, num_top = pending.scores
             logprobs, top_ids, top_logprobs = cut_scores(found.wait(), num_top)

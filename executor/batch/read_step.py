@@ -50,6 +50,7 @@ class StepLimits:
         max_model_len: Tokens of one sequence.
         graph_sizes: Sizes for which a graph was captured.
         speculation: How the draft model drafts; None without one.
+        takes_grammars: Whether rows may have grammars.
     """
 
     topology: Topology
@@ -61,6 +62,7 @@ class StepLimits:
     graph_sizes: GraphSizes = NO_GRAPHS
     speculation: SpeculationPlan | None = None
     kv_window: int = 0
+    takes_grammars: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.topology.dp_size, self.topology.attn_tp_size)
@@ -148,6 +150,7 @@ _STARTS = (
     Column("prompt_ids", length="num_prompt_ids", most="token_id"),
     Column("num_output_ids", default=0),
     Column("output_ids", length="num_output_ids", most="token_id"),
+    Column("grammar_of", default=0),
 )
 
 
@@ -159,6 +162,8 @@ class RowStarts:
         parameters: PARAMETERS [A].
         num_suppressed_ids, num_biases, num_prompt_ids, num_output_ids: [A] entries of each row in
             the columns after them, end to end.
+        grammars: Each once.
+        grammar_of: [A] 1 and up: the grammar of each row; 0: it has none.
     """
 
     rows: Int64Array
@@ -175,6 +180,8 @@ class RowStarts:
     prompt_ids: Int64Array
     num_output_ids: Int64Array
     output_ids: Int64Array
+    grammars: tuple[str, ...]
+    grammar_of: Int64Array
 
     @property
     def is_penalized(self) -> BoolArray:
@@ -212,9 +219,16 @@ def read_starts(message: pb.RowStarts, limits: StepLimits) -> RowStarts:
     biases = read.entries("biases", FLOAT32, len(columns["bias_ids"])).astype(np.float32)
     if not np.isfinite(biases).all():
         raise read.error("biases", f"has {biases[~np.isfinite(biases)][0]}; it must be finite")
+    grammars = tuple(message.grammars)
+    if columns["grammar_of"].max(initial=0) > len(grammars):
+        problem = f"has {columns['grammar_of'].max()}; there are {len(grammars)} grammars"
+        raise read.error("grammar_of", problem)
+    if grammars and not limits.takes_grammars:
+        raise read.error("grammars", "this executor takes none: it has no tokenizer that fits")
     return RowStarts(
         parameters=parameters,
         biases=biases,
+        grammars=grammars,
         scores_output=columns.pop("scores_output").astype(np.bool_),
         **columns,
     )

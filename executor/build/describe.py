@@ -12,6 +12,7 @@ import torch
 from executor.batch.read_step import StepLimits
 from executor.budget.report import BudgetLine
 from executor.budget.speculation import SpeculationPlan
+from executor.build.grammars import grammar_digest
 from executor.build.plan import Blueprint
 from executor.model.weights.kept import DEQUANTISED, Keeping
 from protos.executor.v1 import executor_pb2 as pb
@@ -42,6 +43,7 @@ def describe(
         max_model_len=limits.max_model_len,
         eos_token_ids=model_config.eos_token_ids,
         block_size=config.block_size,
+        takes_grammars=limits.takes_grammars,
     )
     return pb.DescribeResponse(
         coordinates=pb.Coordinates(
@@ -105,6 +107,7 @@ def _agreement(
         "quantized_weights": config.quantized_weights,
         "kept_weights": [name for name, kept in keeping._asdict().items() if kept is not None],
         "flashinfer_pdl": config.flashinfer_pdl,
+        "grammars": grammar_digest(config.model),
         "decode_graph_sizes": list(graph_sizes.decode),
         "extend_graph_sizes": list(graph_sizes.extend),
         "prefill_graphs": config.prefill_graphs,

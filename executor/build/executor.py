@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import structlog
 import torch
+from llguidance import LLTokenizer
 
 from executor.batch.kv_pool import KVPool
 from executor.batch.read_step import StepLimits
@@ -18,6 +19,7 @@ from executor.budget.report import BudgetLine, budget_table
 from executor.build.describe import describe
 from executor.build.devices import AttentionGraphs, Device, open_device
 from executor.build.drafts import Drafts, build_drafts
+from executor.build.grammars import load_tokenizer
 from executor.build.keeping import plan_keeping
 from executor.build.memory import held_lines, later_lines, new_kv_pool, num_kv_blocks
 from executor.build.plan import Blueprint
@@ -32,6 +34,7 @@ from executor.model.families import Model, load_model
 from executor.model.layers.linear import vocab_slice
 from executor.model.moe.dispatch import new_dispatcher, require_capturable
 from executor.model.moe.layer import Dispatcher, DispatchSetup
+from executor.model.sampling.constraints import Constraints
 from executor.model.sampling.sampler import Sampler
 from executor.model.weights.kept import Keeping
 from executor.parallel.communicators import AttnTpCommunicator, DpCommunicator
@@ -45,6 +48,7 @@ from protos.executor.v1 import executor_pb2 as pb
 
 log = structlog.stdlib.get_logger(__name__)
 
+MAX_GRAMMAR_THREADS = 4
 PROGRESS_STEPS = 10  # log lines while a model loads
 
 
@@ -84,10 +88,8 @@ def build_worker(
     kv_pool = new_kv_pool(blueprint, device.torch_device)
     forward_pass = _forward_pass(blueprint, device, model, kv_pool)
     agree = attn_tp_communicator.agree if config.attn_tp_size > 1 else None
-    num_rows, vocab_size = kv_pool.num_rows, blueprint.model.vocab_size
-    sampler = Sampler(
-        num_rows, vocab_size, device.torch_device, agree=agree, filters=device.filters
-    )
+    tokenizer = load_tokenizer(config.model, blueprint.model)
+    sampler = _sampler(blueprint, device, agree, tokenizer)
     runner, drafts = _runners(blueprint, device, forward_pass, draft, sampler, agree)
     lines += _logged(
         held_lines(
@@ -106,7 +108,7 @@ def build_worker(
     if config.world_size == 1:  # else at the first Join: captured passes make collective calls
         with torch.inference_mode():
             runner.capture()
-    limits = _step_limits(blueprint, kv_pool)
+    limits = _step_limits(blueprint, kv_pool, takes_grammars=tokenizer is not None)
     worker = Worker(
         limits=limits,
         kv_pool=kv_pool,
@@ -223,7 +225,33 @@ def _runners(
     return runner, drafts
 
 
-def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
+def _sampler(
+    blueprint: Blueprint,
+    device: Device,
+    agree: Callable[[torch.Tensor], None] | None,
+    tokenizer: LLTokenizer | None,
+) -> Sampler:
+    """Returns the sampler. Grammars are for the one executor of a DP rank whose tokens count."""
+    config, plan, constraints = blueprint.config, blueprint.speculation, None
+    if tokenizer is not None and config.attn_tp_rank == 0:
+        constraints = Constraints(
+            tokenizer,
+            config.max_num_seqs,
+            device.torch_device,
+            max_nodes=1 if plan is None else plan.num_draft_tokens,
+            num_threads=min(torch.get_num_threads(), MAX_GRAMMAR_THREADS),
+        )
+    return Sampler(
+        config.max_num_seqs,
+        blueprint.model.vocab_size,
+        device.torch_device,
+        agree=agree,
+        filters=device.filters,
+        constraints=constraints,
+    )
+
+
+def _step_limits(blueprint: Blueprint, kv_pool: KVPool, *, takes_grammars: bool) -> StepLimits:
     config = blueprint.config
     return StepLimits(
         topology=config.topology,
@@ -235,6 +263,7 @@ def _step_limits(blueprint: Blueprint, kv_pool: KVPool) -> StepLimits:
         graph_sizes=blueprint.graph_sizes,
         speculation=blueprint.speculation,
         kv_window=kv_pool.shape.window or 0,
+        takes_grammars=takes_grammars,
     )
 
 

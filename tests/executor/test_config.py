@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from executor.__main__ import _load, main
 from executor.config import ExecutorConfig, resolve_max_model_len
 from executor.metrics import Measures
+from protos.executor.grammars import MAX_GRAMMAR_BYTES
 from protos.executor.v1 import executor_pb2 as pb
 from protos.settings import BAD_CONFIGURATION
 
@@ -242,12 +243,14 @@ def test_the_largest_step_is_within_the_longest_message(model: Path):
     )
     starts, sequences = pb.RowStarts(), pb.SequenceColumns()
     for column in pb.RowStarts.DESCRIPTOR.fields:
-        setattr(starts, column.name, bytes(8 * num_seqs))
+        if column.name != "grammars":
+            setattr(starts, column.name, bytes(8 * num_seqs))
     for column in pb.SequenceColumns.DESCRIPTOR.fields:
         setattr(sequences, column.name, bytes(4 * num_seqs))
     starts.bias_ids = starts.biases = bytes(4 * num_seqs * MAX_LOGIT_BIASES)
     starts.suppressed_ids = bytes(4 * num_seqs * 2 * MAX_STOP_TOKEN_IDS)
     starts.prompt_ids = bytes(4 * num_seqs * length)
+    starts.grammars.extend(["a" * MAX_GRAMMAR_BYTES] * num_seqs)
     sequences.token_ids = sequences.scored_ids = bytes(4 * num_tokens)
     sequences.new_block_ids = bytes(4 * num_seqs * (length // block_size))
     counts = [2**31] * 1024  # of as many DP ranks

@@ -1,9 +1,9 @@
 """Sampler: token ids from logits, with the parameters and the seen tokens of each row.
 
     logits [S, V] ─┬─ argmax ───────────────────────────────────────────────▶ plain rows
-                   └─ penalties, biases, suppression ─┬─ argmax ────────────▶ greedy rows
-                                                      └─ temperature,
-                                                         filters, draw ─────▶ sampling rows
+                   └─ penalties, biases, suppression, constraints ─┬─ argmax ──▶ greedy rows
+                                                                   └─ temperature,
+                                                                      filters, draw ─▶ sampling rows
 
 Rows go only through the stages that they ask for: a greedy batch is one argmax. The host knows which
 rows these are, so nothing waits for the device: what every step needs there comes staged, and the
@@ -23,11 +23,13 @@ from executor.batch.read_step import PARAMETER_WIDTH, PARAMETERS, RowStarts
 from executor.batch.staging import to_device
 from executor.model.cpu_kernels.elementwise import arg_max
 from executor.model.cpu_kernels.library import load
+from executor.model.sampling.constraints import Constraints
 from executor.model.sampling.fixed_shape import Draws, Filters, sample_rows
 from executor.model.sampling.logits import (
     RowParameters,
     draw,
     draw_likeliest,
+    keep_allowed,
     penalize,
     probabilities,
     temper,
@@ -40,9 +42,9 @@ from executor.model.sampling.logits import (
 PICK_WIDTH = 128
 
 # Stages of a row, in one byte: its edits, and how its token is drawn, where it is not the likeliest.
-PENALIZED, BIASED, SUPPRESSED = 1, 2, 4
+PENALIZED, BIASED, SUPPRESSED, CONSTRAINED = 1, 2, 4, 32
 GREEDY, DRAW_ANY, DRAW_PICKED, DRAW_SORTED = 0, 8, 16, 24
-EDITS, DRAWS = 7, 24
+EDITS, DRAWS = 39, 24
 Stages = npt.NDArray[np.uint8]
 
 
@@ -59,6 +61,7 @@ class Sampler:
         filters: How unlikely tokens are dropped if all rows that do not just take the likeliest
             token go through the same stages, as few kernels want; None sends each row only through
             what it asks for.
+        constraints: Masks of rows with a grammar; None where another executor's tokens count.
 
     Attributes:
         last_tokens: int64 [R] on ``device``, the token that each row sampled last.
@@ -75,11 +78,13 @@ class Sampler:
         *,
         agree: Callable[[torch.Tensor], None] | None = None,
         filters: Filters | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self.device = torch.device(device)
         self._library = load() if self.device.type == "cpu" else None
         self._agree = agree
         self._filters = filters
+        self.constraints = constraints
         self.vocab_size = vocab_size
 
         self.scores_output = np.zeros(num_rows, dtype=np.bool_)
@@ -129,10 +134,14 @@ class Sampler:
             DRAW_SORTED,
         )
         is_suppressed = (starts.suppressed_until > 0) & (starts.num_suppressed_ids > 0)
+        is_constrained = np.zeros(len(rows), np.bool_)
+        if self.constraints is not None:
+            is_constrained = self.constraints.start(starts)
         edits = (
             PENALIZED * starts.is_penalized
             + BIASED * (starts.num_biases > 0)
-            + SUPPRESSED * is_suppressed
+            + SUPPRESSED * (is_suppressed & ~is_constrained)
+            + CONSTRAINED * is_constrained
         )
         self._clear_edits(rows[self._stages[rows] & EDITS > 0])
         self._stages[rows] = edits + draws
@@ -274,7 +283,7 @@ class Sampler:
         return stages
 
     def _edit(self, logits: torch.Tensor, stages: Stages, at: torch.Tensor) -> torch.Tensor:
-        """Applies penalties, biases and suppression, in this order. May write to the logits."""
+        """Applies the edits, in order of their numbers. May write to the logits."""
         if not (stages & EDITS).any():
             return logits
 
@@ -288,10 +297,15 @@ class Sampler:
         def suppress(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             return x.masked_fill(self._suppressed[at], -torch.inf)
 
+        def constrain(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            assert self.constraints is not None, "else no row has this stage"
+            return keep_allowed(x, self.constraints.masks())
+
         for stage, edit in (
             (PENALIZED, apply_penalties),
             (BIASED, apply_biases),
             (SUPPRESSED, suppress),
+            (CONSTRAINED, constrain),
         ):
             logits = self._write_members(logits, stages & stage > 0, edit, logits, at)
         return logits

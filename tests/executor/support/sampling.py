@@ -21,8 +21,10 @@ def starts(vocab_size: int = 20, num_rows: int = 4096, **columns: Any) -> RowSta
     budget = TokenBudget(
         max_num_batched_tokens=num_rows, max_num_seqs=num_rows, max_num_logits=num_rows
     )
-    limits = limits_of(budget, topology=Topology(), vocab_size=vocab_size)
-    return read_starts(row_starts(**columns), limits)
+    limits = limits_of(budget, topology=Topology(), vocab_size=vocab_size, takes_grammars=True)
+    message = row_starts(**{name: c for name, c in columns.items() if name != "grammars"})
+    message.grammars.extend(columns.get("grammars", ()))
+    return read_starts(message, limits)
 
 
 def parameters(rows: Sequence[Way], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

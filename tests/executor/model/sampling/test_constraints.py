@@ -1,0 +1,187 @@
+"""If these fail, an output breaks its grammar, or one bad grammar takes others down with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from executor.batch.columns import Int64Array
+from executor.model.sampling.constraints import Constraints, HostDrafts
+from executor.model.sampling.sampler import Sampler
+from tests.executor.support.sampling import starts
+from tests.support.paths import DEMO_MODEL
+
+VOCAB_SIZE, EOS, NEWLINE = 264, 2, 13
+DIGITS = LLMatcher.grammar_from_regex("[0-9]{2,4}")
+LETTERS = LLMatcher.grammar_from_regex("a[bc]")
+JSON = LLMatcher.grammar_from_json_schema({"type": "object"})
+
+
+def tokenizer(*eos_tokens: int, without: str = "") -> LLTokenizer:
+    """The demo's, whose tokens are bytes, with these ends and less one of its characters."""
+    text = json.loads((Path(DEMO_MODEL) / "tokenizer.json").read_text())
+    if without:
+        del text["model"]["vocab"][without]
+    return LLTokenizer(json.dumps(text), n_vocab=VOCAB_SIZE, eos_token=[*eos_tokens])
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> LLTokenizer:
+    return tokenizer(EOS)
+
+
+def constraints_of(given: LLTokenizer, max_nodes: int = 1) -> Constraints:
+    return Constraints(given, 8, torch.device("cpu"), max_nodes=max_nodes)
+
+
+def ids(text: str) -> list[int]:
+    return [byte + 3 for byte in text.encode()]
+
+
+def start(constraints: Constraints, grammars: dict[int, str], **columns: Any) -> None:
+    """Starts rows that each have a grammar; empty: they have none."""
+    names = sorted(set(grammars.values()) - {""})
+    numbers = [1 + names.index(name) if name else 0 for name in grammars.values()]
+    given = starts(VOCAB_SIZE, rows=[*grammars], grammar_of=numbers, grammars=names, **columns)
+    constraints.start(given)
+
+
+def begin(constraints: Constraints, rows: list[int], seq_len: int = 9, **drafts: Any) -> None:
+    constraints.begin(np.array(rows), np.full(len(rows), seq_len), **drafts)
+
+
+def allowed(constraints: Constraints) -> list[str]:
+    """What each mask of a step lets through, as text; $ is the end, and ... everything."""
+    bits = np.unpackbits(constraints.masks().numpy(), axis=1, bitorder="little")
+    names = {EOS: "$", **{i: chr(i - 3) for i in range(3, VOCAB_SIZE)}}
+    return [
+        "..." if row.all() else "".join(names[i] for i in np.flatnonzero(row).tolist())
+        for row in bits
+    ]
+
+
+def gain(constraints: Constraints, rows: list[int], table: list[Any]) -> None:
+    gained: Int64Array = np.array(table)
+    constraints.accept(np.array(rows), lambda: gained)
+
+
+def test_masks_follow_the_tokens_and_an_output_ends_only_where_its_grammar_does(
+    bytes_tokenizer: LLTokenizer,
+):
+    constraints = constraints_of(bytes_tokenizer)
+    start(constraints, {5: DIGITS, 2: "", 3: LETTERS})
+    seen = []
+    for digit, letter in ("7a", "0b", "4$", "2$"):
+        begin(constraints, [2, 3, 5])
+        seen.append(allowed(constraints))
+        ends = [EOS if each == "$" else ids(each)[0] for each in (letter, digit)]
+        gain(constraints, [2, 3, 5], [99, *ends])
+    begin(constraints, [5])
+
+    assert seen[0] == ["a", "0123456789"]
+    assert seen[1] == ["bc", "0123456789"]
+    assert seen[2] == ["$", "$0123456789"]
+    assert seen[3] == ["...", "$0123456789"]  # as the first has ended, in a step begun before
+    assert allowed(constraints) == ["$"]
+    assert constraints.problems() == []
+
+
+def test_a_row_that_starts_anew_goes_on_behind_its_output(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer)
+    for _ in range(2):  # the second time in place of the first
+        output = ids('{"key":12')
+        start(constraints, {0: JSON}, num_output_ids=[len(output)], output_ids=output)
+        begin(constraints, [0])
+        assert set("0123456789.eE,}") <= set(allowed(constraints)[0])
+        assert not set('"{[$a') & set(allowed(constraints)[0])
+        gain(constraints, [0], ids("}"))
+
+
+def test_a_grammar_that_fails_is_a_problem_of_its_row_only():
+    constraints = constraints_of(tokenizer(EOS, without="b"))
+    unspellable = LLMatcher.grammar_from_regex("ab")
+    start(constraints, {0: "start: nothing", 1: LETTERS, 2: unspellable, 3: DIGITS})
+    begin(constraints, [0, 1, 2, 3])
+    first = allowed(constraints)
+    problems = constraints.problems()
+    gain(constraints, [0, 1, 2, 3], ids("xaax"))
+    begin(constraints, [0, 1, 2, 3])
+
+    assert first == ["...", "a", "a", "0123456789"]
+    assert [row for row, _ in problems] == [0]
+    assert "nothing" in problems[0][1]
+    assert [row for row, _ in constraints.problems()] == [0, 2, 3]
+    assert allowed(constraints)[1] == "c"
+
+
+def test_below_min_tokens_an_output_ends_only_where_it_cannot_go_on(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer)
+    least = {
+        "suppressed_until": [12, 12],
+        "num_suppressed_ids": [1, 1],
+        "suppressed_ids": [EOS] * 2,
+    }
+    output = {"num_output_ids": [2, 4], "output_ids": ids("123456")}
+    start(constraints, {0: DIGITS, 1: DIGITS}, **least, **output)
+
+    begin(constraints, [0, 1], seq_len=11)
+    assert allowed(constraints) == ["0123456789", "$"]
+    begin(constraints, [0, 1], seq_len=12)
+    assert allowed(constraints) == ["$0123456789", "$"]
+
+
+def test_an_end_that_is_text_as_well_does_not_end_an_output_early():
+    """The demo model's is a newline, which JSON may have between any two of its parts."""
+    constraints = constraints_of(tokenizer(EOS, NEWLINE))
+    start(constraints, {0: JSON})
+    begin(constraints, [0])
+    assert allowed(constraints) == ["{"]
+    gain(constraints, [0], ids("{"))
+    begin(constraints, [0])
+    assert set(allowed(constraints)[0]) == set('\t\r "}')
+    gain(constraints, [0], ids("}"))
+    begin(constraints, [0])
+    assert allowed(constraints) == ["$\n"]
+
+
+# A tree in order of storage, and what may follow each of its nodes; None where that matters not.
+TREE = HostDrafts(np.array([ids("1a2x3")]), np.array([[0, 0, 1, 2, 3]]))
+BEHIND = ["0123456789", "0123456789", None, "$0123456789", None, "$0123456789"]
+
+
+def test_each_draft_has_the_mask_that_its_path_leads_to(bytes_tokenizer: LLTokenizer):
+    constraints = constraints_of(bytes_tokenizer, max_nodes=6)
+    start(constraints, {0: "", 7: DIGITS})
+    both = HostDrafts(*(np.repeat(part, 2, axis=0) for part in TREE))
+    for _ in range(2):  # and the row is where it was
+        begin(constraints, [0, 7], drafts=lambda: both)
+        masks = allowed(constraints)
+        assert [m for m, b in zip(masks, BEHIND, strict=True) if b] == [b for b in BEHIND if b]
+    gain(constraints, [0, 7], [[1, 9, 9, 9], [2, *ids("12"), 9]])
+    begin(constraints, [7])
+    assert allowed(constraints) == ["$0123456789"]
+
+
+def test_constrained_rows_sample_what_is_allowed_and_others_what_they_would(
+    bytes_tokenizer: LLTokenizer,
+):
+    columns: dict[str, Any] = {"rows": range(4), "temperature": [0.0, 0.0, 1.5, 1.5]}
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    rows, seq_lens, picked = np.arange(4), np.full(4, 5), []
+    for is_constrained in (False, True):
+        sampler = Sampler(8, VOCAB_SIZE, constraints=constraints_of(bytes_tokenizer))
+        if is_constrained:
+            columns |= {"grammars": [DIGITS], "grammar_of": [1, 0, 1, 0]}
+        sampler.start(starts(VOCAB_SIZE, **columns))
+        assert sampler.constraints is not None
+        sampler.constraints.begin(rows, seq_lens)
+        picked.append(sampler.sample(logits, rows, seq_lens).tolist())
+
+    digits = ids("0123456789")
+    assert picked[1][0] == digits[int(logits[0, digits].argmax())]
+    assert picked[1][2] in digits
+    assert picked[0][1::2] == picked[1][1::2]
