@@ -12,6 +12,7 @@ RpcError
 ├── Cancelled           CANCELLED            somebody called Cancel
 ├── NotReady            UNAVAILABLE          no group has formed yet
 ├── ShuttingDown        UNAVAILABLE          this router stops; retry elsewhere
+├── ConstraintFailed    INVALID_ARGUMENT     the output cannot keep to the request's constraint
 └── ExecutorFailed      INTERNAL             the request's step fails every time
 
 ExecutorLost            a group's step cannot be finished; the group forms again
@@ -122,6 +123,17 @@ class NotReady(RpcError):
 class ShuttingDown(RpcError):
     code = StatusCode.UNAVAILABLE
     reason = "SHUTTING_DOWN"
+
+
+class ConstraintFailed(RpcError):
+    code = StatusCode.INVALID_ARGUMENT
+    reason = "CONSTRAINT_FAILED"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"constraint: the output cannot keep to it: {problem}; send a simpler one",
+            field="constraint",
+        )
 
 
 class ExecutorFailed(RpcError):

@@ -19,6 +19,7 @@ from protos.executor.sampling_fields import SAMPLING_FIELDS
 from protos.serving.v1 import serving_pb2
 from protos.transport.errors import RpcError, duration, quoted
 from protos.transport.interceptors import Caller
+from router.api.constraints import read_constraint
 from router.api.text import OutputText, StopStrings, Tokenizer
 from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import InvalidRequest, ModelNotFound, NotReady, PromptTooLong, TextTooLong
@@ -125,6 +126,7 @@ async def read_request(
     sampling = _read_sampling(message.sampling, model)
     output = _read_output(message, tokenizer)
     _check_stop(message.stop, model, tokenizer)  # before a prompt is encoded in vain
+    grammar = await read_constraint(message, model)
     prompt = await _read_prompt(message, model, tokenizer)
     n = message.n or 1
     is_plain = n == 1 and not (output.text or output.logprobs or output.prompt_logprobs)
@@ -144,6 +146,7 @@ async def read_request(
         caller=caller,
         cache_salt=settings.cache_salt(caller),
         hides_cached=settings.is_cache_shared,
+        grammar=grammar,
     )
     if tokenizer is not None and (output.text or message.stop.stop_strings):
         _add_texts(request, message, tokenizer)
@@ -455,6 +458,7 @@ def model_response(model: ServedModel, *, has_tokenizer: bool) -> serving_pb2.Ge
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
         has_tokenizer=has_tokenizer,
+        supports_constraints=model.supports_constraints,
     )
 
 

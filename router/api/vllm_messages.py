@@ -27,13 +27,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "the model takes text only"),
 }
 _UNSUPPORTED_SAMPLING = {
-    **dict.fromkeys(
-        (
-            *("json_schema", "regex", "grammar", "structural_tag", "json_object", "choice"),
-            "grammar_from_first_token",
-        ),
-        "output cannot be constrained",
-    ),
+    "structural_tag": "output cannot be constrained in parts; send a grammar",
     "truncate_prompt_tokens": "prompts are never cut; send what is to be read",
 }
 
@@ -45,6 +39,8 @@ _FIELD_NAMES = {
     "sampling": "sampling_params",
     "stop": "sampling_params",
     "stop.stop_strings": "sampling_params.stop",
+    "constraint": "sampling_params",
+    "constraint.choices.values": "sampling_params.choice",
     "output.top_logprobs": "sampling_params.logprobs",  # or prompt_logprobs; the larger counts
 }
 
@@ -83,6 +79,7 @@ def read_generate(request: Message) -> serving_pb2.GenerateRequest:
             include_stop=params.include_stop_str_in_output,
         ),
         n=params.n,
+        constraint=_read_constraint(params),
     )
     match request.WhichOneof("input"):
         case "tokenized":
@@ -299,6 +296,22 @@ def _read_sampling(params: Message) -> serving_pb2.SamplingParams:
     if params.HasField("seed") and params.seed != -1:  # -1 is none, as in vLLM
         sampling.seed = params.seed % (1 << 64)
     return sampling
+
+
+def _read_constraint(params: Message) -> serving_pb2.Constraint | None:
+    match params.WhichOneof("constraint"):
+        case "json_schema":
+            return serving_pb2.Constraint(json_schema=params.json_schema)
+        case "regex":
+            return serving_pb2.Constraint(regex=params.regex)
+        case "grammar":
+            return serving_pb2.Constraint(grammar=params.grammar)
+        case "json_object" if params.json_object:
+            return serving_pb2.Constraint(json_object=serving_pb2.JsonObject())
+        case "choice":
+            choices = serving_pb2.Choices(values=params.choice.choices)
+            return serving_pb2.Constraint(choices=choices)
+    return None
 
 
 def _num_top(params: Message, name: str) -> int:

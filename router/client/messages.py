@@ -37,6 +37,12 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     stop_strings: Sequence[str]
     ignore_eos: bool
+    # Constraint: one of them at most
+    json_schema: str
+    json_object: bool
+    regex: str
+    grammar: str
+    choices: Sequence[str]
     # OutputOptions
     text: bool
     logprobs: bool
@@ -178,6 +184,7 @@ _REASONS: dict[int, Literal["stop", "length"]] = {
 _PARTS = {  # of a GenerateRequest, and the options that go there
     "sampling": serving_pb2.SamplingParams.DESCRIPTOR.fields_by_name,
     "stop": serving_pb2.StopConditions.DESCRIPTOR.fields_by_name,
+    "constraint": serving_pb2.Constraint.DESCRIPTOR.fields_by_name,
     "output": serving_pb2.OutputOptions.DESCRIPTOR.fields_by_name,
 }
 
@@ -199,7 +206,12 @@ def failure_of_tag(error: serving_pb2.TaggedError) -> CallFailed:
 def to_request(prompt: Prompt, options: Options) -> serving_pb2.GenerateRequest:
     """Raises ValueError or TypeError for an option that does not exist or cannot be sent."""
     fields: dict[str, Any] = {}
-    for name, value in options.items():
+    given = dict(options)
+    if "choices" in given:
+        given["choices"] = {"values": given["choices"]}
+    if "json_object" in given and given.pop("json_object"):
+        given["json_object"] = {}
+    for name, value in given.items():
         part = next((part for part, names in _PARTS.items() if name in names), None)
         (fields if part is None else fields.setdefault(part, {}))[name] = value
     timeout_s = fields.pop("timeout_s", None)

@@ -166,7 +166,9 @@ class Engines:
         if served is None or own is None:
             return False
         num_tokens = len(request.prompt) + request.stop.max_tokens
-        return own.fingerprint == served.fingerprint and num_tokens <= own.max_model_len
+        can_constrain = own.supports_constraints or not request.grammar
+        is_same = own.fingerprint == served.fingerprint
+        return is_same and can_constrain and num_tokens <= own.max_model_len
 
     def _move_waiting(self) -> None:
         """Moves what waits for a group that is down to groups that can step.

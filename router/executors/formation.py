@@ -136,6 +136,7 @@ def describe_group(members: Sequence[Member], epoch: int, model_name: str) -> Gr
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=tuple(model.eos_token_ids),
+            supports_constraints=all(each.model.takes_grammars for each in descriptions),
         ),
         shape=shape,
         addresses=tuple(leader.address for leader in leaders),

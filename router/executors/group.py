@@ -14,6 +14,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from protos.executor.epochs import MAX_EPOCH_LEAP
+from protos.executor.grammars import MAX_PROBLEM_BYTES
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.settings import above, setting
@@ -147,7 +148,8 @@ class ExecutorGroup:
         self._vocab_size = info.model.vocab_size
         speculation = info.shape.speculation
         max_gain = 1 if speculation is None else speculation.max_gain
-        max_answer_bytes = SPARE_BYTES + 4 * info.shape.rows_per_rank * (1 + max_gain)
+        row_bytes = 4 * (1 + max_gain) + 2 * MAX_PROBLEM_BYTES * info.model.supports_constraints
+        max_answer_bytes = SPARE_BYTES + info.shape.rows_per_rank * row_bytes
         self._streams = [
             StepStream(
                 str(member),

@@ -134,15 +134,22 @@ def encode_starts(columns: pb.RowStarts, starts: Sequence[RowStart]) -> None:
         columns.num_biases, columns.bias_ids = _ragged(ids)
         biases = [bias for params in sampling for _, bias in params.logit_bias]
         columns.biases = _bytes(biases, np.float32)
+    if any(request.grammar for request in requests):
+        grammars = list(dict.fromkeys(r.grammar for r in requests if r.grammar))
+        columns.grammars.extend(grammars)
+        numbers = {grammar: number for number, grammar in enumerate(["", *grammars])}
+        columns.grammar_of = _bytes([numbers[r.grammar] for r in requests], np.int32)
     if any(params.has_output_penalty for params in sampling):
         prompts = [r.prompt.tolist() if r.sampling.has_prompt_penalty else [] for r in requests]
         columns.num_prompt_ids, columns.prompt_ids = _ragged(prompts)
-        columns.num_output_ids, columns.output_ids = _ragged([_penalised_output(s) for s in starts])
+    if any(r.grammar or r.sampling.has_output_penalty for r in requests):
+        columns.num_output_ids, columns.output_ids = _ragged([_known_output(s) for s in starts])
 
 
-def _penalised_output(start: RowStart) -> Sequence[int]:
+def _known_output(start: RowStart) -> Sequence[int]:
+    """Returns the output so far of a sequence whose next token depends on all of it."""
     sequence = start.sequence
-    if not sequence.request.sampling.has_output_penalty:
+    if not (sequence.request.grammar or sequence.request.sampling.has_output_penalty):
         return ()
     output: list[int] = sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()
     return output
@@ -204,7 +211,7 @@ def decode_step(
     Raises:
         WrongAnswer: One is for another rank, has too many or too few tokens, or some that are none.
     """
-    columns, gains, has_scores = [], [], False
+    columns, gains, failing, has_scores = [], [], [], False
     for rank, (response, batch) in enumerate(zip(responses, batches, strict=True)):
         # In line: a call for each rank would take 2 us of a step's 27.
         parts = response.ranks
@@ -218,6 +225,8 @@ def decode_step(
             raise _wrong_length(column, num_sampled, gained, rank)
         columns.append(column)
         gains.append(gained)
+        if part.grammar_failures:
+            failing.append(rank)
         if batch.scorings:
             has_scores = True
     # All ranks end to end: a comparison for each would take ten times as long.
@@ -230,17 +239,37 @@ def decode_step(
         end = start + len(column) // INT32_BYTES
         queued_ns, forward_ns = response.queued_ns, response.forward_ns
         times |= queued_ns | forward_ns
-        fields = tokens[start:end], NO_FLOATS, NO_INTS, NO_FLOATS, queued_ns, forward_ns, gained
+        fields = (
+            tokens[start:end],
+            NO_FLOATS,
+            NO_INTS,
+            NO_FLOATS,
+            queued_ns,
+            forward_ns,
+            gained,
+            (),
+        )
         results.append(new_tuple(RankResult, fields))
         start = end
     if times >> TIME_BITS:
         _refuse_times(results)
+    for rank in failing:
+        failures = _read_failures(responses[rank].ranks[0], batches[rank])
+        results[rank] = results[rank]._replace(failures=failures)
     if has_scores:
         for rank, batch in enumerate(batches):
             if batch.scorings:
                 part = responses[rank].ranks[0]
                 results[rank] = _with_scores(results[rank], part, batch, vocab_size)
     return tuple(results)
+
+
+def _read_failures(part: pb.RankResult, batch: RankBatch) -> list[tuple[int, str]]:
+    failures = [(failure.row, failure.problem) for failure in part.grammar_failures]
+    if strange := {row for row, _ in failures}.difference(batch.rows.tolist()):
+        problem = f"grammar_failures has row {min(strange)}, which the step does not run"
+        raise WrongAnswer(part.dp_rank, problem)
+    return failures
 
 
 def _refuse_times(results: Sequence[RankResult]) -> NoReturn:

@@ -150,6 +150,7 @@ class Request:
         caller: Who sent it, and may cancel it.
         cache_salt: What the names of its blocks begin with (block_pool.py).
         hides_cached: Whether its caller is not told how much the prefix cache had.
+        grammar: What its outputs keep to, as executors get it; empty: nothing.
         priority_key: Its order among all that run, set on submission: less is preempted last.
         turn_time: The first part of its order among all that wait, set on submission: the same, and
             later the longer its prompt takes.
@@ -171,6 +172,7 @@ class Request:
     caller: Caller = ()
     cache_salt: bytes = b""
     hides_cached: bool = False
+    grammar: str = ""
     priority_key: tuple[float, int] = field(init=False)
     turn_time: float = field(init=False)
     expiry: asyncio.TimerHandle | None = field(default=None, init=False)

@@ -153,7 +153,8 @@ def apply_stop_conditions(table: SequenceTable, row: int, num_new: int) -> int:
         token, may_stop = table.tokens[row, length - 1 : length], length >= table.min_len[row]
         if stop.has_stop_strings:
             assert sequence.text is not None
-            sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(may_stop))
+            is_long = length >= table.num_prompt[row] + stop.min_tokens
+            sequence.stop_string = sequence.text.feed(token.copy(), may_stop=bool(is_long))
         if sequence.stop_string is not None:
             sequence.finish_reason = FinishReason.STOP
         elif may_stop and (token_id := int(token[0])) in stop.stop_token_ids:

@@ -22,6 +22,7 @@ from protos.transport.errors import RpcError
 from protos.transport.interceptors import PORT_REFUSALS
 from router.errors import (
     Cancelled,
+    ConstraintFailed,
     DeadlineExceeded,
     ExecutorFailed,
     InvalidRequest,
@@ -60,7 +61,7 @@ REFUSALS = (
     ShuttingDown,
     DeadlineExceeded,
 )
-FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ExecutorFailed)
+FAILURES = (Cancelled, DeadlineExceeded, ShuttingDown, ConstraintFailed, ExecutorFailed)
 
 # Read by index, of every rank in every step.
 _QUEUED_NS, _FORWARD_NS = (

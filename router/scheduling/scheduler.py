@@ -29,6 +29,7 @@ from itertools import chain
 import numpy as np
 
 from protos.transport.errors import RpcError
+from router.errors import ConstraintFailed
 from router.requests.request import Int32Array, Listeners, Sequence
 from router.requests.waiting_queue import SequenceQueue
 from router.scheduling.block_pool import (
@@ -150,6 +151,8 @@ class Scheduler:
         table, is_speculative = self.table, plan.limits is not None
         table.num_in_flight -= plan.runs
         hand_out_logprobs(plan, result)
+        if any(part.failures for part in result):
+            self._fail_rows(result)
         write = write_runs if is_speculative else write_tokens
         new = write(table, plan, result, has_ended=bool(self._leaving))
         self._note_times(new, has_first=plan.agreement.has_extend)
@@ -429,6 +432,15 @@ class Scheduler:
         return num_dropped
 
     # ---- rows that are given up
+
+    def _fail_rows(self, result: StepResult) -> None:
+        """Ends the sequences that cannot keep to their grammars, with none of the step's tokens."""
+        for part, first_row in zip(result, self.table.first_rows.tolist(), strict=False):
+            for row, problem in part.failures:
+                sequence = self.table.sequences[first_row + row]
+                if sequence is not None:  # else it has ended meanwhile
+                    sequence.error = ConstraintFailed(problem)
+                    self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         """Lets go of a bound sequence whose finish_reason or error was just set."""

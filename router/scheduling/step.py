@@ -183,6 +183,7 @@ class RankResult(NamedTuple):
     Attributes:
         next_token_ids: [sum(num_next_tokens)], sequences that sample end to end.
         num_next_tokens: Of each of them; None: 1 each.
+        failures: Rows of the rank that cannot keep to their grammar, and why.
     """
 
     next_token_ids: Int32Array
@@ -192,6 +193,7 @@ class RankResult(NamedTuple):
     queued_ns: int = 0
     forward_ns: int = 0
     num_next_tokens: Int32Array | None = None
+    failures: SequenceOf[tuple[int, str]] = ()
 
 
 StepResult = tuple[RankResult, ...]
@@ -211,6 +213,7 @@ class ServedModel:
         vocab_size: Token ids are 0 to vocab_size - 1.
         max_model_len: Prompt and output tokens of one sequence together.
         eos_token_ids: Tokens that end an output unless a request ignores them.
+        supports_constraints: Whether outputs can be constrained.
     """
 
     name: str
@@ -219,6 +222,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    supports_constraints: bool = False
 
     @property
     def max_prompt_tokens(self) -> int:

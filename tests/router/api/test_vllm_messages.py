@@ -8,12 +8,15 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.transport.errors import error_details
+from router.api.constraints import build_grammar
 from router.api.text import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import OutputOptions, Request, SamplingParams, StopConditions
 from tests.router.support.calls import PROMPT, SAMPLING, failure
 from tests.router.support.fake_engines import MODEL, FakeEngines
 from tests.router.support.vllm_calls import connected, generate
+
+OBJECT, EBNF = '{"type": "object"}', 'root ::= "a" root | "b"'
 
 
 async def arrived(message: Any, tokenizer: Tokenizer | None = None) -> Request:
@@ -57,6 +60,16 @@ async def test_what_a_gateway_leaves_out_is_what_vllm_takes_for_it():
         ({"logprobs": 0}, lambda r: (r.output.logprobs, r.output.top_logprobs), (True, 0)),
         ({"logprobs": 4}, lambda r: (r.output.logprobs, r.output.top_logprobs), (True, 4)),
         ({"prompt_logprobs": 0}, lambda r: r.output.prompt_logprobs, True),
+        ({"json_schema": "{}"}, lambda r: r.grammar, build_grammar("json_schema", "{}")),
+        ({"json_object": True}, lambda r: r.grammar, build_grammar("json_schema", OBJECT)),
+        ({"json_object": False}, lambda r: r.grammar, ""),
+        ({"regex": "a+"}, lambda r: r.grammar, build_grammar("regex", "a+")),
+        ({"grammar": EBNF}, lambda r: r.grammar, build_grammar("grammar", EBNF)),
+        (
+            {"choice": pb.ChoiceConstraint(choices=["a", "b"])},
+            lambda r: r.grammar,
+            build_grammar("choices", '["a", "b"]'),
+        ),
         # Of text, which the gateway makes.
         ({"skip_special_tokens": True}, lambda r: r.output.text, False),
         ({"include_stop_str_in_output": True}, lambda r: r.output.text, False),
@@ -92,13 +105,7 @@ async def test_a_text_prompt_is_encoded_here(tokenizer: Tokenizer):
         pb.GenerateRequest(media_refs=pb.MediaRefs()),
         pb.GenerateRequest(data_parallel_rank=1),
         pb.GenerateRequest(data_parallel_rank=-1),
-        pb.SamplingParams(json_schema="{}"),
-        pb.SamplingParams(regex="a+"),
-        pb.SamplingParams(grammar="root ::= 'a'"),
         pb.SamplingParams(structural_tag="{}"),
-        pb.SamplingParams(json_object=True),
-        pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["a"])),
-        pb.SamplingParams(grammar_from_first_token=True),
         pb.SamplingParams(truncate_prompt_tokens=5),
         pb.SamplingParams(logit_bias={-3: 1.0}),
         pb.SamplingParams(logprobs=-1),
@@ -114,6 +121,10 @@ async def test_a_text_prompt_is_encoded_here(tokenizer: Tokenizer):
         pb.SamplingParams(n=65),
         pb.SamplingParams(n=2**32 - 1),
         pb.SamplingParams(logprobs=21),
+        pb.SamplingParams(json_schema="[]"),
+        pb.SamplingParams(regex="(a"),
+        pb.SamplingParams(grammar="root ::= nothing"),
+        pb.SamplingParams(choice=pb.ChoiceConstraint()),
     ],
     ids=lambda message: str(message).replace("\n", " ").strip(),
 )

@@ -14,6 +14,7 @@ from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
 from protos.transport.errors import RpcError, abort_on_error
 from protos.transport.limits import PortLimits
+from router.api.constraints import build_grammar
 from router.client import (
     Cancelled,
     Client,
@@ -161,6 +162,25 @@ async def test_every_option_reaches_the_engine(engines: FakeEngines, either: Cli
         max_tokens=6, min_tokens=2, stop_token_ids=(8,), has_stop_strings=True
     )
     assert request.output == OutputOptions(text=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "text"),
+    [
+        ("json_schema", '{"type": "null"}', '{"type": "null"}'),
+        ("json_schema", True, '{"type": "object"}'),
+        ("regex", "a+", "a+"),
+        ("grammar", 'start: "a"', 'start: "a"'),
+        ("choices", ["a", "b"], '["a", "b"]'),
+    ],
+)
+async def test_constraints_reach_the_engine(
+    engines: FakeEngines, either: Client | Many, kind: str, given: Any, text: str
+):
+    engines.echoes = True
+    option: Any = {"json_object" if given is True else kind: given}
+    await either.complete([5], max_tokens=1, **option)
+    assert (await engines.arrivals.get()).grammar == build_grammar(kind, text)
 
 
 async def test_an_option_that_does_not_exist_is_a_mistake_at_once(either: Client | Many):
@@ -335,6 +355,7 @@ async def test_the_model_and_the_status_come_as_they_were_sent(engines: FakeEngi
             max_model_len=100,
             eos_token_ids=[2],
             has_tokenizer=False,
+            supports_constraints=True,
         )
 
 

@@ -241,6 +241,20 @@ def test_only_penalised_rows_send_their_prompt_and_earlier_output() -> None:
     assert (columns["num_output_ids"], columns["output_ids"]) == ([2, 0, 1], [7, 8, 9])
 
 
+def test_rows_with_a_grammar_send_it_once_and_their_earlier_output() -> None:
+    first, second, third = (make_sequence(grammar=name) for name in ("a", "b", "a"))
+    first.tokens = ints(1, 2, 3, 7, 8)  # preempted after two tokens
+    starts = starts_of(first, DEFAULTS, second, third)
+    assert list(starts.grammars) == ["a", "b"]
+    starts.ClearField("grammars")
+    assert columns_of(starts) == {
+        "rows": [0, 1, 2, 3],
+        "grammar_of": [1, 0, 2, 1],
+        "num_output_ids": [2, 0, 0, 0],
+        "output_ids": [7, 8],
+    }
+
+
 # ---- answers
 
 
@@ -255,6 +269,16 @@ def answer(dp_rank: int = 0, **columns: bytes) -> pb.StepResponse:
 def decode(response: pb.StepResponse, batch: RankBatch) -> RankResult:
     [result] = decode_step([response], [batch], VOCAB_SIZE)
     return result
+
+
+def test_rows_that_cannot_keep_to_their_grammar_are_read_back_if_the_step_ran_them() -> None:
+    tokens = ints(4, 5).tobytes()
+    response = answer(next_token_ids=tokens)
+    response.ranks[0].grammar_failures.add(row=4, problem="too complex")
+    assert decode(response, DECODE).failures == [(4, "too complex")]
+    response.ranks[0].grammar_failures.add(row=1, problem="too complex")
+    with pytest.raises(WrongAnswer, match="grammar_failures has row 1"):
+        decode(response, DECODE)
 
 
 def test_an_answer_is_read_back() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from protos.transport.errors import RpcError
-from router.errors import Cancelled
+from router.errors import Cancelled, ConstraintFailed
 from router.requests.request import FinishReason, OutputOptions, Request
 from router.scheduling.rank_choice import fill_level
 from router.scheduling.step import PaddingMode, sequence_capacity
@@ -243,6 +243,28 @@ def test_the_token_of_a_step_sent_before_a_stop_was_seen_is_dropped() -> None:
     world.check()
     world.commit()
     assert output_of(request) == [tokens[:3]]
+    world.check_idle()
+
+
+def test_a_sequence_that_cannot_keep_to_its_grammar_ends_with_the_tokens_before() -> None:
+    world = Stepper(make_shape(dp_size=2))
+    broken, other = (world.submit([1, 2, 3], grammar=grammar) for grammar in ("a", ""))
+    world.step()
+    world.plan()
+    world.plan()
+    row, rank = (getattr(broken.sequences[0], name) for name in ("row", "dp_rank"))
+    failures = [(row % world.shape.rows_per_rank, "too complex")]
+    for place, result in enumerate(world.results):  # also in the step that was sent before
+        parts = [part._replace(failures=failures * (i == rank)) for i, part in enumerate(result)]
+        world.results[place] = tuple(parts)
+    world.commit()
+    [ended] = world.ended
+    assert ended.request is broken
+    assert isinstance(ended.error, ConstraintFailed)
+    assert "too complex" in str(ended.error)
+    world.run()
+    assert output_of(broken) == [expected_output([1, 2, 3], 4, ())[:1]]
+    assert_right(other)
     world.check_idle()
 
 

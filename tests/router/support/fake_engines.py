@@ -32,6 +32,7 @@ MODEL = ServedModel(
     vocab_size=1000,
     max_model_len=100,
     eos_token_ids=(2,),
+    supports_constraints=True,
 )
 
 

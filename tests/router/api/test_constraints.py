@@ -1,0 +1,112 @@
+"""If these fail, a schema that cannot be enforced is found out by executors, or never."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protos.serving.v1 import serving_pb2 as pb
+from router.api.constraints import MAX_CONSTRAINT_BYTES, NUM_KEPT, _Kept, build_grammar
+from router.api.messages import read_request
+from router.errors import InvalidRequest
+from router.requests.request import Listeners, Request
+from tests.router.support.calls import prompt
+from tests.router.support.fake_engines import MODEL
+
+KINDS = {
+    "json_schema": {"json_schema": '{"type": "object"}'},
+    "json_object": {"json_object": pb.JsonObject()},
+    "regex": {"regex": "[ab]+"},
+    "grammar": {"grammar": 'start: "a" | "b"'},
+    "gbnf": {"grammar": 'root ::= "a" | "b" root'},
+    "choices": {"choices": pb.Choices(values=["a", 'b"\n\\'])},
+}
+
+
+async def read(given: dict[str, Any], model: Any = MODEL, **fields: Any) -> Request:
+    return await read_request(
+        prompt(constraint=pb.Constraint(**given), **fields),
+        model=model,
+        tokenizer=None,
+        listener=Listeners(max_listeners=1).open(),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_kind_becomes_a_grammar_that_executors_can_read(kind: str):
+    grammar = (await read(KINDS[kind])).grammar
+
+    assert grammar
+    assert build_grammar("grammar", grammar) if not grammar.startswith("{") else True
+    assert (await read(KINDS[kind])).grammar is grammar  # it was kept
+
+
+async def test_a_request_without_a_constraint_has_no_grammar():
+    listener = Listeners(max_listeners=1).open()
+    assert not (
+        await read_request(prompt(), model=MODEL, tokenizer=None, listener=listener)
+    ).grammar
+
+
+def nested(part: Any) -> str:
+    """A schema whose part at #/properties/a~1b/items/anyOf/1 is given."""
+    items = {"anyOf": [{"type": "string"}, part]}
+    return json.dumps({"properties": {"c": {}, "a/b": {"type": "array", "items": items}}})
+
+
+PLACE = "#/properties/a~1b/items/anyOf/1"
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    # what is sent, the field at fault, a part of the message
+    ({}, "constraint", "one of its kinds"),
+    ({"json_schema": "{"}, "constraint.json_schema", "cannot be read"),
+    ({"json_schema": "[1]"}, "constraint.json_schema", "a schema is an object"),
+    ({"json_schema": '{"a":' * 5000 + "1" + "}" * 5000}, "constraint.json_schema", "recursion"),
+    ({"json_schema": nested({"type": "strin"})}, "constraint.json_schema", f"at {PLACE}: Invalid"),
+    ({"json_schema": nested({"minimum": "x"})}, "constraint.json_schema", f"at {PLACE}: Expected"),
+    ({"json_schema": nested({"uniqueItems": True})}, "constraint.json_schema", f"at {PLACE}: Unim"),
+    ({"json_schema": '{"$ref": "http://x/y"}'}, "constraint.json_schema", "at #: "),
+    (
+        {"json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}'},
+        "constraint.json_schema",
+        "at #/$defs/a: Unimplemented",
+    ),
+    ({"regex": "(a"}, "constraint.regex", "unclosed group"),
+    ({"regex": "a" * (MAX_CONSTRAINT_BYTES + 1)}, "constraint.regex", "65537 bytes are too many"),
+    ({"regex": "é" * (MAX_CONSTRAINT_BYTES // 2 + 1)}, "constraint.regex", "65538 bytes are too"),
+    ({"grammar": "start: nothing"}, "constraint.grammar", "unknown name"),
+    ({"grammar": "(" * 9999}, "constraint.grammar", "cannot be read"),
+    ({"choices": pb.Choices()}, "constraint.choices.values", "0 are not from 1"),
+    ({"choices": pb.Choices(values=["a", ""])}, "constraint.choices.values[1]", "empty"),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "problem"), BAD, ids=lambda x: str(x)[:40])
+async def test_what_cannot_be_enforced_is_refused_with_its_place(
+    given: dict[str, Any], field: str, problem: str
+):
+    with pytest.raises(InvalidRequest) as caught:
+        await read(given)
+
+    assert caught.value.field == field
+    assert problem in str(caught.value)
+
+
+async def test_a_constraint_needs_executors_that_know_it_and_an_end():
+    with pytest.raises(InvalidRequest, match="cannot be constrained"):
+        await read(KINDS["regex"], replace(MODEL, supports_constraints=False))
+    with pytest.raises(InvalidRequest) as caught:
+        await read(KINDS["regex"], stop=pb.StopConditions(ignore_eos=True))
+    assert caught.value.field == "stop.ignore_eos"
+
+
+async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
+    built: list[str] = []
+    monkeypatch.setattr(
+        "router.api.constraints.build_grammar", lambda kind, text: built.append(text) or text
+    )
+    kept = _Kept()
+    for text in ["often", *map(str, range(NUM_KEPT - 1)), "often", "one more", "often", "0"]:
+        await kept.grammar_of("regex", text)
+
+    assert built == ["often", *map(str, range(NUM_KEPT - 1)), "one more", "0"]
