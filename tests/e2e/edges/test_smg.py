@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import importlib.util
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 import pytest_asyncio
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
@@ -323,15 +325,65 @@ async def test_the_loads_are_those_of_the_executors(stack: LocalStack, client: C
         assert load.token_usage == 0.0
 
 
-async def test_what_cannot_be_done_is_refused_by_name(gateway: Gateway):
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+NAMED_SUM = {"name": "answer", "schema": SUM}
+CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, r'\{\s*(}|".*)'),  # the model knows no end of it
+    (
+        {"response_format": {"type": "json_schema", "json_schema": NAMED_SUM}},
+        r'\{\s*"sum"\s*:\s*[1-9][0-9]\s*\}',
+    ),
+    ({"regex": "[a-c]{3}-[0-9]"}, "[a-c]{3}-[0-9]"),
+    ({"ebnf": 'root ::= "yes" | "no" "!"'}, "yes|no!"),
+]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("fields", "pattern"), CONSTRAINTS, ids=lambda x: str(x)[:40])
+async def test_what_an_answer_must_be_it_is(
+    gateway: Gateway, fields: dict[str, Any], pattern: str, is_streamed: bool
+):
+    fields = fields | {"messages": [{"role": "user", "content": "17+25="}], "max_tokens": 200}
+    answers = await gateway.answers(CHAT, is_streamed, n=2, **fields)
+
+    assert len(answers) == 2
+    for answer in answers.values():
+        assert re.fullmatch(pattern, answer, re.DOTALL), answer
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+async def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(
+    gateway: Gateway, choice: Any
+):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": SUM}}]
+    answer = await gateway.ask(
+        CHAT,
+        messages=[{"role": "user", "content": "17+25="}],
+        tools=tools,
+        tool_choice=choice,
+        max_tokens=200,
+    )
+
+    [call, *_] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SUM)
+
+
+async def test_a_schema_that_cannot_be_kept_to_is_refused_with_its_place(gateway: Gateway):
+    schema = {"type": "array", "items": {"type": "array", "uniqueItems": True}}
     status, message = await gateway.refusal(
         CHAT,
         messages=[{"role": "user", "content": "17+25="}],
-        response_format={"type": "json_object"},
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     )
 
     assert status == 400
-    assert "sampling_params.json_schema" in message
+    assert "sampling_params.json_schema: at #/items" in message
 
 
 async def test_a_gateway_that_has_the_model_needs_no_tokenizer_of_ours(

@@ -222,6 +222,7 @@ class Ask:
     prompt_logprobs: bool = False
     num_top: int = 2
     n: int = 1
+    grammar: str = ""
     delay: int = 0
 
 
@@ -271,11 +272,12 @@ def _submit(router: Router, ask: Ask) -> Request:
             top_logprobs=ask.num_top if ask.logprobs or ask.prompt_logprobs else 0,
         ),
         n=ask.n,
+        grammar=ask.grammar,
     )
 
 
 def _answer(sequence: Any) -> Answer:
-    assert sequence.error is None
+    assert sequence.error is None, sequence.error
     scored = [*sequence.prompt_logprobs, *sequence.logprobs]
     return Answer(
         tuple(sequence.tokens[sequence.num_prompt_tokens : sequence.num_tokens].tolist()),
