@@ -125,6 +125,9 @@ class Engine:
         self._progress_time = self._clock()  # formed, committed, or got work when it had none
         self._has_work = asyncio.Event()
         self._in_flight: deque[InFlight] = deque()
+        self._begin_time = 0.0  # of the earliest of these, on an executor
+        self._timer: asyncio.TimerHandle | None = None  # that plans the next one
+        self._late_error: BaseException | None = None
         self._info: GroupInfo | None = None
         self._scheduler: Scheduler | None = None
         self.measures = GroupMeasures()
@@ -154,27 +157,78 @@ class Engine:
 
     async def _run_epoch(self, scheduler: Scheduler) -> None:
         """Steps until an executor is lost."""
-        while True:
-            self.waiting.clear_proven()
-            while len(self._in_flight) < self._settings.pipeline_depth:
-                begun = perf_counter()
-                plan = scheduler.schedule()
-                if plan is None:
-                    break
-                step = InFlight(plan, begun, perf_counter())
-                self._executors.send(step)
-                self._in_flight.append(step)
-            if self._in_flight:
-                step = self._in_flight[0]
-                result = await self._executors.receive(step)
-                received = perf_counter()
-                drafts = scheduler.commit(step.plan, result)
-                self._in_flight.popleft()
-                self._progress_time = self._clock()
-                self._stats.add(step.plan, result, self._progress_time, drafts)
-                self.measures.times.add(step, result, received)
-            else:
-                await self._wait_for_work()
+        try:
+            while True:
+                self.waiting.clear_proven()
+                self._plan_now(scheduler)
+                if self._in_flight:
+                    await self._take_answer(scheduler)
+                else:
+                    await self._wait_for_work()
+        finally:
+            self._stop_timer()
+
+    def _plan_now(self, scheduler: Scheduler) -> None:
+        """Plans and sends steps, or sees to it that the next one is planned when it is time."""
+        while len(self._in_flight) < self._settings.pipeline_depth:
+            if (wait_s := self._until_plan_s()) > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._plan_late)
+                return
+            if not self._plan(scheduler):
+                return
+
+    async def _take_answer(self, scheduler: Scheduler) -> None:
+        """Receives and commits the earliest step in flight."""
+        step = self._in_flight[0]
+        result = await self._executors.receive(step)
+        received = perf_counter()
+        self._stop_timer()
+        if self._late_error is not None:
+            raise self._late_error
+        drafts = scheduler.commit(step.plan, result)
+        self._in_flight.popleft()
+        self._progress_time = self._begin_time = self._clock()
+        if step.is_late:
+            self.measures.lead.note(min(part.queued_ns for part in result) * 1e-9)
+        self._stats.add(step.plan, result, self._progress_time, drafts)
+        self.measures.times.add(step, result, received)
+
+    def _plan(self, scheduler: Scheduler, *, is_late: bool = False) -> bool:
+        """Plans a step and sends it; returns False if there is nothing to run."""
+        begun = perf_counter()
+        plan = scheduler.schedule()
+        if plan is None:
+            return False
+        step = InFlight(plan, begun, perf_counter(), is_late)
+        if not self._in_flight:
+            self._begin_time = self._clock()
+        self._executors.send(step)
+        self._in_flight.append(step)
+        return True
+
+    def _until_plan_s(self) -> float:
+        """Returns seconds until the next step is planned; 0: now."""
+        if self._settings.pipeline_depth != 2 or len(self._in_flight) != 1:
+            return 0.0
+        plan = self._in_flight[0].plan
+        cost = self.measures.costs.of(plan)
+        if not cost.is_known or not self._settings.target_token_gap_ms:
+            return 0.0
+        wait_s = self.measures.lead.wait_s(cost.predict(plan))
+        return self._begin_time + wait_s - self._clock() if wait_s else 0.0
+
+    def _plan_late(self) -> None:
+        """Plans the next step while the one before it runs; what goes wrong is the loop's to raise."""
+        assert self._scheduler is not None
+        try:
+            self._plan(self._scheduler, is_late=True)
+        except BaseException as error:
+            self._late_error = error
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # ---- what others ask of it, between two awaits of the loop
 
@@ -312,7 +366,7 @@ class Engine:
 
     def _lose_at_any_cost(self, error: Exception) -> None:
         """Takes the group out of service; sequences that cannot be kept fail."""
-        scheduler = self._scheduler
+        scheduler, self._late_error = self._scheduler, None
         try:
             self._lose(error)
         except Exception:

@@ -35,6 +35,7 @@ from router.errors import (
 )
 from router.requests.request import FinishReason, Sequence
 from router.scheduling.block_pool import PrefixCache
+from router.scheduling.plan_lead import PlanLead
 from router.scheduling.speculation import NO_DRAFTS, DraftCounts
 from router.scheduling.step import (
     NO_GRAPHS,
@@ -249,6 +250,7 @@ class GroupTotals:
         faults: "lied": executors that said what cannot be; "unexpected": errors of this router.
         drafts: What came of drafts.
         decisions: Steps with prompts bound, by what was done about these, see Why.
+        num_late_plans: See PlanLead; likewise the one that follows.
         step_cost: Coefficients of steps without drafts, see StepCost; likewise the two that follow.
     """
 
@@ -266,6 +268,8 @@ class GroupTotals:
     inter_token_s: Histogram
     recovery_s: Histogram
     decisions: dict[str, int]
+    num_late_plans: int
+    plan_lead_s: float
     step_cost: dict[str, float]
     step_margin: float
     step_error: float
@@ -277,6 +281,7 @@ class GroupMeasures:
     Attributes:
         times: Where the time of its steps went.
         costs: What its steps take, as far as that is learnt.
+        lead: How long before a step's end the next one is planned.
         decisions: Steps planned by time while prompts were bound, by what they did about these.
         queue_s: From a sequence's arrival to the first step that ran it.
         first_token_s: From a sequence's arrival to its first token.
@@ -289,6 +294,7 @@ class GroupMeasures:
         self.faults = Counter({"lied": 0, "unexpected": 0})
         self.times = StepTimes()
         self.costs = StepCosts()
+        self.lead = PlanLead()
         self.decisions: Counter[str] = Counter(dict.fromkeys(Why, 0))
         self.queue_s = Histogram(LATENCY_BOUNDS)
         self.first_token_s = Histogram(LATENCY_BOUNDS)
@@ -347,6 +353,8 @@ class GroupMeasures:
             inter_token_s=self.inter_token_s.copy(),
             recovery_s=self.recovery_s.copy(),
             decisions=dict(self.decisions),
+            num_late_plans=self.lead.num_late,
+            plan_lead_s=self.lead.seconds,
             step_cost=self.costs.plain.coefficients(),
             step_margin=self.costs.plain.margin,
             step_error=self.costs.plain.error,

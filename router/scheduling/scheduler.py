@@ -123,7 +123,7 @@ class Scheduler:
             self._drafting = Drafting(self.table, self._blocks, speculation, self.gate)
         self._builder = StepBuilder(self.table, shape, speculation)
         self._leaving: list[int] = []  # rows in PREEMPTED or ENDED
-        self._hold = Hold(settings)
+        self._hold = Hold(settings, clock())
         self._goes_by_time = False
         self._prices = Prices(**self._measures.costs.plain.coefficients())
 
@@ -218,7 +218,7 @@ class Scheduler:
         table = self.table
         rows = np.flatnonzero(table.status == RowStatus.EXTEND).tolist()
         if not len(self._waiting) and not rows:
-            self._hold.skip()
+            self._hold.skip(self._clock())
             return None, []
         num_decodes = table.row_set(runs).num_rows
         self._learn_prices()

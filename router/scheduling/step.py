@@ -158,6 +158,7 @@ class InFlight:
     Attributes:
         begun: When its planning began.
         planned: When it was planned.
+        is_late: Whether that was put off until the step before it was nearly over.
         sent: When it had been sent.
         step_id: Its number in the epoch, from its sending on.
         requests: Each DP rank's StepRequest, serialised, from its sending on.
@@ -167,6 +168,7 @@ class InFlight:
     plan: StepPlan
     begun: float
     planned: float
+    is_late: bool = False
     sent: float = 0.0
     step_id: int = 0
     requests: SequenceOf[bytes] = ()

@@ -257,16 +257,17 @@ class Hold:
 
     Args:
         settings: What the operator said.
+        now: Time of its making, on the clock of the calls.
 
     Attributes:
         debt: Request-seconds that bound prompts have waited since the last step that ran some.
     """
 
-    def __init__(self, settings: BudgetSettings) -> None:
+    def __init__(self, settings: BudgetSettings, now: float) -> None:
         self._settings = settings
         self._limit_s = settings.target_first_token_ms / 1e3
-        self._last_plan: float | None = None
-        self._last_prompts: float | None = None
+        self._last_plan = now
+        self._last_prompts = -math.inf
         self._mean_interval = 0.0  # between steps with prompts
         self._mean_tokens = 0.0  # of a rank in these
         self.debt = 0.0
@@ -288,16 +289,14 @@ class Hold:
             oldest: When the first of the prompts was bound.
             num_stuck: Sequences that wait for rows or KV, which decodes give back.
         """
-        waited_s = now - (now if self._last_plan is None else self._last_plan)
-        self.debt += sum(map(len, prompts)) * waited_s
+        self.debt += sum(map(len, prompts)) * (now - self._last_plan)
         self._last_plan = now
         weight = budget.num_decodes / self._settings.first_token_weight + num_stuck
         excess = max(counts) - sum(counts) / len(counts)
         waste_s = budget.prices.prompts + budget.prices.row * excess
         if not budget.num_decodes:
             return Why.NO_DECODES
-        last = now if self._last_prompts is None else self._last_prompts
-        if now - min(oldest, last) >= self._limit_s:
+        if now - min(oldest, self._last_prompts) >= self._limit_s:
             return Why.DUE
         if self.debt >= weight * waste_s:
             return Why.DEBT
@@ -309,15 +308,14 @@ class Hold:
     def note(self, counts: SequenceOf[int], now: float) -> None:
         """Notes that a step runs so many prompt tokens of each rank."""
         self.debt = 0.0
-        if self._last_prompts is not None:
-            interval = min(now - self._last_prompts, self._limit_s)
-            self._mean_interval += MEAN_MEMORY * (interval - self._mean_interval)
+        interval = min(now - self._last_prompts, self._limit_s)
+        self._mean_interval += MEAN_MEMORY * (interval - self._mean_interval)
         self._last_prompts = now
         self._mean_tokens += MEAN_MEMORY * (sum(counts) / len(counts) - self._mean_tokens)
 
-    def skip(self) -> None:
+    def skip(self, now: float) -> None:
         """Notes that a step had no prompts to decide about."""
-        self._last_plan = self._last_prompts = None
+        self._last_plan = now
 
     def trim(
         self, budget: Budget, prompts: Prompts, counts: SequenceOf[int], *, num_stuck: int

@@ -28,7 +28,7 @@ LEAST = 1e-6  # scaled: a coefficient below counts as this
 FORGET = 0.999
 START_VARIANCE, MAX_TRACE = 1.0, 1e3
 
-KNOWN_STEPS = 32  # with prompts, and as many without, before anybody goes by it
+KNOWN_STEPS = 32  # with prompts, of twice as many in all, before anybody goes by it
 LEARN_EVERY = 4  # of steps without prompts, which are many and alike
 OUTLIER, MAX_OUTLIERS = 4.0, 8  # times the prediction; so many in a row are no outliers
 DRIFT, DRIFT_MEMORY = 0.2, 1 / 16  # mean error at which what is known is doubted
@@ -60,8 +60,8 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps of both kinds were seen to go by it."""
-        return min(self.num_steps) >= KNOWN_STEPS
+        """Whether enough steps were seen to go by it; under load all of them run prompts."""
+        return self.num_steps[1] >= KNOWN_STEPS and sum(self.num_steps) >= 2 * KNOWN_STEPS
 
     def coefficients(self, *, with_margin: bool = False) -> dict[str, float]:
         """Returns seconds by part: per step, per step with prompts, per token, per pair."""

@@ -142,6 +142,10 @@ GROUP_TOTALS: list[Metric[GroupTotals]] = [
     Metric("prompt_decisions_total", "counter", ("decision",), lambda t: t.decisions,
            "Steps planned while prompts were bound: held, or run because of no_decodes, as they fill "
            "the step (full), have waited for what they cost (debt) or for as long as they may (due)."),
+    Metric("late_plans_total", "counter", (), lambda t: t.num_late_plans,
+           "Steps whose planning was put off for too long, so that executors waited for them."),
+    Metric("plan_lead_seconds", "gauge", (), lambda t: t.plan_lead_s,
+           "How long before a step's expected end the next one is planned."),
     Metric("queue_seconds", "histogram", (), lambda t: t.queue_s,
            "From a sequence's arrival to its first step."),
     Metric("time_to_first_token_seconds", "histogram", (), lambda t: t.first_token_s,

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Hashable, Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from router.scheduling.step import (
     SpeculationShape,
     window_reach,
 )
-from router.scheduling.step_cost import KNOWN_STEPS, StepCosts
 from tests.router.support.block_checks import check_cache
 from tests.router.support.fake_executors import FakeExecutors, Poison
 from tests.router.support.fake_rank import EOS, VOCAB_SIZE, expected_output
+from tests.router.support.running_engines import KnownCosts
 
 Work = Coroutine[Any, Any, None]
 
@@ -49,14 +49,6 @@ class Group:
     executors: FakeExecutors
     admission: WaitingQueue
     engine: Engine
-
-
-class KnownCosts(StepCosts):
-    """Step times that a router goes by from its first step on."""
-
-    def begin_epoch(self, kind: Hashable) -> None:
-        super().begin_epoch(kind)
-        self.plain.num_steps = [KNOWN_STEPS, KNOWN_STEPS]
 
 
 class World:

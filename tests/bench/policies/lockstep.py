@@ -26,6 +26,7 @@ class Lockstep:
     def __init__(self, sizes: Sizes, settings: SchedulerSettings) -> None:
         self.gaps = Gaps()
         self.now = 0.0
+        self._settings = settings
         listeners = Listeners(max_listeners=1)
         self._listener = listeners.open()
         self._waiting = WaitingQueue(max_sequences=UNBOUNDED, max_tokens=UNBOUNDED)
@@ -77,10 +78,19 @@ class Lockstep:
         pairs = None if plan.num_pairs is None else plan.num_pairs.tolist()
         return Work(plan.agreement.global_num_tokens, plan.kv_tokens.tolist(), pairs, plan)
 
+    def wait_s(self, work: Work) -> float:
+        plan, cost = work.handle, self.measures.costs.plain
+        assert isinstance(plan, StepPlan)
+        if not cost.is_known or not self._settings.target_token_gap_ms:
+            return 0.0
+        return self.measures.lead.wait_s(cost.predict(plan))
+
     def commit(self, work: Work, now: float) -> None:
         self.now = now
         plan = work.handle
         assert isinstance(plan, StepPlan)
+        if work.is_late:
+            self.measures.lead.note(work.queued)
         forward_ns = int(work.seconds * 1e9)
         self.scheduler.commit(plan, tuple(_answer(batch, forward_ns) for batch in plan.batches))
 

@@ -100,14 +100,20 @@ class Work:
         kv: Tokens of KV that each rank's decodes read.
         pairs: Query-key pairs of each rank's prompts; None: there are none.
         handle: The policy's own.
-        seconds: What it takes, once that is known.
+        start: When it begins, once that is known.
+        seconds: What it takes.
+        queued: How long its plan lay ready.
+        is_late: Whether it was planned while the step before it ran.
     """
 
     tokens: Sequence[int]
     kv: Sequence[int]
     pairs: Sequence[float] | None
     handle: object
+    start: float = 0.0
     seconds: float = 0.0
+    queued: float = 0.0
+    is_late: bool = False
 
 
 class Gaps:
@@ -157,6 +163,10 @@ class Policy(Protocol):
         """Returns the next step; None if there is nothing to run."""
         ...
 
+    def wait_s(self, work: Work) -> float:
+        """Returns how long after a step's start the next one is planned."""
+        ...
+
     def commit(self, work: Work, now: float) -> None:
         """The earliest step in flight ends."""
         ...
@@ -203,23 +213,31 @@ class Outcome:
 def serve(policy: Policy, jobs: Sequence[Job], cost: Cost, *, seed: int = 0) -> Outcome:
     """Serves all jobs, in order of arrival, to their ends."""
     rng = np.random.default_rng(seed)
-    coming, in_flight = deque(jobs), deque[tuple[float, Work]]()
+    coming, in_flight = deque(jobs), deque[Work]()
     shares: list[float] = []
     now = device = 0.0
     num_steps = 0
     while True:
+        wait_s = policy.wait_s(in_flight[0]) if len(in_flight) == 1 else 0.0
+        if wait_s:  # the next plan is formed while it runs
+            now = max(now, min(in_flight[0].start + wait_s, device))
         while coming and coming[0].arrival <= now:
             policy.submit(coming.popleft())
-        while len(in_flight) < DEPTH and (work := policy.plan(now)) is not None:
+        work = policy.plan(now) if len(in_flight) < DEPTH else None
+        if work is not None:
+            work.is_late = wait_s > 0
+            work.start = max(device, now + HOST_S)
+            work.queued = work.start - now - HOST_S
             seconds = cost.seconds(work.tokens, work.kv, work.pairs)
             work.seconds = seconds * float(rng.lognormal(0.0, NOISE))
-            device = max(device, now + HOST_S) + work.seconds
-            in_flight.append((device, work))
+            device = work.start + work.seconds
+            in_flight.append(work)
             num_steps += 1
             if work.pairs is not None:
                 shares.append(sum(work.tokens) / len(work.tokens) / max(work.tokens))
-        if in_flight:
-            now, work = in_flight.popleft()
+        elif in_flight:
+            work = in_flight.popleft()
+            now = work.start + work.seconds
             policy.commit(work, now)
         elif coming:
             now = coming[0].arrival

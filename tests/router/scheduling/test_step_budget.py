@@ -88,6 +88,13 @@ def test_however_slow_steps_are_without_prompts_some_of_these_run() -> None:
         assert min(counts) == (128 if any(decodes) else 4000)
 
 
+def new_hold() -> Hold:
+    """One that has just run some prompts."""
+    hold = Hold(SETTINGS, 0.0)
+    hold.note([0, 0], 0.0)
+    return hold
+
+
 def decide(hold: Hold, now: float, decodes: int, *lengths: list[int], bound: float = 0.0) -> Why:
     prompts = prompts_of(*lengths)
     budget = budget_of([decodes] * len(lengths))
@@ -96,15 +103,15 @@ def decide(hold: Hold, now: float, decodes: int, *lengths: list[int], bound: flo
 
 
 def test_prompts_run_at_once_where_nobody_decodes_or_they_fill_the_step() -> None:
-    assert decide(Hold(SETTINGS), 0.0, 0, [200], []) is Why.NO_DECODES
-    assert decide(Hold(SETTINGS), 0.0, 100, [3000], [3000]) is Why.FULL
+    assert decide(new_hold(), 0.0, 0, [200], []) is Why.NO_DECODES
+    assert decide(new_hold(), 0.0, 100, [3000], [3000]) is Why.FULL
 
 
 @pytest.mark.parametrize("num_decodes", [1, 30, 250])
 def test_a_prompt_is_held_the_longer_the_more_decodes_it_costs_and_never_beyond_its_target(
     num_decodes: int,
 ) -> None:
-    hold, now = Hold(SETTINGS), 0.0
+    hold, now = new_hold(), 0.0
     while decide(hold, now, num_decodes, [200], *[[]] * 7) is Why.HELD:
         now += 0.01
     # A tenth of all decodes' waste, in seconds: 4 ms for prompts, and the excess of one rank.
@@ -112,10 +119,17 @@ def test_a_prompt_is_held_the_longer_the_more_decodes_it_costs_and_never_beyond_
     assert now == pytest.approx(min(0.8 * num_decodes * waste_s, 0.5), abs=0.011)
 
 
+def test_a_prompt_after_a_time_without_any_runs_at_once() -> None:
+    hold = new_hold()
+    for now in range(10):
+        hold.skip(now / 10)
+    assert decide(hold, 1.0, 250, [200], [], bound=1.0) is Why.DUE
+
+
 def test_what_one_rank_has_more_is_trimmed_only_where_many_decodes_pay_for_it() -> None:
     prompts = prompts_of([3000], *[[400]] * 7)
     for num_decodes, is_trimmed in ((1, False), (250, True)):
-        hold, budget = Hold(SETTINGS), budget_of([num_decodes] * 8)
+        hold, budget = new_hold(), budget_of([num_decodes] * 8)
         for now in range(100):
             hold.note([800] * 8, now / 10)
         counts = fill(budget, prompts, 128)

@@ -171,11 +171,13 @@ class FakeExecutors:
         now = asyncio.get_running_loop().time()
         factor = 100.0 if self._rng.random() < self._slow_rate else self._rng.uniform(0.2, 1.8)
         seconds = self._step_s * factor
+        queued_s = max(0.0, self._device_time - now)
         self._device_time = max(self._device_time, now) + seconds
+        times = {"queued_ns": int(queued_s * 1e9), "forward_ns": int(seconds * 1e9)}
         died_before = any(step.result is None for step in self._pending)
         is_lost = died_before or self._rng.random() < self._loss_rate
         results = tuple(
-            rank.run(batch, plan.agreement)._replace(forward_ns=int(seconds * 1e9))
+            rank.run(batch, plan.agreement)._replace(**times)
             for rank, batch in zip(self._ranks, plan.batches, strict=True)
         )
         steps = [ran for rank in self._ranks for ran in rank.ran]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,9 +10,18 @@ from router.engine.engine import Engine, EngineSettings, Executors
 from router.engine.engines import Engines, Observer
 from router.requests.request import Listeners, Request
 from router.requests.waiting_queue import WaitingQueue
+from router.scheduling.step_cost import KNOWN_STEPS, StepCosts
 from tests.router.support.fake_executors import FakeExecutors
 from tests.router.support.requests import make_request
 from tests.router.support.stepper import make_shape
+
+
+class KnownCosts(StepCosts):
+    """Step times that a router goes by from its first step on."""
+
+    def begin_epoch(self, kind: Hashable) -> None:
+        super().begin_epoch(kind)
+        self.plain.num_steps = [KNOWN_STEPS, KNOWN_STEPS]
 
 
 def drive_group(

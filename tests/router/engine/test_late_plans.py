@@ -1,0 +1,116 @@
+"""If these fail, requests wait a step too long for their first token, or executors wait for plans."""
+
+import asyncio
+import random
+
+import pytest
+
+from router.engine.engine import Engine
+from router.engine.engines import Engines
+from router.requests.request import Listeners, Request
+from router.requests.waiting_queue import WaitingQueue
+from router.scheduling.plan_lead import MAX_LEAD_S, MIN_LEAD_S, PlanLead
+from router.scheduling.step import StepPlan
+from tests.router.support.fake_executors import FakeExecutors
+from tests.router.support.requests import make_request
+from tests.router.support.running_engines import KnownCosts, drive_group, stepping
+from tests.router.support.stepper import make_shape
+from tests.router.support.virtual_clock import on_virtual_clock
+
+STEP_S = 0.05
+
+
+class Even(random.Random):
+    """Steps take what they take, give or take a share."""
+
+    share = 0.0
+
+    def uniform(self, a: float, b: float) -> float:
+        return 1 + self.share * (2 * self.random() - 1)
+
+
+def engine_of(engines: Engines, rng: random.Random, **settings: float) -> Engine:
+    executors = FakeExecutors(make_shape(max_model_len=150), rng, step_s=STEP_S)
+    waiting = WaitingQueue(max_sequences=8, max_tokens=1000)
+    engine = drive_group(engines, executors, waiting, first_token_weight=1e9, **settings)
+    engine.measures.costs = KnownCosts()
+    return engine
+
+
+def submit(engines: Engines, name: str, max_tokens: int) -> Request:
+    request = make_request([3, 4], engines.listeners.open(), max_tokens, request_id=name)
+    engines.submit(request)
+    return request
+
+
+async def end_of(request: Request) -> None:
+    while request.is_live:
+        await request.listener.wait()
+
+
+@pytest.mark.parametrize(("target_ms", "num_steps"), [(0.0, 2), (500.0, 1)])
+@on_virtual_clock
+async def test_who_comes_while_a_step_runs_is_in_the_next_one(
+    target_ms: float, num_steps: int
+) -> None:
+    """Planned at once, the next one would be fixed by then."""
+    engines = Engines(Listeners(8))
+    engine = engine_of(engines, Even(), target_token_gap_ms=target_ms)
+    async with stepping(engine):
+        submit(engines, "long", 100)
+        await asyncio.sleep(80.5 * STEP_S)
+        request = submit(engines, "late", 1)
+        await end_of(request)
+        [sequence] = request.sequences
+        assert sequence.progress.first_token_time is not None
+        waited = sequence.progress.first_token_time - request.arrival_time
+        assert num_steps < waited / STEP_S < num_steps + 1
+        assert engine.measures.lead.num_late == 0
+
+
+@on_virtual_clock
+async def test_executors_hardly_ever_wait_for_a_plan() -> None:
+    """Their steps vary by a tenth."""
+    engines, rng = Engines(Listeners(8)), Even(1)
+    rng.share = 0.1
+    engine = engine_of(engines, rng)
+    async with stepping(engine):
+        for number in range(8):
+            await end_of(submit(engines, f"r{number}", 120))
+        assert engine._stats.num_steps >= 800
+        assert engine.measures.lead.num_late < 30
+
+
+@on_virtual_clock
+async def test_an_error_in_a_late_plan_is_a_loss_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = Engines(Listeners(8))
+    engine = engine_of(engines, Even())
+    async with stepping(engine):
+        request = submit(engines, "a", 100)
+        await asyncio.sleep(20 * STEP_S)
+        assert engine._timer is not None
+        scheduler = engine._scheduler
+        assert scheduler is not None
+
+        def fail() -> StepPlan:
+            raise ZeroDivisionError("planning failed")
+
+        monkeypatch.setattr(scheduler, "schedule", fail)
+        await end_of(request)
+        assert engine.measures.faults["unexpected"] == 1
+        assert request.sequences[0].error is None
+        assert engine.status().epoch == 2
+
+
+def test_the_lead_grows_when_plans_come_late_and_shrinks_when_they_lie_ready() -> None:
+    lead = PlanLead()
+    assert lead.wait_s(0.1) == pytest.approx(0.094)
+    assert lead.wait_s(0.003) == 0  # over before it pays
+    for _ in range(20):
+        lead.note(0.0)
+    assert (lead.seconds, lead.num_late) == (MAX_LEAD_S, 20)
+    for _ in range(1000):
+        lead.note(0.002)
+    assert lead.seconds == MIN_LEAD_S
