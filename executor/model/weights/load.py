@@ -169,7 +169,7 @@ def _cuts(group: WeightGroup) -> list[Cut]:
 @torch.inference_mode()  # which is a thread's own
 def _copy(weight: Stored, cut: Cut, uploads: Uploads) -> None:
     if cut.index is not None and not cut.target.is_meta:
-        cut.fill(weight.read(cut.index), uploads)
+        cut.fill(weight.read(cut.index), uploads.fill)
 
 
 def _keep_to_one_core() -> None:

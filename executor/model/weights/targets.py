@@ -15,9 +15,9 @@ import torch
 
 from executor.model.weights.checkpoint import Index
 from executor.model.weights.kept import KeptWeight
-from executor.model.weights.uploads import Uploads
 
 Weight: TypeAlias = torch.Tensor | KeptWeight
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # to the first, of any device and type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +158,7 @@ class Cut:
         """Whether the parameter has floats, or is made of them."""
         return isinstance(self.target, KeptWeight) or self.target.is_floating_point()
 
-    def fill(self, piece: torch.Tensor, uploads: Uploads) -> None:
+    def fill(self, piece: torch.Tensor, copy: Copy = torch.Tensor.copy_) -> None:
         """Copies what was read, a float for a float and an integer for an integer, or quantises it."""
         if self.source.transposed:
             piece = piece.transpose(-1, -2)
@@ -167,7 +167,7 @@ class Cut:
         if isinstance(self.target, KeptWeight):
             self.target.quantise(piece)
         else:
-            uploads.fill(self.target, piece)
+            copy(self.target, piece)
 
 
 def rope_rows_to_halves(head_dim: int, rotary_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,7 +11,6 @@ import torch
 
 from executor.model.spec import ModelSpec
 from executor.model.weights.targets import Cut, WeightGroup
-from executor.model.weights.uploads import Uploads
 
 # Takes a checkpoint's name and a shape to a tensor.
 NewTensor = Callable[[str, tuple[int, ...]], torch.Tensor]
@@ -71,21 +70,13 @@ def decided_weights(config: ModelSpec) -> NewTensor:
     return new
 
 
-class _Copies(Uploads):
-    """Of tensors on any device."""
-
-    def fill(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        target.copy_(values)
-
-
 def fill(groups: Iterable[WeightGroup], new_tensor: NewTensor) -> None:
     """Fills a model's groups in place of the loader."""
-    copies = _Copies()
     for group in groups:
         for source, target in group.targets.items():
             cut = Cut.of(source, target)
             if cut.index is not None:
-                cut.fill(new_tensor(cut.source.name, cut.shape)[cut.index], copies)
+                cut.fill(new_tensor(cut.source.name, cut.shape)[cut.index])
         group.finish()
 
 
