@@ -250,7 +250,7 @@ class Cuda(Device):
         self.ops = _flashinfer(config)
         if self.ops is not None:
             self.ops.load(self.torch_device)
-        self.triton = None if self.ops is None else _triton(config, self.torch_device)
+        self.triton = None if self.ops is None else open_triton(config, self.torch_device)
         # Here, so that the KV pool is sized by what it leaves.
         self._workspace = None if self.ops is None else AttentionWorkspace(self.torch_device)
         self.filters = None if self.ops is None else FlashInferFilters(self.ops)
@@ -345,7 +345,7 @@ def _flashinfer(config: ExecutorConfig) -> FlashInferOps | None:
         return None
 
 
-def _triton(config: ExecutorConfig, device: torch.device) -> TritonOps | None:
+def open_triton(config: ExecutorConfig, device: torch.device) -> TritonOps | None:
     """Returns the kernels in Triton; None without, or where none can be compiled."""
     if config.triton_kernels == "off":
         return None

@@ -50,7 +50,7 @@ def config(request: pytest.FixtureRequest) -> ModelSpec:
 
 @pytest.fixture
 def twins(config: ModelSpec, machine: Machine) -> Twins:
-    return Twins(config, machine.device)
+    return Twins(config, machine.device, machine.triton)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,38 @@ class _Counting:
         return y
 
 
+class Kernel(NamedTuple):
+    """Launches of one kernel in a step.
+
+    Attributes:
+        count: How many.
+        total_s: How long all of them take.
+    """
+
+    name: str
+    count: float
+    total_s: float
+
+
+def traced(machine: Machine, run: Callable[[], object], count: int = 3) -> list[Kernel]:
+    """Returns the kernels of a call, those first that take longest; on a CPU, operators."""
+    activity = torch.profiler.ProfilerActivity
+    is_gpu = machine.device.type == "cuda"
+    activities = [activity.CUDA] if is_gpu else [activity.CPU]
+    run()
+    machine.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            run()
+        machine.synchronize()
+    attribute = "self_device_time_total" if is_gpu else "self_cpu_time_total"
+    kernels = [
+        Kernel(event.key, event.count / count, getattr(event, attribute) / 1e6 / count)
+        for event in profile.key_averages()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.total_s)
+
+
 def layers_that_fit(machine: Machine, config: ModelSpec) -> int:
     """Returns how many of a model's layers the device has room for, with their KV pool."""
     embeddings = 2 * config.vocab_size * config.hidden_size * config.dtype.itemsize
@@ -145,6 +177,7 @@ def large_case(
     *,
     ops: FlashInferOps | None = None,
     moe_runner: str | None = None,
+    has_triton: bool = True,
 ) -> Iterator[Case]:
     """Gives the block a model with random weights, made on the device.
 
@@ -153,11 +186,12 @@ def large_case(
     """
     ops = ops or machine.ops
     moe_runner = moe_runner or machine.moe_runner
+    triton = machine.triton if ops is not None and has_triton else None
     case = Case(
         config,
         LARGE,
-        device_kernels(config, LARGE, machine.device, ops, moe_runner=moe_runner),
-        torch_attention if ops is None else flashinfer_attention(ops),
+        device_kernels(config, LARGE, machine.device, ops, moe_runner=moe_runner, triton=triton),
+        torch_attention if ops is None else flashinfer_attention(ops, triton=triton),
         flat_weights(config, machine.device),
         device=machine.device,
         made_on=machine.device,

@@ -27,6 +27,7 @@ from tests.gpu.figures.measure import (
     prompts,
     seconds,
     step_bytes,
+    traced,
 )
 from tests.gpu.figures.period import measure_period
 from tests.gpu.support.cases import PREFILL_RUNNERS, Case, largest_error
@@ -43,7 +44,15 @@ DECODES = (
         *("limit by copies ms", "share", "nominal limit ms", "share", "experts hit", "layers"),
     ),
 )
-VARIANTS = ("Variants", ("experts and PDL", "1 ms", "8 ms", "32 ms", "layers"))
+VARIANTS = ("Variants", ("kernels", "1 ms", "8 ms", "32 ms", "layers"))
+KINDS = {  # of experts, whether kernels start early, whether Triton's are among them
+    "cutlass, PDL on": ("cutlass", "on", True),
+    "cutlass, PDL off": ("cutlass", "off", True),
+    "grouped, PDL off": ("grouped", "off", True),
+    "cutlass, PDL off, no Triton": ("cutlass", "off", False),
+}
+TRACE = ("Trace", ("sequences / place", "kernel", "launches", "us", "share"))
+TRACED, NUM_TRACED = (LARGE.decode[0], LARGE.decode[2]), 8
 PREFILLS = ("Prefill steps", ("tokens", "eager ms", "piecewise ms", "breakable ms", "layers"))
 REGISTRY = ("Registry fill", ("real/captured", "host us", "until it is done us"))
 TRANSFORMERS = (
@@ -98,23 +107,43 @@ def measure_variants(machine: Machine) -> list[Table]:
     if machine.ops is None:
         raise CannotMeasure("FlashInfer is not installed")
     rows = {}
-    for moe_runner in ("cutlass", "grouped"):
-        for pdl in ("on", "off"):
-            variant: Any = {"ops": machine.new_ops(pdl), "moe_runner": moe_runner}
-            with (
-                large_case(machine, config, **variant) as case,
-                torch.inference_mode(),
-                fresh_input_buffer_pool(),
-            ):
-                captured = case.decode(machine.new_backend())
-                times = [
-                    seconds(machine, partial(captured.run, decodes(case, size)))
-                    for size in LARGE.decode[:3]
-                ]
-                del captured
-            depth = f"{VARIANT_LAYERS} of {len(LARGE_MODEL.layers)}"
-            rows[f"{moe_runner}, PDL {pdl}"] = (*map(_ms, times), depth)
+    for name, (moe_runner, pdl, has_triton) in KINDS.items():
+        kind: Any = {
+            "ops": machine.new_ops(pdl),
+            "moe_runner": moe_runner,
+            "has_triton": has_triton,
+        }
+        with (
+            large_case(machine, config, **kind) as case,
+            torch.inference_mode(),
+            fresh_input_buffer_pool(),
+        ):
+            captured = case.decode(machine.new_backend())
+            times = [
+                seconds(machine, partial(captured.run, decodes(case, size)))
+                for size in LARGE.decode[:3]
+            ]
+            del captured
+        rows[name] = (*map(_ms, times), f"{VARIANT_LAYERS} of {len(LARGE_MODEL.layers)}")
     return [Table(*VARIANTS, rows)]
+
+
+def measure_trace(machine: Machine) -> list[Table]:
+    """Sums up the kernels of captured decode steps, those first that take longest."""
+    config = replace(LARGE_MODEL, layers=LARGE_MODEL.layers[:VARIANT_LAYERS])
+    rows = {}
+    with large_case(machine, config) as case, torch.inference_mode(), fresh_input_buffer_pool():
+        captured = case.decode(machine.new_backend())
+        for size in TRACED:
+            run = partial(captured.run, decodes(case, size))
+            kernels = traced(machine, run)
+            whole_s = sum(kernel.total_s for kernel in kernels)
+            for place, kernel in enumerate(kernels[:NUM_TRACED], start=1):
+                share = f"{kernel.total_s / whole_s:.0%}"
+                cells = (kernel.name, f"{kernel.count:g}", f"{kernel.total_s * 1e6:.1f}", share)
+                rows[f"{size} / {place}"] = cells
+        del captured, run
+    return [Table(*TRACE, rows)]
 
 
 def _measure_prefills(machine: Machine, case: Case, depth: str) -> dict[str, tuple[str, ...]]:
@@ -265,6 +294,7 @@ def _limit(num_bytes: int, bandwidth: float | None, step_s: float) -> tuple[str,
 MEASUREMENTS: dict[str, Callable[[Machine], list[Table]]] = {
     "steps": measure_steps,
     "variants": measure_variants,
+    "trace": measure_trace,
     "period": measure_period,
     "registry": measure_registry,
     "transformers": measure_transformers,

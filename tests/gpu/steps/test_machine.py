@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.requirements import Requirement
 
 from executor.model.flashinfer.operators import FlashInferOps
-from tests.gpu.support.machine import IS_STAND_IN
+from tests.gpu.support.machine import IS_STAND_IN, Machine
 from tests.gpu.support.modules import FEW_HEADS, MODULES, OF_ALL_TO_ALL
 from tests.support.paths import ROOT
 
@@ -35,6 +35,11 @@ def test_packages_are_there_and_new_enough() -> None:
         if not requirement.specifier.contains(found, prereleases=True):
             wrong.append(f"{requirement.name} is {found}, not {requirement.specifier}")
     assert not wrong, f"carry wheels (tests/gpu/README.md): {', '.join(wrong)}"
+
+
+def test_triton_compiles(machine: Machine) -> None:
+    """Else executors run without its kernels, and say so in their log only."""
+    assert IS_STAND_IN or machine.triton is not None
 
 
 def test_kernels_are_prebuilt_or_there_is_a_compiler(ops: FlashInferOps) -> None:

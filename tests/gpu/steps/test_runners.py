@@ -48,11 +48,13 @@ class Kind:
         model: A key of SMALL_MODELS.
         has_flashinfer: Whether FlashInfer runs what it can, else PyTorch does.
         moe_runner: What runs the experts.
+        has_triton: Whether kernels in Triton run what they can.
     """
 
     model: str
     has_flashinfer: bool = True
     moe_runner: str = "grouped"
+    has_triton: bool = True
 
 
 KINDS = {
@@ -62,6 +64,8 @@ KINDS = {
     "flashinfer with cutedsl": Kind("4 heads per KV head", moe_runner="cutedsl"),
     "torch": Kind("4 heads per KV head", has_flashinfer=False),
 }
+if not IS_STAND_IN:  # which has no Triton
+    KINDS["flashinfer without Triton"] = Kind("4 heads per KV head", has_triton=False)
 
 
 def new_case(machine: Machine, kind: Kind, new_attention: NewAttention | None = None) -> Case:
@@ -73,13 +77,18 @@ def new_case(machine: Machine, kind: Kind, new_attention: NewAttention | None = 
         pytest.skip("needs FlashInfer: it is not installed")
     if ops is not None and kind.moe_runner == "cutedsl":
         skip_without_cutedsl(ops, machine.device)
+    triton = machine.triton if ops is not None and kind.has_triton else None
     config = SMALL_MODELS[kind.model]
     if new_attention is None:
-        new_attention = torch_attention if ops is None else flashinfer_attention(ops)
+        new_attention = torch_attention
+        if ops is not None:
+            new_attention = flashinfer_attention(ops, triton=triton)
     return Case(
         config,
         SMALL,
-        device_kernels(config, SMALL, machine.device, ops, moe_runner=kind.moe_runner),
+        device_kernels(
+            config, SMALL, machine.device, ops, moe_runner=kind.moe_runner, triton=triton
+        ),
         new_attention,
         decided_weights(config),
         device=machine.device,

@@ -13,6 +13,7 @@ from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers.attention import Attention
 from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.spec import ModelSpec
+from executor.model.triton.operators import TritonOps
 from executor.parallel.layout import DpLayout
 from tests.executor.support import kv
 from tests.gpu.support.cases import CPU, fill_pool, flashinfer_attention, new_pool, torch_attention
@@ -32,8 +33,11 @@ LONG, BLOCK = SIZES.max_len, SIZES.block_size
 class Twins:
     """The same pool on the device and, in float32, on the CPU."""
 
-    def __init__(self, config: ModelSpec, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelSpec, device: torch.device, triton: TritonOps | None = None
+    ) -> None:
         self.config = config
+        self._triton = triton
         self.ours = new_pool(config, SIZES, device)
         self.exact_config = replace(config, dtype=torch.float32)
         self.theirs = new_pool(self.exact_config, SIZES, CPU)
@@ -42,9 +46,14 @@ class Twins:
 
     def flashinfer(self, ops: FlashInferOps, **options: Any) -> FlashInferAttention:
         """Returns what is tested, for the pool on the device."""
-        attention = flashinfer_attention(ops, **options)(self.config, self.ours, SIZES)
+        new = flashinfer_attention(ops, triton=self._triton, **options)
+        attention = new(self.config, self.ours, SIZES)
         assert isinstance(attention, FlashInferAttention)
         return attention
+
+    def authority(self) -> Attention:
+        """Returns what is right, for the pool on the CPU."""
+        return torch_attention(self.exact_config, self.theirs, SIZES)
 
     def check(
         self,
@@ -64,7 +73,7 @@ class Twins:
             tree_mask: bool [B, Q, W] on the CPU.
             has_keys: Whether the pass stores keys and values.
         """
-        authority = torch_attention(self.exact_config, self.theirs, SIZES)
+        authority = self.authority()
         heads = self.heads(sum(count for _, count in mix))
         what = (mix, heads, graph_size, tree_mask, has_keys)
         ours = self._planned(attention, self.ours, *what)()
@@ -81,7 +90,7 @@ class Twins:
             attentions: To be compared with the authority, with wrappers for graphs.
             mix_of: Takes the place of one to its batch.
         """
-        authority = torch_attention(self.exact_config, self.theirs, SIZES)
+        authority = self.authority()
         runs, expected = [], []
         for place, attention in enumerate(attentions):
             mix = mix_of(place)
@@ -99,10 +108,10 @@ class Twins:
         tree: torch.Tensor,
     ) -> None:
         """Compares what was computed of such heads under tree masks, bool [B, Q, W] on the CPU."""
-        authority = torch_attention(self.exact_config, self.theirs, SIZES)
+        authority = self.authority()
         assert_close(ours, self._planned(authority, self.theirs, mix, heads, None, tree, True)())
 
-    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Returns queries, keys and values."""
         splits = (
             attention_of(self.config).num_heads,

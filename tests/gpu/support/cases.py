@@ -27,6 +27,7 @@ from executor.model.layers.attention_flashinfer import FlashInferAttention
 from executor.model.layers.attention_torch import TorchAttention
 from executor.model.layers.attention_workspace import AttentionWorkspace
 from executor.model.spec import ModelSpec
+from executor.model.triton.operators import TritonOps
 from executor.parallel.layout import DpLayout
 from executor.runners import GraphRunner
 from executor.runners.forward_pass import ForwardPass
@@ -68,7 +69,10 @@ def torch_attention(config: ModelSpec, pool: KVPool, sizes: Sizes) -> TorchAtten
 
 
 def flashinfer_attention(
-    ops: FlashInferOps, extend_backend: str = "auto", workspace: AttentionWorkspace | None = None
+    ops: FlashInferOps,
+    extend_backend: str = "auto",
+    workspace: AttentionWorkspace | None = None,
+    triton: TritonOps | None = None,
 ) -> NewAttention:
     """Returns what makes FlashInfer's attention, with a workspace of its own unless told."""
 
@@ -80,6 +84,7 @@ def flashinfer_attention(
             workspace or AttentionWorkspace(pool.device),
             max_num_tokens=sizes.max_num_tokens,
             extend_backend=extend_backend,
+            triton=triton,
         )
 
     return new
@@ -92,6 +97,7 @@ def device_kernels(
     ops: FlashInferOps | None,
     *,
     moe_runner: str = "grouped",
+    triton: TritonOps | None = None,
 ) -> Kernels:
     """Returns what a GPU executor's layers call."""
     return stacked_kernels(
@@ -101,6 +107,7 @@ def device_kernels(
         ops=ops,
         moe_runner=moe_runner,
         max_moe_rows=sizes.max_num_tokens,
+        triton=triton,
     )
 
 

@@ -18,19 +18,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from executor.batch.staging import Copier
+from executor.build.devices import open_triton
+from executor.config import ExecutorConfig
 from executor.graph.backend import EagerBackend, RunnerBackend
 from executor.graph.cuda_graph_backend import CaptureResources, CudaDevice, CUDAGraphBackend
 from executor.model.flashinfer.operators import FlashInferOps
 from executor.model.layers import attention_workspace
+from executor.model.triton.operators import TritonOps
 from tests.executor.support.flashinfer.cpu_flashinfer import WORKSPACE, CpuFlashInfer
 from tests.executor.support.recording.copiers import SeparateMemory
 from tests.executor.support.recording.recording_backend import RecordingBackend, living_memory
 from tests.gpu.support.production import PDL, PRODUCTION
+from tests.support.paths import DEMO_MODEL
 
 SWITCH = "LOCKSTEP_GPU_TESTS_ON"
 IS_STAND_IN = os.environ.get(SWITCH) == "cpu"
@@ -66,6 +71,12 @@ class Gpu:
     def ops(self) -> FlashInferOps | None:
         """FlashInfer as in production; None where it is not installed."""
         return self.new_ops(PDL)
+
+    @cached_property
+    def triton(self) -> TritonOps | None:
+        """Kernels in Triton as in production; None where none can be compiled."""
+        settings: dict[str, Any] = dict(PRODUCTION)
+        return open_triton(ExecutorConfig(model=DEMO_MODEL, **settings), self.device)
 
     def new_ops(self, pdl: str) -> FlashInferOps | None:
         """Returns FlashInfer whose kernels may start early, or not: "on" or "off"."""
@@ -163,6 +174,7 @@ class StandIn:
     """The CPU, in the role of a GPU: it has what `Gpu` has."""
 
     has_fa3 = False
+    triton: TritonOps | None = None
     no_grouped_graphs = ""
     moe_runner = "grouped"
 
