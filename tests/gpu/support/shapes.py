@@ -64,7 +64,7 @@ if IS_STAND_IN:
         top_k=2,
         max_position_embeddings=64,
     )
-    SMALL = Sizes(block_size=4, num_rows=8, max_len=32, decode=(1, 2, 4, 8), prefill=(4, 8, 16))
+    SMALL = Sizes(block_size=4, num_rows=8, max_len=32, decode=(1, 4, 8), prefill=(8, 16))
     LARGE_MODEL = SMALL_MODEL
     LARGE = Sizes(block_size=4, num_rows=4, max_len=32, decode=(1, 2, 4), prefill=(8, 16))
     CONTEXT = 12
