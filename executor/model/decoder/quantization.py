@@ -5,6 +5,8 @@ fp8                  weight, weight_scale_inv              FP8 E4M3, a scale per
 mxfp4                ..._blocks, ..._scales                MXFP4 of gpt-oss
 compressed-tensors   weight_packed, weight_scale, _shape   INT4, a scale per group of a row
 compressed-tensors   weight, weight_scale                  FP8 E4M3, a scale per row
+compressed-tensors   weight_packed, weight_scale, _global  NVFP4, a scale per 16 of a row and one of all
+modelopt             weight, weight_scale, _scale_2        NVFP4, likewise
 
 Which modules are quantised is read off their tensors, not off the lists of modules in it.
 """
@@ -14,7 +16,14 @@ from typing import Any
 
 from executor.errors import CheckpointError
 from executor.model.weights import Format
-from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
+from executor.model.weights.formats import (
+    Fp8Format,
+    Fp8RowFormat,
+    Int4Format,
+    Mxfp4Format,
+    Nvfp4Format,
+    Nvfp4PackedFormat,
+)
 
 _Error = Callable[[str], CheckpointError]
 _Known = Mapping[str, tuple[Any, ...] | None]  # by field, values that fit; None: all do
@@ -34,7 +43,7 @@ _COMPRESSED: _Known = {
     **dict.fromkeys(
         ("quant_method", "version", "ignore", "global_compression_ratio", "dequantize")
     ),
-    "format": ("pack-quantized", "float-quantized"),
+    "format": ("pack-quantized", "float-quantized", "nvfp4-pack-quantized"),
     "quantization_status": ("compressed",),
     "kv_cache_scheme": (),
     "sparsity_config": ({},),
@@ -70,6 +79,22 @@ _FP8_ROWS: _Known = {
     "strategy": ("channel",),
     "group_size": (),
     "dynamic": (False,),
+}
+_FP4: _Known = {
+    **_NUMBERS,
+    "num_bits": (4,),
+    "type": ("float",),
+    "strategy": ("tensor_group",),
+    "group_size": (16,),
+    "dynamic": (False, "local"),
+}
+_FP4_GROUP: _Known = {**_GROUP, "format": ("nvfp4-pack-quantized",), "input_activations": None}
+_MODELOPT: _Known = {
+    **dict.fromkeys(("quant_method", "producer", "ignore", "exclude_modules")),
+    **dict.fromkeys(("kv_cache_scheme", "kv_cache_quant_algo")),  # KV stays as it is computed
+    "quant_algo": ("NVFP4",),
+    "group_size": (16,),
+    "config_groups": None,
 }
 # Of activations, which kernels may quantise as they run, and nothing here does.
 _FP8_TOKENS: _Known = {**_FP8_ROWS, "strategy": ("token",), "dynamic": (True,)}
@@ -119,24 +144,41 @@ def _compressed(config: dict[str, Any], error: _Error) -> Format:
     if not isinstance(groups, dict) or len(groups) != 1:
         raise error(f"quantization_config: config_groups={groups!r} is not supported; one group is")
     [group] = groups.values()
-    is_fp8 = config.get("format") == "float-quantized"
-    _check(group, _FP8_GROUP if is_fp8 else _GROUP, error)
+    of_group, of_weights, of_activations = {
+        "float-quantized": (_FP8_GROUP, _FP8_ROWS, _FP8_TOKENS),
+        "nvfp4-pack-quantized": (_FP4_GROUP, _FP4, _FP4),
+    }.get(config.get("format", ""), (_GROUP, _INT4, _INT4))
+    _check(group, of_group, error)
     if group.get("input_activations") is not None:
-        _check(group["input_activations"], _FP8_TOKENS, error)
+        _check(group["input_activations"], of_activations, error)
     weights = group.get("weights")
-    _check(weights, _FP8_ROWS if is_fp8 else _INT4, error)
+    _check(weights, of_weights, error)
     for name in ("num_bits", "strategy"):
         if weights.get(name) is None:
             raise error(f"quantization_config: {name} is missing in weights={weights!r}")
-    if is_fp8:
+    if of_weights is _FP8_ROWS:
         return Fp8RowFormat()
+    if of_weights is _FP4:
+        return Nvfp4PackedFormat()
     return Int4Format(_positive("group_size", weights.get("group_size"), 8, error))
+
+
+def _modelopt(config: dict[str, Any], error: _Error) -> Format:
+    _check(config, _MODELOPT, error)
+    if config.get("quant_algo") is None:
+        raise error("quantization_config: quant_algo is missing; NVFP4 is supported")
+    for group in (config.get("config_groups") or {}).values():
+        _check(group, {**_FP4_GROUP, "format": ()}, error)
+        for name in ("weights", "input_activations"):
+            _check(group.get(name) or {}, _FP4, error)
+    return Nvfp4Format()
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any], _Error], Format]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
 }
 
 

@@ -10,9 +10,14 @@ MXFP4                W_blocks U8 [E, n, k/32, 16], W_scales U8          table[ni
                      [E, n, k/32]; W is [E, k, n]                       low nibble first
 INT4, groups of 32   W_packed I32 [n, k/8], W_scale [n, k/32],          (nibble - 8) * scale,
                      W_shape [2]                                        lowest nibble first
+NVFP4                W U8 [n, k/2], W_scale F8_E4M3 [n, k/16],          table[nibble] * scale * scale_2,
+                     W_scale_2 F32 [], input_scale unread               low nibble first
+NVFP4, packed        W_packed, W_scale, W_global_scale F32 [1],         the same, / global_scale
+                     input_global_scale unread
 
 Source: Transformers, integrations/finegrained_fp8.py and mxfp4.py; compressed-tensors,
-compressors/quantized_compressors/pack_quantized.py and naive_quantized.py.
+compressors/quantized_compressors/pack_quantized.py and naive_quantized.py, nvfp4_quantized.py; TensorRT Model
+Optimizer, export of NVFP4.
 """
 
 from abc import ABC, abstractmethod
@@ -185,10 +190,7 @@ class Mxfp4Format(Format):
             at = (*expert, outputs, cover)
             exponents = scales.read(at).int() - 127
             powers = torch.ldexp(torch.ones(exponents.shape), exponents)
-            packed = blocks.read(at)
-            nibbles = torch.stack((packed << 4, packed & 0xF0), dim=-1).view(torch.int8)
-            values = _floats(nibbles.flatten(-2), shift=5, mask=~(7 << 12), bias=14)
-            values.mul_(powers[..., None])
+            values = _fp4_floats(blocks.read(at)).mul_(powers[..., None])
             return values.flatten(-2)[..., inside].transpose(-1, -2)
 
         return blocks.dequantised((count, groups * self.block, size), read)
@@ -234,10 +236,67 @@ class Int4Format(Format):
         return packed.dequantised(whole, read)
 
 
+@dataclass(frozen=True, slots=True)
+class Nvfp4Format(Format):
+    """NVFP4 of Model Optimizer: FP8 scales of 16 numbers, and one of all."""
+
+    block: int = 16
+    title: ClassVar[str] = "NVFP4"
+    suffixes: ClassVar[tuple[str, ...]] = ("", "_scale_2", "_scale")
+    unread: ClassVar[tuple[str, ...]] = ("input_scale", "k_scale", "v_scale")  # of activations, KV
+
+    def weight_of(self, name: str) -> str:
+        module, _, last = name.rpartition(".")
+        return f"{module}.weight" if last in self.unread else Format.weight_of(self, name)
+
+    def _problem(self, *parts: Stored) -> str | None:
+        packed, whole, scale = parts
+        if (packed.dtype, whole.dtype, scale.dtype) != ("U8", "F32", "F8_E4M3"):
+            return "NVFP4 is packed in U8, with scales of F8_E4M3 and one of F32"
+        rows, width = packed.shape if len(packed.shape) == 2 else (0, 0)
+        half = self.block // 2
+        if width % half or scale.shape != (rows, width // half) or sum(whole.shape) > 1:
+            return f"each {half} bytes of a row have a scale, and all together one"
+        return None
+
+    def _open(self, *parts: Stored) -> Stored:
+        packed, whole, scale = parts
+
+        def read(index: Index) -> torch.Tensor:
+            rows, columns = index
+            inside, cover = _inside(_range(columns), self.block)
+            half = self.block // 2
+            scales = _fp8_floats(scale.read((rows, cover))).mul_(self._factor(whole.read(())))
+            values = _fp4_floats(packed.read((rows, slice(cover.start * half, cover.stop * half))))
+            values = values.view(len(values), -1, self.block).mul_(scales[..., None])
+            return values.flatten(-2)[..., inside]
+
+        return packed.dequantised((packed.shape[0], packed.shape[1] * 2), read)
+
+    def _factor(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+
+class Nvfp4PackedFormat(Nvfp4Format):
+    """The same as compressed-tensors packs it, with the inverse of the scale of all."""
+
+    suffixes = ("_packed", "_global_scale", "_scale")  # the last is an end of the second
+    unread = ("input_global_scale",)
+
+    def _factor(self, whole: torch.Tensor) -> torch.Tensor:
+        return 1 / whole
+
+
 def _fp8_floats(numbers: torch.Tensor) -> torch.Tensor:
     """Returns float32 of FP8 E4M3."""
     values = _floats(numbers.view(torch.int8), shift=7, mask=~(1 << 14), bias=8)
     return values.masked_fill_(values.abs() > _E4M3_MAX, torch.nan)
+
+
+def _fp4_floats(packed: torch.Tensor) -> torch.Tensor:
+    """Returns float32 of FP4 E2M1, two in a byte, the low half first."""
+    nibbles = torch.stack((packed << 4, packed & 0xF0), dim=-1).view(torch.int8)
+    return _floats(nibbles.flatten(-2), shift=5, mask=~(7 << 12), bias=14)
 
 
 def _floats(numbers: torch.Tensor, *, shift: int, mask: int, bias: int) -> torch.Tensor:

@@ -11,7 +11,14 @@ import torch
 from executor.errors import CheckpointError
 from executor.model.decoder.quantization import read_quantization
 from executor.model.weights import Format
-from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
+from executor.model.weights.formats import (
+    Fp8Format,
+    Fp8RowFormat,
+    Int4Format,
+    Mxfp4Format,
+    Nvfp4Format,
+    Nvfp4PackedFormat,
+)
 from tests.executor.model.families.head_checkpoints import save_model
 from tests.executor.model.weights.quantised import (
     Quantised,
@@ -19,6 +26,7 @@ from tests.executor.model.weights.quantised import (
     fp8_rows,
     int4,
     mxfp4,
+    nvfp4,
     save_twins,
 )
 from tests.executor.support.checkpoints import save_latent_model, save_qwen3_moe
@@ -71,6 +79,29 @@ FP8_ROWS = INT4 | {
     },
     "format": "float-quantized",
 }
+_FP4 = {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}
+NVFP4 = {
+    "config_groups": {
+        "group_0": {"input_activations": _FP4, "targets": ["Linear"], "weights": _FP4}
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
+_PACKED = WEIGHTS | {"group_size": 16, "strategy": "tensor_group", "type": "float"}
+NVFP4_PACKED = INT4 | {
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized",
+            "input_activations": _PACKED | {"dynamic": "local"},
+            "targets": ["Linear"],
+            "weights": _PACKED,
+        }
+    },
+    "format": "nvfp4-pack-quantized",
+}
 
 
 def error(message: str) -> CheckpointError:
@@ -90,6 +121,8 @@ def error(message: str) -> CheckpointError:
         (MXFP4, Mxfp4Format()),
         (INT4, Int4Format(32)),
         (FP8_ROWS, Fp8RowFormat()),
+        (NVFP4, Nvfp4Format()),
+        (NVFP4_PACKED, Nvfp4PackedFormat()),
     ],
 )
 def test_published_formats_are_read(config: Any, expected: Format | None) -> None:
@@ -106,7 +139,9 @@ def test_published_formats_are_read(config: Any, expected: Format | None) -> Non
         (FP8, {"fmt": "e5m2"}, "fmt='e5m2'"),
         (FP8, {"rotation": "hadamard"}, "rotation='hadamard' is not known"),
         (MXFP4, {"block": 16}, "block=16 is not known"),
-        (INT4, {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        (INT4, {"format": "mxfp4-pack-quantized"}, "format='mxfp4-pack-quantized'"),
+        (NVFP4, {"quant_algo": "FP8"}, "quant_algo='FP8' is not supported; 'NVFP4' is"),
+        (NVFP4, {"quant_algo": None}, "quant_algo is missing"),
         (INT4, {"transform_config": {"r1": 1}}, "transform_config="),
         (INT4, {"config_groups": {}}, "config_groups={} is not supported; one group is"),
     ],
@@ -146,6 +181,7 @@ def test_a_group_that_is_quantised_otherwise_is_refused_by_name(
     [
         (save_qwen3_moe, "plain", fp8, FP8),
         (save_qwen3_moe, "plain", int4, INT4),
+        (save_qwen3_moe, "plain", nvfp4, NVFP4),
         (save_latent_model, "deepseek_v3", fp8, FP8),
         (save_latent_model, "deepseek_v3", int4, INT4),
         (save_model, "glm4_moe", fp8_rows, FP8_ROWS),
@@ -160,7 +196,8 @@ def test_a_quantised_model_answers_as_its_dequantised_twin(
 ) -> None:
     """To the last bit; matrices have whole and partial blocks, and rope rows to turn."""
     folders = [tmp_path / name for name in ("model", "quantised", "plain")]
-    save(folders[0], shape, hidden_size=144, moe_intermediate_size=136)
+    width = 144 if quantise is nvfp4 else 136  # scales of NVFP4 are of 16 numbers, always
+    save(folders[0], shape, hidden_size=144, moe_intermediate_size=width)
     save_twins(*folders, quantise=quantise, ending="_proj.weight", config=config)
     logits = [Rank(folder).step({0: [5, 9, 11, 80]})[0] for folder in folders]
     assert logits[1].equal(logits[2])

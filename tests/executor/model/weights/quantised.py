@@ -61,6 +61,20 @@ def int4(weight: torch.Tensor) -> Quantised:
     return tensors, numbers * spread
 
 
+def nvfp4(weight: torch.Tensor, *, packed: bool = False) -> Quantised:
+    """Takes [n, k]; a scale is for 16 of a row, and one for all; packed as compressed-tensors does."""
+    blocks = weight.unflatten(-1, (-1, 16))
+    whole = torch.tensor(0.125)
+    scales = (blocks.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    spread = (scales.float() * whole)[..., None]
+    nibbles = (blocks[..., None] / spread[..., None] - _FP4).abs().argmin(-1)
+    numbers = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).to(torch.uint8).flatten(-2)
+    names = ("_packed", "_global_scale") if packed else ("", "_scale_2")
+    of_all = (1 / whole).view(1) if packed else whole
+    twin = (_FP4[nibbles] * spread).flatten(-2)
+    return {names[0]: numbers, "_scale": scales, names[1]: of_all}, twin
+
+
 def save_twins(
     model: Path,
     quantised: Path,

@@ -10,8 +10,15 @@ from safetensors.torch import save_file
 
 from executor.errors import CheckpointError
 from executor.model.weights import Format, Part, Source, WeightGroup, load_weights
-from executor.model.weights.formats import Fp8Format, Fp8RowFormat, Int4Format, Mxfp4Format
-from tests.executor.model.weights.quantised import Quantised, fp8, fp8_rows, int4, mxfp4
+from executor.model.weights.formats import (
+    Fp8Format,
+    Fp8RowFormat,
+    Int4Format,
+    Mxfp4Format,
+    Nvfp4Format,
+    Nvfp4PackedFormat,
+)
+from tests.executor.model.weights.quantised import Quantised, fp8, fp8_rows, int4, mxfp4, nvfp4
 
 Saved = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -26,6 +33,8 @@ FORMATS: dict[str, tuple[Format, Callable[[torch.Tensor], Quantised], tuple[int,
     "fp8 rows": (Fp8RowFormat(), fp8_rows, (200, 300)),
     "mxfp4": (Mxfp4Format(), mxfp4, (2, 96, 10)),
     "int4": (Int4Format(), int4, (10, 104)),
+    "nvfp4": (Nvfp4Format(), nvfp4, (10, 112)),
+    "nvfp4 packed": (Nvfp4PackedFormat(), partial(nvfp4, packed=True), (10, 112)),
 }
 PARTS = [(0, range(200)), (0, range(3, 9)), (1, range(7, 41)), (1, range(64, 96)), (0, range(2, 2))]
 
@@ -75,7 +84,7 @@ def test_a_part_of_a_quantised_weight_is_that_part_of_the_weight(
             assert target.equal(piece.to(dtype)), (every, dim, at)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 rows", "mxfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 rows", "mxfp4", "int4", "nvfp4", "nvfp4 packed"])
 def test_a_quantised_weight_without_one_of_its_tensors_is_named(name: str, tmp_path: Path) -> None:
     """Whether it is needed or not: what is left of it says that the checkpoint is not whole."""
     weight_format, (tensors, weight) = new(name)
@@ -130,6 +139,9 @@ def test_fp8_numbers_are_never_loaded_unscaled(
         ("mxfp4", {"w_blocks": torch.zeros(2, 10, 3, 16)}, "U8 for both"),
         ("int4", {"w_scale": torch.zeros(10, 3)}, "groups of 32"),
         ("int4", {"w_packed": torch.zeros(10, 13)}, "packed in I32"),
+        ("nvfp4", {"w_scale": torch.zeros(10, 4).to(torch.float8_e4m3fn)}, "8 bytes of a row have"),
+        ("nvfp4", {"w_scale_2": torch.ones(2)}, "8 bytes of a row have a scale, and all together"),
+        ("nvfp4", {"w_scale": torch.zeros(10, 7)}, "packed in U8, with scales of F8_E4M3"),
         ("int4", {"w_shape": torch.tensor([10, 100])}, r"w_shape .* says \[10, 100\], not \[10"),
     ],
 )
@@ -141,6 +153,19 @@ def test_tensors_of_a_format_that_do_not_fit_one_another_are_named(
     groups = [WeightGroup({"w": torch.zeros(weight.shape)})]
     with pytest.raises(CheckpointError, match=problem):
         load_weights(tmp_path, groups, weight_format=weight_format)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 packed"])
+def test_scales_of_activations_belong_to_their_weight_and_stay_unread(
+    name: str, tmp_path: Path
+) -> None:
+    weight_format, (tensors, weight) = new(name)
+    assert isinstance(weight_format, Nvfp4Format)
+    renamed = {f"x.weight{key[1:]}": tensor for key, tensor in tensors.items()}
+    save(tmp_path, renamed | {f"x.{last}": torch.ones(()) for last in weight_format.unread})
+    target = torch.zeros(weight.shape)
+    load_weights(tmp_path, [WeightGroup({"x.weight": target})], weight_format=weight_format)
+    assert target.equal(weight)
 
 
 def test_a_quantised_weight_of_another_executor_is_not_read(tmp_path: Path) -> None:
