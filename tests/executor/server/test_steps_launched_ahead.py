@@ -4,6 +4,7 @@ The worker is ahead, as a GPU's: steps wait for its gate after they were launche
 """
 
 import asyncio
+from concurrent import futures
 from typing import Any
 
 import pytest
@@ -72,22 +73,41 @@ async def test_a_failure_of_a_step_that_ran_is_told_as_its_own(ahead: Any):
     assert await reason_of(client.steps(3)) == "NOT_JOINED"
 
 
-async def test_a_join_waits_for_the_steps_of_the_epoch_before_and_no_answer_of_theirs_is_its_own(
-    ahead: Any,
+async def test_a_join_waits_for_the_steps_of_the_epoch_before(
+    ahead: Any, monkeypatch: pytest.MonkeyPatch
 ):
+    """Which fail, as collectives do of a group that is left: the new epoch would end with them."""
     worker, client = ahead
     call = await launched(worker, client, 1, 2)
     call.cancel()
     await until(lambda: worker.num_leaves)
-    joining = asyncio.create_task(client.joins_and_runs(2))
-    await until(lambda: worker.num_leaves == 2)  # the join has begun
-    worker.unread_failure = RuntimeError("aborted")  # as collectives are of a group that is left
-    assert worker.num_joins == 1
-    last = worker.servicer._last_reading
-    worker.gate.set()
-    assert last.result(60).reason == "STEP_FAILED"
+    worker.unread_failure = RuntimeError("aborted")
+
+    def end_steps_and_wait(readings: Any) -> None:
+        worker.gate.set()
+        futures.wait(readings)
+
+    monkeypatch.setattr("executor.server.wait", end_steps_and_wait)
+    await client.join(2)
+    assert worker.num_unread_at_join == 0
     worker.unread_failure = None
-    assert await joining
+    assert [response.step_id async for response in client.steps(1, epoch=2)] == [1]
+
+
+async def test_a_step_whose_stream_is_cancelled_ends_all_the_same(ahead: Any):
+    """Also if the thread that finishes has not come to it: else it would be taken for stuck."""
+    worker, client = ahead
+    worker.has_peers = False
+    first = await launched(worker, client, 1)
+    first.cancel()
+    await until(lambda: not worker.servicer.is_driven)
+    second = await client.begin(2)
+    await until(lambda: worker.begun == [1, 2])
+    stream = worker.servicer._stream
+    second.cancel()
+    await until(lambda: not worker.servicer.is_driven)
+    worker.gate.set()
+    await until(lambda: not stream.under_way)
 
 
 async def test_stopping_answers_all_steps_that_were_launched(ahead: Any):

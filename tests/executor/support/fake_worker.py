@@ -33,6 +33,7 @@ class FakeWorker:
         self.failure: Exception | None = None
         self.is_ahead = False
         self.unread_failure: Exception | None = None
+        self.num_unread = self.num_unread_at_join = 0
         self.servicer: Any = None  # who has it
         self.trails = self.has_deferred = False
         self.deferred_gate = threading.Event()
@@ -55,16 +56,19 @@ class FakeWorker:
         assert self.is_ahead or self.gate.wait(TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
+        self.num_unread += 1
         return SimpleNamespace(request=request, is_done=not self.is_ahead)
 
     def finish(self, pending: Any) -> pb.StepResponse:
         assert self.gate.wait(TIMEOUT_S)
+        self.num_unread -= 1
         if self.unread_failure is not None:
             raise self.unread_failure
         return pb.StepResponse(epoch=pending.request.epoch, step_id=pending.request.step_id)
 
     def join(self, epoch: int, store_address: str, attempt: JoinAttempt) -> None:
         self.num_joins += 1
+        self.num_unread_at_join = self.num_unread
         self.num_leaves = 0
         if self.form_group is not None:
             attempt.form(self.form_group, "store.test:1")
