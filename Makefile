@@ -26,7 +26,7 @@ DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released lock venv clean
+.PHONY: help demo serve test tests quick fix sim attack check bench sanitize gpu protos released dist lock venv clean
 
 help:
 	@echo "make demo    start two executors and a router, ask them 300 problems, check the answers;"
@@ -46,6 +46,7 @@ help:
 	@echo "make gpu     checks and measurements that need a GPU, by rungs (tests/gpu/README.md)"
 	@echo "make protos  regenerate the code of protos/*/v1/*.proto"
 	@echo "make released  takes down the public API, which \`make check\` compares with from then on"
+	@echo "make dist    the client library's wheel and an archive of the public API, in dist"
 	@echo "make lock    hashes of what the images install, after a change of versions; takes uv"
 	@echo "make venv    the virtual environment with all that the targets above need"
 	@echo "make clean   remove the virtual environment and caches"
@@ -110,6 +111,9 @@ protos: $(DEV)
 # Part of a release (deploy/README.md).
 released: $(DEV)
 	$(BIN)/buf build protos --path protos/serving --exclude-source-info -o $(RELEASED)
+
+dist: $(RUN)
+	@$(BIN)/python -m deploy.release.dist $(ARGS)
 
 # Every file of every package, for Linux on any processor. The demo's executor takes PyTorch from an
 # index of its own, without CUDA's libraries, which a Mac does not have either.

@@ -17,7 +17,7 @@ import uvloop
 from executor.config import ExecutorConfig
 from executor.metrics import STORE_STRANGER, Measures, Numbers, collector
 from protos.settings import BAD_CONFIGURATION, command
-from protos.transport.port import is_loopback
+from protos.transport.addresses import is_loopback
 
 if TYPE_CHECKING:
     from executor.server import ExecutorServicer

@@ -8,7 +8,8 @@ from executor.budget.token_budget import check_step_limits
 from executor.parallel.layout import Topology
 from protos.executor.grammars import MAX_GRAMMAR_BYTES
 from protos.settings import ON_OFF, Rule, above, at_least, folder_with, one_of, setting
-from protos.transport.port import ServiceConfig, is_loopback
+from protos.transport.addresses import is_loopback
+from protos.transport.port import ServiceConfig
 
 DEFAULT_MAX_MODEL_LEN = 32768  # a checkpoint may claim a million tokens, whose KV fits nowhere
 SEQUENCE_BYTES = 16384  # of a step, besides ids of tokens and blocks: biases, mostly

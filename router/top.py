@@ -27,7 +27,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.transport.errors import ErrorDetails
+from protos.transport.error_details import ErrorDetails
 from router.client import CallFailed, Client, TimedOut, TlsFiles
 
 ANSWER_S = 5.0  # a router that takes longer is stuck, and an old picture would hide it

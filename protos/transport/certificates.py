@@ -1,14 +1,13 @@
 """Dates of certificates, read from their DER as far as it takes: RFC 5280, 4.1."""
 
 import base64
+import logging
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-import structlog
-
-log = structlog.stdlib.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 LAST_SHARE = 0.1  # of a certificate's time, in which it should have been replaced
 _PEM = re.compile(b"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
@@ -46,11 +45,11 @@ def warn_of_dates(setting: str, pem: bytes, now: float) -> None:
     for begin, end in validities(pem):
         dates = {"setting": setting, "begins": _iso(begin), "expires": _iso(end)}
         if now < begin:
-            log.warning("certificate_not_yet_valid", **dates)
+            log.warning("certificate_not_yet_valid", extra=dates)
         elif now > end:
-            log.warning("certificate_expired", **dates)
+            log.warning("certificate_expired", extra=dates)
         elif end - now < LAST_SHARE * (end - begin):
-            log.warning("certificate_expires_soon", **dates)
+            log.warning("certificate_expires_soon", extra=dates)
 
 
 def _validity(certificate: bytes) -> Validity:

@@ -13,6 +13,7 @@ line is named by its number.
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import ssl
@@ -24,14 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
-import structlog
-
 from protos.transport.certificates import Validity, validities, warn_of_dates
 
 if TYPE_CHECKING:  # gRPC takes long to import, and a configuration is checked without it
     import grpc
 
-log = structlog.stdlib.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 NUM_READS = 5  # of TLS files, while somebody writes them
 TOKEN_RELOAD_S = 1.0  # a file of tokens is looked at so often at most, since every call asks
@@ -107,10 +106,11 @@ class Watched(Generic[Raw, Parsed]):
             if raw != self._raw:
                 self._value = self._parse(raw)
                 self._raw = raw
-                log.info("files_reloaded", setting=self._name)
+                log.info("files_reloaded", extra={"setting": self._name})
         except (OSError, ValueError) as error:
             if str(error) != self._problem:  # once, not at each call
-                log.warning("files_not_reloaded", setting=self._name, problem=str(error))
+                said = {"setting": self._name, "problem": str(error)}
+                log.warning("files_not_reloaded", extra=said)
             self._problem = str(error)
         else:
             self._problem = ""

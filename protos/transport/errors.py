@@ -1,13 +1,11 @@
 """Errors on the wire.
 
-Either side raises an RpcError; `abort_on_error` turns it into a status with google.rpc details,
-and `error_details` reads the details back on the other end.
+Either side raises an RpcError, and `abort_on_error` turns it into a status with google.rpc details,
+which `error_details.py` reads on the other end.
 """
 
-import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -158,43 +156,6 @@ def refuse(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> None
     context.set_code(error.code)
     context.set_details(str(error))
     context.set_trailing_metadata(error.trailing_metadata())
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorDetails:
-    """Details of an RpcError, as the caller reads them. Empty where the status had none."""
-
-    reason: str = ""
-    field: str = ""
-    retry_delay_s: float | None = None
-    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    request_id: str = ""
-
-
-def error_details(error: grpc.aio.AioRpcError) -> ErrorDetails:
-    """Reads the google.rpc details of a failed call."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            return _read_details(status_pb2.Status.FromString(value))
-    return ErrorDetails()
-
-
-def _read_details(status: status_pb2.Status) -> ErrorDetails:
-    found: dict[str, Any] = {}
-    info = error_details_pb2.ErrorInfo()
-    bad_request = error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
-    request = error_details_pb2.RequestInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            found |= {"reason": info.reason, "metadata": dict(info.metadata)}
-        elif detail.Unpack(bad_request) and bad_request.field_violations:
-            found["field"] = bad_request.field_violations[0].field
-        elif detail.Unpack(retry):
-            found["retry_delay_s"] = retry.retry_delay.ToNanoseconds() / 1e9
-        elif detail.Unpack(request):
-            found["request_id"] = request.request_id
-    return ErrorDetails(**found)
 
 
 def _pack(message: Message) -> any_pb2.Any:

@@ -3,8 +3,6 @@
 Router and executor have the same settings under the same names. Without any, a port is for loopback.
 """
 
-import ipaddress
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +14,7 @@ import structlog
 from protos.settings import ADDRESS, check_settings, one_of, setting
 from protos.telemetry.metrics import Family
 from protos.telemetry.scrapes import MetricsPort, serve_metrics
+from protos.transport.addresses import is_loopback, try_to_bind
 from protos.transport.credentials import AcceptedTokens, TlsFiles, read_tokens, server_credentials
 from protos.transport.limits import PortLimits
 
@@ -216,7 +215,7 @@ async def _start(
     credentials: "grpc.ServerCredentials | None" = None,
 ) -> int:
     try:
-        _try_to_bind(address)
+        try_to_bind(address)
         if credentials is None:
             port = server.add_insecure_port(address)
         else:
@@ -228,36 +227,6 @@ async def _start(
     await server.start()
     log.info(f"{name}ing", address=f"{address.rpartition(':')[0]}:{port}")
     return port
-
-
-def _try_to_bind(address: str) -> None:
-    """Binds a socket to an address for a moment, since gRPC does not say why it cannot.
-
-    Raises:
-        OSError: None of the name's addresses can be bound.
-    """
-    host, _, number = address.rpartition(":")
-    problem = OSError("the name has no address")
-    for family, kind, _, _, where in socket.getaddrinfo(
-        host.strip("[]"), int(number), type=socket.SOCK_STREAM
-    ):
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
-                return
-        except OSError as error:
-            problem = error
-    raise problem
-
-
-def is_loopback(address: str) -> bool:
-    """Returns whether host:port is on this machine, as far as its name shows."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_tls(files: TlsFiles, cert: str, key: str, ca: str) -> None:

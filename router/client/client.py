@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from protos.serving.v1 import serving_pb2, serving_pb2_grpc
 from protos.serving.v1.serving_pb2 import GetModelResponse
+from protos.transport.addresses import is_loopback
 from protos.transport.channel import ChannelOpener, Option
 from protos.transport.credentials import TlsFiles, WatchedTls, token_sender
-from protos.transport.port import is_loopback
 from router.client.many import Many
 from router.client.messages import (
     Collector,
@@ -46,6 +46,7 @@ from router.client.messages import (
 
 Credentials = grpc.ChannelCredentials | TlsFiles | None
 
+SERVING = 1  # of grpc.health.v1
 RELOAD_S = 1.0  # TLS files are looked at so often at most, since every call asks
 _SERVICE = serving_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 # The published policy, for clients in any language: README.md has it as JSON.
@@ -126,7 +127,12 @@ class Client:
         # Status and health are for routers that are not ready, too. It connects when it is used.
         operator_channel = self._open_channel(SERVICE_CONFIG)
         self._operator_stub = serving_pb2_grpc.GenerationServiceStub(operator_channel)
-        self._health: Any = health_pb2_grpc.HealthStub(operator_channel)
+        # Its messages have one field each, as these have: no further package is needed.
+        self._check_health: Any = operator_channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=StringValue.SerializeToString,
+            response_deserializer=Int32Value.FromString,
+        )
 
     def _open_channel(self, config: dict[str, Any], *more: Option) -> grpc.aio.Channel:
         service_config = ("grpc.service_config", json.dumps(config))
@@ -248,9 +254,8 @@ class Client:
             Rejected: It is not one that the router knows.
         """
         with self._calling():
-            request = health_pb2.HealthCheckRequest(service=service)
-            response: health_pb2.HealthCheckResponse = await self._health.Check(request)
-        return response.status == health_pb2.HealthCheckResponse.SERVING
+            status: Int32Value = await self._check_health(StringValue(value=service))
+        return status.value == SERVING
 
 
 class _Lane:

@@ -3,16 +3,16 @@
 import asyncio
 import itertools
 import random
+import struct
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Self, Unpack
 
 import grpc
-import numpy as np
 
 from protos.serving.v1 import serving_pb2
-from protos.transport.errors import ErrorDetails
+from protos.transport.error_details import ErrorDetails
 from router.client.messages import (
     CallFailed,
     Collector,
@@ -208,10 +208,9 @@ class _Stream:
                 self._fail(tag, self._failure)
 
     def _receive(self, message: serving_pb2.GenerateManyResponse) -> None:
-        token_ids = np.frombuffer(message.token_ids, "<i4").tolist()
-        num_tokens = np.frombuffer(message.num_tokens, "<i4").tolist()
+        token_ids, num_tokens = _column("i", message.token_ids), _column("i", message.num_tokens)
         ends = itertools.accumulate(num_tokens)
-        tags = np.frombuffer(message.tags, "<u4").tolist()
+        tags = _column("I", message.tags)
         for tag, count, end in zip(tags, num_tokens, ends, strict=True):
             running = self._running[tag]
             running.take(
@@ -266,6 +265,11 @@ class _Running:
         if not self.ended.cancel() and not self.ended.cancelled():
             self.ended.exception()  # counts as seen: who closes a generator asks for no result
         self.stream.cancel(self.tag)
+
+
+def _column(code: str, data: bytes) -> list[int]:
+    """Returns little-endian numbers of four bytes; `code` is that of `struct`."""
+    return list(struct.unpack(f"<{len(data) // 4}{code}", data))
 
 
 def _closes(deltas: asyncio.Queue[Delta | None]) -> Callable[[asyncio.Future[None]], None]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 import grpc
 
 from protos.serving.v1 import serving_pb2
-from protos.transport.errors import ErrorDetails, error_details
+from protos.transport.error_details import ErrorDetails, error_details
 
 Prompt = str | Iterable[int]  # text, or token ids
 

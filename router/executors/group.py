@@ -19,7 +19,7 @@ from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1.executor_pb2_grpc import ExecutorServiceStub
 from protos.settings import above, setting
 from protos.transport.channel import ChannelOpener
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.executors.description_bounds import MAX_INSTANCE_ID_LEN, problem_of
 from router.executors.discovery import FindAddresses

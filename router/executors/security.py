@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from protos.settings import ON_OFF, setting
+from protos.transport.addresses import is_loopback
 from protos.transport.channel import ChannelOpener
 from protos.transport.credentials import TlsFiles, WatchedTls, read_tokens, token_sender
-from protos.transport.port import check_files, check_tls, is_loopback
+from protos.transport.port import check_files, check_tls
 from router.executors.discovery import DNS, DnsGroup
 
 

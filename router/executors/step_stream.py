@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from protos.executor.v1 import executor_pb2 as pb
 from protos.settings import above, setting
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.errors import ExecutorLeft, ExecutorLied, ExecutorLost, ReasonUnknown
 from router.scheduling.step import Agreement, StepSettings
 

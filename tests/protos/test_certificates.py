@@ -1,11 +1,11 @@
 """Expired certificates are what ends most services behind mutual TLS: they must be announced."""
 
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from cryptography import x509
-from structlog.testing import capture_logs
 
 from protos.transport.certificates import validities
 from protos.transport.credentials import WatchedTls, first_to_expire
@@ -50,19 +50,23 @@ def test_half_a_certificate_is_none(tmp_path: Path):
     ],
 )
 def test_a_warning_tells_what_is_wrong_with_a_certificates_dates(
-    tmp_path: Path, begin: timedelta, end: timedelta, event: str | None
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    begin: timedelta,
+    end: timedelta,
+    event: str | None,
 ):
+    caplog.set_level(logging.INFO)
     authority = Authority(tmp_path)
     dates = {"not_before": NOW + begin, "not_after": NOW + end}
     files = authority.issue("server", "a.test", **dates)
-    with capture_logs() as lines:
-        watched = WatchedTls("tls_cert", files, cert="tls_cert", ca="tls_client_ca")
-    said = [(line["event"], line["setting"], line["log_level"]) for line in lines]
-    assert said == ([] if event is None else [(event, "tls_cert", "warning")])
+    watched = WatchedTls("tls_cert", files, cert="tls_cert", ca="tls_client_ca")
+    said = [(line.message, vars(line)["setting"], line.levelname) for line in caplog.records]
+    assert said == ([] if event is None else [(event, "tls_cert", "WARNING")])
     assert first_to_expire()["tls_cert"].end == (NOW + end).timestamp()
 
     files = authority.issue("server", "a.test", not_before=NOW - DAY, not_after=NOW + 99 * DAY)
-    with capture_logs() as lines:
-        watched.value()
-    assert [line["event"] for line in lines] == ["files_reloaded"]
+    caplog.clear()
+    watched.value()
+    assert [line.message for line in caplog.records] == ["files_reloaded"]
     assert first_to_expire()["tls_cert"].end == (NOW + 99 * DAY).timestamp()

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from protos.transport import admission as admission_module
 from protos.transport.admission import MAX_READS, Admission, FirstMessageLate, Refusals
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from protos.transport.health import HealthServicer
 from protos.transport.limits import PortLimits
 from protos.transport.port import ServiceConfig

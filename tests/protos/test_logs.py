@@ -47,3 +47,17 @@ def test_without_a_terminal_each_event_is_a_line_of_json() -> None:
 
     event = json.loads(line)
     assert (event["event"], event["level"], event["request_id"]) == ("failed", "error", "mine")
+
+
+def test_a_library_that_logs_by_itself_is_written_likewise_with_all_that_it_says() -> None:
+    say = 'logging.getLogger("lib").warning("files_not_reloaded", extra={"setting": "tls"})'
+    line, _ = written(
+        f"import logging, protos.telemetry.logs as ours; ours.configure_logging(); {say}"
+    ).splitlines()
+
+    event = json.loads(line)
+    assert (event["event"], event["level"], event["setting"]) == (
+        "files_not_reloaded",
+        "warning",
+        "tls",
+    )

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from protos.transport.port import ServiceConfig, is_loopback
+from protos.transport.addresses import is_loopback
+from protos.transport.port import ServiceConfig
 from tests.support.certificates import Authority, replace
 
 TOKEN = "first-token-0123456789"

@@ -22,7 +22,7 @@ from protos.transport.credentials import (
     stale_files,
     token_sender,
 )
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from protos.transport.health import HealthServicer
 from protos.transport.port import ServiceConfig
 from tests.support.certificates import Authority, replace

@@ -10,7 +10,7 @@ import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
 from protos.serving.v1 import serving_pb2_grpc
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.api.health import Health
 from router.app import StopSignals, drain, server_options
 from router.client import Client, Many, Unavailable

@@ -24,7 +24,7 @@ from deploy.local.processes import Process
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
 from protos.serving.v1 import serving_pb2
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from tests.e2e.conftest import PATIENT
 from tests.e2e.support.logs import scraped
 from tests.e2e.support.stacks import served

@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from executor.errors import InvalidStep
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from tests.executor.support.fake_worker import held_step, read_ids, until
 from tests.executor.support.servers import error_of, reason_of, request
 

@@ -18,7 +18,7 @@ from executor.parallel.rendezvous import open_store
 from executor.server import ExecutorServicer
 from protos.executor.v1 import executor_pb2 as pb
 from protos.executor.v1 import executor_pb2_grpc
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from protos.transport.port import ServiceConfig
 from tests.executor.support.ranks.ranks import HOST, SECRET
 from tests.executor.support.steps import idle_part, step

@@ -12,7 +12,7 @@ import pytest
 from google.rpc import code_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.api.text import Tokenizer
 from router.errors import QueueFull
 from router.requests.request import FinishReason, Request, Sequence

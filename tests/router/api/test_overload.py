@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.transport.errors import MAX_MESSAGE_BYTES, error_details
+from protos.transport.error_details import error_details
+from protos.transport.errors import MAX_MESSAGE_BYTES
 from router.api.generate_many import MAX_ENDS, ManyCall
 from router.errors import QueueFull
 from tests.router.support.calls import connected, prompt

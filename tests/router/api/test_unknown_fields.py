@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2
 
 from protos.serving.v1 import serving_pb2 as pb
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.api.unknown_fields import refuse_unknown_fields
 from router.errors import InvalidRequest
 from tests.router.support import calls, vllm_calls

@@ -13,7 +13,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from protos.serving.v1 import serving_pb2
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router import config
 from router.api import vllm_engine
 from router.api.text import Tokenizer

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from protos.transport.errors import error_details
+from protos.transport.error_details import error_details
 from router.api.constraints import build_grammar
 from router.api.text import Tokenizer
 from router.errors import QueueFull

@@ -1,0 +1,1 @@
+"""Releases: what is new, and what is published of a checkout."""
