@@ -68,7 +68,11 @@ class GroupedMMRunner(StackedMoERunner):
         num_rows, top_k = ids_RK.shape
         if num_rows == 0:
             return x_RD.new_zeros(x_RD.shape)
-        ids_P, order_P = ids_RK.flatten().sort(stable=True)  # experts elsewhere, L, come last
+        # Experts elsewhere, L, come last. A row's are distinct, so L of them at most are here; one pair
+        # more is elsewhere, if any is, and stands for all of these.
+        num_pairs = min(num_rows * top_k, num_rows * len(self._experts) + 1)
+        sorted_RK, order_RK = ids_RK.flatten().sort(stable=True)
+        ids_P, order_P = sorted_RK[:num_pairs], order_RK[:num_pairs]
         ends_L = torch.searchsorted(ids_P, self._experts, right=True, out_int32=True)
         x_PD = x_RD.index_select(0, order_P // top_k)
         hidden = _grouped_mm(x_PD, self._w13.transpose(-2, -1), offs=ends_L)
@@ -80,8 +84,10 @@ class GroupedMMRunner(StackedMoERunner):
             y_PD += self._biases.b2.index_select(0, local_P)
         # Rows past the last expert's were never written, and may hold anything.
         y_PD.masked_fill_((ids_P == len(self._experts)).unsqueeze(1), 0)
-        unsorted_P = torch.empty_like(order_P)
-        unsorted_P.scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-        y_RKD = y_PD.index_select(0, unsorted_P).view(num_rows, top_k, -1)
+        places = torch.arange(len(order_RK), device=order_RK.device)
+        if num_pairs < len(places):
+            places.clamp_(max=num_pairs - 1)
+        places_RK = torch.empty_like(order_RK).scatter_(0, order_RK, places)
+        y_RKD = y_PD.index_select(0, places_RK).view(num_rows, top_k, -1)
         weights_R1K = dispatched.topk_weights_RK.to(x_RD.dtype).unsqueeze(1)
         return torch.bmm(weights_R1K, y_RKD).squeeze(1)

@@ -248,26 +248,45 @@ def test_a_graph_of_it_follows_the_routing_of_each_replay(name: str, ops_of: Any
         assert_right(y, tensors, inputs)
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grouped products leave NaN in rows that they do not write. Returns how many rows each was given."""
+    product, given = runner_grouped._grouped_mm, []
+
+    def run(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        y = product(x, w, offs=offs)
+        y[int(offs[-1]) :] = torch.nan
+        given.append(len(x))
+        return y
+
+    monkeypatch.setattr(runner_grouped, "_grouped_mm", run)
+    return given
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_what_a_grouped_product_leaves_in_unused_rows_reaches_nobody(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, poisoned: list[int]
 ) -> None:
     """Rows whose experts are elsewhere are not written by a grouped product, and hold anything."""
-
-    def poisoned(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-            y = product(x, w, offs=offs)
-            y[int(offs[-1]) :] = torch.nan
-            return y
-
-        return run
-
-    monkeypatch.setattr(runner_grouped, "_grouped_mm", poisoned(runner_grouped._grouped_mm))
     tensors = checkpoint(dtype)
     runner = new_runner(KINDS["grouped"], tensors, None)
     for case in ("some elsewhere", "all elsewhere", "one row, some elsewhere", "padding between"):
         dispatched = CASES[case](dtype)
         assert_right(runner.run(dispatched), tensors, dispatched)
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+@pytest.mark.parametrize("low", [0, 1, 3])
+def test_pairs_that_must_be_elsewhere_are_neither_gathered_nor_multiplied(
+    num_local: int, low: int, poisoned: list[int]
+) -> None:
+    """Of 64 executors each has two experts of a row's eight at most, and moved all eight."""
+    tensors = checkpoint(torch.float32, num_local)
+    dispatched = routed(33, low, low + TOP_K, torch.float32)  # 0: all experts here are chosen
+    dispatched.topk_ids_RK.clamp_(max=num_local)
+    runner = new_runner(KINDS["grouped"], tensors, None)
+    assert_right(runner.run(dispatched), tensors, dispatched)
+    assert set(poisoned) == {33 * num_local + 1}
 
 
 # What is refused.
