@@ -198,6 +198,14 @@ def test_kernels_and_packages_are_unpacked_where_they_are_found(
     assert (package / "data/aot/norm/norm.so").exists()
 
 
+def test_without_a_network_nothing_is_installed_from_one() -> None:
+    """``make gpu`` ended at pip there, before any test."""
+    command = ["make", "--dry-run", "--always-make", "gpu", "GPU_PYTHON=python3", "WHEELS=carried"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    words = done.stdout.replace("\\\n", " ").split()
+    assert words == ["python3", "-m", "tests.gpu", "--wheels", "carried"]
+
+
 def test_kernels_of_the_overlays_for_gpus_are_the_same_and_the_suite_runs_them() -> None:
     assert settings_of("gpu-node") == settings_of("multi-node") == PRODUCTION
     assert machine.Gpu.moe_runner == PRODUCTION["moe_runner"] == "cutlass"
